@@ -19,13 +19,13 @@ from answers import cached_cloud
 from harness import BenchError, show_progress
 from parallelcluster import VERSION, Clustermgtd, run_clustermgtd
 from simulated import running_cloud, service_for
-from tests.contract.renters import CASES, PUBLIC_KEY
+from tests.contract.rental_providers import CASES, PUBLIC_KEY
 from tests.unit.cloud.scene import CLUSTER, choice, rented_set
 
 from shoal.cloud.providers.api import RentalOrder
 from shoal.cloud.rental import Rental
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.service import RentalService
 from shoal.cloud.service.slurm import LiveSlurm
 from shoal.hosts.api import Target

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from harness import BenchError, show_progress
 from tests.e2e.cluster import LIMIT, Cluster
-from tests.e2e.simulated import UNFINISHED, Cloud, asleep, bill, ended, printed, renting, state, submit
+from tests.e2e.simulated_clouds import UNFINISHED, Cloud, asleep, bill, ended, printed, renting, state, submit
 from wake import format_nodes
 
 from shoal.hostlist import compress

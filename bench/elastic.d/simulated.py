@@ -12,13 +12,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.contract.renters import CASES, PUBLIC_KEY, account
+from tests.contract.rental_providers import CASES, PUBLIC_KEY, account
 from tests.unit.cloud.scene import CLUSTER
 
 from shoal.cloud.providers import rental_provider
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.context import ServiceContext
 from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.scheduling import SystemClock
 from shoal.cloud.service.service import RentalService
 from shoal.cloud.service.slurm_requests import RequestQueue

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from harness import BenchError, show_progress
 from simulated import running_cloud, service_for
-from tests.contract.renters import CASES
+from tests.contract.rental_providers import CASES
 from tests.unit.cloud.scene import choice, rented_set
 
 from shoal.cloud.service.scheduling import SystemClock

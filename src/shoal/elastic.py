@@ -11,12 +11,12 @@ from pathlib import Path
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin, RentalProvider, RentedInstance
-from shoal.cloud.service.account import AccountClient, UnavailableProvider
 from shoal.cloud.service.context import ServiceContext
-from shoal.cloud.service.job_files import create_job_file_copier
+from shoal.cloud.service.job_file_copier import create_job_file_copier
 from shoal.cloud.service.join import LiveJoiner
 from shoal.cloud.service.leader import Leadership
 from shoal.cloud.service.ledger import LEDGER, Ledger
+from shoal.cloud.service.provider_account import AccountClient, UnavailableProvider
 from shoal.cloud.service.scheduling import SystemClock
 from shoal.cloud.service.service import RentalService, single_instance
 from shoal.cloud.service.settings import ServiceSettings, read_settings

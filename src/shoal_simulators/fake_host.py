@@ -84,14 +84,14 @@ class FakeHost(LineHost):
         *,
         unreachable: bool | HostError = False,
         lose_after_lines: int | None = None,
-        sudo_refused: bool = False,
+        sudo_denied_error: bool = False,
     ) -> None:
         """`lose_after_lines` breaks the connection once a program has written that many lines."""
         self.target = Target(target) if isinstance(target, str) else target
         self.answers: Answers = answers if isinstance(answers, Mapping) else {(): answers} if answers else {}
         self.unreachable = unreachable
         self.lose_after_lines = lose_after_lines
-        self.sudo_refused = sudo_refused
+        self.sudo_denied_error = sudo_denied_error
         self.calls: list[Call] = []
         self.connects = 0
         self.closed = False
@@ -114,7 +114,7 @@ class FakeHost(LineHost):
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         call = Call(tuple(argv), root)
         self.calls.append(call)
-        refused = root and self.sudo_refused
+        refused = root and self.sudo_denied_error
         answer = Result(1, stderr=b"sudo: a password is required\n") if refused else self._answer(call.argv)
         judge = partial(sudo.check_sudo_result, self.name, self.target.user or "operator", argv) if refused else None
         channel = _FakeChannel(self, call, answer, whole_stderr=whole_stderr)

@@ -52,7 +52,7 @@ async def apply(session: AgentSession, *items: Directory | File | Command) -> tu
     return [item.status for item in report.items], report.changed, report.failed
 
 
-async def test_a_check_changes_nothing_and_says_what_apply_then_does(session: AgentSession, tmp_path: Path) -> None:
+async def test_check_changes_nothing_and_predicts_apply(session: AgentSession, tmp_path: Path) -> None:
     items = document(tmp_path)
     for _ in range(2):
         report = await session.check(items)
@@ -62,26 +62,26 @@ async def test_a_check_changes_nothing_and_says_what_apply_then_does(session: Ag
     assert await apply(session, *items) == (["changed"] * 4, 4, 0)
 
 
-async def test_applied_twice_the_second_time_changes_nothing(session: AgentSession, tmp_path: Path) -> None:
+async def test_second_apply_changes_nothing(session: AgentSession, tmp_path: Path) -> None:
     await apply(session, *document(tmp_path))
     assert await apply(session, *document(tmp_path)) == (["ok"] * 4, 0, 0)
     report = await session.check(document(tmp_path))
     assert (report.changed, report.failed) == (0, 0)
 
 
-async def test_a_changed_file_runs_what_it_reloads_and_nothing_else(session: AgentSession, tmp_path: Path) -> None:
+async def test_changed_file_runs_only_its_reload_command(session: AgentSession, tmp_path: Path) -> None:
     await apply(session, *document(tmp_path))
     again = await apply(session, *document(tmp_path, "a=2\n"))
     assert again == (["ok", "changed", "ok", "changed"], 2, 0)
 
 
-async def test_every_finished_item_is_told_while_it_happens(session: AgentSession, tmp_path: Path) -> None:
+async def test_every_finished_item_is_reported_at_once(session: AgentSession, tmp_path: Path) -> None:
     seen: list[ItemEvent] = []
     report = await session.apply(document(tmp_path), {"key": SECRET}, seen.append)
     assert tuple(event.result for event in seen if event.result) == report.items
 
 
-async def test_a_secret_is_never_shown(session: AgentSession, tmp_path: Path) -> None:
+async def test_secret_is_never_shown(session: AgentSession, tmp_path: Path) -> None:
     seen: list[ItemEvent] = []
     checked = await session.check(document(tmp_path))
     report = await session.apply(document(tmp_path), {"key": SECRET}, seen.append)
@@ -89,7 +89,7 @@ async def test_a_secret_is_never_shown(session: AgentSession, tmp_path: Path) ->
     assert SECRET.decode() not in repr((seen, report, checked, session))
 
 
-async def test_a_secret_that_nobody_knows_stays_where_it_is_and_cannot_be_made(
+async def test_unresolved_secret_keeps_an_existing_file_and_cannot_create_a_file(
     session: AgentSession, tmp_path: Path
 ) -> None:
     directory, _, known, _ = document(tmp_path)
@@ -104,7 +104,7 @@ async def test_a_secret_that_nobody_knows_stays_where_it_is_and_cannot_be_made(
     assert await apply(session, unknown, known) == (["ok", "ok"], 0, 0)
 
 
-async def test_a_secret_file_is_made_once_and_then_stays(session: AgentSession, tmp_path: Path) -> None:
+async def test_secret_file_is_generated_once_and_stays(session: AgentSession, tmp_path: Path) -> None:
     path = str(tmp_path / "munge.key")
     made = await session.secret(path, make=1024)
     assert len(made) == 1024
@@ -112,18 +112,18 @@ async def test_a_secret_file_is_made_once_and_then_stays(session: AgentSession, 
     assert await session.secret(path) == made
 
 
-async def test_a_secret_that_is_not_there_is_an_error_that_names_it(session: AgentSession, tmp_path: Path) -> None:
+async def test_missing_secret_file_is_an_error_with_its_path(session: AgentSession, tmp_path: Path) -> None:
     with pytest.raises(AgentFailed, match=f"here: {tmp_path}/none: No such file or directory"):
         await session.secret(str(tmp_path / "none"))
 
 
-async def test_facts_are_told_with_the_distance_between_the_clocks(session: AgentSession) -> None:
+async def test_facts_include_the_clock_offset(session: AgentSession) -> None:
     facts = await session.facts(FactsRequest(users=("root",)))
     assert facts.hostname and facts.python and facts.memory_mb > 0
     assert abs(facts.clock_offset) < 30
 
 
-async def test_a_host_without_python_is_refused_with_the_fix() -> None:
+async def test_host_without_python_is_rejected_with_the_fix() -> None:
     with pytest.raises(AgentFailed) as caught:
         async with await AgentSession.open(FakeHost("bare")) as session:
             await session.facts()
@@ -132,7 +132,7 @@ async def test_a_host_without_python_is_refused_with_the_fix() -> None:
     )
 
 
-async def test_a_connection_lost_while_the_agent_works_is_told_as_such(tmp_path: Path) -> None:
+async def test_connection_lost_during_apply_raises_connection_lost(tmp_path: Path) -> None:
     host = FakeHost("gone", {("python3",): FakeAgent(Facts()).play}, lose_after_lines=2)
     with pytest.raises(ConnectionLost):
         async with await AgentSession.open(host) as session:

@@ -84,11 +84,11 @@ async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield opened
 
 
-async def test_status_and_both_streams_come_back_as_bytes(host: Host) -> None:
+async def test_run_returns_status_and_both_streams_as_bytes(host: Host) -> None:
     assert await host.run(BOTH, root=False) == Result(3, b"out", b"err")
 
 
-async def test_a_host_knows_its_name(host: Host) -> None:
+async def test_host_has_its_name(host: Host) -> None:
     assert (host.name, host.target.name) == ("node", "node")
 
 
@@ -110,23 +110,23 @@ async def test_a_host_knows_its_name(host: Host) -> None:
         "~",
     ],
 )
-async def test_arguments_arrive_untouched(host: Host, word: str) -> None:
+async def test_arguments_arrive_unchanged(host: Host, word: str) -> None:
     result = await host.run(["printf", "[%s]", word, "next"], root=False)
     assert result.text == f"[{word}][next]"
 
 
-async def test_five_megabytes_of_input_come_back(host: Host) -> None:
+async def test_input_of_five_megabytes_is_echoed(host: Host) -> None:
     data = bytes(range(256)) * 20_000
     result = await host.run(["cat"], stdin=data, root=False)
     assert result.status == 0
     assert result.stdout == data
 
 
-async def test_input_that_is_not_read_is_no_error(host: Host) -> None:
+async def test_unread_input_is_not_an_error(host: Host) -> None:
     assert await host.run(["true"], stdin=bytes(5_000_000), root=False) == Result(0)
 
 
-async def test_a_missing_program_is_status_127(host: Host) -> None:
+async def test_missing_program_is_status_127(host: Host) -> None:
     result = await host.run(["no-such-program"], root=False)
     assert result.status == 127
     assert "no-such-program" in result.error_text
@@ -136,13 +136,13 @@ async def test_death_by_signal_is_128_plus_the_signal(host: Host) -> None:
     assert (await host.run(SUICIDE, root=False)).status == 137
 
 
-async def test_a_timeout_names_the_program_and_leaves_the_host_usable(host: Host) -> None:
+async def test_timeout_names_the_program_and_leaves_the_host_usable(host: Host) -> None:
     with pytest.raises(CommandTimeout, match=r"node: `sleep` did not end within 0\.2 s"):
         await host.run(["sleep", "3600"], timeout=0.2, root=False)
     assert (await host.run(["true"], root=False)).status == 0
 
 
-async def test_a_cancelled_run_leaves_the_host_usable(host: Host) -> None:
+async def test_cancelled_run_leaves_the_host_usable(host: Host) -> None:
     task = asyncio.create_task(host.run(["sleep", "3600"], root=False))
     await asyncio.sleep(0.1)
     task.cancel()
@@ -151,12 +151,12 @@ async def test_a_cancelled_run_leaves_the_host_usable(host: Host) -> None:
     assert (await host.run(["true"], root=False)).status == 0
 
 
-async def test_many_programs_run_at_once_on_one_host(host: Host) -> None:
+async def test_many_programs_run_concurrently_on_a_host(host: Host) -> None:
     results = await asyncio.gather(*(host.run(["printf", "[%s]", str(n)], root=False) for n in range(24)))
     assert [result.text for result in results] == [f"[{n}]" for n in range(24)]
 
 
-async def test_a_program_is_spoken_to_line_by_line(host: Host) -> None:
+async def test_program_is_driven_line_by_line(host: Host) -> None:
     process = await host.start(["sh", "-c", ECHO], root=False)
     for word in (b"one\n", b"two\n"):
         await process.write(word)
@@ -165,7 +165,7 @@ async def test_a_program_is_spoken_to_line_by_line(host: Host) -> None:
     assert await process.readline() == b""
 
 
-async def test_lines_of_megabytes_come_whole(host: Host) -> None:
+async def test_lines_of_megabytes_are_read_whole(host: Host) -> None:
     process = await host.start(BIG_LINE, root=False)
     assert await process.readline() == bytes(4_000_000) + b"\n"
     assert await process.readline() == b"end\n"
@@ -173,7 +173,7 @@ async def test_lines_of_megabytes_come_whole(host: Host) -> None:
     assert (await process.wait()).status == 0
 
 
-async def test_a_slow_reader_gets_every_line(host: Host) -> None:
+async def test_slow_reader_gets_every_line(host: Host) -> None:
     process = await host.start(MANY_LINES, root=False)
     await asyncio.sleep(0.2)
     count = 0
@@ -184,18 +184,18 @@ async def test_a_slow_reader_gets_every_line(host: Host) -> None:
     assert (await process.wait()).status == 0
 
 
-async def test_a_last_line_without_newline_is_not_lost(host: Host) -> None:
+async def test_last_line_without_newline_is_not_lost(host: Host) -> None:
     process = await host.start(HALF_LINE, root=False)
     assert [await process.readline() for _ in range(3)] == [b"one\n", b"two", b""]
 
 
-async def test_wait_returns_what_readline_left_over(host: Host) -> None:
+async def test_wait_returns_the_unread_output(host: Host) -> None:
     process = await host.start(HALF_LINE, root=False)
     assert await process.readline() == b"one\n"
     assert await process.wait() == Result(0, b"two")
 
 
-async def test_of_a_started_program_the_last_64_kib_of_stderr_are_kept(host: Host) -> None:
+async def test_last_64_kib_of_stderr_of_a_started_program_are_kept(host: Host) -> None:
     process = await host.start(NOISY, root=False)
     assert await process.readline() == b"done\n"
     result = await process.wait()
@@ -207,14 +207,14 @@ async def test_run_keeps_all_of_stderr(host: Host) -> None:
     assert len((await host.run(NOISY, root=False)).stderr) == 300_005
 
 
-async def test_a_killed_program_ends_with_status_137(host: Host) -> None:
+async def test_killed_program_ends_with_status_137(host: Host) -> None:
     process = await host.start(["sleep", "3600"], root=False)
     await process.kill()
     assert (await process.wait()).status == 137
     await process.kill()
 
 
-async def test_closing_the_host_ends_what_runs_on_it(host: Host) -> None:
+async def test_closing_the_host_ends_its_programs(host: Host) -> None:
     process = await host.start(["sleep", "3600"], root=False)
     await host.close()
     ending = (await asyncio.gather(process.wait(), return_exceptions=True))[0]

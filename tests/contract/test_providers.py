@@ -32,14 +32,14 @@ def quiet(what: str, done: float) -> None:
     assert 0 <= done <= 1
 
 
-async def test_there_is_nothing_before_and_nothing_after(made: Provider) -> None:
+async def test_cluster_is_empty_before_create_and_after_destroy(made: Provider) -> None:
     assert await made.instances(CLUSTER) == []
     await made.create(CLUSTER, WANTED, quiet)
     await made.destroy(CLUSTER, quiet)
     assert await made.instances(CLUSTER) == []
 
 
-async def test_hosts_come_in_the_order_they_were_asked_for_and_can_be_reached(made: Provider) -> None:
+async def test_hosts_are_in_the_requested_order_and_reachable(made: Provider) -> None:
     instances = await made.create(CLUSTER, WANTED, quiet)
     assert [(one.name, one.state) for one in instances] == [("n1", "running"), ("n2", "running")]
     assert [one.shape for one in instances] == [request.shape for request in WANTED]
@@ -51,7 +51,7 @@ async def test_hosts_come_in_the_order_they_were_asked_for_and_can_be_reached(ma
     assert await made.instances(CLUSTER) == instances
 
 
-async def test_create_again_changes_nothing_and_adds_only_what_is_missing(made: Provider) -> None:
+async def test_second_create_adds_only_missing_hosts(made: Provider) -> None:
     first = await made.create(CLUSTER, WANTED[:1], quiet)
     assert await made.create(CLUSTER, WANTED[:1], quiet) == first
     both = await made.create(CLUSTER, WANTED, quiet)
@@ -59,20 +59,20 @@ async def test_create_again_changes_nothing_and_adds_only_what_is_missing(made: 
     assert await made.instances(CLUSTER) == both
 
 
-async def test_delete_removes_the_named_hosts_and_takes_a_gone_one_for_done(made: Provider) -> None:
+async def test_delete_removes_named_hosts_and_accepts_missing_hosts(made: Provider) -> None:
     both = await made.create(CLUSTER, WANTED, quiet)
     await made.delete(CLUSTER, ["n1", "never-there"], quiet)
     await made.delete(CLUSTER, ["n1"], quiet)
     assert await made.instances(CLUSTER) == both[1:]
 
 
-async def test_delete_and_destroy_of_a_cluster_that_never_was_are_no_errors(made: Provider) -> None:
+async def test_delete_and_destroy_of_a_missing_cluster_are_not_errors(made: Provider) -> None:
     await made.delete("never-was", ["n1"], quiet)
     await made.destroy("never-was", quiet)
     assert await made.instances("never-was") == []
 
 
-async def test_clusters_do_not_see_each_other(made: Provider) -> None:
+async def test_clusters_are_isolated(made: Provider) -> None:
     mine = await made.create(CLUSTER, WANTED[:1], quiet)
     try:
         [other] = await made.create("contract-b", WANTED[:1], quiet)
@@ -82,7 +82,7 @@ async def test_clusters_do_not_see_each_other(made: Provider) -> None:
     assert await made.instances(CLUSTER) == mine
 
 
-async def test_a_killed_host_is_stopped_and_create_starts_it_again(made: Provider) -> None:
+async def test_killed_host_is_stopped_and_create_starts_the_host_again(made: Provider) -> None:
     before = await made.create(CLUSTER, WANTED, quiet)
     faults = faults_of(made)
     await faults.kill(CLUSTER, "n1")
@@ -90,7 +90,7 @@ async def test_a_killed_host_is_stopped_and_create_starts_it_again(made: Provide
     assert await made.create(CLUSTER, WANTED, quiet) == before
 
 
-async def test_a_frozen_host_says_so_until_it_is_thawed(made: Provider) -> None:
+async def test_frozen_host_is_listed_as_frozen_until_thawed(made: Provider) -> None:
     await made.create(CLUSTER, WANTED[:1], quiet)
     faults = faults_of(made)
     await faults.freeze(CLUSTER, "n1")
@@ -99,7 +99,7 @@ async def test_a_frozen_host_says_so_until_it_is_thawed(made: Provider) -> None:
     assert [one.state for one in await made.instances(CLUSTER)] == ["running"]
 
 
-async def test_a_fault_on_a_host_that_is_not_there_names_it(made: Provider) -> None:
+async def test_fault_on_a_missing_host_names_the_host(made: Provider) -> None:
     faults = faults_of(made)
     calls = (faults.cut, faults.heal, faults.freeze, faults.thaw, faults.kill, faults.reboot, faults.fill_disk)
     for call in calls:

@@ -79,9 +79,7 @@ async def on(address: str, port: int, key: Any, user: str, command: str) -> asyn
         return await there.run(command)
 
 
-async def test_a_machine_boots_lets_the_key_in_runs_its_script_and_is_given_back(
-    backend: SandboxBackend, key: Any
-) -> None:
+async def test_machine_boots_accepts_the_key_runs_its_script_and_is_deleted(backend: SandboxBackend, key: Any) -> None:
     market = Market(VM, TYPES, backend)
     one = market.order(wanted(key), "0" * 31 + "1")
     await until(market, lambda: one.phase == "up")
@@ -99,7 +97,7 @@ async def test_a_machine_boots_lets_the_key_in_runs_its_script_and_is_given_back
     assert not await ssh_answers(one.host)
 
 
-async def test_the_clusters_own_hosts_reach_a_machine_and_stay_when_it_goes(backend: SandboxBackend, key: Any) -> None:
+async def test_cluster_hosts_reach_a_machine_and_stay_after_its_end(backend: SandboxBackend, key: Any) -> None:
     provider = SandboxProvider()
     [own] = await provider.create(CLUSTER, [Request("c1", Shape())], _silent)
     market = Market(VM, TYPES, backend)
@@ -128,9 +126,7 @@ async def test_machines_can_be_broken_from_the_start(backend: SandboxBackend, ke
     assert "No such device or address" in str(said.stderr)
 
 
-async def test_a_machine_that_dies_or_shuts_itself_down_is_in_error_until_it_is_deleted(
-    backend: SandboxBackend, key: Any
-) -> None:
+async def test_dead_or_powered_off_machine_is_in_error_until_deleted(backend: SandboxBackend, key: Any) -> None:
     market = Market(VM, TYPES, backend)
     one, other = market.order(wanted(key, "n1"), "m1"), market.order(wanted(key, "n2"), "m2")
     await until(market, lambda: one.phase == other.phase == "up")
@@ -145,7 +141,7 @@ async def test_a_machine_that_dies_or_shuts_itself_down_is_in_error_until_it_is_
     await until(market, lambda: one.phase == other.phase == "gone")
 
 
-async def test_machines_that_were_kept_are_there_for_the_next_run(backend: SandboxBackend, key: Any) -> None:
+async def test_kept_machines_are_available_to_the_next_run(backend: SandboxBackend, key: Any) -> None:
     before = Market(VM, TYPES, backend, store=backend.store)
     one = before.order(wanted(key, "n1"), "m1")
     lost = before.order(wanted(key, "n2"), "m2")
@@ -168,7 +164,7 @@ async def test_machines_that_were_kept_are_there_for_the_next_run(backend: Sandb
     assert not after.layout.dir.exists()
 
 
-async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(backend: SandboxBackend, key: Any) -> None:
+async def test_container_is_reachable_on_its_own_port_and_runs_its_command(backend: SandboxBackend, key: Any) -> None:
     container = Profile(user="root", boot_s=0.0, stop_s=0.0, container=True)
     market = Market(container, TYPES, backend)
     one = market.order(wanted(key, user_data="echo ran > /root/args-ran"), "m1")
@@ -179,7 +175,7 @@ async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(backe
     assert str(said.stdout).split() == ["ran"]
 
 
-async def test_spot_machines_of_several_clouds_are_told_each_by_its_own_that_they_will_be_taken_away(key: Any) -> None:
+async def test_spot_machines_of_several_clouds_get_their_own_preemption_notice(key: Any) -> None:
     layout = Layout(cache_dir(), CLUSTER)
     ours, google = "notice", "computeMetadata/v1/instance/preempted"
     async with simulated("sandbox") as sandbox, simulated("gcp") as gcp:
@@ -201,7 +197,7 @@ async def test_spot_machines_of_several_clouds_are_told_each_by_its_own_that_the
     assert layout.table not in await call("nft", "list", "tables")
 
 
-async def test_a_second_simulator_is_refused_and_the_machines_of_the_first_stay(key: Any) -> None:
+async def test_second_simulator_is_rejected_and_the_machines_of_the_first_stay(key: Any) -> None:
     async with simulated("sandbox") as told:
         there = await spot("sandbox", told.url, "cpu", key)
         with pytest.raises(ProviderError) as caught:
@@ -214,7 +210,7 @@ async def test_a_second_simulator_is_refused_and_the_machines_of_the_first_stay(
         assert (await on(there.host, 22, key, "root", "id -un")).stdout == "root\n"
 
 
-async def test_a_start_that_fails_leaves_the_machines_that_were_kept(backend: SandboxBackend, key: Any) -> None:
+async def test_failed_start_keeps_the_kept_machines(backend: SandboxBackend, key: Any) -> None:
     before = Market(VM, TYPES, backend, store=backend.store)
     one = before.order(wanted(key), "m1")
     await until(before, lambda: one.phase == "up")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.lent import Lent
+from tests.e2e.existing_hosts import Lent
 
 from shoal.roles.tailscale import KEYRING, SOURCE
 from shoal.sandbox.layout import Layout, cache_dir

@@ -77,12 +77,12 @@ def connects(host: str, port: int) -> bool:
 # ---- accounts and limits
 
 
-def test_a_second_up_changes_nothing(cluster: Cluster) -> None:
+def test_second_up_has_no_changes(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
     assert cluster.json("plan")["changes"] == []
 
 
-def test_accounts_follow_the_file_and_a_backup_is_made_before(cluster: Cluster) -> None:
+def test_accounts_follow_the_spec_after_a_backup(cluster: Cluster) -> None:
     made = {"lab||gres/gpu=2|", "lab|ann||", "lab|bob||", "bio|||", "bio|cat||gres/gpu=1"}
     assert made <= associations(cluster)
     cluster.on(CONTROLLER, "sacctmgr", "-i", "add", "account", "theirs")
@@ -99,7 +99,7 @@ def test_accounts_follow_the_file_and_a_backup_is_made_before(cluster: Cluster) 
     assert made <= associations(cluster)
 
 
-def test_who_has_no_account_may_not_use_the_cluster(cluster: Cluster) -> None:
+def test_user_without_an_account_cannot_submit(cluster: Cluster) -> None:
     cluster.on(CONTROLLER, "useradd", "--create-home", "eve")
     told = cluster.ssh(CONTROLLER, "su eve -c 'cd /tmp && sbatch --wrap true'")
     assert told.returncode != 0 and "Invalid account" in told.stderr
@@ -108,7 +108,7 @@ def test_who_has_no_account_may_not_use_the_cluster(cluster: Cluster) -> None:
 # ---- use
 
 
-def test_gpu_hours_are_told_with_their_cost(cluster: Cluster) -> None:
+def test_usage_reports_gpu_hours_and_cost(cluster: Cluster) -> None:
     job = sbatch(cluster, "sleep 3", "--gres=gpu:2", "--job-name=a | b")
     wait_for_records(cluster, [job])
     [row] = [row for row in cluster.json("usage", "--by", "job")["rows"] if row["name"] == job]
@@ -122,7 +122,7 @@ def test_gpu_hours_are_told_with_their_cost(cluster: Cluster) -> None:
     assert cluster.json("usage", "--until", "1w", "--since", "2w")["rows"] == []
 
 
-def test_all_jobs_are_told_also_while_slurmdbd_is_away(cluster: Cluster) -> None:
+def test_jobs_all_lists_ended_jobs_while_slurmdbd_is_stopped(cluster: Cluster) -> None:
     job = sbatch(cluster, "exit 3")
     wait_for_records(cluster, [job], "FAILED")
     cluster.on(CONTROLLER, "systemctl", "restart", "slurmctld")
@@ -139,7 +139,7 @@ def test_all_jobs_are_told_also_while_slurmdbd_is_away(cluster: Cluster) -> None
 # ---- the database is lost and found
 
 
-def test_no_record_is_lost_while_mariadb_is_dead(cluster: Cluster) -> None:
+def test_no_record_is_lost_while_mariadb_is_down(cluster: Cluster) -> None:
     running_before = sbatch(cluster, "sleep 5")
     cluster.ssh(CONTROLLER, "systemctl mask --runtime mariadb; kill -9 $(pidof mariadbd)")
     try:
@@ -151,7 +151,7 @@ def test_no_record_is_lost_while_mariadb_is_dead(cluster: Cluster) -> None:
     wait_for_records(cluster, [running_before, *jobs])
 
 
-def test_a_backup_is_put_back_and_so_is_what_was_there_before_it(cluster: Cluster) -> None:
+def test_restore_loads_a_backup_and_can_be_undone(cluster: Cluster) -> None:
     job = sbatch(cluster, "true")
     wait_for_records(cluster, [job])
     oldest = cluster.json("restore")["backups"][-1]["name"]
@@ -172,7 +172,7 @@ def test_a_backup_is_put_back_and_so_is_what_was_there_before_it(cluster: Cluste
     assert set(filter(None, modes)) == {"700 root", "600 root"}
 
 
-def test_after_a_reboot_of_the_controller_everything_returns_by_itself(cluster: Cluster) -> None:
+def test_cluster_recovers_after_a_controller_reboot(cluster: Cluster) -> None:
     before = recorded(cluster)
     assert before
     cluster.fault("reboot", CONTROLLER)
@@ -185,7 +185,7 @@ def test_after_a_reboot_of_the_controller_everything_returns_by_itself(cluster: 
 # ---- keys
 
 
-def test_a_new_munge_key_and_a_job_that_does_not_notice(cluster: Cluster) -> None:
+def test_munge_key_rotation_does_not_disturb_a_running_job(cluster: Cluster) -> None:
     job = sbatch(cluster, "while [ ! -e /tmp/release ]; do sleep 0.2; done")
     cluster.wait("it runs", lambda: cluster.on(CONTROLLER, "squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING")
     before = digests(cluster)
@@ -199,7 +199,7 @@ def test_a_new_munge_key_and_a_job_that_does_not_notice(cluster: Cluster) -> Non
     assert cluster.json("up")["unchanged"]
 
 
-def test_a_rotation_that_is_killed_is_finished_by_the_next_and_up_in_between_leaves_one_key(cluster: Cluster) -> None:
+def test_next_rotation_finishes_a_killed_rotation_after_an_up_in_between(cluster: Cluster) -> None:
     [before] = digests(cluster)
     rotating = cluster.background("keys", "rotate", "munge")
     begun = f"test -e {KEY}.next || test $(sha256sum < {KEY} | cut -c1-64) != {before}"
@@ -216,7 +216,7 @@ def test_a_rotation_that_is_killed_is_finished_by_the_next_and_up_in_between_lea
 
 
 @pytest.mark.parametrize("page", ["accounting.md", "keys.md"])
-def test_the_commands_of_the_pages_run_as_they_stand(cluster: Cluster, page: str) -> None:
+def test_documented_commands_run(cluster: Cluster, page: str) -> None:
     path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
     for line in (line for block in commands(ROOT / "docs" / page) for line in block):
         done = subprocess.run(
@@ -233,7 +233,7 @@ def test_the_commands_of_the_pages_run_as_they_stand(cluster: Cluster, page: str
 # ---- what nobody may see
 
 
-def test_from_outside_neither_mariadb_nor_slurmdbd_answers(cluster: Cluster) -> None:
+def test_mariadb_and_slurmdbd_are_closed_from_outside(cluster: Cluster) -> None:
     address = str(cluster.instances()[CONTROLLER].address)
     assert connects(address, 22)
     for port in (3306, 6819):
@@ -245,7 +245,7 @@ def test_from_outside_neither_mariadb_nor_slurmdbd_answers(cluster: Cluster) -> 
     assert ":0CEA " not in cluster.on(CONTROLLER, "cat", "/proc/net/tcp", "/proc/net/tcp6")
 
 
-def test_the_password_is_in_no_plan_log_argument_or_file_that_others_may_read(cluster: Cluster) -> None:
+def test_database_password_is_readable_only_by_slurm_and_appears_in_no_output(cluster: Cluster) -> None:
     password = cluster.on(CONTROLLER, "cat", "/etc/shoal/slurmdbd.password").strip()
     assert len(password) == 48
     assert password not in cluster.shoal("plan", "--diff").stdout
@@ -261,7 +261,7 @@ def test_the_password_is_in_no_plan_log_argument_or_file_that_others_may_read(cl
 # ---- and without it again
 
 
-def test_without_accounting_the_database_stops_its_records_stay_and_come_back_with_it(cluster: Cluster) -> None:
+def test_removed_accounting_stops_the_database_and_keeps_its_records(cluster: Cluster) -> None:
     before = recorded(cluster)
     cluster.edit(ACCOUNTS, "")
     try:

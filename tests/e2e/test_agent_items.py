@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.e2e.lent import Lent, lent_hosts
+from tests.e2e.existing_hosts import Lent, lent_hosts
 
 from shoal.agent.client import AgentSession, FactsRequest, ItemEvent, ItemResult
 from shoal.agent.document import (
@@ -100,13 +100,13 @@ async def test_groups_and_users_get_their_fixed_ids(lent: Lent, known: Path) -> 
     assert ids[:2] == ["4201", "4200"] and sorted(ids[2:]) == ["audio", "crew", "video"]
 
 
-async def test_an_id_of_somebody_else_is_refused_by_name(lent: Lent, known: Path) -> None:
+async def test_conflicting_id_is_reported_with_its_owner(lent: Lent, known: Path) -> None:
     failed, skipped = await apply(lent, known, Group("other", 8), User("other", 5000, group="other"))
     assert failed.detail.startswith("the id 8 wanted for group other belongs to group mail on this host; give mail")
     assert skipped.status == "skipped" and skipped.detail == "after the failure of group other"
 
 
-async def test_files_directories_and_blocks_come_and_go(lent: Lent, known: Path) -> None:
+async def test_files_directories_and_blocks_are_added_and_removed(lent: Lent, known: Path) -> None:
     lent.shell("n1", "printf 'first\\nlast without newline' > /etc/shared")
     there: Document = (
         Directory("/srv/net/knots", owner="daemon", group="daemon", mode=0o750),
@@ -122,7 +122,7 @@ async def test_files_directories_and_blocks_come_and_go(lent: Lent, known: Path)
     assert lent.shell("n1", "ls /srv/net/knots; cat /etc/shared") == "first\nlast without newline\n"
 
 
-async def test_a_mount_holds_now_and_after_a_reboot_and_goes(lent: Lent, known: Path) -> None:
+async def test_mount_survives_a_reboot_and_can_be_removed(lent: Lent, known: Path) -> None:
     scratch = Mount("/srv/scratch-1", "none", "tmpfs", "size=1m,mode=1777")
     await applied_once(lent, known, scratch)
     assert "size=1024k" in lent.shell("n1", "grep ' /srv/scratch-1 tmpfs ' /proc/mounts")
@@ -134,7 +134,7 @@ async def test_a_mount_holds_now_and_after_a_reboot_and_goes(lent: Lent, known: 
     assert lent.shell("n1", "grep scratch /proc/mounts; ls /etc/systemd/system | grep scratch; true") == ""
 
 
-async def test_a_mount_that_is_in_use_is_named_with_the_way_to_find_who_uses_it(lent: Lent, known: Path) -> None:
+async def test_busy_mount_is_reported_with_the_command_that_lists_its_users(lent: Lent, known: Path) -> None:
     await apply(lent, known, Mount("/srv/busy", "none", "tmpfs"))
     sit = "systemd-run --quiet --unit=sitter -p Type=exec -p WorkingDirectory=/srv/busy sleep infinity"
     lent.shell("n1", sit)
@@ -145,7 +145,7 @@ async def test_a_mount_that_is_in_use_is_named_with_the_way_to_find_who_uses_it(
     assert done.status == "changed"
 
 
-async def test_a_device_rule_comes_and_goes_on_a_host_without_udev(lent: Lent, known: Path) -> None:
+async def test_device_rule_is_added_and_removed_on_a_host_without_udev(lent: Lent, known: Path) -> None:
     rule = DeviceRule("90-test", 'KERNEL=="nvidia[0-9]*", MODE="0666"\n')
     assert await applied_once(lent, known, rule) == ["create /etc/udev/rules.d/90-test.rules"]
     assert "0666" in lent.shell("n1", "cat /etc/udev/rules.d/90-test.rules")
@@ -153,7 +153,7 @@ async def test_a_device_rule_comes_and_goes_on_a_host_without_udev(lent: Lent, k
     assert lent.shell("n1", "ls /etc/udev/rules.d/90-test.rules", status=2) == ""
 
 
-async def test_commands_run_when_their_guard_says_so_and_when_a_file_changes(lent: Lent, known: Path) -> None:
+async def test_commands_run_by_their_guard_and_when_a_file_changes(lent: Lent, known: Path) -> None:
     guarded = Command("once", ("touch", "/run/once"), unless=("test", "-e", "/run/once"))
     await applied_once(lent, known, guarded)
 
@@ -184,9 +184,7 @@ async def test_packages_are_installed_once_and_their_daemons_stay_down(lent: Len
     ["pgrep -x apt-get", "pgrep -x dpkg", "ls /var/lib/dpkg/info/munge.postinst"],
     ids=["apt has begun", "dpkg has begun", "it is unpacked"],
 )
-async def test_killed_while_packages_install_the_next_run_finishes(
-    lent: Lent, known: Path, victims: str, moment: str
-) -> None:
+async def test_next_run_finishes_a_killed_package_install(lent: Lent, known: Path, victims: str, moment: str) -> None:
     lent.shell("n1", "apt-get -qq purge munge libmunge2 >/dev/null 2>&1 && rm -f /run/watching /run/over /run/struck")
     # The agent stays until it is struck, so that the blow finds it however late it falls.
     stay = "munge --version && touch /run/over && until [ -e /run/struck ]; do sleep 0.1; done"
@@ -222,7 +220,7 @@ def ticker(word: str, **wanted: bool) -> Document:
     return File(UNIT, text, restarts=("ticker",)), Service("ticker", **wanted)
 
 
-async def test_a_service_is_restarted_when_its_unit_file_changes(lent: Lent, known: Path) -> None:
+async def test_service_is_restarted_when_its_unit_file_changes(lent: Lent, known: Path) -> None:
     await applied_once(lent, known, *ticker("1"))
     assert lent.shell("n1", "pgrep -f '^/usr/bin/sleep 9999' -a").split()[1:] == ["/usr/bin/sleep", "99991"]
     unit, service = await apply(lent, known, *ticker("2"))
@@ -232,7 +230,7 @@ async def test_a_service_is_restarted_when_its_unit_file_changes(lent: Lent, kno
     assert {item.status for item in await apply(lent, known, *ticker("2"))} == {"ok"}
 
 
-async def test_restarts_in_quick_succession_do_not_meet_systemds_limit(lent: Lent, known: Path) -> None:
+async def test_quick_restarts_do_not_hit_the_start_limit_of_systemd(lent: Lent, known: Path) -> None:
     unit, service = ticker("1")
     await apply(lent, known, unit, service)
     async with await connect(lent, known) as host, await AgentSession.open(host) as agent:
@@ -242,7 +240,7 @@ async def test_restarts_in_quick_succession_do_not_meet_systemds_limit(lent: Len
             assert [item.status for item in report.items] == ["ok", "changed", "changed"], report
 
 
-async def test_a_running_service_can_wait_for_its_restart(lent: Lent, known: Path) -> None:
+async def test_restart_of_a_running_service_can_be_deferred(lent: Lent, known: Path) -> None:
     await apply(lent, known, *ticker("2"))
     async with await connect(lent, known) as host, await AgentSession.open(host) as agent:
         await agent.apply(ticker("3"), {}, quiet, defer_restarts=True)
@@ -252,7 +250,7 @@ async def test_a_running_service_can_wait_for_its_restart(lent: Lent, known: Pat
     assert "99993" in lent.shell("n1", "pgrep -f '^/usr/bin/sleep 9999' -a")
 
 
-async def test_a_restart_that_was_due_when_the_agent_was_killed_is_made_up_for(lent: Lent, known: Path) -> None:
+async def test_restart_due_when_the_agent_is_killed_is_made_by_the_next_run(lent: Lent, known: Path) -> None:
     """Killed between the write of the unit file and the restart, at a command that waits there for us."""
     await apply(lent, known, *ticker("4"))
     unit, service = ticker("5")
@@ -272,7 +270,7 @@ async def test_a_restart_that_was_due_when_the_agent_was_killed_is_made_up_for(l
     assert "99995" in lent.shell("n1", "pgrep -f '^/usr/bin/sleep 9999' -a")
 
 
-async def test_a_service_is_stopped_disabled_and_its_unit_forgotten(lent: Lent, known: Path) -> None:
+async def test_service_is_stopped_and_disabled_and_its_unit_removed(lent: Lent, known: Path) -> None:
     await apply(lent, known, *ticker("6"))
     gone: Document = (Service("ticker", enabled=False, running=False), File(UNIT))
     assert (await applied_once(lent, known, *gone))[0] == "disable and stop ticker"
@@ -282,7 +280,7 @@ async def test_a_service_is_stopped_disabled_and_its_unit_forgotten(lent: Lent, 
     ]
 
 
-async def test_a_daemon_that_does_not_stay_up_fails_with_its_log(lent: Lent, known: Path) -> None:
+async def test_daemon_that_does_not_stay_up_fails_with_its_log(lent: Lent, known: Path) -> None:
     text = "[Service]\nExecStart=/bin/sh -c 'echo no bait left; exit 7'\n"
     unit = "/etc/systemd/system/brief.service"
     _, failed = await apply(lent, known, File(unit, text), Service("brief", enabled=False))
@@ -333,7 +331,7 @@ def daemons(lent: Lent) -> list[str]:
     return lent.shell("n1", "pgrep -x -f 'sleep 4444[0-9]'; true").split()
 
 
-async def test_without_systemd_a_supervisor_starts_restarts_and_stops_a_daemon(lent: Lent, known: Path) -> None:
+async def test_supervisor_starts_restarts_and_stops_a_daemon_without_systemd(lent: Lent, known: Path) -> None:
     lent.shell("n1", "mkdir -p /etc/cron.d")
     async with plain_agent(lent, known) as agent:
         assert (await agent.facts(FactsRequest(services=("sleeper",)))).init == "none"
@@ -371,7 +369,7 @@ async def test_without_systemd_a_supervisor_starts_restarts_and_stops_a_daemon(l
     assert lent.shell("n1", "pgrep -f 'supervise.py'; ls /etc/cron.d/shoal-sleeper 2>/dev/null; true") == ""
 
 
-async def test_without_systemd_a_daemon_that_does_not_stay_up_fails_with_its_log(lent: Lent, known: Path) -> None:
+async def test_daemon_that_does_not_stay_up_fails_with_its_log_without_systemd(lent: Lent, known: Path) -> None:
     async with plain_agent(lent, known) as agent:
         brief = Service("brief", command=("sh", "-c", "echo no bait left; exit 7"))
         report = await agent.apply((brief,), {}, quiet)
@@ -385,7 +383,7 @@ async def test_without_systemd_a_daemon_that_does_not_stay_up_fails_with_its_log
     assert lent.shell("n1", "pgrep -f 'supervise.py'; true") == ""
 
 
-async def test_without_systemd_a_mount_is_written_to_fstab(lent: Lent, known: Path) -> None:
+async def test_mount_is_written_to_fstab_without_systemd(lent: Lent, known: Path) -> None:
     before = lent.shell("n1", "touch /etc/fstab; chmod 640 /etc/fstab; cat /etc/fstab")
     async with plain_agent(lent, known) as agent:
         # Mounted inside the agent's own namespace; fstab is the host's.

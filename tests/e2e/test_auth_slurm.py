@@ -57,7 +57,7 @@ def everybody_is_heard(cluster: Cluster) -> None:
         assert set(cluster.on(host, "srun", "-N2", "--mem=20M", "hostname").split()) == set(NODES)
 
 
-def test_a_running_cluster_moves_to_it_and_a_job_that_began_under_munge_ends_well(cluster: Cluster) -> None:
+def test_running_cluster_changes_to_auth_slurm_without_losing_a_job(cluster: Cluster) -> None:
     job = start(cluster, "first")
     cluster.file.write_text(cluster.file.read_text() + AUTH)
     assert cluster.json("plan")["loses"] == []
@@ -68,7 +68,7 @@ def test_a_running_cluster_moves_to_it_and_a_job_that_began_under_munge_ends_wel
     release(cluster, "first", job)
 
 
-def test_its_key_is_rotated_while_a_job_runs(cluster: Cluster) -> None:
+def test_slurm_key_rotates_while_a_job_runs(cluster: Cluster) -> None:
     job, [before] = start(cluster, "second"), digests(cluster)
     [told] = cluster.json("keys", "rotate", "slurm")["rotated"]
     print(f"auth/slurm rotated: Slurm failed for {told['failed_seconds']} s of {told['asked']} questions")
@@ -79,7 +79,7 @@ def test_its_key_is_rotated_while_a_job_runs(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
 
 
-def test_a_rotation_that_is_killed_leaves_a_cluster_that_works_and_is_finished_by_the_next(cluster: Cluster) -> None:
+def test_killed_rotation_keeps_the_cluster_working_and_is_finished_by_the_next(cluster: Cluster) -> None:
     job, [before] = start(cluster, "third"), digests(cluster)
     rotating = cluster.background("keys", "rotate", "slurm")
     cluster.wait("it has begun", lambda: cluster.ssh("gpu1", f"test -e {KEY}.next").returncode == 0)
@@ -93,7 +93,7 @@ def test_a_rotation_that_is_killed_leaves_a_cluster_that_works_and_is_finished_b
     release(cluster, "third", job)
 
 
-def test_going_back_while_a_job_runs_is_refused(cluster: Cluster) -> None:
+def test_return_to_munge_is_rejected_while_a_job_runs(cluster: Cluster) -> None:
     job = start(cluster, "fourth")
     cluster.edit(AUTH, "")
     assert "would end jobs" in cluster.shoal("up", status=1).stderr

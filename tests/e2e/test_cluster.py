@@ -44,14 +44,14 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield made
 
 
-def test_plan_shows_the_hosts_to_be_made_and_changes_nothing(cluster: Cluster) -> None:
+def test_plan_shows_hosts_to_create_and_changes_nothing(cluster: Cluster) -> None:
     plan = cluster.json("plan")
     assert [change["host"] for change in plan["changes"]] == ["controller", "login1", "fish1", "fish2"]
     assert all("create on sandbox" in change["action"] for change in plan["changes"])
     assert cluster.json("plan") == plan
 
 
-def test_killed_at_several_points_the_next_up_goes_on(cluster: Cluster) -> None:
+def test_next_up_continues_after_a_kill_at_any_phase(cluster: Cluster) -> None:
     # Each: the phase that has just ended, and how far into the next one the kill falls.
     # Agents end what they are at when their `up` is killed, so what is left for the next one is not known beforehand.
     killed = 0
@@ -70,7 +70,7 @@ def test_killed_at_several_points_the_next_up_goes_on(cluster: Cluster) -> None:
     assert result["whole"], result
 
 
-def test_up_reaches_nodes_that_slurm_can_use(cluster: Cluster) -> None:
+def test_up_makes_nodes_that_slurm_can_use(cluster: Cluster) -> None:
     cluster.json("up")
     status = cluster.json("status")
     assert {node["name"] for node in status["nodes"]} == {"fish1", "fish2"}
@@ -78,7 +78,7 @@ def test_up_reaches_nodes_that_slurm_can_use(cluster: Cluster) -> None:
     assert status["version"].startswith(cluster.release)  # type: ignore[attr-defined]
 
 
-def test_a_second_up_changes_nothing(cluster: Cluster) -> None:
+def test_second_up_has_no_changes(cluster: Cluster) -> None:
     result = cluster.json("up")
     assert result["unchanged"] and result["whole"], result
     assert "no changes" in cluster.shoal("up").stdout
@@ -97,7 +97,7 @@ def test_tasks_get_their_own_gpu(cluster: Cluster) -> None:
     assert sorted(out.split("\n")[:-1]) == ["fish1 0", "fish1 1", "fish2 0", "fish2 1"]
 
 
-def test_the_munge_key_is_the_same_everywhere_and_closed(cluster: Cluster) -> None:
+def test_munge_key_is_equal_on_all_hosts_and_readable_only_by_munge(cluster: Cluster) -> None:
     result = cluster.json("exec", "--", "stat", "-c", "%a %U:%G", "/etc/munge/munge.key")
     assert [group["stdout"] for group in result["groups"]] == ["400 munge:munge\n"]
     assert len(cluster.json("exec", "--", "sha256sum", "/etc/munge/munge.key")["groups"]) == 1
@@ -110,7 +110,7 @@ def test_names_resolve_on_every_host(cluster: Cluster) -> None:
     assert {group["status"] for group in result["groups"]} == {0}
 
 
-def test_slurm_and_srun_listen_at_the_hosts_address_and_at_no_other(cluster: Cluster) -> None:
+def test_slurm_and_srun_listen_only_on_the_cluster_address(cluster: Cluster) -> None:
     addresses = {name: str(target.address) for name, target in cluster.instances().items()}
     for host, ports in (("controller", {6817}), ("login1", set()), ("fish1", {6818}), ("fish2", {6818})):
         assert listening(cluster, host) == {f"{addresses[host]}:{port}" for port in ports}
@@ -128,7 +128,7 @@ def listening(cluster: Cluster, host: str) -> set[str]:
     return set(cluster.on(host, "sh", "-c", LISTENING).split())
 
 
-def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
+def test_slurm_ports_are_closed_from_outside(cluster: Cluster) -> None:
     [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
     probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 5)"]
     cluster.wait("those inside are let in", lambda: cluster.on("fish1", *probe) == "")
@@ -136,7 +136,7 @@ def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
     assert outside.returncode != 0 and "timed out" in outside.stderr
 
 
-def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
+def test_node_joins_and_leaves_while_a_job_runs(cluster: Cluster) -> None:
     submit = ["sbatch", "--parsable", "--output=/tmp/long.out", "--nodelist=fish1"]
     job = cluster.on("controller", *submit, "--wrap", "for i in $(seq 6000); do sleep 0.5; done").strip()
     cluster.wait("the job runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T"))
@@ -166,7 +166,7 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
 
 
-def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
+def test_partition_changes_while_a_job_runs(cluster: Cluster) -> None:
     submit = ["sbatch", "--parsable", "--output=/dev/null", "--nodelist=fish1", "--wrap", "sleep 3000"]
     job = cluster.on("controller", *submit).strip()
     cluster.wait("the job runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T"))
@@ -184,7 +184,7 @@ def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
     cluster.json("up")
 
 
-def test_a_wrong_munge_key_on_one_host_is_found_and_mended(cluster: Cluster) -> None:
+def test_wrong_munge_key_on_a_host_is_reported_and_replaced(cluster: Cluster) -> None:
     new_key = "head -c 1024 /dev/urandom > /etc/munge/munge.key"
     break_it = f"{new_key}; systemctl restart munge; systemctl restart --no-block slurmd"
     cluster.on("fish2", "sh", "-c", break_it, status=None)
@@ -196,7 +196,7 @@ def test_a_wrong_munge_key_on_one_host_is_found_and_mended(cluster: Cluster) -> 
     assert sorted(cluster.on("controller", "srun", "-N2", "hostname").split()) == ["fish1", "fish2"]
 
 
-def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
+def test_hosts_recover_after_a_reboot(cluster: Cluster) -> None:
     for host in ("fish1", "controller"):
         cluster.fault("reboot", host)
         cluster.wait(f"{host} is back", lambda host=host: cluster.answers(host))  # type: ignore[misc]
@@ -205,7 +205,7 @@ def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
         assert result["whole"], result
 
 
-def test_a_host_that_is_cut_off_does_not_stop_the_others(cluster: Cluster) -> None:
+def test_unreachable_host_does_not_stop_the_others(cluster: Cluster) -> None:
     for host in ("fish1", "fish2"):
         cluster.on(host, "sh", "-c", "echo broken > /etc/default/slurmd; apt-get -qq remove -y slurmd")
     cluster.on("fish2", "sh", "-c", HOLD_APT)  # so that it cannot be done before it is cut off
@@ -231,7 +231,7 @@ def test_exec_groups_equal_outputs(cluster: Cluster) -> None:
     assert "controller,login1 (2)\nnone" in done.stdout
 
 
-def test_drain_and_resume(cluster: Cluster) -> None:
+def test_node_can_be_drained_and_resumed(cluster: Cluster) -> None:
     cluster.shoal("node", "drain", "fish1", "--reason", "a new fan")
     assert "DRAIN" in cluster.states()["fish1"]
     assert "a new fan" in cluster.shoal("status").stdout
@@ -245,7 +245,7 @@ def test_ssh_runs_a_command(cluster: Cluster) -> None:
     assert cluster.shoal("ssh", "fish1", "--", "hostname").stdout == "fish1\n"
 
 
-def test_down_refuses_while_jobs_run_and_leaves_nothing(cluster: Cluster) -> None:
+def test_down_is_rejected_while_jobs_run_and_removes_everything(cluster: Cluster) -> None:
     cluster.on("controller", "sbatch", "--output=/dev/null", "--wrap", "sleep 3000")
     cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-o", "%T"))
     refused = cluster.shoal("down", status=1)

@@ -49,7 +49,7 @@ def test_jobs_are_tracked_and_confined_by_cgroups(cluster: Cluster) -> None:
     assert "proctrack/cgroup" in in_force
 
 
-def test_a_job_opens_its_own_gpu_and_not_the_other_ones(cluster: Cluster) -> None:
+def test_job_opens_only_its_own_gpus(cluster: Cluster) -> None:
     say = "echo own $CUDA_VISIBLE_DEVICES; " + OPEN_BOTH
     for node in ("fish1", "fish2"):
         said = cluster.on("controller", "srun", "-w", node, "--gpus=1", "bash", "-c", f"exec 2>&1; {say}")
@@ -61,7 +61,7 @@ def test_a_job_opens_its_own_gpu_and_not_the_other_ones(cluster: Cluster) -> Non
         assert "open" not in none, none
 
 
-def test_two_jobs_on_one_node_hold_different_gpus(cluster: Cluster) -> None:
+def test_two_jobs_on_a_node_hold_different_gpus(cluster: Cluster) -> None:
     """The second job is sent while the first one runs; what each may open is what the other may not."""
     hold = "exec 2>&1; " + OPEN_BOTH + "; while [ ! -e /tmp/release ]; do sleep 0.2; done"
     common = ["-w", "fish1", "--gpus=1", "--ntasks=1", "--cpus-per-task=1", "--mem=50M"]
@@ -79,7 +79,7 @@ def test_two_jobs_on_one_node_hold_different_gpus(cluster: Cluster) -> None:
     cluster.wait("it ends", lambda: "JobState=COMPLETED" in cluster.on("controller", *ended))
 
 
-def test_what_a_job_left_in_the_background_dies_with_it(cluster: Cluster) -> None:
+def test_background_processes_end_with_their_job(cluster: Cluster) -> None:
     """A daemon of its own session, orphaned: only a cgroup still knows whose it is."""
     leave = (
         "setsid --fork sleep 77777 < /dev/null > /dev/null 2>&1; until pgrep -x -f 'sleep 77777'; do sleep 0.1; done"
@@ -89,7 +89,7 @@ def test_what_a_job_left_in_the_background_dies_with_it(cluster: Cluster) -> Non
     cluster.wait("it is gone", lambda: cluster.on("fish2", *gone) == "")
 
 
-def test_a_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) -> None:
+def test_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) -> None:
     """The settings are the whole cluster's, so the weakest host decides, and jobs run all the same."""
     plain = "  plain: {provider: sandbox, count: 1, memory: 512M}\n"
     before = cluster.file.read_text()
@@ -109,7 +109,7 @@ def test_a_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) 
     assert "open 0" in said and "open 1" not in said, said
 
 
-def test_a_job_gets_the_memory_it_asked_for_and_no_more(cluster: Cluster) -> None:
+def test_job_memory_is_limited_to_its_request(cluster: Cluster) -> None:
     assert settings(cluster, "cgroup.conf")["ConstrainRAMSpace"] == "yes"
     take = "import sys; sys.stdout.write(str(len(bytearray(150 << 20))))"
     assert cluster.on("controller", "srun", "--mem=250M", "python3", "-c", take) == str(150 << 20)
@@ -117,9 +117,7 @@ def test_a_job_gets_the_memory_it_asked_for_and_no_more(cluster: Cluster) -> Non
     assert "oom" in killed.lower() or "Out Of Memory" in killed, killed
 
 
-def test_the_rank_that_was_killed_for_its_memory_is_named(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_killed_for_its_memory_is_named(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "eats.py").write_text(EATS)
     monkeypatch.chdir(tmp_path)
     words = ("--wait", "-N2", "--ntasks-per-node", "1", "--gpus-per-node", "0", "--mem", "100M")

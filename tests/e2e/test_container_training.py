@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import Cluster
-from tests.e2e.simulated import UNFINISHED, Cloud, bill, renting, shown
+from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, renting, shown
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 from tests.sandbox_faults import SandboxFaults
 
@@ -105,12 +105,12 @@ class Trained:
         return len({line["turn"] for line in self._told(job)})
 
 
-def test_the_job_ends_well_in_another_container(story: Story) -> None:
+def test_job_completes_in_another_container(story: Story) -> None:
     assert (story.record["JobState"], story.record["Restarts"]) == ("COMPLETED", "1"), story.printed
     assert len(story.machines) == 2
 
 
-def test_it_goes_on_from_a_checkpoint_that_came_back_in_time(story: Story) -> None:
+def test_job_resumes_from_a_checkpoint_copied_back_in_time(story: Story) -> None:
     first, second = (
         [line["step"] for line in story.told if line["turn"] == turn and "step" in line] for turn in (0, 1)
     )
@@ -119,7 +119,7 @@ def test_it_goes_on_from_a_checkpoint_that_came_back_in_time(story: Story) -> No
     assert second[0] > 0 and len(first) - second[0] <= 2 * SAVE_EVERY
 
 
-def test_what_it_did_again_it_learned_again_bit_for_bit(story: Story) -> None:
+def test_repeated_steps_have_bitwise_equal_losses(story: Story) -> None:
     losses: dict[int, set[str]] = {}
     for line in story.told:
         if "step" in line:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.documents import COLLECT, COMMANDS, DEMO, LENT, ROOT, TOY_README, commands, examples
 from tests.e2e.cluster import LIMIT
+from tests.e2e.existing_hosts import Lent, lent_hosts
 from tests.e2e.leftovers import TAG, noted
-from tests.e2e.lent import Lent, lent_hosts
 
 from shoal.spec.member import Shape
 
@@ -64,7 +64,7 @@ def home(lent: Lent, tmp_path: Path) -> dict[str, str]:
     return {**mine, **pip, "HOME": str(tmp_path), "PATH": path}
 
 
-def test_the_readme_builds_a_cluster(home: dict[str, str], tmp_path: Path) -> None:
+def test_readme_commands_build_a_cluster(home: dict[str, str], tmp_path: Path) -> None:
     use, _, _, begin = commands(README)
     assert {COMMANDS[line] for line in (*use, *begin)} == {LENT}
     install, *first = begin
@@ -108,7 +108,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
             run(f"{sys.executable} -m shoal down --force", place, environment)
 
 
-def test_the_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]) -> None:
+def test_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]) -> None:
     said, _ = demo
     for name in ("fish1", "fish2"):
         assert re.search(rf"^{name} has GPUs 0,1$", said, re.MULTILINE), said
@@ -119,7 +119,7 @@ def test_the_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]
 
 
 @pytest.mark.matrix
-def test_the_toys_readme_trains_on_the_demos_cluster(demo: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_toy_readme_commands_train_on_the_demo_cluster(demo: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """The same trainings as in test_toy.py, by the words of the page."""
     _, environment = demo
     block, _ = commands(TOY_README)
@@ -141,7 +141,7 @@ def accuracy(said: str) -> float:
 
 
 @pytest.mark.parametrize("line", [line for line, how in COMMANDS.items() if how == COLLECT])
-def test_arguments_go_to_pytest(line: str) -> None:
+def test_test_script_passes_arguments_to_pytest(line: str) -> None:
     some = "--ignore-glob='tests/unit/[!s]*'"  # to collect all of them takes many times as long
     said = run(f"{line} --collect-only -q {some}", ROOT)
     assert re.search(r"^\d+(/\d+)? tests collected", said, re.MULTILINE), said

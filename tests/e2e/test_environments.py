@@ -78,12 +78,12 @@ def printed(result: dict[str, object]) -> list[str]:
     return [line["text"] for line in lines]
 
 
-def test_a_job_with_an_environment_that_is_not_built_is_refused(cluster: Cluster) -> None:
+def test_job_with_an_unbuilt_environment_is_rejected(cluster: Cluster) -> None:
     said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
     assert "environment torch is not built yet" in said and "`shoal env build torch`" in said
 
 
-def test_an_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
+def test_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
     [made] = cluster.json("env", "build", "torch")["made"]
     assert made["packages"] == ["herring==1.0", "sprat==1.0"]
     again = cluster.json("env", "build", "torch")
@@ -96,7 +96,7 @@ def test_an_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -
     assert cluster.on("fish2", "/opt/a copy/bin/herring-says") == "herring 1.0\n"
 
 
-def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(cluster: Cluster) -> None:
+def test_running_job_keeps_its_environment_during_a_rebuild(cluster: Cluster) -> None:
     [old] = cluster.json("env", "build", "torch")["made"]
     job = cluster.json("run", "--env", "torch", "--gpus-per-node", "0", "train.py", "600")["id"]
     try:
@@ -118,7 +118,7 @@ def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(clus
     cluster.on("fish1", f"{new['path']}/bin/herring-says")
 
 
-def test_nodes_get_local_copies_and_a_node_without_one_is_named(cluster: Cluster) -> None:
+def test_nodes_get_local_copies_and_a_node_without_a_copy_is_named(cluster: Cluster) -> None:
     built = cluster.json("env", "build", "bowl")
     [made] = built["made"]
     assert (made["path"], built["copied"]) == (f"{LOCAL_DIRECTORY}/{made['id']}", {"bowl": ["fish1", "fish2"]})
@@ -136,7 +136,7 @@ def test_nodes_get_local_copies_and_a_node_without_one_is_named(cluster: Cluster
     assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
 
 
-def test_a_torch_too_new_for_all_drivers_is_an_error_and_gets_no_name(
+def test_torch_too_new_for_all_drivers_is_an_error_and_not_published(
     cluster: Cluster,
 ) -> None:
     for node in ("fish1", "fish2"):
@@ -152,7 +152,7 @@ def test_a_torch_too_new_for_all_drivers_is_an_error_and_gets_no_name(
     assert [(finding["level"], finding["host"]) for finding in built["findings"]] == [("warning", "fish2")]
 
 
-def test_a_killed_build_is_finished_by_the_next(cluster: Cluster) -> None:
+def test_next_build_finishes_a_killed_build(cluster: Cluster) -> None:
     (cluster.file.parent / "bowl.txt").write_text(INDEX + "sprat\n")
     wheels = Layout(cache_dir(), cluster.name).shared / "environments" / "wheels"
     before = set(wheels.iterdir())
@@ -179,7 +179,7 @@ READ = "/tmp/chrony/usr/sbin/chronyd -p -f /shared/chrony.conf"
 
 
 @ON_DEBIAN_12
-def test_a_real_chronyd_accepts_the_configuration(cluster: Cluster) -> None:
+def test_chronyd_accepts_the_configuration(cluster: Cluster) -> None:
     cluster.on("controller", "sh", "-c", UNPACK)
     for text in (serving_conf("10.0.0.1", ["10.0.0.1", "10.0.0.2", "fd00::2"]), following_conf("10.0.0.1")):
         (Layout(cache_dir(), cluster.name).shared / "chrony.conf").write_text(text)
@@ -187,7 +187,7 @@ def test_a_real_chronyd_accepts_the_configuration(cluster: Cluster) -> None:
         assert read.splitlines() == [line for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_the_commands_of_the_environments_page_run(cluster: Cluster) -> None:
+def test_documented_commands_run(cluster: Cluster) -> None:
     [block] = commands(ROOT / "docs/environments.md")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = {}
@@ -201,7 +201,7 @@ def test_the_commands_of_the_environments_page_run(cluster: Cluster) -> None:
     assert said["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
 
 
-def test_jobs_report_to_the_tracking_server_and_others_cannot_reach_it(cluster: Cluster) -> None:
+def test_jobs_report_to_the_tracking_server_and_access_from_outside_fails(cluster: Cluster) -> None:
     put_stand_in(cluster, "controller")
     cluster.file.write_text(cluster.file.read_text() + "tracking: mlflow\n")
     assert cluster.json("up")["whole"]
@@ -222,7 +222,7 @@ def test_status_shows_the_health_of_the_tracking_server(cluster: Cluster) -> Non
     cluster.wait("it answers again", lambda: cluster.json("status")["tracking"]["well"])
 
 
-def test_a_tracking_server_removed_from_the_spec_is_stopped_and_its_port_closed(cluster: Cluster) -> None:
+def test_tracking_server_removed_from_the_spec_is_stopped_and_its_port_closed(cluster: Cluster) -> None:
     cluster.edit("tracking: mlflow\n", "")
     assert cluster.json("up")["whole"]
     assert cluster.on("controller", "systemctl", "is-active", "shoal-mlflow", status=None).strip() == "inactive"

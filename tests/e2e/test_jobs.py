@@ -154,7 +154,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         yield made
 
 
-def test_two_nodes_run_one_rank_a_gpu_and_show_what_they_print(cluster: Jobs) -> None:
+def test_ranks_run_per_gpu_on_two_nodes_and_their_output_is_shown(cluster: Jobs) -> None:
     done = cluster.shoal("run", "--wait", "-N2", "hello.py", "two words", "$HOME")
     lines = done.stdout.splitlines()
     for rank in range(4):
@@ -166,7 +166,7 @@ def test_two_nodes_run_one_rank_a_gpu_and_show_what_they_print(cluster: Jobs) ->
     assert "completed" in done.stderr
 
 
-def test_what_two_nodes_print_is_shown_in_the_order_of_time(cluster: Jobs) -> None:
+def test_output_of_two_nodes_is_shown_in_time_order(cluster: Jobs) -> None:
     """The ranks take turns, the last one first."""
     job = cluster.submit("-N2", "turns.py")
     followed = cluster.shoal("logs", "--follow", job).stdout.splitlines()
@@ -177,14 +177,14 @@ def test_what_two_nodes_print_is_shown_in_the_order_of_time(cluster: Jobs) -> No
         assert mine == [f"[{rank}] turn {turn} of {rank}" for turn in range(2)], "each once, as they came"
 
 
-def test_on_shared_storage_each_line_is_still_of_the_node_that_printed_it(cluster: Jobs) -> None:
+def test_lines_keep_their_node_on_shared_storage(cluster: Jobs) -> None:
     result = cluster.json("run", "--wait", "-N2", "--directory", "/shared/jobs", "hello.py")
     assert {(line["rank"], line["node"]) for line in result["lines"] if line["rank"] >= 0} == {
         (rank, f"fish{rank // 2 + 1}") for rank in range(4)
     }
 
 
-def test_the_code_is_sent_once_and_ignored_files_never(cluster: Jobs) -> None:
+def test_bundle_is_sent_once_without_ignored_files(cluster: Jobs) -> None:
     inode = ("sh", "-c", "stat -c '%i %n' /var/lib/shoal/jobs/j-jobs/code/*")
     before = cluster.on("fish1", *inode)
     result = cluster.json("run", "--wait", "hello.py")
@@ -194,7 +194,7 @@ def test_the_code_is_sent_once_and_ignored_files_never(cluster: Jobs) -> None:
     assert "hello.py" in tree and "secret.txt" not in tree
 
 
-def test_what_the_dry_run_prints_is_what_slurm_has(cluster: Jobs) -> None:
+def test_dry_run_prints_the_submitted_batch_script(cluster: Jobs) -> None:
     options = ("-N2", "--time", "10", "--launcher", "spawn", "--export", "NOTE=it's $5", "hello.py", "a b")
     shown = cluster.shoal("run", "--dry-run", *options).stdout
     job = cluster.submit(*options)
@@ -203,7 +203,7 @@ def test_what_the_dry_run_prints_is_what_slurm_has(cluster: Jobs) -> None:
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [("spawn", 4), ("python", 1)])
-def test_the_same_script_runs_under_every_launcher(cluster: Jobs, launcher: str, ranks: int) -> None:
+def test_script_runs_under_every_launcher(cluster: Jobs, launcher: str, ranks: int) -> None:
     nodes = ("-N2",) if ranks > 1 else ()
     result = cluster.json("run", "--wait", "--launcher", launcher, *nodes, "hello.py")
     hellos = sorted(line["text"] for line in result["lines"] if line["text"].startswith("hello"))
@@ -211,7 +211,7 @@ def test_the_same_script_runs_under_every_launcher(cluster: Jobs, launcher: str,
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [("srun", 4), ("spawn", 4), ("python", 1)])
-def test_the_training_library_is_there_and_finds_its_place(cluster: Jobs, launcher: str, ranks: int) -> None:
+def test_training_library_is_importable_and_reads_its_rank(cluster: Jobs, launcher: str, ranks: int) -> None:
     nodes = ("-N2",) if ranks > 1 else ()
     result = cluster.json("run", "--wait", "--launcher", launcher, *nodes, "place.py")
     a_node = min(2, ranks)
@@ -221,7 +221,7 @@ def test_the_training_library_is_there_and_finds_its_place(cluster: Jobs, launch
     ]
 
 
-def test_pmix_numbers_the_ranks(cluster: Jobs) -> None:
+def test_mpirun_ranks_come_from_pmix(cluster: Jobs) -> None:
     if "pmix" not in cluster.on("controller", "sh", "-c", "srun --mpi=list 2>&1"):
         pytest.skip("this Slurm has no PMIx plugin")
     result = cluster.json("run", "--wait", "--launcher", "mpirun", "-N2", "hello.py", status=None)
@@ -229,12 +229,12 @@ def test_pmix_numbers_the_ranks(cluster: Jobs) -> None:
     assert len(hellos) == 4, result["reason"]
 
 
-def test_a_program_that_is_no_python_runs_too(cluster: Jobs) -> None:
+def test_shell_script_runs_as_a_job(cluster: Jobs) -> None:
     result = cluster.json("run", "--wait", "--gpus-per-node", "0", "go.sh")
     assert [line["text"] for line in result["lines"]] == ["from a shell 0"]
 
 
-def test_a_job_does_not_see_its_neighbours_gpu(cluster: Jobs) -> None:
+def test_jobs_on_a_node_get_different_gpus(cluster: Jobs) -> None:
     options = ("--gpus-per-node", "1", "--nodelist", "fish1", "gpu.py")
     first, second = cluster.submit(*options), cluster.submit(*options)
     for job in (first, second):
@@ -242,21 +242,21 @@ def test_a_job_does_not_see_its_neighbours_gpu(cluster: Jobs) -> None:
     assert sorted(cluster.lines(first) + cluster.lines(second)) == ["0", "1"]
 
 
-def test_logs_of_one_rank(cluster: Jobs) -> None:
+def test_logs_can_be_limited_to_a_rank(cluster: Jobs) -> None:
     job = cluster.submit("-N2", "hello.py")
     cluster.shoal("logs", "-f", job)
     assert [line.split()[0] for line in cluster.lines(job, "--rank", "3")] == ["hello", "bye"]
     assert len(cluster.lines(job)) == 8
 
 
-def test_a_failing_script_is_explained_by_the_first_rank_that_failed(cluster: Jobs) -> None:
+def test_failed_script_is_explained_by_the_first_failed_rank(cluster: Jobs) -> None:
     done = cluster.shoal("run", "--wait", "-N2", "fail.py", status=1)
     assert "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7" in done.stderr
     assert "Traceback (most recent call last):" in done.stderr
     assert "ValueError: bad data in shard 7" in cluster.shoal("jobs").stdout
 
 
-def test_a_python_that_the_nodes_do_not_have_is_explained(cluster: Jobs) -> None:
+def test_missing_python_on_the_nodes_is_explained(cluster: Jobs) -> None:
     done = cluster.shoal("run", "--wait", "--python", "/nope/python", "hello.py", status=1)
     assert "no rank of the job has started" in done.stderr and "/nope/python" in done.stderr
     for more in (("--output", "/tmp/mine-%j.log"), ("--error", "/tmp/mine-%j.err")):
@@ -264,7 +264,7 @@ def test_a_python_that_the_nodes_do_not_have_is_explained(cluster: Jobs) -> None
         assert "no rank of the job has started" in done.stderr and "/nope/python" in done.stderr
 
 
-def test_what_cannot_run_is_refused_before_it_is_queued(cluster: Jobs) -> None:
+def test_impossible_requests_are_rejected_before_submission(cluster: Jobs) -> None:
     before = cluster.on("controller", "squeue", "-h", "-o", "%i")
     for words, said in (
         (("-N3", "hello.py"), "the job asks for 3 nodes; partition main has 2 (fish[1-2])"),
@@ -286,7 +286,7 @@ def test_cancel_ends_a_running_job(cluster: Jobs) -> None:
     assert cluster.shoal("cancel", job).stdout == f"already ended: {job}\n"
 
 
-def test_sbatch_takes_arrays_and_dependencies(cluster: Jobs) -> None:
+def test_array_and_dependency_options_reach_sbatch(cluster: Jobs) -> None:
     first = cluster.submit("--array", "0-1%1", "--gpus-per-node", "1", "--job-name", "many", "hello.py")
     second = cluster.submit("--dependency", "singleton", "--job-name", "many", "hello.py")
     third = cluster.submit("--dependency", f"afterok:{second}", "hello.py")
@@ -295,7 +295,7 @@ def test_sbatch_takes_arrays_and_dependencies(cluster: Jobs) -> None:
     assert "is an array" in cluster.shoal("logs", first, status=2).stderr
 
 
-def test_every_other_option_is_taken_by_sbatch(cluster: Jobs) -> None:
+def test_other_sbatch_options_are_accepted(cluster: Jobs) -> None:
     options = ("--nodelist", "fish2", "--exclusive", "--mem", "200M", "--time", "5", "--signal", "USR2@30")
     more = ("--output", "/tmp/all-%j.log", "--error", "/tmp/all-%j.err", "--cpus-per-task", "1", "--no-requeue")
     result = cluster.json("run", "--wait", *options, *more, "hello.py")
@@ -305,7 +305,7 @@ def test_every_other_option_is_taken_by_sbatch(cluster: Jobs) -> None:
     assert "0: hello 0 0 2" in printed and "1: hello 1 1 2" in printed
 
 
-def test_a_tracked_job_knows_its_run_and_only_it_knows_the_password(cluster: Jobs) -> None:
+def test_tracked_job_gets_its_run_and_keeps_the_password_private(cluster: Jobs) -> None:
     words = ("--tracking-uri", "http://mlflow:5000", "--experiment", "it's $5", "--launcher", "python", "tracked.py")
     cluster.env["MLFLOW_TRACKING_PASSWORD"] = "hunter2 '$x"
     try:
@@ -321,7 +321,7 @@ def test_a_tracked_job_knows_its_run_and_only_it_knows_the_password(cluster: Job
     assert f"Comment=shoal:{code}/" in known and "hunter2" not in known + script
 
 
-def test_jobs_show_how_far_a_training_is(cluster: Jobs) -> None:
+def test_jobs_shows_training_progress(cluster: Jobs) -> None:
     job = cluster.submit("--launcher", "python", "trains.py")
     try:
         far = rf"^{job} .*step \d+/1000, loss [0-9.e-]+, [0-9.]+ samples/s, .* left"
@@ -330,7 +330,7 @@ def test_jobs_show_how_far_a_training_is(cluster: Jobs) -> None:
         cluster.shoal("cancel", job)
 
 
-def test_a_profiler_that_the_nodes_lack_is_said_before_the_job_is_queued(cluster: Jobs) -> None:
+def test_missing_profiler_is_reported_before_submission(cluster: Jobs) -> None:
     for profiler, needs in (
         ("nsys", "nsys, which is missing on"),
         ("line", "kernprof, which is missing in python3 on"),
@@ -339,7 +339,7 @@ def test_a_profiler_that_the_nodes_lack_is_said_before_the_job_is_queued(cluster
         assert f"--profile {profiler} needs {needs} fish[1-2]" in said
 
 
-def test_a_profiler_leaves_its_report_beside_the_logs_and_they_say_where(cluster: Jobs) -> None:
+def test_profile_report_is_kept_beside_the_logs_and_its_path_shown(cluster: Jobs) -> None:
     """A stand-in for nsys on both nodes: what counts here is where things lie."""
     fake = '#!/bin/sh\nshift 5; out=${1#--output=}; echo trace > "${out%\\%q*}$RANK.0.nsys-rep"; shift; exec "$@"\n'
     for node in ("fish1", "fish2"):
@@ -353,7 +353,7 @@ def test_a_profiler_leaves_its_report_beside_the_logs_and_they_say_where(cluster
     assert f"profile in {result['traces']}" in cluster.shoal("jobs").stdout
 
 
-def test_what_a_job_of_the_same_number_left_on_a_node_is_put_aside(cluster: Jobs) -> None:
+def test_directory_of_an_earlier_job_with_the_same_id_is_moved_aside(cluster: Jobs) -> None:
     """As on a host that was lent to a cluster which was built again, and counts from 1 again."""
     place = "/var/lib/shoal/jobs/j-jobs"
     coming = int(cluster.submit("--launcher", "python", "hello.py")) + 1
@@ -367,7 +367,7 @@ def test_what_a_job_of_the_same_number_left_on_a_node_is_put_aside(cluster: Jobs
         assert "old code" in cluster.on(node, "sh", "-c", f"cat {place}/{coming}.before-*/tree/hello.py")
 
 
-def test_code_that_nobody_used_for_long_goes_with_the_next_job(cluster: Jobs) -> None:
+def test_next_job_removes_old_unused_bundles(cluster: Jobs) -> None:
     code = "/var/lib/shoal/jobs/j-jobs/code"
     crowd = f"for n in $(seq 30); do touch -d '30 days ago' {code}/0$n.tar; done"
     for node in ("fish1", "fish2"):
@@ -378,14 +378,14 @@ def test_code_that_nobody_used_for_long_goes_with_the_next_job(cluster: Jobs) ->
         assert 20 <= len(left) < 30 and cluster.json("run", "--dry-run", "hello.py")["code"] + ".tar" in left
 
 
-def test_a_job_from_python(cluster: Jobs) -> None:
+def test_job_can_be_submitted_from_python(cluster: Jobs) -> None:
     job = Job("hello.py", nodes=2, context=open_context(cluster.file), tree=cluster.tree).submit()
     assert job.wait().state == "COMPLETED"
     assert [line.text.split()[0] for line in job.logs(rank=1)] == ["hello", "bye"]
     assert job.reason() is None
 
 
-def test_a_node_that_fails_is_named(cluster: Jobs) -> None:
+def test_failed_node_is_named_as_the_reason(cluster: Jobs) -> None:
     job = cluster.submit("--nodelist", "fish2", "--no-requeue", "slow.py", "1500")
     cluster.wait("it runs", lambda: cluster.lines(job) == ["started"] * 2)
     cluster.on("controller", "scontrol", "update", "nodename=fish2", "state=down", "reason=test")
@@ -398,7 +398,7 @@ def test_a_node_that_fails_is_named(cluster: Jobs) -> None:
     cluster.wait("fish2 is back", lambda: cluster.states()["fish2"] == {"IDLE"})
 
 
-def test_a_slurmctld_that_does_not_run_is_said_at_once(cluster: Jobs) -> None:
+def test_stopped_slurmctld_is_reported_at_once(cluster: Jobs) -> None:
     cluster.on("controller", "systemctl", "stop", "slurmctld")
     try:
         for words in (("run", "hello.py"), ("jobs",), ("logs", "1"), ("cancel", "1")):
@@ -410,7 +410,7 @@ def test_a_slurmctld_that_does_not_run_is_said_at_once(cluster: Jobs) -> None:
     cluster.wait("it is back", lambda: cluster.states() == {"fish1": {"IDLE"}, "fish2": {"IDLE"}})
 
 
-def test_the_time_limit_is_warned_of_and_named(cluster: Jobs) -> None:
+def test_job_is_warned_before_its_time_limit_and_the_limit_is_the_reason(cluster: Jobs) -> None:
     """A job that asks for another turn meanwhile waits for Slurm's pause of two minutes before it starts again."""
     again = cluster.submit("--nodelist", "fish1", "again.py")
     # Slurm warns up to a minute too early: here after 50 s at the soonest, and by then the script listens.

@@ -68,7 +68,7 @@ def place(served: tuple[Cluster, str, str], monkeypatch: pytest.MonkeyPatch) -> 
     return served[0].file.parent
 
 
-def test_jobs_report_to_it_and_nobody_else_gets_in(served: tuple[Cluster, str, str], place: Path) -> None:
+def test_jobs_report_to_mlflow_and_access_from_outside_fails(served: tuple[Cluster, str, str], place: Path) -> None:
     cluster, _, host = served
     job = check_jobs_report(cluster, place)
     check_nobody_outside_reaches_it(cluster)
@@ -76,14 +76,14 @@ def test_jobs_report_to_it_and_nobody_else_gets_in(served: tuple[Cluster, str, s
     check_the_page_opens_through_ssh(cluster)
 
 
-def test_what_a_training_logs_is_in_its_database(served: tuple[Cluster, str, str], place: Path) -> None:
+def test_training_metrics_are_stored_in_the_database(served: tuple[Cluster, str, str], place: Path) -> None:
     cluster, database, host = served
     (place / "trains.py").write_text(TRAINS)
     assert cluster.json("run", "--wait", "trains.py")["record"]["state"] == "COMPLETED"
     assert int(cluster.on(host, "sh", "-c", COUNT[database])) == 5
 
 
-def test_a_file_that_a_job_sends_is_on_shared_storage(served: tuple[Cluster, str, str], place: Path) -> None:
+def test_artifacts_of_a_job_are_on_shared_storage(served: tuple[Cluster, str, str], place: Path) -> None:
     cluster, database, host = served
     (place / "sends.py").write_text(SENDS)
     done = cluster.json("run", "--wait", "sends.py")
@@ -91,9 +91,7 @@ def test_a_file_that_a_job_sends_is_on_shared_storage(served: tuple[Cluster, str
     assert cluster.on(host, "cat", f"{FILES[database]}/0/ab12/artifacts/model.txt") == "weights"
 
 
-def test_it_comes_back_by_itself_when_it_is_killed_and_when_its_host_reboots(
-    served: tuple[Cluster, str, str], place: Path
-) -> None:
+def test_mlflow_restarts_after_a_kill_and_after_a_reboot(served: tuple[Cluster, str, str], place: Path) -> None:
     cluster, _, host = served
 
     def well() -> bool:

@@ -52,7 +52,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.matrix)])
-def test_a_right_script_is_proved_as_the_document_shows_it(tree: Path, ranks: str) -> None:
+def test_correct_script_passes_with_the_documented_output(tree: Path, ranks: str) -> None:
     done = prove(tree, "train.py", "-n", ranks)
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("✓ same")]
     assert [(row[0], row[1]) for row in rows] == WAYS
@@ -62,7 +62,7 @@ def test_a_right_script_is_proved_as_the_document_shows_it(tree: Path, ranks: st
     assert sorted(path.name for path in tree.iterdir()) == ["train.py"], "nothing is left behind"
 
 
-def test_single_precision_is_proved_to_its_own_tolerance(tree: Path) -> None:
+def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None:
     words = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
     told = json.loads(prove(tree, "train.py", "-n", "2", *words).stdout)
     [row] = told["rows"]
@@ -77,7 +77,7 @@ def test_single_precision_is_proved_to_its_own_tolerance(tree: Path) -> None:
         ("sums", "gradients are summed over the 2 ranks instead of averaged"),
     ],
 )
-def test_a_wrong_script_fails_with_the_cause_in_words(tree: Path, fault: str, said: str) -> None:
+def test_wrong_script_fails_with_the_cause(tree: Path, fault: str, said: str) -> None:
     done = prove(tree, "train.py", "--launcher", "torchrun", "--parallel", "ddp", "--", fault, status=1)
     [cause] = [line for line in done.stdout.splitlines() if line.startswith("✗ torchrun ddp: ")]
     assert "✗ differs" in done.stdout and said in cause
@@ -90,7 +90,7 @@ def test_a_wrong_script_fails_with_the_cause_in_words(tree: Path, fault: str, sa
         ("no loss", "the script reported no loss"),
     ],
 )
-def test_a_script_that_takes_no_part_is_told_which_call_is_missing(tree: Path, fault: str, said: str) -> None:
+def test_script_without_the_training_calls_fails_with_the_missing_call(tree: Path, fault: str, said: str) -> None:
     assert f"error: {said}" in prove(tree, "train.py", "--", fault, status=1).stderr
 
 
@@ -127,7 +127,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 @pytest.mark.parametrize(
     ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,mpirun", marks=pytest.mark.matrix)]
 )
-def test_the_toy_is_proved_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> None:
+def test_toy_passes_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> None:
     told = cluster.prove("train.py", "-n", ranks, "-N2", "--launcher", launchers)
     ways = [(launcher, parallel) for launcher in launchers.split(",") for parallel in ("ddp", "fsdp")]
     assert [(row["launcher"], row["parallel"]) for row in told["rows"]] == ways
@@ -141,7 +141,7 @@ def test_the_toy_is_proved_on_two_nodes(cluster: Jobs, ranks: str, launchers: st
 
 @pytest.mark.sandbox
 @pytest.mark.matrix
-def test_the_toy_is_proved_on_this_machine_in_single_precision(cluster: Jobs) -> None:
+def test_toy_passes_on_this_machine_in_single_precision(cluster: Jobs) -> None:
     words = ("--launcher", "torchrun", "--parallel", "ddp", "--dtype", "float32", "--steps", "3", "--json")
     packages = Layout(cluster.provider.cache, cluster.name).shared / "env"
     told = json.loads(prove(cluster.tree, "train.py", "-n", "2", *words, path=str(packages)).stdout)
@@ -149,7 +149,7 @@ def test_the_toy_is_proved_on_this_machine_in_single_precision(cluster: Jobs) ->
 
 
 @pytest.mark.sandbox
-def test_a_wrong_script_fails_on_the_cluster_as_well(cluster: Jobs) -> None:
+def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
     told = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
     [row] = told["rows"]
     assert not told["passed"] and "it is divided by the number of ranks twice" in row["cause"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.simulated import Cloud, apart, asleep, bill, ended, renting
+from tests.e2e.simulated_clouds import Cloud, apart, asleep, bill, ended, renting
 from tests.small_wheels import small_wheel, uv_wheel
 
 from shoal.sandbox.layout import Layout, cache_dir
@@ -91,7 +91,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
         yield Pods(cluster, urls["runpod"], tmp_path_factory.mktemp("tree"))
 
 
-def test_a_job_wakes_a_container_with_its_environment_and_what_it_writes_comes_back(pods: Pods) -> None:
+def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: Pods) -> None:
     conf = pods.cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
     assert "PartitionName=main Nodes=pods[1-2] " in conf and " MaxNodes=1 " in conf
     [made] = pods.cluster.json("env", "build", "bowl")["made"]
@@ -106,7 +106,7 @@ def test_a_job_wakes_a_container_with_its_environment_and_what_it_writes_comes_b
     assert (machine["type"], machine["region"], machine["usd_hour"]) == ("NVIDIA A40", "EU-RO-1", 0.44)
 
 
-def test_a_script_that_fails_there_is_told_with_its_reason(pods: Pods) -> None:
+def test_script_failure_in_a_container_is_reported_with_its_reason(pods: Pods) -> None:
     job = pods.run("1", "0", "fail")
     told = pods.cluster.shoal("logs", "-f", job, status=None)
     assert "[0] ValueError: no such luck" in told.stdout.splitlines()
@@ -115,7 +115,7 @@ def test_a_script_that_fails_there_is_told_with_its_reason(pods: Pods) -> None:
     assert pods.kept(f"{job}/tree/result.txt") == "42"
 
 
-def test_progress_is_seen_while_a_job_runs_and_cancelled_it_keeps_its_checkpoints(pods: Pods) -> None:
+def test_progress_is_visible_while_a_job_runs_and_cancel_keeps_checkpoints(pods: Pods) -> None:
     job = pods.run("100000", "0.5")
     pods.cluster.wait("its progress is here", lambda: pods.shown(job)["progress"].get("step", 0) >= 2)
     assert pods.kept(f"{job}/checkpoints/step-0/weights") == "0"
@@ -126,14 +126,14 @@ def test_progress_is_seen_while_a_job_runs_and_cancelled_it_keeps_its_checkpoint
     assert int(last) >= 2 and pods.kept(f"{job}/checkpoints/step-{last}/weights") == last
 
 
-def test_it_is_given_back_when_idle_and_the_ledger_balances_with_the_bill(pods: Pods) -> None:
+def test_idle_container_is_released_and_the_ledger_matches_the_bill(pods: Pods) -> None:
     pods.cluster.wait("it goes", lambda: ended(pods.url), 300)
     pods.cluster.wait("Slurm knows", lambda: asleep(pods.cluster), 200)
     assert pods.cluster.json("cost")["machines"] == 0
     assert apart(pods.cluster, pods.url, "pods") == ""
 
 
-def test_the_node_comes_again_as_another_container_also_for_sbatch(pods: Pods) -> None:
+def test_sbatch_gets_a_new_container_for_the_same_node(pods: Pods) -> None:
     before = {one["id"] for one in bill(pods.url)["machines"]}
     wake = "timeout 250 sbatch --wait --gpus=1 -o /dev/null --wrap 'srun hostname'"
     pods.cluster.on("controller", "sh", "-c", wake)

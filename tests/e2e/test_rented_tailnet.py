@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.lent import Lent, lent_hosts
-from tests.e2e.simulated import IMPATIENT, UNFINISHED, Cloud, asleep, ended, printed, simulated, state, submit
+from tests.e2e.existing_hosts import Lent, lent_hosts
+from tests.e2e.simulated_clouds import IMPATIENT, UNFINISHED, Cloud, asleep, ended, printed, simulated, state, submit
 from tests.e2e.tailnet import Tailnet, needs_programs, tailnet
 
 from shoal.roles.tailscale import CONTROLLER_KEY
@@ -76,7 +76,7 @@ def members(reef: Reef) -> dict[str, str]:
     return reef.tailnet.addresses()
 
 
-def test_a_job_wakes_machines_that_join_the_tailnet_and_compute_over_it(reef: Reef) -> None:
+def test_job_starts_machines_that_join_the_tailnet_and_compute_there(reef: Reef) -> None:
     assert set(members(reef)) == {f"{NAME}-controller"}
     listens = r"ss -ltnH 'sport = :6818' | awk '{print \$4}'"
     left = f"grep -rl '[h]{key_of(reef)[1:]}' /etc /var /run /tmp /root 2> /dev/null || true"
@@ -94,7 +94,7 @@ def test_a_job_wakes_machines_that_join_the_tailnet_and_compute_over_it(reef: Re
         assert f"NodeAddr={address} " in shown and address in rules
 
 
-def test_they_log_out_when_they_are_given_back_and_nobody_lets_their_addresses_in_any_more(reef: Reef) -> None:
+def test_released_machines_log_out_and_their_addresses_leave_the_firewall(reef: Reef) -> None:
     gone = members(reef).keys() - {f"{NAME}-controller"}
     addresses = [members(reef)[name] for name in gone]
     reef.cluster.wait("they are given back", lambda: ended(reef.url), seconds=240)
@@ -106,7 +106,7 @@ def test_they_log_out_when_they_are_given_back_and_nobody_lets_their_addresses_i
     reef.cluster.wait("all nodes sleep", lambda: asleep(reef.cluster), seconds=240)
 
 
-def test_the_secret_on_the_controller_is_roots_alone(reef: Reef) -> None:
+def test_tailnet_secret_on_the_controller_is_readable_only_by_root(reef: Reef) -> None:
     assert reef.lent.shell("controller", f"cat {CONTROLLER_KEY}; stat -c ' %U %a' {CONTROLLER_KEY}").split() == [
         *(key_of(reef), "root", "600")
     ]
@@ -117,7 +117,7 @@ def test_the_secret_on_the_controller_is_roots_alone(reef: Reef) -> None:
     assert "shoal-elastic" in told and key_of(reef) not in told
 
 
-def test_up_needs_the_secret_no_more_and_leaves_the_controllers_alone(reef: Reef) -> None:
+def test_later_up_needs_no_secret_and_keeps_the_controller_copy(reef: Reef) -> None:
     secret = reef.cluster.env.pop("TS_AUTHKEY")
     try:
         assert reef.cluster.json("up")["whole"]
@@ -126,7 +126,7 @@ def test_up_needs_the_secret_no_more_and_leaves_the_controllers_alone(reef: Reef
     assert reef.lent.shell("controller", f"cat {CONTROLLER_KEY}") == secret
 
 
-def test_a_container_computes_through_its_tunnel_and_does_not_join(tmp_path: Path) -> None:
+def test_container_computes_through_its_tunnel_without_joining_the_tailnet(tmp_path: Path) -> None:
     cloud = Cloud("runpod", "rp-e2e-0123456789abcdef", ("--boot-seconds", "1"))
     with renting(tmp_path, "tr-pods", cloud, PODS) as made:
         job = "timeout 300 sbatch --wait --parsable --gpus=1 -o /dev/null --wrap 'srun true'"

@@ -79,29 +79,29 @@ async def ssh(target: Target, command: str, *, user: str = "root", timeout: floa
     return f"{done.stdout}{done.stderr}".strip()
 
 
-async def test_root_logs_in_and_the_host_is_a_whole_running_system(hosts: dict[str, Instance]) -> None:
+async def test_root_logs_in_and_systemd_is_running(hosts: dict[str, Instance]) -> None:
     for name, instance in hosts.items():
         said = await ssh(instance.target, "whoami; hostname; systemctl is-system-running --wait; cat /proc/1/comm")
         assert said.split() == ["root", name, "running", "systemd"]
 
 
-async def test_an_ordinary_user_logs_in_and_becomes_root_by_sudo(hosts: dict[str, Instance]) -> None:
+async def test_ordinary_user_logs_in_and_becomes_root_by_sudo(hosts: dict[str, Instance]) -> None:
     assert (await ssh(hosts["n1"].target, "whoami; sudo -n whoami", user="shoal")).split() == ["shoal", "root"]
 
 
-async def test_cpus_and_memory_are_what_was_asked_for(hosts: dict[str, Instance]) -> None:
+async def test_cpus_and_memory_match_the_request(hosts: dict[str, Instance]) -> None:
     said = await ssh(hosts["n1"].target, "nproc; free -m | awk '/^Mem/ {print $2}'")
     assert said.split() == ["1", "700"]
     assert await ssh(hosts["n2"].target, "nproc") == str(len(os.sched_getaffinity(0)))
 
 
-async def test_more_memory_than_was_asked_for_cannot_be_used(hosts: dict[str, Instance]) -> None:
+async def test_memory_above_the_request_cannot_be_used(hosts: dict[str, Instance]) -> None:
     take = 'python3 -c "x = bytearray(900 << 20); print(len(x))"'
     assert "Killed" in await ssh(hosts["n1"].target, f"bash -c '{take}; true'", timeout=60)
     assert await ssh(hosts["n2"].target, take) == str(900 << 20)
 
 
-async def test_gpus_are_seen_as_devices_and_by_nvidia_smi(hosts: dict[str, Instance]) -> None:
+async def test_gpus_are_visible_as_devices_and_to_nvidia_smi(hosts: dict[str, Instance]) -> None:
     said = await ssh(hosts["n1"].target, "ls /dev/nvidia*; nvidia-smi --query-gpu=index --format=csv,noheader")
     assert said.split() == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "0", "1"]
     assert "not found" in await ssh(hosts["n2"].target, "nvidia-smi -L")
@@ -114,12 +114,12 @@ async def test_slurm_installs_without_downloading(hosts: dict[str, Instance]) ->
     assert said.splitlines()[-1].startswith("slurm-wlm 22.05")
 
 
-async def test_tun_and_fuse_are_there(hosts: dict[str, Instance]) -> None:
+async def test_tun_and_fuse_devices_work(hosts: dict[str, Instance]) -> None:
     assert await ssh(hosts["n1"].target, "ip tuntap add dev t0 mode tun && ip tuntap del dev t0 mode tun") == ""
     assert await ssh(hosts["n1"].target, "test -c /dev/fuse && echo yes") == "yes"
 
 
-async def test_a_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
+async def test_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
     hosts: dict[str, Instance], sandbox: SandboxProvider
 ) -> None:
     n1 = hosts["n1"].target
@@ -138,9 +138,7 @@ async def test_a_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
             await asyncio.sleep(0.1)
 
 
-async def test_a_cut_host_is_unreachable_until_it_is_healed(
-    hosts: dict[str, Instance], sandbox: SandboxProvider
-) -> None:
+async def test_cut_host_is_unreachable_until_healed(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     await SandboxFaults(sandbox.cache).cut(CLUSTER, "n1")
     with pytest.raises((OSError, TimeoutError)):
         await ssh(hosts["n1"].target, "true", timeout=2)
@@ -151,7 +149,7 @@ async def test_a_cut_host_is_unreachable_until_it_is_healed(
     assert await ssh(hosts["n1"].target, "hostname") == "n1"
 
 
-async def test_a_frozen_host_hangs_and_goes_on_when_thawed(
+async def test_frozen_host_hangs_and_continues_when_thawed(
     hosts: dict[str, Instance], sandbox: SandboxProvider
 ) -> None:
     await SandboxFaults(sandbox.cache).freeze(CLUSTER, "n1")
@@ -161,7 +159,7 @@ async def test_a_frozen_host_hangs_and_goes_on_when_thawed(
     assert await ssh(hosts["n1"].target, "hostname") == "n1"
 
 
-async def test_a_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+async def test_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     for name in ("n1", "n2"):
         await ssh(hosts[name].target, "echo kept > /root/kept")
         await SandboxFaults(sandbox.cache).kill(CLUSTER, name)
@@ -173,14 +171,14 @@ async def test_a_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instanc
         assert await ssh(hosts[name].target, "cat /root/kept") == "kept"
 
 
-async def test_a_frozen_host_can_be_killed(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+async def test_frozen_host_can_be_killed(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     await SandboxFaults(sandbox.cache).freeze(CLUSTER, "far")
     await SandboxFaults(sandbox.cache).kill(CLUSTER, "far")
     await sandbox.create(CLUSTER, WANTED, quiet)
     assert await ssh(hosts["far"].target, "hostname") == "far"
 
 
-async def test_a_host_that_was_powered_off_inside_is_stopped_and_starts_again(
+async def test_host_powered_off_from_inside_is_stopped_and_starts_again(
     hosts: dict[str, Instance], sandbox: SandboxProvider
 ) -> None:
     await ssh(hosts["far"].target, "systemd-run --quiet --on-active=0.1 systemctl poweroff")
@@ -191,7 +189,7 @@ async def test_a_host_that_was_powered_off_inside_is_stopped_and_starts_again(
     assert await ssh(hosts["far"].target, "hostname") == "far"
 
 
-async def test_a_site_behind_nat_opens_connections_and_takes_none(hosts: dict[str, Instance]) -> None:
+async def test_site_behind_nat_opens_connections_and_accepts_none(hosts: dict[str, Instance]) -> None:
     near, far = hosts["n1"].target, hosts["far"].target
     knock = "timeout {} bash -c 'head -c4 < /dev/tcp/{}/22' || echo closed"
     assert await ssh(near, knock.format(3, far.address)) == "closed"
@@ -206,7 +204,7 @@ async def test_a_site_behind_nat_opens_connections_and_takes_none(hosts: dict[st
     assert peer == str(near.address).rpartition(".")[0] + ".1"
 
 
-async def test_a_full_disk_is_full_for_that_host_only(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+async def test_filled_disk_affects_only_its_host(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     await SandboxFaults(sandbox.cache).fill_disk(CLUSTER, "n2")
     assert "No space left on device" in await ssh(hosts["n2"].target, "echo text > /root/new")
     assert await ssh(hosts["n1"].target, "echo text > /root/new") == ""
@@ -216,7 +214,7 @@ async def test_a_full_disk_is_full_for_that_host_only(hosts: dict[str, Instance]
         await SandboxFaults(sandbox.cache).fill_disk(CLUSTER, "n1")
 
 
-async def test_writable_cgroups_for_slurm(sandbox: SandboxProvider) -> None:
+async def test_slurm_can_write_cgroups(sandbox: SandboxProvider) -> None:
     cluster = "e2e-cgroups"
     try:
         [one] = await sandbox.create(cluster, [Request("n1", Shape(cgroups=True, gpus=2))], quiet)
@@ -241,7 +239,7 @@ async def test_writable_cgroups_for_slurm(sandbox: SandboxProvider) -> None:
 
 
 @pytest.mark.parametrize(("image", "slurm"), [("debian13", "24.11"), ("sid", "26.05")])
-async def test_newer_systems_boot_reboot_and_have_their_slurm(sandbox: SandboxProvider, image: str, slurm: str) -> None:
+async def test_newer_images_boot_and_reboot_and_have_slurm(sandbox: SandboxProvider, image: str, slurm: str) -> None:
     cluster = f"e2e-{image}"
     try:
         [one] = await sandbox.create(cluster, [Request("n1", Shape(image=image, memory_mb=500, gpus=1))], quiet)
@@ -255,7 +253,7 @@ async def test_newer_systems_boot_reboot_and_have_their_slurm(sandbox: SandboxPr
         await sandbox.destroy(cluster, quiet)
 
 
-async def test_two_clusters_and_two_creates_at_once(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+async def test_second_cluster_and_concurrent_creates_work(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     cluster = "e2e-second"
     layout = Layout(sandbox.cache, cluster)
     before = traces(layout)
@@ -291,7 +289,7 @@ async def test_destroy_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.4, 0.6, 0.9, 1.3])
-async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path, seconds: float) -> None:
+async def test_destroy_leaves_nothing_of_a_killed_create(tmp_path: Path, seconds: float) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "images").symlink_to(SandboxProvider().cache / "images")
@@ -339,7 +337,7 @@ with noted("e2e-left"):
 """
 
 
-def test_what_a_killed_test_run_left_is_removed_and_what_a_living_one_has_stays(
+def test_hosts_of_a_killed_test_run_are_removed_and_those_of_a_live_run_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "images").symlink_to(SandboxProvider().cache / "images")
@@ -363,7 +361,7 @@ def test_what_a_killed_test_run_left_is_removed_and_what_a_living_one_has_stays(
     assert sweep() == [] and sorted(path.name for path in tmp_path.iterdir()) == ["images", "tests"]
 
 
-async def test_a_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, sandbox: SandboxProvider) -> None:
+async def test_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, sandbox: SandboxProvider) -> None:
     cluster = "e2e-broken"
     try:
         await sandbox.create(cluster, [Request("n1", Shape()), Request("n2", Shape())], quiet)
@@ -379,9 +377,7 @@ async def test_a_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, san
         await sandbox.destroy(cluster, quiet)
 
 
-async def test_an_image_that_cannot_be_built_says_what_the_log_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_image_build_reports_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(images.SUITES, "debian12", "no-such-suite")
     layout = Layout(tmp_path, "none")
     before = traces(layout)
@@ -393,7 +389,7 @@ async def test_an_image_that_cannot_be_built_says_what_the_log_says(
     await settled(layout, before)
 
 
-async def test_without_the_image_name_being_known_nothing_is_made(sandbox: SandboxProvider) -> None:
+async def test_unknown_image_name_creates_nothing(sandbox: SandboxProvider) -> None:
     with pytest.raises(ProviderError, match="the sandbox cannot make these hosts: n1: unknown image, found 'arch'"):
         await sandbox.create("e2e-arch", [Request("n1", Shape(image="arch"))], quiet)
     assert await sandbox.instances("e2e-arch") == []

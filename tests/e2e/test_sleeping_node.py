@@ -30,7 +30,7 @@ def given_up(cluster: Cluster) -> bool:
     return cluster.states()["fish1"] == GIVEN_UP
 
 
-def test_a_node_that_slept_until_slurm_gave_it_up_takes_jobs_again_by_itself(cluster: Cluster) -> None:
+def test_node_that_slept_past_the_slurm_timeout_takes_jobs_again(cluster: Cluster) -> None:
     cluster.fault("freeze", "fish1")
     cluster.wait("Slurm gives it up", lambda: given_up(cluster))
     cluster.fault("thaw", "fish1")
@@ -38,7 +38,7 @@ def test_a_node_that_slept_until_slurm_gave_it_up_takes_jobs_again_by_itself(clu
     assert cluster.on("controller", "srun", "hostname") == "fish1\n"
 
 
-def test_up_does_so_at_once(cluster: Cluster) -> None:
+def test_up_returns_a_sleeping_node_at_once(cluster: Cluster) -> None:
     cluster.on("controller", "systemctl", "stop", "shoal-returning-nodes")
     cluster.fault("freeze", "fish1")
     cluster.wait("Slurm gives it up", lambda: given_up(cluster))

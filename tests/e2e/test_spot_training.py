@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster
-from tests.e2e.simulated import UNFINISHED, Cloud, bill, ended, preempt, renting, shown
+from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, ended, preempt, renting, shown
 from tests.e2e.torch_env import PYTHONPATH, give_torch
-from tests.matrix.cells import Cell, Stopped
+from tests.matrix.stopped_jobs import Cell, Stopped
 
 from shoal.sandbox.layout import Layout, cache_dir
 
@@ -110,25 +110,25 @@ def play(cluster: Cluster, url: str, job: Stopped, whole: list[dict[str, Any]]) 
     return Story(job, job.lines(), whole, shown(cluster, job.id), bill(url)["machines"])
 
 
-def test_the_job_is_warned_in_time_to_save_its_work(story: Story) -> None:
+def test_job_is_warned_in_time_to_save_a_checkpoint(story: Story) -> None:
     assert story.job.reason == "SIGUSR1"
     assert story.job.checkpoint is not None and story.job.checkpoint > AT_WORK
 
 
-def test_it_is_queued_again_and_goes_on_on_another_machine(story: Story) -> None:
+def test_job_is_requeued_and_continues_on_another_machine(story: Story) -> None:
     assert (story.record["JobState"], story.record["Restarts"]) == ("COMPLETED", "1")
     assert len({machine["id"] for machine in story.machines}) == len(story.machines) == 2
     assert {machine["market"] for machine in story.machines} == {"spot"}
     assert {line["turn"] for line in story.told} == {0, 1}
 
 
-def test_at_most_one_step_is_lost(story: Story) -> None:
+def test_at_most_a_single_step_is_lost(story: Story) -> None:
     steps = Counter(line["step"] for line in story.told if "step" in line)
     assert sorted(steps) == list(range(int(STEPS[1])))
     assert sum(steps.values()) - len(steps) <= 1
 
 
-def test_it_learns_the_same_bit_for_bit_as_without(story: Story) -> None:
+def test_result_equals_uninterrupted_training_bit_for_bit(story: Story) -> None:
     def learned(lines: list[dict[str, Any]]) -> tuple[dict[int, str], list[str]]:
         losses = {line["step"]: line["loss"] for line in lines if "step" in line}
         return losses, [line["digest"] for line in lines if "digest" in line]

@@ -96,7 +96,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield made
 
 
-def test_users_have_the_same_ids_everywhere_and_a_second_up_changes_nothing(lab: Lab) -> None:
+def test_users_have_equal_ids_on_all_hosts_and_a_second_up_has_no_changes(lab: Lab) -> None:
     [seen] = {
         lab.on(host, "sh", "-c", "id alice; id bob; getent group team shoal-users")
         for host in ("controller", "fish1", "fish2")
@@ -106,7 +106,7 @@ def test_users_have_the_same_ids_everywhere_and_a_second_up_changes_nothing(lab:
     assert again["whole"] and not again["changed"], again
 
 
-def test_a_users_job_on_two_nodes_writes_into_her_home(lab: Lab) -> None:
+def test_job_of_a_user_on_two_nodes_writes_to_the_home_directory(lab: Lab) -> None:
     work = "srun -N2 sh -c 'echo hello > ~/from.$SLURMD_NODENAME; id -u; stat -c %a:%u ~'"
     said = lab.says("alice", "controller", work)
     assert sorted(said.split()) == ["2001", "2001", "700:2001", "700:2001"]
@@ -130,7 +130,7 @@ def test_ssh_to_a_node_needs_a_job_there(lab: Lab) -> None:
     assert lab.login("alice", "controller", "true").returncode == 0
 
 
-def test_a_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab: Lab) -> None:
+def test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab: Lab) -> None:
     lab.says("alice", "controller", f"cat > writer.py <<'E'\n{WRITER}\nE")
     job = lab.says("alice", "controller", "sbatch --parsable -w fish1 -o writer.out --wrap 'python3 writer.py'").strip()
 
@@ -154,7 +154,7 @@ def test_a_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab:
     assert lab.shell("fish1", "cat /data/written").split() == written
 
 
-def test_a_staged_share_is_copied_before_a_job_and_back_after_it(lab: Lab, tmp_path: Path) -> None:
+def test_staged_share_is_copied_before_a_job_and_back_after_the_job(lab: Lab, tmp_path: Path) -> None:
     lab.shell("controller", "echo 20 > /scratch/number; mkdir -m 1777 /scratch/results")
     work = "import os\nnumber = int(open('/scratch/number').read()) + 1\n"
     work += "open('/scratch/results/' + os.uname().nodename, 'w').write(str(number))"
@@ -196,7 +196,7 @@ def test_symbolic_links_on_a_share_work_on_every_host(lab: Lab) -> None:
         assert lab.shell(host, "cat /data/links/in/relative /data/links/absolute") == "found\nfound\n"
 
 
-def test_up_mounts_a_share_again_whose_sshfs_was_killed(lab: Lab) -> None:
+def test_up_remounts_a_share_after_its_sshfs_is_killed(lab: Lab) -> None:
     lab.shell("fish1", "pkill -KILL -f '[s]hfs.*/data'")
     assert lab.ssh("fish1", "ls /data").returncode != 0
     told = lab.json("up")
@@ -204,7 +204,7 @@ def test_up_mounts_a_share_again_whose_sshfs_was_killed(lab: Lab) -> None:
     lab.shell("fish1", "ls /data")
 
 
-def test_only_members_read_a_share_by_nfs_and_their_root_is_squashed(lab: Lab) -> None:
+def test_only_members_read_an_nfs_share_and_their_root_is_squashed(lab: Lab) -> None:
     lab.wait("a client is installed", lambda: lab.ssh("fish1", CLIENT).returncode == 0, 300)
     lab.shell("fish2", "install -d -m 0755 /data/roots; echo theirs > /data/roots/file; echo open > /data/open")
     at = f"nfs://{lab.address('fish2')}/shared/data"
@@ -229,7 +229,7 @@ def test_only_members_read_a_share_by_nfs_and_their_root_is_squashed(lab: Lab) -
     assert lab.shell("fish1", f"nfs-cat '{at}/open?{as_root}'") == "open\n"
 
 
-def test_a_members_root_is_not_root_over_ssh_and_gets_no_shell(lab: Lab) -> None:
+def test_root_of_a_member_is_not_root_over_ssh_and_gets_no_shell(lab: Lab) -> None:
     lab.shell("fish1", "echo x > /data/by-root")
     assert lab.shell("fish2", "stat -c %U /data/by-root") == "shoal-share\n"
     assert lab.ssh("fish1", "chown root /data/by-root").returncode != 0
@@ -268,7 +268,7 @@ def test_secrets_of_shares_are_not_readable_by_others(lab: Lab) -> None:
         assert lab.shell(host, "stat -c '%a %U' /etc/shoal/storage/key").split() in (["600", "root"],)
 
 
-def test_a_removed_user_is_locked_keeps_files_and_can_be_added_again(lab: Lab) -> None:
+def test_removed_user_is_locked_and_keeps_files_and_can_be_added_again(lab: Lab) -> None:
     lab.says("bob", "controller", "echo kept > kept")
     text = lab.file.read_text()
     waiting = lab.says("bob", "controller", "sbatch --parsable --begin=now+1hour -o /dev/null --wrap true").strip()
@@ -314,14 +314,14 @@ users:
 
 
 @pytest.mark.matrix
-def test_shares_on_debian_13(tmp_path: Path) -> None:
+def test_shares_work_on_debian_13(tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "alice"], check=True, timeout=LIMIT)
     with running(tmp_path, TRIXIE.format(keys=tmp_path)) as lab:
         lab.__class__ = Lab
         assert isinstance(lab, Lab)
         lab.keys = tmp_path
-        test_a_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab)
-        test_a_staged_share_is_copied_before_a_job_and_back_after_it(lab, tmp_path)
+        test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab)
+        test_staged_share_is_copied_before_a_job_and_back_after_the_job(lab, tmp_path)
         lab.wait("a client is installed", lambda: lab.ssh("fish1", CLIENT).returncode == 0, 300)
         at = f"nfs://{lab.address('fish2')}/shared/data/written?version=4"
         lab.wait("NFS answers", lambda: lab.ssh("fish1", f"nfs-cat '{at}'").stdout.endswith("\n149\n"))

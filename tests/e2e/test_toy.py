@@ -148,7 +148,7 @@ def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[MlflowClient | 
     ("launcher", "parallel"),
     [pytest.param(*way, marks=() if way in EVERY_DAY else pytest.mark.matrix) for way in WAYS],
 )
-def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str, parallel: str) -> None:
+def test_script_trains_under_every_launcher(toy: Toy, launcher: str, parallel: str) -> None:
     done = toy.wait(launcher, parallel)
     [said] = [line for line in done.printed if line.startswith("accuracy")]
     match = re.fullmatch(r"accuracy on 360 held-out images: (\d+\.\d+)%", said)
@@ -171,14 +171,14 @@ def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str,
     assert drawn is not None and len(drawn.attrib["points"].split()) == STEPS
 
 
-def test_the_losses_do_not_depend_on_who_starts_it_nor_on_ddp_or_fsdp(toy: Toy) -> None:
+def test_losses_are_equal_for_all_launchers_and_for_ddp_and_fsdp(toy: Toy) -> None:
     alone = toy.wait("python", "ddp").losses()
     for way in toy.jobs:
         # Sums of floats in another order differ in the last digits, and more with every step.
         assert toy.wait(*way).losses()[:20] == pytest.approx(alone[:20], rel=1e-3), way
 
 
-def test_a_job_is_one_run_of_its_own(toy: Toy) -> None:
+def test_each_job_has_its_own_run(toy: Toy) -> None:
     names = set()
     for way in toy.jobs:
         [file] = toy.wait(*way).tracking.rglob("run.json")
@@ -186,7 +186,7 @@ def test_a_job_is_one_run_of_its_own(toy: Toy) -> None:
     assert len(names) == len(toy.jobs)
 
 
-def test_mlflow_has_one_run_a_job_with_every_loss_and_the_plot(toy: Toy) -> None:
+def test_mlflow_has_a_run_per_job_with_every_loss_and_the_plot(toy: Toy) -> None:
     if toy.server is None:
         pytest.skip("mlflow is not installed (or name it in SHOAL_TEST_MLFLOW)")
     outcomes = {done.words("tags")["shoal.job_id"]: done for done in (toy.wait(*way) for way in toy.jobs)}
@@ -205,7 +205,7 @@ def test_mlflow_has_one_run_a_job_with_every_loss_and_the_plot(toy: Toy) -> None
         assert {"loss.svg", "job.sbatch"} <= {file["path"] for file in files}
 
 
-def test_the_commands_of_the_page_on_training_run_its_script(toy: Toy, tmp_path: Path) -> None:
+def test_documented_training_commands_run(toy: Toy, tmp_path: Path) -> None:
     """On nodes as a lab has them: torch is installed, and the jobs' directory is on storage that they share."""
     for host in ("controller", "fish1", "fish2"):
         packages = f"echo {PYTHONPATH} > /usr/local/lib/python3.11/dist-packages/shared.pth"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster
-from tests.e2e.simulated import UNFINISHED, Cloud, bill, ended, printed, renting, state, submit
+from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, ended, printed, renting, state, submit
 
 EARLIER = "191c6a8a0635702faf3578578f3c4643b6e30b4b"
 """The commit before packages, programs and names were arranged anew."""
@@ -74,7 +74,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EarlierC
         yield made, urls["sandbox"]
 
 
-def test_a_running_cluster_is_taken_over_without_loss(cluster: tuple[EarlierCluster, str]) -> None:
+def test_running_cluster_upgrades_without_loss(cluster: tuple[EarlierCluster, str]) -> None:
     made, url = cluster
     jobs = {node: submit(made, node, WAITS) for node in ("lab1", "burst1")}
     for node, job in jobs.items():
@@ -99,7 +99,7 @@ def test_a_running_cluster_is_taken_over_without_loss(cluster: tuple[EarlierClus
     assert set(jobs.values()) <= listed, "jobs of the earlier version are known"
 
 
-def test_a_node_is_rented_anew(cluster: tuple[EarlierCluster, str]) -> None:
+def test_upgraded_cluster_rents_a_new_node(cluster: tuple[EarlierCluster, str]) -> None:
     made, _ = cluster
     job = submit(made, "burst2", "srun hostname")
     made.wait("the job ends", lambda: state(made, job) not in UNFINISHED, seconds=240)

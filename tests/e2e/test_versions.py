@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster, running
-from tests.e2e.lent import Lent, lent_hosts, spec_text
+from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
 
@@ -28,7 +28,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-def test_nodes_of_two_releases_run_one_job(mixed: Cluster) -> None:
+def test_nodes_of_two_releases_run_a_job_together(mixed: Cluster) -> None:
     versions = {node["name"]: node["version"][:5] for node in mixed.json("status")["nodes"]}
     assert versions == {"old1": "24.11", "new1": "26.05"}
     assert sorted(mixed.on("controller", "srun", "-N2", "hostname").split()) == ["new1", "old1"]
@@ -36,7 +36,7 @@ def test_nodes_of_two_releases_run_one_job(mixed: Cluster) -> None:
     assert mixed.on("controller", *gpu) == "0\n"
 
 
-def test_both_releases_take_the_same_slurm_conf_without_complaint(mixed: Cluster) -> None:
+def test_both_releases_accept_the_same_slurm_conf(mixed: Cluster) -> None:
     written = mixed.on("controller", "cat", "/etc/slurm/slurm.conf")
     fetched = mixed.json("exec", "--nodeset", "old", "--", "cat", "/run/slurm/conf/slurm.conf")["groups"]
     fetched += mixed.json("exec", "--nodeset", "new", "--", "cat", "/run/slurm/conf/slurm.conf")["groups"]
@@ -48,7 +48,7 @@ def test_both_releases_take_the_same_slurm_conf_without_complaint(mixed: Cluster
         assert not complaints, (group["hosts"], complaints)
 
 
-def test_a_second_up_of_a_mixed_cluster_changes_nothing(mixed: Cluster) -> None:
+def test_second_up_of_a_mixed_cluster_has_no_changes(mixed: Cluster) -> None:
     assert mixed.json("up")["unchanged"]
 
 
@@ -85,7 +85,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("case", list(OUTSIDE))
-def test_outside_the_window_every_verb_refuses_and_no_host_is_touched(two: Lent, tmp_path: Path, case: str) -> None:
+def test_releases_outside_the_window_are_rejected_and_no_host_changes(two: Lent, tmp_path: Path, case: str) -> None:
     controller, node, texts = OUTSIDE[case]
     cluster = Cluster(tmp_path, spec_text("x-window", two, controller, (node,)))
     said = cluster.shoal("up", status=1).stderr

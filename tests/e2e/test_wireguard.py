@@ -84,13 +84,13 @@ def every_pair_connects(cluster: Cluster) -> None:
     assert [finding for finding in cluster.json("check")["findings"] if finding["level"] == "error"] == []
 
 
-def test_a_second_up_changes_nothing_and_every_pair_connects(cluster: Cluster) -> None:
+def test_second_up_has_no_changes_and_every_pair_connects(cluster: Cluster) -> None:
     again = cluster.json("up")
     assert (again["changed"], again["unready"]) == ([], [])
     every_pair_connects(cluster)
 
 
-def test_an_up_that_hears_nothing_from_a_host_leaves_a_link_that_works_as_it_is(cluster: Cluster) -> None:
+def test_up_keeps_a_working_link_when_probes_fail(cluster: Cluster) -> None:
     rule = f"ip daddr {cluster.instances()['near1'].address} tcp dport {{ 22, 51820 }} drop"
     chain = f"chain output {{ type filter hook output priority filter; {rule}; }}"
     cluster.on("far2", "nft", f"table inet silence {{ {chain}; }}")
@@ -100,7 +100,7 @@ def test_an_up_that_hears_nothing_from_a_host_leaves_a_link_that_works_as_it_is(
         cluster.on("far2", "nft", "delete table inet silence")
 
 
-def test_names_and_nodes_are_on_the_network(cluster: Cluster) -> None:
+def test_host_names_and_node_addresses_are_on_the_network(cluster: Cluster) -> None:
     told = cluster.on("far1", "getent", "ahostsv4", *HOSTS)
     for number, host in enumerate(HOSTS, 1):
         assert f"10.77.0.{number} " in told
@@ -119,7 +119,7 @@ def test_jobs_run_inside_a_site_by_default_and_across_sites_on_request(cluster: 
     assert names(across) == ["far1", "far2", "near1"]
 
 
-def test_the_command_of_the_page_spans_the_sites(cluster: Cluster) -> None:
+def test_documented_command_spans_the_sites(cluster: Cluster) -> None:
     [[command]] = commands(ROOT / "docs/network.md")
     (cluster.file.parent / "train.py").write_text("import socket\nprint('I am', socket.gethostname())\n")
     environment = {**cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -132,7 +132,7 @@ def test_the_command_of_the_page_spans_the_sites(cluster: Cluster) -> None:
 
 @pytest.mark.matrix
 @ON_DEBIAN_12
-def test_a_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
+def test_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
     packages = give_torch(cluster.name)
     (cluster.file.parent / "ddp.py").write_text(DDP)
     for words, hosts in (((), {"far1", "far2"}), (("--switches", "2"), {"near1", "far1", "far2"})):
@@ -145,7 +145,7 @@ def test_a_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(c
         assert {host for host in HOSTS if f"{host} has the same weights" in done.stdout} == hosts, done.stdout
 
 
-def test_each_host_has_a_key_of_its_own_that_nobody_else_can_read(cluster: Cluster) -> None:
+def test_each_host_has_its_own_private_key_readable_only_by_root(cluster: Cluster) -> None:
     key, peers = "/etc/shoal/wireguard.key", "/etc/shoal/wireguard-peers.conf"
     found = {host: cluster.on(host, "sh", "-c", f"stat -c '%a %U' {key}; cat {key} {peers}") for host in HOSTS}
     private = {host: text.splitlines()[1] for host, text in found.items()}
@@ -155,7 +155,7 @@ def test_each_host_has_a_key_of_its_own_that_nobody_else_can_read(cluster: Clust
         assert not any(private[other] in text for other in HOSTS if other != host)
 
 
-def test_slurm_listens_on_the_network_alone_and_nobody_outside_reaches_it(cluster: Cluster) -> None:
+def test_slurm_listens_only_on_the_network_and_is_closed_from_outside(cluster: Cluster) -> None:
     listening = {
         "controller": cluster.on("controller", "ss", "-ltnH", "sport = :6817"),
         "far1": cluster.on("far1", "ss", "-ltnH", "sport = :6818"),
@@ -170,7 +170,7 @@ def test_slurm_listens_on_the_network_alone_and_nobody_outside_reaches_it(cluste
 
 
 @pytest.mark.matrix
-def test_a_host_that_moves_to_another_address_is_followed(cluster: Cluster) -> None:
+def test_new_address_of_a_host_is_followed(cluster: Cluster) -> None:
     target = cluster.instances()["near1"]
     assert target.address
     site = target.address.rpartition(".")[0]
@@ -196,7 +196,7 @@ def at(cluster: Cluster, address: str, command: str) -> int:
     return subprocess.run(["ssh", "-q", *options, "-i", identity, f"root@{address}", command], timeout=120).returncode
 
 
-def test_a_nat_that_forgets_its_hosts_is_opened_again_before_slurm_gives_up_on_them(cluster: Cluster) -> None:
+def test_lost_nat_state_is_restored_before_slurm_marks_nodes_down(cluster: Cluster) -> None:
     # Linux forgets whatever it translated to an address that goes away: the machine's own on the controller's site.
     address = str(cluster.instances()["controller"].address).rpartition(".")[0] + ".1"
     [link] = [line.split()[1] for line in ip("-4", "-o", "address").splitlines() if f" {address}/" in line]
@@ -207,7 +207,7 @@ def test_a_nat_that_forgets_its_hosts_is_opened_again_before_slurm_gives_up_on_t
     assert cluster.on("controller", "wg", "show", "shoal0", "endpoints") != before
 
 
-def test_a_hub_whose_wireguard_dies_is_found_again_by_hosts_that_it_cannot_call(cluster: Cluster) -> None:
+def test_hosts_behind_nat_reconnect_to_a_hub_after_its_wireguard_dies(cluster: Cluster) -> None:
     before = since(cluster, "controller")
     cluster.on("controller", "systemctl", "kill", "--signal=KILL", "shoal-wireguard")
     cluster.wait("it is started again", lambda: since(cluster, "controller") != before)
@@ -217,7 +217,7 @@ def test_a_hub_whose_wireguard_dies_is_found_again_by_hosts_that_it_cannot_call(
     assert works(cluster, "far1")
 
 
-def test_without_its_interface_a_host_sends_nothing_for_the_network_by_another_way(cluster: Cluster) -> None:
+def test_host_without_its_interface_sends_no_network_traffic_elsewhere(cluster: Cluster) -> None:
     counted = """
 nft -f - << 'END'
 table inet leak {
@@ -241,7 +241,7 @@ def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_members_come_and_go_and_the_others_keep_their_sessions(cluster: Cluster) -> None:
+def test_members_join_and_leave_while_the_others_keep_their_sessions(cluster: Cluster) -> None:
     stay = ("controller", "near1", "far1", "far2")
     old, up_since = sessions(cluster), {host: since(cluster, host) for host in stay}
     cluster.edit("far: {provider: sandbox, count: 2", "far: {provider: sandbox, count: 3")
@@ -261,7 +261,7 @@ def test_members_come_and_go_and_the_others_keep_their_sessions(cluster: Cluster
     assert {host: since(cluster, host) for host in stay} == up_since
 
 
-def test_a_site_that_is_cut_off_comes_back_by_itself(cluster: Cluster) -> None:
+def test_disconnected_site_reconnects(cluster: Cluster) -> None:
     for host in ("far1", "far2"):
         cluster.fault("cut", host)
     try:
@@ -274,13 +274,13 @@ def test_a_site_that_is_cut_off_comes_back_by_itself(cluster: Cluster) -> None:
         cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
 
 
-def test_a_host_that_reboots_comes_back_by_itself(cluster: Cluster) -> None:
+def test_rebooted_host_reconnects(cluster: Cluster) -> None:
     cluster.fault("reboot", "far1")
     cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
     assert cluster.json("up")["changed"] == []
 
 
-def test_a_hub_that_reboots_is_found_again_by_hosts_that_it_cannot_call(cluster: Cluster) -> None:
+def test_hosts_behind_nat_reconnect_to_a_rebooted_hub(cluster: Cluster) -> None:
     cluster.fault("reboot", "controller")
     for host in ("near1", "far1"):
         cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
@@ -303,7 +303,7 @@ def job_from_options(cluster: Cluster, job: str) -> str:
     return cluster.on("controller", "scontrol", "show", "job", job)
 
 
-def test_new_keys_for_all_while_a_job_runs_across_the_sites(cluster: Cluster) -> None:
+def test_all_keys_rotate_while_a_job_runs_across_sites(cluster: Cluster) -> None:
     old = keys(cluster)
     wait = "srun sh -c 'touch /shared/on-$(hostname); while [ ! -e /shared/release ]; do sleep 0.2; done; hostname'"
     batch = ("sbatch", "--parsable", "-N3", "--switches=2", "-o/shared/out", f"--wrap={wait}")
@@ -320,7 +320,7 @@ def test_new_keys_for_all_while_a_job_runs_across_the_sites(cluster: Cluster) ->
     assert cluster.json("up")["changed"] == []
 
 
-def test_a_rotation_that_is_killed_is_finished_by_the_next(cluster: Cluster) -> None:
+def test_next_rotation_finishes_a_killed_rotation(cluster: Cluster) -> None:
     old = keys(cluster)
     rotating = cluster.background("keys", "rotate", "wireguard")
     # There while new keys are being put in place, until all hosts were seen to use them. Looked at from outside,

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.contract.renters import CASES, Case
+from tests.contract.rental_providers import CASES, Case
 from tests.matrix.elastic_watch import EVERY, Watch
 from tests.unit.cloud.scene import Scene, choice, rented_set, scene
 

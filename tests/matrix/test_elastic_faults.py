@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tests.contract.renters import CASES
+from tests.contract.rental_providers import CASES
 from tests.matrix.elastic_faults import FAULTS, WORDS, play
 from tests.matrix.elastic_watch import Watch
 from tests.unit.cloud.scene import CLUSTER, Scene, scene
@@ -21,13 +21,11 @@ pytestmark = pytest.mark.matrix
 
 @pytest.mark.parametrize("provider", CASES)
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_provider_that_misbehaves_costs_no_job_no_node_and_no_money(
-    tmp_path: Path, fault: str, provider: str
-) -> None:
+async def test_provider_fault_costs_no_job_no_node_and_no_money(tmp_path: Path, fault: str, provider: str) -> None:
     assert (await play(tmp_path, provider, fault)).problems == ()
 
 
-def test_every_misbehaviour_that_simulators_know_is_played_and_has_its_reason_in_the_table() -> None:
+def test_every_simulator_fault_is_tested_and_has_its_reason() -> None:
     assert {"none", *get_args(Kind)} == FAULTS.keys() == WORDS.keys()
 
 
@@ -37,7 +35,7 @@ def _stranger(it: Scene, name: str) -> None:
     it.market().order(InstanceOrder(name, offer.type, offer.region), name)
 
 
-async def test_the_watch_counts_a_machine_without_a_node_from_one_reconcile_and_its_grace_on(tmp_path: Path) -> None:
+async def test_watch_counts_an_orphan_machine_after_a_reconcile_and_its_grace(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         watch = Watch(it, 100.0, "lambda")
         _stranger(it, "forgotten")
@@ -49,7 +47,7 @@ async def test_the_watch_counts_a_machine_without_a_node_from_one_reconcile_and_
         assert watch.doubles == {"forgotten"}
 
 
-async def test_the_watch_sees_more_money_than_the_budget_admits(tmp_path: Path) -> None:
+async def test_watch_detects_spending_above_the_budget(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         watch = Watch(it, 2.0, "lambda")
         _stranger(it, "one")
@@ -60,7 +58,7 @@ async def test_the_watch_sees_more_money_than_the_budget_admits(tmp_path: Path) 
         assert watch.over == pytest.approx(2 * 1.29 - 2.0)
 
 
-async def test_the_watch_sees_two_orders_for_one_node(tmp_path: Path) -> None:
+async def test_watch_detects_two_orders_for_a_node(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         watch = Watch(it, 100.0, "lambda")
         it.slurm.submit("1", 1, seconds=3600)

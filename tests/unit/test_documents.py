@@ -26,14 +26,14 @@ def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-def test_every_command_in_the_documents_is_run_by_a_test() -> None:
+def test_every_documented_command_is_run_by_a_test() -> None:
     shown = {command for document in DOCUMENTS for block in commands(document) for command in block}
     assert shown - set(COMMANDS) == set(), "say in tests/documents.py how these are run"
     assert set(COMMANDS) - shown == set(), "no document shows these any more"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_only_blocks_of_a_known_kind_are_used_so_that_no_command_hides(document: Path) -> None:
+def test_documents_use_only_expected_block_kinds(document: Path) -> None:
     fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
     # The scripts of these pages are run by tests/unit/train/test_training_page.py and tests/unit/test_provider_page.py.
     scripts = {TRAINING.name: {"python", "diff"}, "adding-a-provider.md": {"python", "toml"}}.get(document.name, set())
@@ -47,13 +47,13 @@ def test_every_example_loads_without_a_finding(document: Path) -> None:
         assert load_text_all(text, name_of(document))[1] == []
 
 
-def test_the_readme_has_an_example_of_at_most_15_lines() -> None:
+def test_readme_example_has_at_most_15_lines() -> None:
     [text] = examples(ROOT / "README.md")
     assert len(text.splitlines()) <= 15
 
 
 @pytest.mark.parametrize("name", ["network", "tailscale", "storage", "environments", "accounting", "tracking", "keys"])
-def test_the_page_of_a_service_starts_with_the_five_lines_it_is_about(name: str) -> None:
+def test_service_page_starts_with_at_most_five_lines_of_yaml(name: str) -> None:
     document = ROOT / "docs" / f"{name}.md"
     title, _, fence, *rest = document.read_text().splitlines()
     assert title.startswith("# ") and fence == "```yaml"
@@ -61,12 +61,12 @@ def test_the_page_of_a_service_starts_with_the_five_lines_it_is_about(name: str)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_command_line_that_is_named_can_be_typed(document: Path) -> None:
+def test_every_documented_command_line_is_valid(document: Path) -> None:
     for line in (*said(document.read_text()), *(line for block in commands(document) for line in block)):
         assert complaint(line) == "", line
 
 
-def test_every_command_line_that_a_message_names_can_be_typed() -> None:
+def test_every_command_line_in_a_message_is_valid() -> None:
     wrong = {}
     for file in (ROOT / "src/shoal").rglob("*.py"):
         whole = re.sub(r'"\s*\n\s*f?"', "", file.read_text())  # texts that go on on the next line
@@ -75,7 +75,7 @@ def test_every_command_line_that_a_message_names_can_be_typed() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_of_the_help_can_be_typed(name: str) -> None:
+def test_every_example_of_the_help_is_valid(name: str) -> None:
     for line in EXAMPLES[name]:
         assert line.startswith(f"shoal {name}")
         assert complaint(line) == "", line
@@ -96,7 +96,7 @@ def test_every_command_has_an_example() -> None:
         ("ls --all", ""),
     ],
 )
-def test_a_command_line_that_cannot_be_typed_is_found(line: str, expected: str) -> None:
+def test_invalid_command_line_is_detected(line: str, expected: str) -> None:
     assert complaint(line).startswith(expected)
     assert bool(complaint(line)) == bool(expected)
 
@@ -130,7 +130,7 @@ def complaint(line: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_link_and_every_path_leads_to_a_file(document: Path) -> None:
+def test_every_link_and_path_leads_to_a_file(document: Path) -> None:
     text = document.read_text()
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert link.startswith("https://") or (document.parent / link).exists(), link
@@ -140,7 +140,7 @@ def test_every_link_and_every_path_leads_to_a_file(document: Path) -> None:
         assert (ROOT / "src/shoal" / path).exists(), path
 
 
-def test_the_messages_of_the_page_on_trouble_are_those_of_the_code() -> None:
+def test_messages_on_the_troubleshooting_page_exist_in_the_code() -> None:
     source = "".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in (ROOT / "src/shoal").rglob("*.py"))
     rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
@@ -154,20 +154,20 @@ def test_the_messages_of_the_page_on_trouble_are_those_of_the_code() -> None:
     assert [piece for piece in checked if piece not in source] == []
 
 
-def test_the_index_names_every_page() -> None:
+def test_index_lists_every_page() -> None:
     named = set(re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs/README.md").read_text()))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_link_to_a_part_of_a_page_leads_to_a_heading(document: Path) -> None:
+def test_every_anchor_leads_to_a_heading(document: Path) -> None:
     for page, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
         text = (document.parent / page if page else document).read_text()
         titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         assert anchor in {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}, anchor
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_version_is_equal_everywhere() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
@@ -185,7 +185,7 @@ def test_ci_runs_the_checks_and_the_tests() -> None:
     }
 
 
-def test_the_exit_codes_of_the_page_are_those_of_the_errors() -> None:
+def test_documented_exit_codes_match_the_errors() -> None:
     text = (ROOT / "docs/how-it-works.md").read_text().replace("\n", " ")
     codes = {error.__name__: error.exit_code for error in _errors(shoal.errors.ShoalError)}
     assert codes["ShoalError"] == 1 and "1 failed" in text
@@ -199,7 +199,7 @@ def _errors(kind: type[shoal.errors.ShoalError]) -> list[type[shoal.errors.Shoal
     return [kind, *(found for below in kind.__subclasses__() for found in _errors(below))]
 
 
-def test_the_packages_of_the_page_are_the_layers_of_the_import_contract() -> None:
+def test_documented_packages_match_the_import_contract() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [set(layer.replace(".", "/").split(" | ")) for layer in contracts[0]["layers"]]
     rows = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs/how-it-works.md").read_text(), re.MULTILINE)

@@ -62,24 +62,24 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("text", EXPANSIONS)
-def test_expand_gives_the_names_in_slurms_order(text: str) -> None:
+def test_expand_returns_names_in_slurm_order(text: str) -> None:
     assert expand(text) == EXPANSIONS[text]
 
 
 @pytest.mark.parametrize("text", REFUSALS)
-def test_a_broken_hostlist_is_refused_with_its_reason(text: str) -> None:
+def test_invalid_hostlist_is_rejected_with_its_reason(text: str) -> None:
     with pytest.raises(ValueError) as refused:
         expand(text)
     assert str(refused.value) == REFUSALS[text]
 
 
 @pytest.mark.parametrize("text", ["a" * 300, "a[" + "0" * 300 + "1-2]", "[1-2]" * 30 + "a[1]", "a" + "9" * 5000])
-def test_names_and_products_beyond_any_cluster_are_refused_before_they_are_built(text: str) -> None:
+def test_oversized_names_and_products_are_rejected_before_expansion(text: str) -> None:
     with pytest.raises(ValueError, match=r"more than|too large"):
         expand(text)
 
 
-def test_a_list_of_exactly_the_limit_is_taken() -> None:
+def test_list_of_exactly_the_limit_is_accepted() -> None:
     assert len(expand("a[1-50000],b[1-50000]")) == MAX_NAMES
     with pytest.raises(ValueError, match="stands for more than"):
         expand("a[1-50000],b[1-50000],c")
@@ -102,13 +102,13 @@ def test_compress_sorts_and_folds(names: list[str], text: str) -> None:
     assert compress(names) == text
 
 
-def test_fold_keeps_the_order_and_the_duplicates() -> None:
+def test_fold_keeps_order_and_duplicates() -> None:
     assert fold(["a10", "a9", "b", "b", "a1", "a2"]) == "a[10,9],b,b,a[1-2]"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a,b", "a[1]", "a\n"])
 @pytest.mark.parametrize("function", [compress, fold])
-def test_text_that_is_no_name_is_refused(function: object, name: str) -> None:
+def test_invalid_host_name_is_rejected(function: object, name: str) -> None:
     with pytest.raises(ValueError, match="is not the name of a host"):
         function([name])  # type: ignore[operator]
 

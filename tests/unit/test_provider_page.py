@@ -43,7 +43,7 @@ def run(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(400)
-def test_the_pages_provider_passes_every_contract_test(installed: Path) -> None:
+def test_documented_provider_passes_every_contract_test(installed: Path) -> None:
     done = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"),
                "--rootdir", str(installed), "test_tidepool.py")  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
@@ -52,7 +52,7 @@ def test_the_pages_provider_passes_every_contract_test(installed: Path) -> None:
     assert int(found[1]) > 50
 
 
-def test_the_pages_provider_is_found_by_its_entry_points(installed: Path) -> None:
+def test_documented_provider_is_loaded_by_its_entry_points(installed: Path) -> None:
     code = (
         "from shoal.cloud.providers import rental_provider; from shoal.cloud.providers.api import ProviderLogin;"
         "from shoal_simulators import find_simulator;"
@@ -69,7 +69,7 @@ nodesets: {pool: {provider: tidepool, type: one, region: north, max: 4, cpus: 16
 """
 
 
-def test_the_pages_account_is_taken_and_its_package_goes_to_the_controller(installed: Path) -> None:
+def test_documented_account_installs_its_package_on_the_controller(installed: Path) -> None:
     [account] = re.findall(r"^    (providers: .*)$", PAGE.read_text(), re.MULTILINE)
     code = (
         "import sys; from shoal.spec.loader import load_text; from shoal.roles.elastic import _service_files;"
@@ -86,12 +86,12 @@ def test_the_pages_account_is_taken_and_its_package_goes_to_the_controller(insta
     ) in done.stderr
 
 
-def test_a_kind_that_no_package_has_is_told_with_those_that_are_there(installed: Path) -> None:
+def test_unknown_simulator_is_reported_with_the_existing_names(installed: Path) -> None:
     done = run(installed, "-m", "shoal", "simulate", "tidepol")
     assert done.returncode == 2
     assert "there is no simulator of 'tidepol'" in done.stderr
     assert "sandbox, tidepool" in done.stderr
 
 
-def test_the_renter_of_the_page_is_as_short_as_the_page_says(installed: Path) -> None:
+def test_documented_provider_is_as_short_as_claimed(installed: Path) -> None:
     assert len((installed / "tidepool.py").read_text().splitlines()) < 250

@@ -20,7 +20,7 @@ from shoal.proof.compare import Difference
 
 if TYPE_CHECKING:
     from shoal.plan.progress import ProgressReporter
-    from shoal.proof.model import ProofResult, ProofRow, Runner
+    from shoal.proof.types import ProofResult, ProofRow, Runner
 
 
 def prove(
@@ -84,7 +84,7 @@ def prove(
     """
     with Session(json, file, cluster) as session:
         from shoal.proof.local_runner import LOCAL_LAUNCHERS, LocalRunner
-        from shoal.proof.model import PARALLELS, TOLERANCES, ProofSettings
+        from shoal.proof.types import PARALLELS, TOLERANCES, ProofSettings
         from shoal.verbs.prove import CLUSTER_LAUNCHERS, ClusterRunner
         from shoal.verbs.prove import prove as verb
 

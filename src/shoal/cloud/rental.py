@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from shoal.cloud.providers.api import Billing, Market, Offer
-from shoal.remote.ledger_rows import LIVE_STATES
+from shoal.remote.rental_ledger import LIVE_STATES
 
 RentalState = Literal["intended", "made", "joined", "releasing", "gone", "failed"]
 

@@ -36,10 +36,10 @@ def check_sudo_result(host: str, user: str, argv: Sequence[str], result: Result)
     error = result.error_text
     if result.status == 1 and not result.stdout:
         if _NEEDS_PASSWORD.search(error):
-            raise sudo_refused(host, user, "sudo asks for a password")
+            raise sudo_denied_error(host, user, "sudo asks for a password")
         if denied := _NOT_ALLOWED.search(error):
             line = error[error.rfind("\n", 0, denied.start()) + 1 :].splitlines()[0]
-            raise sudo_refused(host, user, f"sudo says: {line.strip()}")
+            raise sudo_denied_error(host, user, f"sudo says: {line.strip()}")
         # A missing program is status 127 everywhere but under sudo.
         if f"sudo: {argv[0]}: command not found" in error:
             return Result(127, result.stdout, result.stderr)
@@ -52,7 +52,7 @@ def check_sudo_result(host: str, user: str, argv: Sequence[str], result: Result)
     return result
 
 
-def sudo_refused(host: str, user: str, cause: str) -> SudoDenied:
+def sudo_denied_error(host: str, user: str, cause: str) -> SudoDenied:
     return SudoDenied(
         host,
         f"{user} may not become root: {cause}",

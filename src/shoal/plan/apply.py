@@ -11,8 +11,8 @@ from shoal.agent.document import Document
 from shoal.agent.facts import Facts
 from shoal.errors import CommandTimeout, SlurmError
 from shoal.hosts.api import Host
+from shoal.plan.connections import Fleet
 from shoal.plan.diff import host_changes
-from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, HostPlan, Plan
 from shoal.plan.nodes import LEAVING_REASON, drain_nodes, jobs_on, resume_nodes, resume_not_responding, unready_nodes
 from shoal.plan.progress import ProgressReporter

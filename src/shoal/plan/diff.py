@@ -10,7 +10,7 @@ from shoal.agent.document import Document, User
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observation
 from shoal.plan.progress import Phase

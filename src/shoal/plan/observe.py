@@ -19,7 +19,7 @@ from shoal.network.tailscale import (
 )
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import MODULE
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.progress import Phase
 from shoal.plan.reachability import SSH_PORT, add_reachability, connection_addresses
 from shoal.roles.base import packages

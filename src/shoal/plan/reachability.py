@@ -11,7 +11,7 @@ from shoal.agent.facts import Facts
 from shoal.hostlist import compress
 from shoal.network import wireguard
 from shoal.network.wireguard import Peer
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.slurm.conf import SLURMCTLD_PORT, SLURMD_PORT
 from shoal.spec.finding import Finding
 from shoal.spec.members import all_members

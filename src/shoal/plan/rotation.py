@@ -22,7 +22,7 @@ from shoal.errors import AgentFailed, HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.network.tailscale import read_status, tailscale_addresses, unreachable_command
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.progress import Phase
 from shoal.plan.secret_values import fetch_secrets
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, MUNGED, munge_file

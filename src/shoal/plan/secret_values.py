@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal.agent.document import Document, File, Item, SecretRef
 from shoal.errors import UsageError
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.model import HostPlan
 from shoal.roles.component import SharedSecret
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel

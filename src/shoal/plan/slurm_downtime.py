@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import HostError
 from shoal.hosts.api import Process
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 
 MAX_HOSTS = 8
 """Hosts that query. Every query is work for slurmctld."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from shoal.contract import SHOAL_JOB_DIR, SHOAL_PROOF_DIR
 from shoal.errors import UsageError
 from shoal.plan.progress import Phase
-from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
+from shoal.proof.types import ProofRun, ProofSettings, ScriptFailed
 from shoal.spec.finding import printable
 
 LOCAL_LAUNCHERS = ("torchrun", "spawn")

@@ -147,7 +147,7 @@ def accounts(cluster: Cluster, member: Member) -> Document:
     program = (*SACCTMGR_ENV, "python3", "-I", ACCOUNTS_PROGRAM)
     check = port_check(listen_address(cluster, member))
     return (
-        File(ACCOUNTS_PROGRAM, program_text("accounts"), mode=0o755),
+        File(ACCOUNTS_PROGRAM, program_text("slurm_accounts"), mode=0o755),
         File(ACCOUNTS, text.accounts_file(spec.cluster, spec.accounting), reloads=(f"command {LIMITS}",)),
         Command(
             LIMITS,

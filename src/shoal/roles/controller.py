@@ -74,7 +74,7 @@ UNIT = f"/etc/systemd/system/{SERVICE}.service"
 CHECK_INTERVAL_S = 20
 
 
-class NodeResumeComponent(Component):
+class ReturnToServiceComponent(Component):
     """Resumes nodes that Slurm marked DOWN for silence, once they answer."""
 
     files: Mapping[str, FileQuery] = {UNIT: "there"}

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, daemon_unit
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
-from shoal.remote.ledger_rows import SERVICE
 from shoal.remote.power_request import REQUESTS, VERBS
+from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import install_venv
 from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals, reported_rentals

@@ -14,7 +14,7 @@ from shoal.roles.clock import ClockComponent
 from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret
 from shoal.roles.compute import LinksComponent
 from shoal.roles.containers import ContainersComponent
-from shoal.roles.controller import NodeResumeComponent
+from shoal.roles.controller import ReturnToServiceComponent
 from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
 from shoal.roles.storage import StorageComponent
@@ -39,7 +39,7 @@ COMPONENTS: tuple[Component, ...] = (
     AccountingComponent(),
     ElasticComponent(),
     ContainersComponent(),
-    NodeResumeComponent(),
+    ReturnToServiceComponent(),
 )
 
 

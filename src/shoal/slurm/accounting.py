@@ -1,6 +1,6 @@
 """Files for accounting: slurmdbd.conf, MariaDB's settings, the backup units, and the spec's accounts.
 
-Pure functions. `remote/accounts.py` and `remote/database.sh` run on the host with the database.
+Pure functions. `remote/slurm_accounts.py` and `remote/database.sh` run on the host with the database.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def jobcomp_rotation() -> str:
 
 
 def accounts_file(cluster: str, accounting: Accounting) -> str:
-    """The accounts, users and QOS of the spec in sacctmgr's terms, as `remote/accounts.py` reads them.
+    """The accounts, users and QOS of the spec in sacctmgr's terms, as `remote/slurm_accounts.py` reads them.
 
     A setting with the value null must not be set.
     """
@@ -172,7 +172,7 @@ def accounts_file(cluster: str, accounting: Accounting) -> str:
     data = {
         "cluster": cluster,
         "qos": {name: _qos(qos) for name, qos in accounting.qos.items()},
-        "accounts": {
+        "slurm_accounts": {
             name: {
                 "parent": account.parent,
                 "description": account.description or name,
@@ -180,7 +180,7 @@ def accounts_file(cluster: str, accounting: Accounting) -> str:
             }
             for name, account in _parents_first(accounting)
         },
-        "users": {name: {"default": next(iter(inside)), "accounts": inside} for name, inside in users.items()},
+        "users": {name: {"default": next(iter(inside)), "slurm_accounts": inside} for name, inside in users.items()},
     }
     return json.dumps(data, indent=1) + "\n"
 

@@ -26,9 +26,9 @@ import torch.distributed as torch_dist
 from shoal.contract import SHOAL_INTERFACE, SHOAL_STORE_DIR
 from shoal.train import address_exchange
 from shoal.train.address_exchange import AddressExchange
-from shoal.train.binding import Binding, prove_binding
 from shoal.train.env import Env, read_env
 from shoal.train.errors import EnvError, RendezvousError
+from shoal.train.gpu_binding import Binding, prove_binding
 from shoal.train.interfaces import interface_of, local_addresses, nccl_gloo_variables
 from shoal.train.proof_watch import begin_proof
 from shoal.train.rendezvous import Rendezvous, RendezvousTimer, join_rendezvous

@@ -21,9 +21,9 @@ from typing import Any
 import torch.multiprocessing
 
 from shoal.contract import SHOAL_STORE_DIR, STOP_SIGNALS
-from shoal.train.binding import visible_gpus
 from shoal.train.env import Env, read_env
 from shoal.train.errors import EnvError
+from shoal.train.gpu_binding import visible_gpus
 
 _calls = itertools.count()
 

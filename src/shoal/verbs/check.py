@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from shoal.errors import CommandTimeout, SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
+from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
-from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready_nodes
 from shoal.plan.observe import Observation, observe
 from shoal.plan.reachability import connection_addresses, unreachable_findings

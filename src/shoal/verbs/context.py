@@ -16,14 +16,14 @@ from shoal.hosts.provider import Instance, Provider, Request
 from shoal.hosts.provider import names as all_providers
 from shoal.hosts.provider import provider as find_provider
 from shoal.hosts.ssh import SshConnector
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.verbs.spec_cache import CachedSpec, read_cache, write_cache
 
 if TYPE_CHECKING:
-    from shoal.plan.fleet import Fleet
+    from shoal.plan.connections import Fleet
     from shoal.spec.model import Spec
 
 DEFAULT_FILE = Path("shoal.yaml")
@@ -93,7 +93,7 @@ class Context:
 
     async def fleet(self, chosen: Iterable[Member] | None = None) -> Fleet:
         """The hosts of a run, not yet connected."""
-        from shoal.plan.fleet import Fleet
+        from shoal.plan.connections import Fleet
 
         return Fleet(await self.targets(chosen), self.connect())
 

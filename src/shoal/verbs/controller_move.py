@@ -19,7 +19,7 @@ from shoal.cloud.service.ledger import LEDGER
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Target
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.observe import Observation
 from shoal.remote import program_text
 from shoal.roles.elastic import LEADER_SINCE, SPEC, SUPERSEDED, UNIT, has_service, service_removal
@@ -158,7 +158,7 @@ async def _refuse_rented(host: Host, controller: str) -> None:
 
 
 async def _run_move_program(host: Host, verb: str, ledger: bytes = b"") -> bytes:
-    program = program_text("ledger_move")
+    program = program_text("rental_ledger_move")
     place = (str(LEDGER), LEADER_SINCE, *((SUPERSEDED,) if verb == "take" else ()))
     result = await host.run((*PROGRAM, program, verb, *place), stdin=ledger, timeout=LEDGER_MOVE_TIMEOUT_S)
     if result.status != 0:

@@ -11,9 +11,9 @@ from typing import Literal
 
 from shoal.agent.client import FactsRequest
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.nodes import active_jobs
-from shoal.remote.ledger_rows import SERVICE
+from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.roles.documents import removal
 from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, rentals_of_other_accounts

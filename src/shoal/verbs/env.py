@@ -14,7 +14,7 @@ from shoal.errors import CommandFailed, CommandTimeout, HostError, PartialFailur
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.record import parse_records, show_command
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.roles.environments import builder_of, directory_of
 from shoal.spec.environments import Environment
 from shoal.spec.finding import nearest

@@ -15,7 +15,7 @@ from shoal.environments.store import BuiltEnvironment, NodeEnvironment
 from shoal.errors import HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase
 from shoal.remote import program_text
 from shoal.spec.finding import Finding

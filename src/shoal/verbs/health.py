@@ -27,7 +27,7 @@ from shoal.network.tailscale import (
     unsettled_paths,
 )
 from shoal.network.wireguard import INTERFACE, PEERS, peers_in
-from shoal.plan.fleet import Connections, Fleet
+from shoal.plan.connections import Connections, Fleet
 from shoal.roles.accounting import database_host, has_records
 from shoal.roles.clock import CONTAINER_MARKS, is_container
 from shoal.slurm.accounting import BACKUPS

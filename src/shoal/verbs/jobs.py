@@ -13,7 +13,7 @@ from shoal.errors import HostError, SlurmError, UsageError
 from shoal.hostlist import expand
 from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.record import RECENT_COMMAND, JobRecord, parse_recent, parse_records, show_command
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.slurmctld import gather_answers, slurm_output

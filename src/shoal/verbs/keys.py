@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import HostError, ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.rotation import Rotation, RotationContext, rotate_munge, rotate_tailscale
 from shoal.plan.rotation_slurm import rotate_slurm
 from shoal.plan.rotation_wireguard import rotate_wireguard

@@ -15,7 +15,7 @@ from shoal.hosts.api import Process
 from shoal.network import links as matrix
 from shoal.network.addresses import addresses_in
 from shoal.network.links import LINKS, LinkSpeed, Pair
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.progress import Phase
 from shoal.remote import program_text
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK

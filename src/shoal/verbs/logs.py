@@ -15,7 +15,7 @@ from shoal.jobs import record as slurm_jobs
 from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
 from shoal.jobs.record import JobRecord
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.remote import program_text
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix

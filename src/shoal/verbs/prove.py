@@ -19,12 +19,12 @@ from shoal.jobs.bundle import DEFAULT_LIMIT
 from shoal.jobs.failure import FailureReason
 from shoal.jobs.model import LAUNCHER_NAMES, JobSpec, job_root
 from shoal.jobs.record import JobRecord
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase, ProgressReporter
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import compare
-from shoal.proof.model import ProofResult, ProofRow, ProofRun, ProofSettings, Runner, ScriptFailed
 from shoal.proof.records import RunRecord, describe_missing_record, read_run
+from shoal.proof.types import ProofResult, ProofRow, ProofRun, ProofSettings, Runner, ScriptFailed
 from shoal.spec.values import minutes
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.jobs import cancel

@@ -20,7 +20,7 @@ from shoal.cloud.status_file import STATUS, read_status
 from shoal.errors import ShoalError
 from shoal.hosts.api import Host
 from shoal.remote import program_text
-from shoal.remote.ledger_rows import SERVICE
+from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.elastic import HOLD, HOLD_MAX_AGE_S
 from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
@@ -90,7 +90,7 @@ async def read_ledger(
 
     Raises HostError where it does not answer.
     """
-    command = (*PROGRAM, program_text("ledger_rows"), str(LEDGER), str(STATUS))
+    command = (*PROGRAM, program_text("rental_ledger"), str(LEDGER), str(STATUS))
     result = await host.run(command, stdin=json.dumps({"ended": ended or {}}).encode(), timeout=LEDGER_TIMEOUT_S)
     try:
         return tuple(LedgerRental(**row) for row in json.loads(result.text)["machines"]) if result.status == 0 else None

@@ -22,7 +22,7 @@ from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import StorageState, clean, inspect_storage, mark, one_host_per_storage, require_all_hosts, send
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
 from shoal.spec.member import Member
 from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from shoal.agent.facts import Facts
 from shoal.errors import CommandTimeout, ShoalError
 from shoal.hostlist import compress
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.remote import python_command
 from shoal.roles.shares import RECORD, ServedShare, shares
 from shoal.spec.finding import Finding

@@ -10,8 +10,8 @@ from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance, Request
 from shoal.plan.apply import ApplyTimeouts, apply, preparations, prepare
+from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
-from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
 from shoal.plan.reachability import connection_addresses, unreachable_findings

@@ -20,7 +20,7 @@ from shoal.hosts.api import Result
 from shoal_simulators.fake_host import FakeHost, FakeProgram
 
 
-async def test_a_python_older_than_3_8_is_refused_with_the_fix() -> None:
+async def test_python_older_than_3_8_is_rejected_with_the_fix() -> None:
     pretend = "import sys; sys.version_info = (3, 6, 9); exec(sys.argv[-1])"
     with pytest.raises(AgentFailed) as caught:
         async with await AgentSession.open(WithPython([sys.executable, "-c", pretend])) as session:
@@ -32,14 +32,14 @@ async def test_a_python_older_than_3_8_is_refused_with_the_fix() -> None:
 
 
 @pytest.mark.parametrize("ahead", [4000, -4000])
-async def test_how_far_a_hosts_clock_is_ahead_is_told(tmp_path: Path, ahead: int) -> None:
+async def test_clock_offset_of_a_host_is_reported(tmp_path: Path, ahead: int) -> None:
     wrong = f"import sys, time; right = time.time; time.time = lambda: right() + {ahead}; exec(sys.argv[-1])"
     async with await AgentSession.open(WithPython([sys.executable, "-c", wrong]), state=str(tmp_path)) as session:
         facts = await session.facts()
     assert facts.clock_offset == pytest.approx(ahead, abs=100)
 
 
-async def test_an_agent_that_crashes_is_told_with_its_last_words() -> None:
+async def test_crashed_agent_is_reported_with_its_stderr() -> None:
     host = FakeHost("n1", {("python3",): Result(1, stderr=b"Traceback (most recent call last):\nMemoryError\n")})
     with pytest.raises(AgentFailed) as caught:
         async with await AgentSession.open(host) as session:
@@ -50,7 +50,7 @@ async def test_an_agent_that_crashes_is_told_with_its_last_words() -> None:
     )
 
 
-async def test_what_the_agent_could_not_do_is_told_with_where_to_mend_it() -> None:
+async def test_error_of_the_agent_is_reported_with_the_fix() -> None:
     async def full(program: FakeProgram) -> int:
         await program.print(b'{"event":"error","text":"/var/lib/shoal: No space left on device"}\n')
         await program.read()
@@ -65,7 +65,7 @@ async def test_what_the_agent_could_not_do_is_told_with_where_to_mend_it() -> No
     )
 
 
-async def test_a_python_without_its_standard_library_is_told_with_the_fix() -> None:
+async def test_python_without_its_standard_library_is_reported_with_the_fix() -> None:
     words = b"Traceback (most recent call last):\nModuleNotFoundError: No module named 'json'\n"
     with pytest.raises(AgentFailed) as caught:
         async with await AgentSession.open(FakeHost("n1", {("python3",): Result(1, stderr=words)})) as session:
@@ -95,20 +95,20 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("failed", "fix"), FAILURES)
-def test_a_failed_item_is_told_with_what_to_do_and_the_command_to_run_then(failed: ItemResult, fix: str) -> None:
+def test_failed_item_is_reported_with_the_fix_and_the_next_command(failed: ItemResult, fix: str) -> None:
     report = Report((ItemResult("group g", "ok"), failed), 0, 1)
     with pytest.raises(AgentFailed) as caught:
         report.raise_failed("n1", "shoal up")
     assert str(caught.value) == f"n1: {failed.key}: no\n  fix: {fix}, then run `shoal up` again"
 
 
-async def test_a_user_without_sudo_is_told_as_such() -> None:
+async def test_user_without_sudo_raises_sudo_denied() -> None:
     with pytest.raises(SudoDenied):
-        async with await AgentSession.open(FakeHost("n1", sudo_refused=True)) as session:
+        async with await AgentSession.open(FakeHost("n1", sudo_denied_error=True)) as session:
             await session.facts()
 
 
-async def test_what_a_login_script_prints_is_passed_over() -> None:
+async def test_output_of_login_scripts_is_ignored() -> None:
     async def noisy(program: FakeProgram) -> int:
         await program.print(b'Welcome!\n\n42\n{"event":"secret","content_b64":"YWJj"}\n')
         await program.read()
@@ -118,7 +118,7 @@ async def test_what_a_login_script_prints_is_passed_over() -> None:
         assert await session.secret("/key") == b"abc"
 
 
-async def test_no_secret_is_in_an_error_when_the_agent_dies(tmp_path: Path) -> None:
+async def test_error_of_a_killed_agent_contains_no_secret(tmp_path: Path) -> None:
     async def dies(program: FakeProgram) -> int:
         await program.readline()
         program.complain(b"Killed\n")
@@ -132,7 +132,7 @@ async def test_no_secret_is_in_an_error_when_the_agent_dies(tmp_path: Path) -> N
     assert "dG9wc2VjcmV0" not in repr(caught.value) + str(caught.value)
 
 
-async def test_the_compiled_program_is_kept_for_the_next_run_where_only_its_owner_can_reach_it(tmp_path: Path) -> None:
+async def test_compiled_program_is_cached_and_readable_only_by_its_owner(tmp_path: Path) -> None:
     for _ in range(2):
         async with await AgentSession.open(here(), state=str(tmp_path)) as session:
             await session.facts()
@@ -142,7 +142,7 @@ async def test_the_compiled_program_is_kept_for_the_next_run_where_only_its_owne
 
 
 @pytest.mark.parametrize("spoiled", [b"", b"not marshal", b"N"])
-async def test_a_spoiled_copy_of_the_compiled_program_is_made_anew(tmp_path: Path, spoiled: bytes) -> None:
+async def test_damaged_cache_of_the_compiled_program_is_replaced(tmp_path: Path, spoiled: bytes) -> None:
     async with await AgentSession.open(here(), state=str(tmp_path)) as session:
         await session.facts()
     (kept,) = (tmp_path / "agent").iterdir()
@@ -153,7 +153,7 @@ async def test_a_spoiled_copy_of_the_compiled_program_is_made_anew(tmp_path: Pat
     assert kept.read_bytes() == good
 
 
-async def test_a_compiled_program_that_others_could_have_written_is_not_run(tmp_path: Path) -> None:
+async def test_compiled_program_in_a_writable_directory_is_not_run(tmp_path: Path) -> None:
     async with await AgentSession.open(here(), state=str(tmp_path)) as session:
         await session.facts()
     (kept,) = (tmp_path / "agent").iterdir()
@@ -164,13 +164,13 @@ async def test_a_compiled_program_that_others_could_have_written_is_not_run(tmp_
     assert stat.S_IMODE(os.stat(tmp_path / "agent").st_mode) == 0o700
 
 
-async def test_a_session_can_be_closed_twice(tmp_path: Path) -> None:
+async def test_session_can_be_closed_twice(tmp_path: Path) -> None:
     session = await AgentSession.open(here(), state=str(tmp_path))
     await session.close()
     await session.close()
 
 
-async def test_an_agent_that_does_not_hear_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agent_that_ignores_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def deaf(program: FakeProgram) -> int:
         await asyncio.Event().wait()
         return 0
@@ -181,5 +181,5 @@ async def test_an_agent_that_does_not_hear_is_ended(monkeypatch: pytest.MonkeyPa
     assert host.calls[-1].killed
 
 
-def test_the_loader_is_what_is_run() -> None:
+def test_command_runs_the_loader() -> None:
     assert COMMAND[-1] is LOADER

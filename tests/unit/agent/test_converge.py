@@ -21,14 +21,14 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 # Files
 
 
-async def test_a_file_is_made_with_its_directories_owner_and_mode(place: Place) -> None:
+async def test_file_is_created_with_its_directories_owner_and_mode(place: Place) -> None:
     (made,) = await place.apply(place.file("a/b/c.conf", "x\n", mode=0o640))
     assert (made.status, made.action) == ("changed", f"create {place.path('a/b/c.conf')}")
     assert Path(place.path("a/b/c.conf")).read_text() == "x\n"
     assert stat.S_IMODE(os.stat(place.path("a/b/c.conf")).st_mode) == 0o640
 
 
-async def test_a_dry_run_shows_a_unified_diff_and_writes_nothing(place: Place) -> None:
+async def test_dry_run_shows_a_unified_diff_and_writes_nothing(place: Place) -> None:
     path = Path(place.path("c.conf"))
     path.write_text("same\nold\n")
     (found,) = await place.check(place.file("c.conf", "same\nnew\n"))
@@ -36,14 +36,14 @@ async def test_a_dry_run_shows_a_unified_diff_and_writes_nothing(place: Place) -
     assert path.read_text() == "same\nold\n"
 
 
-async def test_the_content_of_a_file_others_may_not_read_is_not_shown(place: Place) -> None:
+async def test_content_of_a_private_file_is_not_shown(place: Place) -> None:
     Path(place.path("c.conf")).write_text("password=old\n")
     os.chmod(place.path("c.conf"), 0o600)
     (found,) = await place.check(place.file("c.conf", "password=new\n", mode=0o600))
     assert found.diff == "(not shown: the file is not world-readable)"
 
 
-async def test_only_the_mode_is_changed_where_only_the_mode_differs(place: Place) -> None:
+async def test_only_the_mode_changes_when_only_the_mode_differs(place: Place) -> None:
     await place.apply(place.file("c", "x"))
     (found,) = await place.apply(place.file("c", "x", mode=0o600))
     assert (found.status, found.action) == ("changed", f"set mode 0600 on {place.path('c')}")
@@ -53,7 +53,7 @@ async def test_only_the_mode_is_changed_where_only_the_mode_differs(place: Place
 REFUSES_BAD = ("sh", "-c", "! grep Bad /dev/stdin | sed 's/^/reader: error: unknown key /' | grep .")
 
 
-async def test_content_that_its_reader_refuses_is_never_put_in_place(place: Place) -> None:
+async def test_content_rejected_by_its_reader_is_not_written(place: Place) -> None:
     path = Path(place.path("c.conf"))
     path.write_text("Good=1\n")
     more = {"accepted_by": REFUSES_BAD, "advice": (("Bad", "delete options.Bad"),), "restarts": ("d",)}
@@ -68,13 +68,13 @@ async def test_content_that_its_reader_refuses_is_never_put_in_place(place: Plac
     assert made.status == "changed" and path.read_text() == "Good=2\n"
 
 
-async def test_content_is_not_tried_where_the_reader_is_not_installed(place: Place) -> None:
+async def test_content_is_not_validated_when_the_reader_is_missing(place: Place) -> None:
     reader = ("env", "CONF=/dev/stdin", "no-such-reader")
     (made,) = await place.apply(place.file("c.conf", "Bad=1\n", accepted_by=reader))
     assert made.status == "changed"
 
 
-async def test_a_link_is_made_once_and_leaves_a_file_in_its_place_alone(place: Place) -> None:
+async def test_link_is_created_once_and_does_not_replace_a_file(place: Place) -> None:
     Path(place.path("lib.so.2")).write_text("library")
     link = Link(place.path("lib.so"), "lib.so.2")
     assert (await place.check(link))[0].action == f"link {place.path('lib.so')} to lib.so.2"
@@ -88,13 +88,13 @@ async def test_a_link_is_made_once_and_leaves_a_file_in_its_place_alone(place: P
     assert Path(place.path("lib.so")).read_text() == "somebody's own"
 
 
-async def test_a_file_that_must_not_be_there_is_removed(place: Place) -> None:
+async def test_unwanted_file_is_removed(place: Place) -> None:
     Path(place.path("c")).write_text("x")
     assert [(await place.apply(place.file("c", None)))[0].status for _ in range(2)] == ["changed", "ok"]
     assert not os.path.exists(place.path("c"))
 
 
-async def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(place: Place) -> None:
+async def test_link_in_place_of_a_file_is_replaced_and_its_target_kept(place: Place) -> None:
     Path(place.path("target")).write_text("precious")
     os.symlink(place.path("target"), place.path("c"))
     await place.apply(place.file("c", "new"))
@@ -102,7 +102,7 @@ async def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through
     assert Path(place.path("target")).read_text() == "precious"
 
 
-async def test_a_directory_in_the_place_of_a_file_fails_with_the_way_out(place: Place) -> None:
+async def test_directory_in_place_of_a_file_fails_with_the_fix(place: Place) -> None:
     os.mkdir(place.path("c"))
     (found,) = await place.apply(place.file("c", "new"))
     path = place.path("c")
@@ -110,7 +110,7 @@ async def test_a_directory_in_the_place_of_a_file_fails_with_the_way_out(place: 
     assert found.detail == f"{path} is a directory, and a file is wanted there; move it away: mv {path} {path}.old"
 
 
-async def test_an_owner_who_does_not_exist_yet_is_a_change_to_come_in_a_dry_run(place: Place) -> None:
+async def test_missing_owner_is_a_change_in_a_dry_run_and_fails_when_applied(place: Place) -> None:
     items = (place.file("c", "x", owner="nobody-yet"), place.directory("d", group="nobody-yet"))
     os.mkdir(place.path("d"))
     Path(place.path("c")).write_text("x")
@@ -122,7 +122,7 @@ async def test_an_owner_who_does_not_exist_yet_is_a_change_to_come_in_a_dry_run(
     assert (skipped.status, skipped.detail) == ("skipped", f"after the failure of file {place.path('c')}")
 
 
-async def test_a_secret_file_is_compared_by_digest_when_its_value_does_not_travel(place: Place) -> None:
+async def test_secret_file_is_compared_by_digest_without_its_value(place: Place) -> None:
     item = place.file("key", SecretRef("k", sha256(b"abc").hexdigest()), mode=0o400)
     assert [(await place.check(item))[0].status, (await place.apply(item, k=b"abc"))[0].status] == ["change", "changed"]
     assert (await place.check(item))[0].status == "ok"
@@ -144,7 +144,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_root
-async def test_a_full_disk_fails_the_item_with_figures_and_leaves_the_old_file(place: Place, full_disk: Path) -> None:
+async def test_full_disk_fails_the_item_with_sizes_and_keeps_the_old_file(place: Place, full_disk: Path) -> None:
     (full_disk / "c").write_text("old")
     (found,) = await place.apply(place.file("small/c", "x" * 100_000))
     assert found.status == "failed"
@@ -176,7 +176,7 @@ async def test_a_full_disk_fails_the_item_with_figures_and_leaves_the_old_file(p
         ),
     ],
 )
-async def test_a_block_is_put_into_a_file_and_the_rest_stays(place: Place, before: bytes | None, after: bytes) -> None:
+async def test_block_is_added_to_a_file_and_the_rest_stays(place: Place, before: bytes | None, after: bytes) -> None:
     path = Path(place.path("hosts"))
     if before is not None:
         path.write_bytes(before)
@@ -187,21 +187,21 @@ async def test_a_block_is_put_into_a_file_and_the_rest_stays(place: Place, befor
     assert stat.S_IMODE(path.stat().st_mode) == (0o604 if before is not None else 0o644)
 
 
-async def test_an_empty_block_is_taken_out_again(place: Place) -> None:
+async def test_empty_block_is_removed(place: Place) -> None:
     path = Path(place.path("hosts"))
     path.write_bytes(b"a\n# BEGIN shoal b\nx\n# END shoal b\nz\n")
     assert [(await place.apply(Block(str(path), "b", "")))[0].status for _ in range(2)] == ["changed", "ok"]
     assert path.read_bytes() == b"a\nz\n"
 
 
-async def test_a_block_in_a_file_behind_a_link_keeps_the_link(place: Place) -> None:
+async def test_block_in_a_linked_file_keeps_the_link(place: Place) -> None:
     Path(place.path("real")).write_text("a\n")
     os.symlink("real", place.path("hosts"))
     await place.apply(Block(place.path("hosts"), "b", "x"))
     assert os.path.islink(place.path("hosts")) and "BEGIN shoal b" in Path(place.path("real")).read_text()
 
 
-async def test_a_block_without_its_end_fails_with_the_way_out(place: Place) -> None:
+async def test_block_without_its_end_line_fails_with_the_fix(place: Place) -> None:
     path = Path(place.path("hosts"))
     path.write_text("# BEGIN shoal b\nprecious\n")
     (found,) = await place.apply(Block(str(path), "b", "x"))
@@ -213,7 +213,7 @@ async def test_a_block_without_its_end_fails_with_the_way_out(place: Place) -> N
 
 
 @needs_root
-async def test_a_users_link_in_the_place_of_a_directory_leads_nobody_astray(place: Place) -> None:
+async def test_link_of_a_user_in_place_of_a_directory_is_not_followed(place: Place) -> None:
     (Path(place.path("target")) / "in").mkdir(parents=True)
     os.symlink(place.path("target"), place.path("planted"))
     os.lchown(place.path("planted"), 2001, 2001)
@@ -227,13 +227,13 @@ async def test_a_users_link_in_the_place_of_a_directory_leads_nobody_astray(plac
 # Commands
 
 
-async def test_a_guarded_command_runs_until_its_guard_holds(place: Place) -> None:
+async def test_guarded_command_runs_until_its_guard_succeeds(place: Place) -> None:
     item = Command("make it", ("touch", place.path("x")), unless=("test", "-e", place.path("x")))
     assert (await place.check(item))[0].action == "run make it"
     assert [(await place.apply(item))[0].status for _ in range(2)] == ["changed", "ok"]
 
 
-async def test_a_command_gets_its_input_and_is_tried_again(place: Place) -> None:
+async def test_command_gets_its_input_and_is_retried(place: Place) -> None:
     script = f"cat > {place.path('in')}; test -e {place.path('second')} || {{ touch {place.path('second')}; exit 1; }}"
     (found,) = await place.apply(Command("flaky", ("sh", "-c", script), stdin="hello", retries=1))
     assert found.status == "changed"
@@ -250,14 +250,14 @@ async def test_a_command_gets_its_input_and_is_tried_again(place: Place) -> None
         (("sh", "-c", "kill -9 $$"), 9.0, "it ended with status 137"),
     ],
 )
-async def test_a_failing_command_says_how_it_ended(
+async def test_failed_command_reports_its_exit_status_and_output(
     place: Place, argv: tuple[str, ...], timeout: float, detail: str
 ) -> None:
     (found,) = await place.apply(Command("it", argv, timeout=timeout))
     assert (found.status, found.detail) == ("failed", detail)
 
 
-async def test_a_command_is_not_tried_again_once_its_guard_says_that_it_is_so(place: Place) -> None:
+async def test_command_is_not_retried_once_its_guard_succeeds(place: Place) -> None:
     there = place.path("there")
     argv = ("sh", "-c", f"echo already there; touch {there}; exit 1")
     (found,) = await place.apply(Command("it", argv, unless=("test", "-e", there), retries=15))
@@ -267,7 +267,7 @@ async def test_a_command_is_not_tried_again_once_its_guard_says_that_it_is_so(pl
     assert (found.status, found.detail) == ("failed", "it ended with status 1\nalready there")
 
 
-async def test_a_command_before_the_file_it_reloads_runs_at_the_end(place: Place) -> None:
+async def test_command_before_the_file_that_triggers_a_reload_runs_last(place: Place) -> None:
     run = Command("reload", ("touch", place.path("reloaded")), on_change=True)
     items = (run, place.file("c", "x", reloads=("command reload",)))
     assert [item.status for item in await place.check(*items)] == ["ok", "change", "change"]
@@ -280,7 +280,7 @@ async def test_a_command_before_the_file_it_reloads_runs_at_the_end(place: Place
     assert [item.status for item in await place.apply(*items)] == ["ok", "ok"]
 
 
-async def test_a_reload_that_failed_is_tried_again_by_the_next_run(place: Place) -> None:
+async def test_failed_reload_is_retried_by_the_next_run(place: Place) -> None:
     run = Command("reload", ("test", "-e", place.path("ready")), on_change=True)
     items = (place.file("c", "x", reloads=("command reload",)), run)
     assert [item.status for item in await place.apply(*items)] == ["changed", "failed"]
@@ -292,7 +292,7 @@ async def test_a_reload_that_failed_is_tried_again_by_the_next_run(place: Place)
 # What a dry run must foresee, and what it must not do
 
 
-async def test_a_dry_run_foresees_a_command_whose_guard_still_looks_at_the_old_file(place: Place) -> None:
+async def test_dry_run_predicts_a_command_guarded_by_an_unwritten_file(place: Place) -> None:
     tell = Command("tell", ("false",), unless=("grep", "-q", "new", place.path("told")))
     await place.apply(place.file("told", "new"))
     items = (place.file("told", "newer", reloads=("command tell",)), tell)
@@ -302,7 +302,7 @@ async def test_a_dry_run_foresees_a_command_whose_guard_still_looks_at_the_old_f
     assert [item.status for item in await place.check(*items)] == ["ok", "ok"]
 
 
-async def test_a_dry_run_foresees_users_packages_and_services_that_are_still_to_come(place: Place) -> None:
+async def test_dry_run_predicts_missing_users_packages_and_services(place: Place) -> None:
     items = (
         User("shoal-test-user", 64999, "shoal-test-group", groups=("nobody-yet",)),
         Packages(("shoal-no-such-package",)),
@@ -311,7 +311,7 @@ async def test_a_dry_run_foresees_users_packages_and_services_that_are_still_to_
     assert [item.status for item in await place.check(*items)] == ["change"] * 3
 
 
-async def test_an_item_of_an_unknown_kind_fails_by_itself(place: Place) -> None:
+async def test_unknown_item_kind_fails_only_that_item(place: Place) -> None:
     class Novelty(Command):
         kind = "novelty"
 

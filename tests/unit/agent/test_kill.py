@@ -37,7 +37,7 @@ def state_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-async def test_a_run_killed_at_any_point_is_finished_by_the_next(
+async def test_next_run_finishes_a_run_killed_at_any_point(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
     folder, state = tmp_path / "host", str(tmp_path_factory.getbasetemp() / "kill-state")
@@ -70,7 +70,7 @@ async def kill_in_mid_apply(items: tuple[Item, ...], state: str, choose: random.
     await process.wait()
 
 
-async def test_a_restart_noted_by_a_killed_run_is_foreseen_and_done(place: Place) -> None:
+async def test_restart_recorded_by_a_killed_run_is_planned_and_made(place: Place) -> None:
     run = Command("reload", ("touch", place.path("done")), on_change=True)
     item = place.file("c", "x", reloads=("command reload",))
     await place.apply(item, run)
@@ -82,7 +82,7 @@ async def test_a_restart_noted_by_a_killed_run_is_foreseen_and_done(place: Place
     assert os.path.exists(place.path("done"))
 
 
-async def test_what_is_due_to_another_document_stays_due(place: Place) -> None:
+async def test_pending_reload_of_another_document_stays_pending(place: Place) -> None:
     run = Command("reload", ("touch", place.path("done")), on_change=True)
     await place.apply(place.file("c", "x", reloads=("command reload",)))
     assert [result.status for result in await place.apply(place.file("other", "x"))] == ["changed"]
@@ -90,7 +90,7 @@ async def test_what_is_due_to_another_document_stays_due(place: Place) -> None:
     assert os.path.exists(place.path("done"))
 
 
-async def test_an_operator_who_goes_leaves_the_item_in_hand_finished_and_the_rest_undone(tmp_path: Path) -> None:
+async def test_lost_connection_finishes_the_current_item_and_skips_the_rest(tmp_path: Path) -> None:
     items = (
         Command(
             "slow",
@@ -111,7 +111,7 @@ async def test_an_operator_who_goes_leaves_the_item_in_hand_finished_and_the_res
     assert sorted(os.listdir(tmp_path)) == ["began", "ended", "state"]
 
 
-async def test_two_operators_take_turns_and_the_second_is_told_of_the_first(tmp_path: Path) -> None:
+async def test_second_operator_waits_and_sees_the_first(tmp_path: Path) -> None:
     state, order = f"{tmp_path}/state", f"{tmp_path}/order"
     until_told = f"until [ -e {tmp_path}/told ]; do sleep 0.05; done"
     slow = Command("slow", ("sh", "-c", f"echo first >> {order}; {until_told}; echo first >> {order}"))

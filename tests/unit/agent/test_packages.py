@@ -73,20 +73,20 @@ async def place(tmp_path: Path) -> AsyncIterator[AptPlace]:
         yield AptPlace(tmp_path, opened)
 
 
-async def test_packages_are_installed_once_with_progress_and_without_recommended_ones(place: AptPlace) -> None:
+async def test_packages_install_once_with_progress_and_without_recommended_packages(place: AptPlace) -> None:
     assert [(await place.apply(ITEM))[0].status for _ in range(2)] == ["changed", "ok"]
     (call,) = place.calls("install")
     assert call.endswith(" --no-install-recommends install tree")
     assert [text for text in place.told if text] == ["download 50%", "install 40% (tree)"]
 
 
-async def test_daemons_are_held_while_packages_install_and_not_after(place: AptPlace) -> None:
+async def test_daemons_are_blocked_only_while_packages_install(place: AptPlace) -> None:
     await place.apply(ITEM)
     assert place.calls("policy") == ["policy 101"]
     assert not place.policy.exists()
 
 
-async def test_somebody_elses_policy_for_daemons_stays_as_it_is(place: AptPlace) -> None:
+async def test_existing_policy_rc_d_is_kept(place: AptPlace) -> None:
     place.policy.write_text("#!/bin/sh\nexit 7\n")
     place.policy.chmod(0o755)
     await place.apply(ITEM)
@@ -94,13 +94,13 @@ async def test_somebody_elses_policy_for_daemons_stays_as_it_is(place: AptPlace)
     assert place.policy.read_text() == "#!/bin/sh\nexit 7\n"
 
 
-async def test_a_policy_of_ours_that_a_killed_run_left_is_removed(place: AptPlace) -> None:
+async def test_policy_rc_d_of_a_killed_run_is_removed(place: AptPlace) -> None:
     place.policy.write_bytes(POLICY_TEXT)
     await place.apply()
     assert not place.policy.exists()
 
 
-async def test_a_policy_that_a_killed_run_left_stays_until_its_dpkg_has_ended(place: AptPlace) -> None:
+async def test_policy_rc_d_of_a_killed_run_stays_until_its_dpkg_ends(place: AptPlace) -> None:
     place.policy.write_bytes(POLICY_TEXT)
     kept: list[bool] = []
     with (place.folder / "dpkg/lock-frontend").open("r+") as lock:
@@ -121,20 +121,20 @@ async def test_missing_package_lists_are_fetched_first(place: AptPlace) -> None:
     assert [call.split()[-1] for call in place.calls("-q")] == ["update", "tree"]
 
 
-async def test_a_failing_download_is_tried_again_and_that_is_said(place: AptPlace) -> None:
+async def test_failed_download_is_retried_and_reported(place: AptPlace) -> None:
     place.answers("E: Failed to fetch x  404  Not Found")
     assert (await place.apply(ITEM))[0].status == "changed"
     assert "apt: Failed to fetch x  404  Not Found; trying again in 2 s (2 of 3)" in place.told
     assert [call.split()[-1] for call in place.calls("-q")] == ["tree", "update", "tree"]
 
 
-async def test_a_package_that_does_not_exist_fails_after_one_look_at_fresh_lists(place: AptPlace) -> None:
+async def test_missing_package_fails_after_a_single_list_update(place: AptPlace) -> None:
     place.answers("E: Unable to locate package tree", "", "E: Unable to locate package tree")
     (found,) = await place.apply(ITEM)
     assert found.detail == "apt-get install tree failed\nE: Unable to locate package tree"
 
 
-async def test_lists_past_their_date_are_accepted_only_on_a_second_try(place: AptPlace) -> None:
+async def test_expired_lists_are_accepted_only_on_a_second_try(place: AptPlace) -> None:
     (place.folder / "lists/x_Packages").unlink()
     place.answers("E: Release file for x is expired (invalid since 3d). Updates for it will not be applied.")
     assert (await place.apply(ITEM))[0].status == "changed"
@@ -142,7 +142,7 @@ async def test_lists_past_their_date_are_accepted_only_on_a_second_try(place: Ap
     assert "Check-Valid-Until" not in first and "Acquire::Check-Valid-Until=false" in second
 
 
-async def test_a_full_disk_is_recognised_and_told_with_figures(place: AptPlace) -> None:
+async def test_full_disk_is_reported_with_sizes(place: AptPlace) -> None:
     place.answers("dpkg: error: failed to write (No space left on device)")
     (found,) = await place.apply(ITEM)
     assert found.detail.startswith("No space left on device while installing packages: /var/cache/apt")
@@ -150,14 +150,14 @@ async def test_a_full_disk_is_recognised_and_told_with_figures(place: AptPlace) 
     assert not place.policy.exists()
 
 
-async def test_an_interrupted_installation_is_finished_first(place: AptPlace) -> None:
+async def test_interrupted_installation_is_finished_first(place: AptPlace) -> None:
     (place.folder / "dpkg/status").write_text("Package: other\nStatus: install ok half-configured\nVersion: 1\n\n")
     assert (await place.apply(ITEM))[0].status == "changed"
     assert place.calls("--configure") == ["dpkg --configure -a --force-confdef --force-confold"]
     assert "dpkg: finishing an interrupted installation" in place.told
 
 
-async def test_a_busy_lock_is_waited_for_and_its_holder_named(place: AptPlace) -> None:
+async def test_busy_lock_is_awaited_and_its_holder_named(place: AptPlace) -> None:
     told: list[str] = []
     with (place.folder / "dpkg/lock-frontend").open("r+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
@@ -171,7 +171,7 @@ async def test_a_busy_lock_is_waited_for_and_its_holder_named(place: AptPlace) -
     assert told[0].startswith("apt: waiting for ") and told[0].endswith(f"(pid {os.getpid()}) to release the lock")
 
 
-async def test_a_host_with_another_package_manager_is_refused_with_what_is_supported(place: AptPlace) -> None:
+async def test_other_package_manager_is_rejected_with_the_supported_manager(place: AptPlace) -> None:
     (place.folder / "apt-get").chmod(0o644)
     for results in (await place.check(ITEM), await place.apply(ITEM)):
         assert results[0].detail == (

@@ -10,7 +10,7 @@ import sys
 from shoal.remote.agent.network import listens, port_holder
 
 
-def test_a_process_listens_from_the_moment_others_can_connect() -> None:
+def test_process_counts_as_listening_when_connections_are_accepted() -> None:
     waiting = (
         "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(flush=True); input(); s.listen()"
     )
@@ -32,7 +32,7 @@ def test_a_process_listens_from_the_moment_others_can_connect() -> None:
     assert not listens(str(process.pid)), "it has ended"
 
 
-def test_the_holder_of_a_port_is_named() -> None:
+def test_holder_of_a_port_is_named() -> None:
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with socket.socket(family) as server:
             server.bind((address, 0))

@@ -72,7 +72,7 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     assert (second["memory_mb"], second["device"]) == (0, "/dev/nvidia1")
 
 
-def test_a_gpus_device_file_is_that_of_its_minor_number() -> None:
+def test_gpu_device_file_has_the_minor_number() -> None:
     devices = [gpu["device"] for gpu in facts.parse_gpus(SMI, {"GPU-aaaa": "1", "GPU-bbbb": "0"})]
     assert devices == ["/dev/nvidia1", "/dev/nvidia0"]
 
@@ -80,7 +80,7 @@ def test_a_gpus_device_file_is_that_of_its_minor_number() -> None:
 @pytest.mark.parametrize(
     "text", ["", "No devices were found\n", "NVIDIA-SMI has failed because, it, could not, talk\n"]
 )
-def test_what_nvidia_smi_says_when_there_is_no_gpu_is_no_gpu(text: str) -> None:
+def test_nvidia_smi_output_without_gpus_gives_no_gpus(text: str) -> None:
     assert facts.parse_gpus(text, {}) == []
 
 
@@ -107,7 +107,7 @@ Version: 2.36-9
 """
 
 
-def test_installed_packages_are_read_from_dpkgs_own_file() -> None:
+def test_installed_packages_are_read_from_dpkg_status() -> None:
     found = packages.parse_dpkg_status(STATUS, ["munge", "munge-doc", "libc6", "slurmd"])
     assert found == {"munge": "0.5.15-2", "libc6": "2.36-9"}
 
@@ -137,7 +137,7 @@ slurm-old:
         ("/dät", "d\\xc3\\xa4t"),
     ],
 )
-def test_a_mount_unit_is_named_as_systemd_names_it(path: str, name: str) -> None:
+def test_mount_unit_has_the_name_systemd_expects(path: str, name: str) -> None:
     assert mounts.unit_name(path) == name
 
 
@@ -146,7 +146,7 @@ def attribute(kind: int, data: bytes) -> bytes:
     return whole + bytes(-len(whole) % 4)
 
 
-def test_fields_of_a_netlink_message_are_read_with_their_padding_and_a_broken_one_ends_it() -> None:
+def test_netlink_fields_are_parsed_with_padding_and_stop_at_a_broken_field() -> None:
     nested = 0x8000
     data = attribute(1, b"filter\0") + attribute(4 | nested, attribute(1, b"\0\0\0\1"))
     fields = network.netlink_fields(data)
@@ -171,7 +171,7 @@ RULESETS = [
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nft"), reason="needs root and nftables")
 @pytest.mark.parametrize(("rules", "expected"), RULESETS)
-def test_a_chain_that_drops_what_comes_in_is_found_without_any_program(rules: str, expected: str) -> None:
+def test_chain_that_drops_input_is_detected_without_other_programs(rules: str, expected: str) -> None:
     ask = "from shoal.remote.agent.network import firewall; print(firewall())"
     script = f"nft '{rules}' && exec {sys.executable} -c \"$1\"" if rules else 'exec "$0" -c "$1"'
     line = ["unshare", "--net", "sh", "-c", script, sys.executable, ask]
@@ -179,14 +179,14 @@ def test_a_chain_that_drops_what_comes_in_is_found_without_any_program(rules: st
     assert done.stdout.strip() == expected, done.stderr
 
 
-def test_a_file_can_be_asked_for_without_being_read(tmp_path: Path) -> None:
+def test_existence_of_a_file_is_checked_without_reading(tmp_path: Path) -> None:
     (tmp_path / "library").touch()
     assert facts.file_fact(str(tmp_path / "library"), "there") == {"there": True}
     assert facts.file_fact(str(tmp_path / "none"), "there") == {"there": False}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what root may do: run the tests as root")
-def test_a_kernel_that_refuses_programs_for_devices_is_noticed() -> None:
+def test_kernel_without_device_programs_is_detected() -> None:
     ask = "from shoal.remote.agent.facts import may_load_device_programs as may; print(may())"
     # Without capabilities, as in a container: whatever the kernel lets other processes do.
     bare = ["setpriv", "--inh-caps", "-all", "--bounding-set", "-all", "--no-new-privs"]

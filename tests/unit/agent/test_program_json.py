@@ -20,18 +20,18 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_a_value_comes_back_as_it_went(value: Any) -> None:
+def test_values_round_trip(value: Any) -> None:
     assert loads(dumps(value)) == json.loads(dumps(value)) == loads(json.dumps(value, indent=1)) == value
     assert "\n" not in dumps(value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "nope", "{} {}", '{"a" 1}', '"\n"'])
-def test_what_is_not_json_is_a_value_error(text: str) -> None:
+def test_invalid_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         loads(text)
 
 
-def test_what_has_no_place_in_json_is_a_type_error() -> None:
+def test_unserializable_value_is_a_type_error() -> None:
     with pytest.raises(TypeError, match=r"^bytes has no place in JSON$"):
         dumps({"key": b"secret"})
 
@@ -41,7 +41,7 @@ OTHER = "import _json\n_json.{} = lambda *words: 1 / 0\n"
 
 
 @pytest.mark.parametrize("change", [WITHOUT, OTHER.format("make_scanner"), OTHER.format("make_encoder")])
-def test_a_python_without_the_inner_parts_or_with_other_ones_does_the_same(change: str) -> None:
+def test_fallback_without_private_stdlib_modules_behaves_the_same(change: str) -> None:
     script = (
         f"import json, signal, socket, sys\n{change}"
         "from shoal.remote.agent import fast_stdlib\n"

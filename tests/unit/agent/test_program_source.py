@@ -31,11 +31,11 @@ INNER = {"_json", "_sha2", "_sha256", "_signal", "_socket"}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_syntax_is_that_of_python_3_8(name: str) -> None:
+def test_syntax_is_python_3_8(name: str) -> None:
     ast.parse(SOURCE[name], feature_version=(3, 8))
 
 
-def test_the_loader_is_the_syntax_of_any_python_3() -> None:
+def test_loader_syntax_is_python_3_4() -> None:
     ast.parse(loader.LOADER, feature_version=(3, 4))
 
 
@@ -49,7 +49,7 @@ def test_annotations_are_not_evaluated(name: str) -> None:
     assert "from __future__ import annotations" in SOURCE[name]
 
 
-def test_every_file_is_sent_and_after_those_it_imports_from() -> None:
+def test_modules_are_sent_after_their_imports() -> None:
     assert sorted(loader.MODULES) == FILES
     for at, name in enumerate(loader.MODULES):
         needed = {module.split(".")[-1] for module in imported(ast.walk(ast.parse(SOURCE[name]))) if "." in module}
@@ -57,16 +57,16 @@ def test_every_file_is_sent_and_after_those_it_imports_from() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_only_the_standard_library_and_the_programs_own_files_are_imported(name: str) -> None:
+def test_only_the_standard_library_and_own_modules_are_imported(name: str) -> None:
     outside = {module for module in imported(ast.walk(ast.parse(SOURCE[name]))) if "." not in module}
     assert outside <= sys.stdlib_module_names | INNER
 
 
-def test_the_supervisor_stands_alone() -> None:
+def test_supervisor_imports_no_other_module() -> None:
     assert not [module for module in imported(ast.walk(ast.parse(SOURCE["supervise"]))) if "." in module]
 
 
-def test_the_command_line_is_constant_and_carries_no_secret() -> None:
+def test_command_line_is_constant_and_has_no_secret() -> None:
     assert loader.COMMAND == ("python3", "-I", "-S", "-B", "-c", loader.LOADER)
 
 
@@ -78,14 +78,14 @@ def run(tmp_path: Path, request: bytes, *, after: str = "", payload: bytes | Non
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-def test_it_runs_alone_from_its_sources_and_from_what_it_kept_of_them(tmp_path: Path) -> None:
+def test_program_runs_alone_from_source_and_from_its_cache(tmp_path: Path) -> None:
     for _ in range(2):
         status, said, complaint = run(tmp_path, b'{"op":"facts"}\n{"op":"exit"}\n')
         assert (status, complaint) == (0, "")
         assert json.loads(said)["facts"]["hostname"] == os.uname().nodename
 
 
-def test_a_run_that_changes_nothing_loads_little_of_the_standard_library(tmp_path: Path) -> None:
+def test_run_without_changes_loads_little_of_the_standard_library(tmp_path: Path) -> None:
     """Each of these costs as much as all that the agent does itself on such a host."""
     request = b'{"op":"facts","services":["x"],"users":["root"]}\n{"op":"check","items":[]}\n{"op":"exit"}\n'
     run(tmp_path, b"")
@@ -96,7 +96,7 @@ def test_a_run_that_changes_nothing_loads_little_of_the_standard_library(tmp_pat
     assert not slow & loaded
 
 
-def test_a_traceback_names_file_and_line_of_the_tree(tmp_path: Path) -> None:
+def test_traceback_names_source_file_and_line(tmp_path: Path) -> None:
     status, _, complaint = run(tmp_path, b"not JSON\n")
     assert status == 1
     places = re.findall(r'File "shoal/remote/agent/(\w+)\.py", line (\d+), in (\w+)', complaint)
@@ -109,12 +109,12 @@ def test_a_traceback_names_file_and_line_of_the_tree(tmp_path: Path) -> None:
         assert SOURCE[file].splitlines()[int(line) - 1].strip()
 
 
-def test_half_a_program_is_not_run(tmp_path: Path) -> None:
+def test_truncated_program_is_not_run(tmp_path: Path) -> None:
     cut = loader.payload(str(tmp_path))[:-100]
     assert run(tmp_path, b"", payload=cut) == (4, "", "")
 
 
-def test_the_payload_is_small() -> None:
+def test_payload_is_small() -> None:
     header, _, packed = loader.payload().partition(b"\n")
     assert len(packed) == int(header.split()[0]) < 40_000
     assert len(json.loads(zlib.decompress(packed[:-1]))) == len(FILES)

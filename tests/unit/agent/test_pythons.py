@@ -25,7 +25,7 @@ def interpreter(version: str) -> str:
 
 
 @pytest.mark.parametrize("version", GOOD)
-async def test_a_document_is_converged_and_facts_are_told(tmp_path: Path, version: str) -> None:
+async def test_document_converges_and_facts_are_reported(tmp_path: Path, version: str) -> None:
     async with await AgentSession.open(WithPython([interpreter(version)]), state=f"{tmp_path}/state") as session:
         place = Place(tmp_path, session)
         ask = FactsRequest(
@@ -53,7 +53,7 @@ async def test_a_document_is_converged_and_facts_are_told(tmp_path: Path, versio
 
 
 @pytest.mark.parametrize("version", TOO_OLD)
-async def test_an_older_one_is_refused_by_its_version(tmp_path: Path, version: str) -> None:
+async def test_older_python_is_rejected_with_its_version(tmp_path: Path, version: str) -> None:
     with pytest.raises(AgentFailed) as caught:
         async with await AgentSession.open(WithPython([interpreter(version)]), state=f"{tmp_path}/state") as session:
             await session.facts()

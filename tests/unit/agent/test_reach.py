@@ -7,7 +7,7 @@ import socket
 from shoal.remote.agent.network import reach
 
 
-def test_who_listens_is_open_and_who_does_not_refuses() -> None:
+def test_listening_port_is_open_and_closed_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()[1]
         closed.close()
@@ -15,7 +15,7 @@ def test_who_listens_is_open_and_who_does_not_refuses() -> None:
         assert reach([["127.0.0.1", here], ["127.0.0.1", free]], 5.0) == ["open", "refused"]
 
 
-def test_who_does_not_answer_is_silent_and_keeps_nobody_from_being_heard() -> None:
+def test_silent_address_does_not_delay_the_others() -> None:
     with socket.socket() as full, socket.create_server(("127.0.0.1", 0)) as server:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -31,7 +31,7 @@ def test_who_does_not_answer_is_silent_and_keeps_nobody_from_being_heard() -> No
     assert answers == ["silent", "open"]
 
 
-def test_what_the_kernel_says_against_an_address_is_told() -> None:
+def test_kernel_error_for_an_address_is_reported() -> None:
     # A broadcast address is nobody's: the kernel refuses at once.
     assert reach([["255.255.255.255", 22]], 1.0) == ["Network is unreachable"]
     assert reach([], 1.0) == []

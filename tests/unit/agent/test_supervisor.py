@@ -48,7 +48,7 @@ def record(place: Place) -> dict[str, Any]:
 SLEEP = ("sh", "-c", "echo up; exec sleep 1000")
 
 
-async def test_a_service_is_started_kept_and_not_started_twice(place: Place) -> None:
+async def test_service_is_started_once_and_kept_running(place: Place) -> None:
     item = Service("d", command=SLEEP)
     assert (await place.check(item))[0].action == "start d under a supervisor"
     assert (await place.apply(item))[0].status == "changed"
@@ -59,7 +59,7 @@ async def test_a_service_is_started_kept_and_not_started_twice(place: Place) -> 
     assert (await place.session.facts()).services == {}
 
 
-async def test_a_daemon_that_dies_is_started_again(place: Place) -> None:
+async def test_daemon_that_dies_is_restarted(place: Place) -> None:
     await place.apply(Service("d", command=SLEEP))
     first = record(place)["child"]
     os.kill(first, signal.SIGKILL)
@@ -69,7 +69,7 @@ async def test_a_daemon_that_dies_is_started_again(place: Place) -> None:
     os.kill(record(place)["child"], 0)
 
 
-async def test_another_command_and_a_changed_file_restart_it(place: Place) -> None:
+async def test_changed_command_and_changed_file_restart_the_service(place: Place) -> None:
     await place.apply(Service("d", command=SLEEP))
     pids = [record(place)["pid"]]
     assert (await place.apply(Service("d", command=("sleep", "2000"))))[0].action == "restart d"
@@ -79,7 +79,7 @@ async def test_another_command_and_a_changed_file_restart_it(place: Place) -> No
     assert len(set(pids)) == 3
 
 
-async def test_a_stopped_service_leaves_no_process_and_no_record(place: Place) -> None:
+async def test_stopped_service_leaves_no_process_and_no_record(place: Place) -> None:
     await place.apply(Service("d", command=SLEEP))
     found = record(place)
     assert [(await place.apply(Service("d", running=False)))[0].status for _ in range(2)] == ["changed", "ok"]
@@ -87,24 +87,24 @@ async def test_a_stopped_service_leaves_no_process_and_no_record(place: Place) -
     assert os.listdir(place.folder / "run/supervise") == os.listdir(place.folder / "cron") == []
 
 
-async def test_it_comes_back_with_a_reboot_where_there_is_cron(place: Place) -> None:
+async def test_service_starts_at_boot_by_cron(place: Place) -> None:
     await place.apply(Service("d", command=("sh", "-c", "date +%s; exec sleep 1000")))
     line = (place.folder / "cron/shoal-d").read_text()
     assert line.startswith("@reboot root ") and line.endswith("supervise.py d sh -c 'date +\\%s; exec sleep 1000'\n")
 
 
-async def test_a_daemon_that_does_not_stay_up_fails_with_its_last_words(place: Place) -> None:
+async def test_daemon_that_does_not_stay_up_fails_with_its_log(place: Place) -> None:
     (found,) = await place.apply(Service("d", command=("sh", "-c", "echo cannot bind; exit 1")))
     assert found.detail == "d started under the supervisor and did not stay up\ncannot bind"
 
 
-async def test_a_daemon_that_is_long_at_work_before_it_fails_is_waited_for(place: Place) -> None:
+async def test_daemon_that_fails_after_a_slow_start_is_reported(place: Place) -> None:
     long = "python3 -c 'import time; end = time.process_time() + 1\nwhile time.process_time() < end: pass'"
     (found,) = await place.apply(Service("d", command=("sh", "-c", f"{long}; echo cannot bind; exit 1")))
     assert found.detail == "d started under the supervisor and did not stay up\ncannot bind"
 
 
-async def test_a_service_without_a_command_is_refused_with_the_cause(place: Place) -> None:
+async def test_service_without_a_command_is_rejected_with_the_cause(place: Place) -> None:
     (found,) = await place.apply(Service("d"))
     assert found.detail == "this host has no systemd, and no command is known for d; use a host with systemd"
 
@@ -116,7 +116,7 @@ def careful(place: Place, name: str = "d.conf") -> Service:
     return Service("d", command=("sh", "-c", f"{complain}; grep -q Bad {path} || exec sleep 1000"))
 
 
-async def test_a_service_that_does_not_start_with_a_new_file_gets_its_old_one_back_and_runs(place: Place) -> None:
+async def test_service_that_fails_with_a_new_file_gets_the_old_file_back(place: Place) -> None:
     good = place.file("d.conf", "Good=1\n", restarts=("d",), mode=0o640)
     assert [item.status for item in await place.apply(good, careful(place))] == ["changed", "changed"]
     more = {"restarts": ("d",), "reloads": ("command tell",), "advice": (("Bad", "delete options.Bad"),)}
@@ -136,7 +136,7 @@ async def test_a_service_that_does_not_start_with_a_new_file_gets_its_old_one_ba
     assert [item.status for item in again] == ["ok", "ok", "ok"], "nothing is left due"
 
 
-async def test_a_file_that_is_new_goes_again_with_the_old_ones_that_come_back(place: Place) -> None:
+async def test_rollback_removes_files_that_did_not_exist_before(place: Place) -> None:
     good = place.file("d.conf", "Good=1\n", restarts=("d",))
     await place.apply(good, careful(place))
     news = (place.file("d.conf", "Bad=1\n", restarts=("d",)), place.file("more.conf", "x", restarts=("d",)))
@@ -145,7 +145,7 @@ async def test_a_file_that_is_new_goes_again_with_the_old_ones_that_come_back(pl
     assert not (place.folder / "more.conf").exists()
 
 
-async def test_a_service_that_did_not_run_before_keeps_the_new_file_and_says_what_is_wrong(place: Place) -> None:
+async def test_service_not_running_before_keeps_the_new_file_and_reports_the_error(place: Place) -> None:
     bad = place.file("d.conf", "Bad=1\n", restarts=("d",), advice=(("Bad", "delete options.Bad"),))
     _, failed = await place.apply(bad, careful(place))
     assert failed.detail == (
@@ -155,7 +155,7 @@ async def test_a_service_that_did_not_run_before_keeps_the_new_file_and_says_wha
     assert (place.folder / "d.conf").read_text() == "Bad=1\n"
 
 
-async def test_a_service_that_starts_with_neither_file_says_both(place: Place) -> None:
+async def test_service_that_starts_with_neither_file_reports_both_errors(place: Place) -> None:
     await place.apply(place.file("d.conf", "Good=1\n", restarts=("d",)), careful(place))
     broken = Service("d", command=("sh", "-c", "echo error: out of luck; exit 1"))
     _, failed = await place.apply(place.file("d.conf", "Bad=1\n", restarts=("d",)), broken)

@@ -47,7 +47,7 @@ def calls(place: Place) -> list[str]:
     return (place.folder / "calls").read_text().splitlines()
 
 
-async def test_a_dry_run_goes_by_what_the_facts_before_it_told(place: Place) -> None:
+async def test_dry_run_reuses_the_states_of_the_facts_before(place: Place) -> None:
     facts = await place.session.facts(FactsRequest(services=("a", "b")))
     assert facts.services == {"a": "active", "b": "active"}
     assert [item.status for item in await place.check(Service("a"), Service("b"))] == ["ok", "ok"]
@@ -56,7 +56,7 @@ async def test_a_dry_run_goes_by_what_the_facts_before_it_told(place: Place) -> 
     assert calls(place) == ["a b", "b c a"]
 
 
-async def test_facts_and_changes_go_by_what_is_so_now(place: Place) -> None:
+async def test_facts_and_changes_read_the_current_state(place: Place) -> None:
     await place.session.facts(FactsRequest(services=("a",)))
     (place.folder / "state").write_text("failed")
     assert (await place.session.facts(FactsRequest(services=("a",)))).services == {"a": "failed"}

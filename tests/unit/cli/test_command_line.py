@@ -71,7 +71,7 @@ def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[
 ALL = dict(commands())
 
 
-def test_these_are_the_commands() -> None:
+def test_command_list_is_complete() -> None:
     assert {" ".join(words) for words in ALL} == {
         *("init", "schema", "check", "plan", "up", "status", "down", "ssh", "exec"),
         *("node drain", "node resume", "node remove"),
@@ -82,7 +82,7 @@ def test_these_are_the_commands() -> None:
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_help_says_what_the_command_does_and_every_option_of_it(words: tuple[str, ...]) -> None:
+def test_help_describes_the_command_and_every_option(words: tuple[str, ...]) -> None:
     assert ALL[words].help
     assert all(parameter.help for parameter in ALL[words].params)
     assert any("--json" in parameter.opts for parameter in ALL[words].params)
@@ -94,33 +94,33 @@ def test_help_says_what_the_command_does_and_every_option_of_it(words: tuple[str
 
 
 @pytest.mark.parametrize("words", [(), *ALL], ids=" ".join)
-def test_h_is_help_with_examples(words: tuple[str, ...]) -> None:
+def test_h_shows_help_with_examples(words: tuple[str, ...]) -> None:
     shown = invoke(*words, "-h")
     assert shown.exit_code == 0
     assert "Usage: " in shown.output
     assert not words or f"Examples:\n    shoal {' '.join(words)}" in shown.output
 
 
-def test_the_list_of_commands_is_not_cut_short() -> None:
+def test_command_list_is_not_truncated() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0
     assert "..." not in shown.output.replace("[ARGS]...", "")
 
 
-def test_without_a_command_the_help_is_shown() -> None:
+def test_help_is_shown_without_a_command() -> None:
     done = shoal()
     assert done.returncode == 2
     assert "Usage: shoal" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("words", [("run", "--help"), ("node", "--help"), ("node", "drain", "--help"), ("rnu",)])
-def test_a_command_that_is_loaded_alone_says_what_it_says_among_all(words: tuple[str, ...]) -> None:
+def test_command_loaded_alone_prints_the_same_output(words: tuple[str, ...]) -> None:
     alone, among_all = shoal(*words), invoke(*words)
     assert alone.returncode == among_all.exit_code
     assert alone.stdout.split() == among_all.stdout.split()
 
 
-def test_the_version_is_printed() -> None:
+def test_version_is_printed() -> None:
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", shoal("--version").stdout)
 
 
@@ -128,7 +128,7 @@ def test_the_version_is_printed() -> None:
 
 
 @pytest.mark.parametrize("words", ON_A_CLUSTER, ids=" ".join)
-def test_a_wrong_file_is_told_whole_with_line_and_column_by_every_command(words: list[str]) -> None:
+def test_invalid_file_is_reported_with_line_and_column_by_every_command(words: list[str]) -> None:
     Path("shoal.yaml").write_text(BAD)
     done = invoke(*words)
     assert done.exit_code == 2
@@ -141,7 +141,7 @@ def test_a_wrong_file_is_told_whole_with_line_and_column_by_every_command(words:
 
 
 @pytest.mark.parametrize("words", ON_A_CLUSTER, ids=" ".join)
-def test_a_wrong_file_is_one_json_object_of_findings(words: list[str]) -> None:
+def test_invalid_file_is_a_json_object_of_findings(words: list[str]) -> None:
     Path("shoal.yaml").write_text(BAD)
     done = invoke(*with_json(words))
     assert done.exit_code == 2
@@ -169,7 +169,7 @@ def test_a_wrong_file_is_one_json_object_of_findings(words: list[str]) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_command_line_exits_2_and_says_what_to_do(words: list[str], message: str, fix: str) -> None:
+def test_invalid_command_line_exits_2_with_the_fix(words: list[str], message: str, fix: str) -> None:
     done = shoal(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -196,11 +196,11 @@ def test_init_writes_a_file_once() -> None:
     assert json.loads(invoke("init", "--json", "-f", "other.yaml").stdout) == {"file": "other.yaml"}
 
 
-def test_the_schema_is_json() -> None:
+def test_schema_is_json() -> None:
     assert json.loads(invoke("schema").stdout)["required"] == ["cluster", "controller"]
 
 
-def test_lent_hosts_are_not_released_without_a_yes() -> None:
+def test_down_of_existing_hosts_needs_yes() -> None:
     Path("shoal.yaml").write_text("cluster: reef\ncontroller: {host: c1, compute: true}\n")
     done = shoal("down", "--json", stdin=subprocess.DEVNULL)
     assert done.returncode == 2
@@ -226,7 +226,7 @@ def loopback(server: Sshd, *more: str) -> None:
 NOBODY_THERE = "nodesets: {lab: {hosts: [{name: n1, address: 127.0.0.1, port: 1}]}}\n"
 
 
-def test_a_host_that_refuses_is_an_error_with_a_fix() -> None:
+def test_refused_connection_is_an_error_with_a_fix() -> None:
     Path("shoal.yaml").write_text(
         "cluster: r\ncontroller: {host: {name: c1, address: 127.0.0.1, port: 1}, compute: true}\n"
     )
@@ -240,7 +240,7 @@ def test_a_host_that_refuses_is_an_error_with_a_fix() -> None:
 
 
 @needs_sshd
-def test_exec_keeps_the_status_of_the_command_and_says_which_hosts_did_not_do_it(empty_place: Path) -> None:
+def test_exec_keeps_the_exit_status_and_reports_unreachable_hosts(empty_place: Path) -> None:
     with running_sshd(empty_place / "sshd") as server:
         loopback(server, NOBODY_THERE)
         wide = "x" * 300
@@ -255,7 +255,7 @@ def test_exec_keeps_the_status_of_the_command_and_says_which_hosts_did_not_do_it
 
 
 @needs_sshd
-def test_ssh_becomes_ssh_with_this_clusters_keys(empty_place: Path) -> None:
+def test_ssh_uses_the_keys_of_the_cluster(empty_place: Path) -> None:
     with running_sshd(empty_place / "sshd") as server:
         loopback(server)
         done = shoal("ssh", "c1", "echo", "hello")
@@ -273,7 +273,7 @@ def test_ssh_becomes_ssh_with_this_clusters_keys(empty_place: Path) -> None:
 
 @needs_sshd
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_puts_everything_away_and_says_how_to_go_on(empty_place: Path, number: signal.Signals) -> None:
+def test_ctrl_c_stops_the_command_and_shows_how_to_continue(empty_place: Path, number: signal.Signals) -> None:
     with running_sshd(empty_place / "sshd") as server:
         loopback(server)
         mark = empty_place / "begun"
@@ -294,7 +294,7 @@ def test_ctrl_c_puts_everything_away_and_says_how_to_go_on(empty_place: Path, nu
 
 
 @needs_sshd
-def test_ctrl_c_with_json_is_one_object_too(empty_place: Path) -> None:
+def test_ctrl_c_with_json_prints_a_json_object(empty_place: Path) -> None:
     with running_sshd(empty_place / "sshd") as server:
         loopback(server)
         mark = empty_place / "begun"
@@ -328,7 +328,7 @@ def gone(pid: int) -> None:
     [(["schema"], False), (["check", "--cluster", "t-reader"], False), (["check", "--cluster", "t-reader"], True)],
     ids=["printed by hand", "printed by rich", "errors as well"],
 )
-def test_a_reader_that_leaves_early_ends_the_command_quietly_as_sigpipe_does(words: list[str], both: bool) -> None:
+def test_closed_pipe_ends_the_command_quietly_with_sigpipe_status(words: list[str], both: bool) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     errors = writer if both else subprocess.PIPE
@@ -342,20 +342,20 @@ def test_a_reader_that_leaves_early_ends_the_command_quietly_as_sigpipe_does(wor
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_utf_8_gets_words_for_marks(encoding: str) -> None:
+def test_terminal_without_utf_8_gets_words_for_marks(encoding: str) -> None:
     done = shoal("check", "--cluster", "t-marks", env={**os.environ, "PYTHONIOENCODING": encoding})
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout.splitlines()[-1].startswith(("ok no errors", "FAILED"))
 
 
-def test_json_for_a_reader_without_utf_8_is_still_whole() -> None:
+def test_json_is_valid_without_utf_8() -> None:
     Path("shoal.yaml").write_text("cluster: reef\ncontroller: {host: c1, fö: 1}\n", encoding="utf-8")
     done = shoal("check", "--json", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert any("fö" in finding["found"] for finding in json.loads(done.stdout)["findings"]), done.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_is_told_and_is_no_bug_of_ours() -> None:
+def test_full_disk_is_reported_and_not_called_a_bug() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "shoal", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
@@ -383,11 +383,11 @@ def completed(line: str) -> list[str]:
         ("shoal keys rotate m", ["munge"]),
     ],
 )
-def test_the_tab_key_offers_commands_hosts_and_words(line: str, offered: list[str]) -> None:
+def test_completion_offers_commands_hosts_and_values(line: str, offered: list[str]) -> None:
     Path("shoal.yaml").write_text("cluster: r\ncontroller: {host: c1}\nnodesets: {lab: {hosts: ['gpu[01-02]']}}\n")
     assert completed(line) == offered
 
 
-def test_the_tab_key_says_nothing_of_a_wrong_file() -> None:
+def test_completion_is_silent_for_an_invalid_file() -> None:
     Path("shoal.yaml").write_text(BAD)
     assert completed("shoal ssh g") == []

@@ -31,12 +31,12 @@ def left_column(text: str) -> list[str]:
     return [line.strip().split("  ")[0] for part in listed for line in part.splitlines() if re.match(r"  [-A-Z]", line)]
 
 
-def test_every_command_stands_under_one_heading() -> None:
+def test_every_command_has_a_heading() -> None:
     named = Counter(name for names in COMMANDS.values() for name in names)
     assert named == Counter(list(get_command(make_app()).commands))  # type: ignore[attr-defined]
 
 
-def test_the_headings_are_shown_with_the_descriptions_in_one_column() -> None:
+def test_headings_align_their_descriptions() -> None:
     shown = invoke("--help").output
     at = [shown.index(f"\n\n{heading}:\n") for heading in (*COMMANDS, "Options")]
     assert at == sorted(at)
@@ -46,14 +46,14 @@ def test_the_headings_are_shown_with_the_descriptions_in_one_column() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("node",), *ALL], ids=" ".join)
-def test_no_python_type_and_no_range_is_shown(words: tuple[str, ...]) -> None:
+def test_help_shows_no_python_type_and_no_range(words: tuple[str, ...]) -> None:
     shown = invoke(*words, "--help").output
     assert [entry for entry in left_column(shown) if re.search(TYPES, entry)] == []
     assert not re.search(r"<\w|\bx[<>]=|[<>]=x|\[default|list\[", shown)
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_an_option_that_takes_a_value_says_what_kind(words: tuple[str, ...]) -> None:
+def test_option_with_a_value_shows_a_placeholder(words: tuple[str, ...]) -> None:
     left = left_column(invoke(*words, "--help").output)
     for option in options_of(ALL[words]):
         name, word = max(option.opts, key=len), placeholder(option)
@@ -72,5 +72,5 @@ def test_an_option_that_takes_a_value_says_what_kind(words: tuple[str, ...]) -> 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_command_is_told_as_it_is_typed(words: tuple[str, ...], shown: str) -> None:
+def test_usage_line_shows_the_command_as_typed(words: tuple[str, ...], shown: str) -> None:
     assert shown in invoke(*words, "--help").output

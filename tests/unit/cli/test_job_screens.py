@@ -27,20 +27,20 @@ def screen() -> tuple[Console, io.StringIO]:
     return Console(file=out, width=200), out
 
 
-def test_a_line_stands_behind_its_rank_and_its_restart() -> None:
+def test_log_line_starts_with_rank_and_restart_count() -> None:
     console, out = screen()
     for line in (LogLine(1, 3, 0, "a [b]\tc"), LogLine(1, 3, 2, "again"), LogLine(1, BATCH, 0, "srun: error")):
         show_line(console, line)
     assert out.getvalue() == "[3] a [b]\tc\n[3.2] again\n[-] srun: error\n"
 
 
-def test_a_line_can_begin_with_its_time() -> None:
+def test_log_line_can_start_with_its_time() -> None:
     console, out = screen()
     show_line(console, LogLine(1.25, 0, 0, "a"), timestamps=True)
     assert out.getvalue().endswith(":01.250000 [0] a\n")
 
 
-def test_the_list_shows_progress_or_the_reason() -> None:
+def test_job_list_shows_progress_or_the_reason() -> None:
     console, out = screen()
     running = JobRecord("17", "RUNNING", "train", "ann", nodes="n[1-2]", run_time="00:01:00", time_limit="UNLIMITED")
     failed = JobRecord("18", "FAILED", "[red]x", "ann", restarts=2)
@@ -67,13 +67,13 @@ def test_the_list_shows_progress_or_the_reason() -> None:
     ]
 
 
-def test_without_jobs_it_says_so() -> None:
+def test_empty_job_list_prints_no_jobs() -> None:
     console, out = screen()
     show_jobs(console, JobsResult("reef", ()))
     assert out.getvalue() == "no jobs\n"
 
 
-def test_an_ending_says_why_with_the_lines_that_show_it_and_what_to_do() -> None:
+def test_job_end_shows_the_reason_its_lines_and_the_fix() -> None:
     console, out = screen()
     reason = FailureReason(
         "script", "rank 2 failed first", 2, "n2", ("Traceback:", "ValueError: [x]\x1b[2J"), "look at it"
@@ -95,9 +95,7 @@ FINISH: dict[str, Callable[[Session, LogsResult], None]] = {
 
 
 @pytest.mark.parametrize("command", FINISH)
-def test_nodes_that_could_not_be_asked_are_told_by_whatever_shows_a_log(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_nodes_are_reported_by_every_log_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     failures = {"n9": Unreachable("n9", "does not answer", hint="is it up?")}
     result = LogsResult("17", (LogLine(1, 0, 0, "a"),), JobRecord("17", "COMPLETED"), None, failures)
     session = Session(json=False)
@@ -110,7 +108,7 @@ def test_nodes_that_could_not_be_asked_are_told_by_whatever_shows_a_log(
     assert list(told["failures"]) == ["n9"] and told["lines"][0]["text"] == "a" and told["record"]["id"] == "17"
 
 
-def test_a_job_in_the_queue_says_how_to_see_it() -> None:
+def test_submitted_job_shows_the_command_to_follow_its_log() -> None:
     console, out = screen()
     show_submitted(console, SubmittedJob("17", "train", "main", 2, 4, "c0de", 2048, ""))
     assert out.getvalue() == (
@@ -118,20 +116,20 @@ def test_a_job_in_the_queue_says_how_to_see_it() -> None:
     )
 
 
-def test_a_job_on_nodes_that_share_no_storage_says_what_that_costs_it() -> None:
+def test_job_without_shared_storage_shows_the_checkpoint_warning() -> None:
     for nodes, said in ((1, []), (2, ["  checkpoints need storage that its nodes share: name it with --directory"])):
         console, out = screen()
         show_submitted(console, SubmittedJob("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False))
         assert out.getvalue().splitlines()[2:] == said
 
 
-def test_an_array_that_was_queued_says_how_one_of_it_is_followed() -> None:
+def test_submitted_array_shows_the_command_to_follow_a_task() -> None:
     console, output = screen()
     show_submitted(console, SubmittedJob("17", "train", "main", 1, 4, "c0de", 0, "", array=True))
     assert "  `shoal logs -f 17_N` shows what its task N prints\n" in output.getvalue()
 
 
-def test_a_profiled_job_says_where_its_traces_will_be() -> None:
+def test_profiled_job_shows_the_trace_directory() -> None:
     console, out = screen()
     show_submitted(console, SubmittedJob("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))
     assert out.getvalue().splitlines()[-1] == "  its profile will be on its nodes in /jobs/17/profile"
@@ -149,11 +147,11 @@ def test_a_profiled_job_says_where_its_traces_will_be() -> None:
         ),
     ],
 )
-def test_progress_in_one_line(progress: dict[str, object], text: str) -> None:
+def test_progress_fits_on_a_line(progress: dict[str, object], text: str) -> None:
     assert progress_text(progress) == text
 
 
-def test_who_stops_watching_a_job_is_told_that_it_goes_on() -> None:
+def test_interrupted_watch_reports_that_the_job_continues() -> None:
     with pytest.raises(Interrupted) as told, keep_running("17"):
         raise Interrupted("stopped")
     assert told.value.message == "job 17 goes on"

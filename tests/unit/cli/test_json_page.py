@@ -20,7 +20,7 @@ from shoal.jobs.logs import LogLine
 from shoal.jobs.record import JobRecord
 from shoal.network.links import LinkSpeed
 from shoal.plan.model import Change
-from shoal.proof.model import ProofResult
+from shoal.proof.types import ProofResult
 from shoal.slurm.state import JobState, NodeState, PartitionState
 from shoal.slurm.usage import UsageRow
 from shoal.spec.finding import Finding
@@ -97,12 +97,12 @@ def test_every_command_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_row_names_the_keys_of_its_command(command: str) -> None:
+def test_row_names_the_keys_of_its_command(command: str) -> None:
     assert told(f"`{command}`") == COMMANDS[command]
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "up", "down", "status", "exec"])
-def test_a_row_names_what_the_command_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_names_the_printed_keys(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ended(Session(json=True), FINISHES[command][0])
     printed = json.loads(capsys.readouterr().out)
     assert told("`up`, `node remove`" if command == "up" else f"`{command}`") == set(printed)
@@ -111,5 +111,5 @@ def test_a_row_names_what_the_command_printed(command: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_row_names_the_keys_of_a_part(part: str) -> None:
+def test_row_names_the_keys_of_a_part(part: str) -> None:
     assert told(part) == PARTS[part]

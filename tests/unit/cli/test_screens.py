@@ -91,7 +91,7 @@ def drawn(show: Callable[[Console], None], width: int = 200) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
 
 
-def test_status_is_read_at_a_glance() -> None:
+def test_status_shows_nodes_and_jobs() -> None:
     assert drawn(lambda console: show_status(console, STATUS)) == (
         "reef: Slurm 22.05.8 on c1; nodes: 1 down+drain, 2 idle\n"
         "\n"
@@ -110,7 +110,7 @@ def test_status_is_read_at_a_glance() -> None:
     )
 
 
-def test_nodes_share_a_line_only_when_each_of_them_has_what_it_says() -> None:
+def test_nodes_share_a_line_only_when_their_values_are_equal() -> None:
     mixed = replace(H100, name="n3", state=("MIXED",), gres_used="gpu:h100:1(IDX:0)", cpus_alloc=4)
     both = replace(H100, name="n7", gres="gpu:h100:2(S:0),gpu:a100:1", gres_used="gpu:h100:2(IDX:0,1),gpu:a100:0")
     nodes = (H100, replace(H100, name="n2", cpus=16), mixed, replace(mixed, name="n4"), both, replace(H100, name="n9"))
@@ -123,7 +123,7 @@ def test_nodes_share_a_line_only_when_each_of_them_has_what_it_says() -> None:
     ]
 
 
-def test_nothing_that_a_user_of_the_cluster_chose_reaches_the_terminal_as_a_command() -> None:
+def test_user_text_cannot_send_terminal_escapes() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=200, no_color=True)
     show_status(console, STATUS)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_nothing_that_a_user_of_the_cluster_chose_reaches_the_terminal_as_a_comm
     assert "\x1b]0" not in text
 
 
-def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
+def test_plan_groups_hosts_with_equal_changes() -> None:
     assert drawn(lambda console: show_plan(console, PLAN, diff=False)) == (
         "warning n1: the clock is off, found +90 s\n"
         "✗ n9: does not answer within 10 s\n"
@@ -145,7 +145,7 @@ def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
     )
 
 
-def test_a_finding_says_below_what_to_do_about_it() -> None:
+def test_finding_shows_its_fix_below() -> None:
     found = (
         Finding("error", "ubuntu may not become root", "a password", "on gpu02, as root: visudo", host="gpu02"),
         Finding("info", "changes are due", fix="`shoal plan` shows them"),
@@ -157,7 +157,7 @@ def test_a_finding_says_below_what_to_do_about_it() -> None:
     )
 
 
-def test_an_error_of_several_hosts_is_shown_once_and_names_them() -> None:
+def test_error_of_several_hosts_is_shown_once_with_their_names() -> None:
     found = [Finding("error", "no sudo", "a password", f"on {name}, as root: visudo", host=name) for name in NAMES]
     assert drawn(lambda console: show_findings(console, [*found, Finding("info", "x"), Finding("info", "x")])) == (
         "error gpu[1-2,12]: no sudo, found a password\n    fix: on gpu[1-2,12], as root: visudo\ninfo x\n"
@@ -176,7 +176,7 @@ def test_an_error_of_several_hosts_is_shown_once_and_names_them() -> None:
     )
 
 
-def test_a_line_is_broken_between_words_and_never_inside_a_command() -> None:
+def test_line_wraps_between_words_and_never_inside_a_command() -> None:
     told = "[red]no[/] NFS in the kernel of gpu01, `shoal node drain gpu01` takes it out\n\nof-it-all-and-for-ever"
 
     def drawn_at(width: int, terminal: bool) -> str:
@@ -190,16 +190,16 @@ def test_a_line_is_broken_between_words_and_never_inside_a_command() -> None:
     assert drawn_at(20, False) == told.replace("[red]no[/]", "no") + "\n"
 
 
-def test_a_plan_with_diffs_shows_them_by_host() -> None:
+def test_plan_with_diffs_shows_diffs_by_host() -> None:
     text = drawn(lambda console: show_plan(console, PLAN, diff=True))
     assert "\nn1 file /etc/x\n--- a\n+++ b\n-old\n+new\n" in text
 
 
-def test_an_empty_plan_says_so() -> None:
+def test_empty_plan_prints_no_changes() -> None:
     assert drawn(lambda console: show_plan(console, Plan("reef"), diff=True)) == "reef: no changes\n"
 
 
-def test_an_empty_plan_does_not_speak_for_hosts_it_has_not_seen() -> None:
+def test_empty_plan_names_hosts_that_were_not_inspected() -> None:
     away = Plan("reef", unreached={"n9": AWAY, "n10": Unreachable("n10", AWAY.cause, hint=AWAY.hint)})
     assert drawn(lambda console: show_plan(console, away, diff=False)) == (
         "✗ n[9-10]: does not answer within 10 s\n"
@@ -208,7 +208,7 @@ def test_an_empty_plan_does_not_speak_for_hosts_it_has_not_seen() -> None:
     )
 
 
-def test_up_ends_with_what_was_done_and_what_was_not() -> None:
+def test_up_ends_with_completed_and_failed_work() -> None:
     assert drawn(lambda console: show_up(console, UP)) == (
         "✗ n4: Slurm cannot use it yet: Low RealMemory\n"
         "… n3: drained, still has jobs; run `shoal up` again when they have ended\n"
@@ -223,7 +223,7 @@ def test_up_ends_with_what_was_done_and_what_was_not() -> None:
     assert drawn(lambda console: show_up(console, UpResult("reef"))) == "✓ reef: no changes\n"
 
 
-def test_what_was_foreseen_of_a_host_and_befell_it_is_told_once() -> None:
+def test_finding_and_failure_with_the_same_text_are_shown_once() -> None:
     seen = (
         Finding("error", "it is slow", "does not answer within 10 s", host="n9"),
         Finding("error", "no room", host="n9"),
@@ -238,7 +238,7 @@ def test_exec_shows_equal_outputs_once() -> None:
     )
 
 
-def test_exec_says_failures_once_and_what_was_probably_meant() -> None:
+def test_exec_groups_failures_and_suggests_the_corrected_command() -> None:
     late = {name: CommandTimeout(name, "`sleep` did not end", hint="give it longer") for name in ("n1", "n2")}
     meant = ExecResult(((("n3",), Result(127, b"", b"sh: not found\n")),), late, "shoal exec -- sh -c 'a | b'")
     assert drawn(lambda console: show_exec(console, meant)) == (
@@ -274,7 +274,7 @@ def ended(session: Session, act: Callable[[Session], object]) -> int:
 
 
 @pytest.mark.parametrize("name", FINISHES)
-def test_every_result_is_one_json_object_and_has_its_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_result_is_a_json_object_with_its_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     finish, code, part = FINISHES[name]
     assert ended(Session(json=True), finish) == code
     out, err = capsys.readouterr()
@@ -285,7 +285,7 @@ def test_every_result_is_one_json_object_and_has_its_exit_code(name: str, capsys
 
 
 @pytest.mark.parametrize("name", FINISHES)
-def test_no_colour_goes_into_a_pipe_and_nothing_is_cut(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_output_has_no_color_and_is_not_truncated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     finish, code, _ = FINISHES[name]
     assert ended(Session(json=False), finish) == code
     out, err = capsys.readouterr()
@@ -307,7 +307,7 @@ def fails(error: Exception) -> Callable[[Session], object]:
     return lambda session: session.run(work())
 
 
-def test_our_bugs_end_with_70_and_a_traceback_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_error_exits_70_with_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(Session(json=False), lambda session: session.run(bug())) == 70
     out, err = capsys.readouterr()
     assert out == ""
@@ -316,14 +316,14 @@ def test_our_bugs_end_with_70_and_a_traceback_to_report(capsys: pytest.CaptureFi
     assert err.endswith("This is a bug in Shoal. Please report it with the lines above.\n")
 
 
-def test_our_bugs_are_one_json_object_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_error_is_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(Session(json=True), lambda session: session.run(bug())) == 70
     told = json.loads(capsys.readouterr().out)
     assert told["error"] == "bug"
     assert "KeyError: 'a mistake of ours'" in told["traceback"]
 
 
-def test_a_bug_met_on_a_host_is_no_failure_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_error_during_a_host_command_is_not_a_host_failure(capsys: pytest.CaptureFixture[str]) -> None:
     world = lab()
 
     def broken(call: object) -> bytes:
@@ -351,7 +351,7 @@ def test_a_bug_met_on_a_host_is_no_failure_of_the_host(capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_an_error_has_its_exit_code_and_says_what_to_do(
+def test_error_has_its_exit_code_and_fix(
     error: Exception, code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(Session(json=False), fails(error)) == code
@@ -359,7 +359,7 @@ def test_an_error_has_its_exit_code_and_says_what_to_do(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()])
-def test_ctrl_c_at_a_question_is_no_bug(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_at_a_prompt_is_not_an_internal_error(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     def ask(session: Session) -> None:
         raise error
 
@@ -367,7 +367,7 @@ def test_ctrl_c_at_a_question_is_no_bug(error: BaseException, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith("stopped\n")
 
 
-def test_without_the_controller_json_has_the_failure_of_every_host() -> None:
+def test_controller_failure_lists_every_host_failure_in_json() -> None:
     failures = {"n2": Unreachable("n2", "no route"), "c1": Unreachable("c1", "silent", hint="is it up?")}
     said = plain(ControllerFailed("c1", failures))
     assert (said["message"], said["fix"]) == ("c1: silent\nand n2: no route", "is it up?")
@@ -377,7 +377,7 @@ def test_without_the_controller_json_has_the_failure_of_every_host() -> None:
     }
 
 
-def test_without_the_controller_hosts_that_fail_alike_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_controller_failure_groups_equal_host_failures(capsys: pytest.CaptureFixture[str]) -> None:
     failures = {name: Unreachable(name, "silent", hint="is it up?") for name in ("n2", "c1", "n1")}
     assert ended(Session(json=False), fails(ControllerFailed("c1", failures))) == 1
     assert capsys.readouterr().err == (
@@ -385,7 +385,7 @@ def test_without_the_controller_hosts_that_fail_alike_are_told_once(capsys: pyte
     )
 
 
-def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_with_findings_prints_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     window = VersionMismatch("cannot talk", findings=(Finding("error", "too old", host="n1"),))
     assert ended(Session(json=True), fails(window)) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["host"] == "n1"
@@ -394,7 +394,7 @@ def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.Capt
 # ---- progress
 
 
-def test_without_a_terminal_each_phase_is_one_line() -> None:
+def test_phase_prints_a_single_line_without_a_terminal() -> None:
     console = Console(file=StringIO(), width=200)
     with TerminalProgress(console).phase("connect and look", 2) as phase:
         phase.update("n1", "busy")
@@ -413,7 +413,7 @@ async def lines_in(console: Console, least: int) -> list[str]:
     raise AssertionError("too little was printed")
 
 
-async def test_without_a_terminal_a_long_phase_says_where_it_is() -> None:
+async def test_long_phase_prints_its_progress_without_a_terminal() -> None:
     console = Console(file=StringIO(), width=200)
     with TerminalProgress(console, every=0.01).phase("packages", 6) as phase:
         phase.done("n1")
@@ -430,7 +430,7 @@ async def test_without_a_terminal_a_long_phase_says_where_it_is() -> None:
     assert await lines_in(console, 1) == lines
 
 
-async def test_work_that_is_not_counted_in_hosts_says_how_much_is_done() -> None:
+async def test_phase_without_hosts_prints_its_percentage() -> None:
     console = Console(file=StringIO(), width=200)
     with TerminalProgress(console, every=0.01).phase("sandbox hosts", 1) as phase:
         phase.set_fraction(0.4, "image debian12: unpack")
@@ -438,7 +438,7 @@ async def test_work_that_is_not_counted_in_hosts_says_how_much_is_done() -> None
     assert re.fullmatch(r"  sandbox hosts              40%         \d\.\d s  image debian12: unpack", first)
 
 
-def test_on_a_terminal_what_a_host_says_is_shown_as_it_is() -> None:
+def test_host_output_is_escaped_on_a_terminal() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=100, no_color=True)
     with TerminalProgress(console).phase("nodes", 1) as phase:
         phase.update("n1", "unpack [/slurmd] \x1b[2J")
@@ -457,7 +457,7 @@ def test_values_stay_whole_in_a_narrow_terminal(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_only_the_columns_that_may_are_broken_into_lines() -> None:
+def test_only_wrapping_columns_wrap() -> None:
     table = Columns("job", "progress or reason", wraps=("progress or reason",))
     table.add_row("12345678", "one two three four five")
     assert drawn(lambda console: console.print(table), 20) == (
@@ -470,7 +470,7 @@ def test_only_the_columns_that_may_are_broken_into_lines() -> None:
 
 
 @pytest.mark.parametrize("width", range(12, 60, 4))
-def test_no_width_of_a_terminal_costs_a_value(width: int) -> None:
+def test_every_value_is_shown_at_any_terminal_width(width: int) -> None:
     table = Columns("type", "stock", "$/hour", right=("$/hour",), wraps=("type",))
     table.add_row("gpu_8x_h100_sxm5", "there", "31.92")
     shown = drawn(lambda console: console.print(table), width)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.contract.renters import CASES, PUBLIC_KEY, Case, account
+from tests.contract.rental_providers import CASES, PUBLIC_KEY, Case, account
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import Offer, RentedInstance
 from shoal.cloud.rental import Rental
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.context import UNFIT_PREFIX, ServiceContext
 from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.service import RentalService
 from shoal.spec.rental import Budget, OfferChoice, RentedSet
 from shoal_simulators import find_simulator

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.contract.renters import CASES, KEY
+from tests.contract.rental_providers import CASES, KEY
 from tests.unit.cloud.scene import scene
 
 from shoal.cloud.providers.api import Abilities
@@ -29,7 +29,7 @@ def unpacked(text: str) -> str:
 
 
 @pytest.mark.parametrize("kind", CASES)
-async def test_every_order_that_reaches_a_provider_tells_the_machine_when_to_end(tmp_path: Path, kind: str) -> None:
+async def test_every_order_sends_the_machine_its_end_time(tmp_path: Path, kind: str) -> None:
     async with scene(tmp_path, kind) as it:
         it.slurm.submit("1", 1)
         await it.until(lambda: bool(it.machines()))
@@ -41,16 +41,16 @@ async def test_every_order_that_reaches_a_provider_tells_the_machine_when_to_end
         assert KEY not in sent and "PRIVATE KEY" not in sent
 
 
-def test_a_machine_that_is_to_live_for_less_than_it_may_boot_ends_sooner() -> None:
+def test_short_lifetime_ends_a_machine_before_its_boot_limit() -> None:
     assert "OnBootSec=4200\n" in boot_script(Abilities(boot_s=1800), 600)
     assert "OnBootSec=5400\n" in boot_script(Abilities(boot_s=1800), 0)
 
 
-def test_a_provider_that_runs_nothing_for_us_is_sent_nothing() -> None:
+def test_provider_without_boot_scripts_gets_none() -> None:
     assert boot_script(Abilities(boots_with="none"), 600) == ""
 
 
-def test_a_machine_gets_a_timer_that_outlives_its_restarts_and_minds_the_watchdog(tmp_path: Path) -> None:
+def test_machine_gets_a_persistent_timer_that_respects_the_watchdog(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     systemctl = tmp_path / "systemctl"
     systemctl.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
@@ -67,7 +67,7 @@ def test_a_machine_gets_a_timer_that_outlives_its_restarts_and_minds_the_watchdo
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_container_ends_where_no_watchdog_came_and_only_there(tmp_path: Path, joined: bool) -> None:
+def test_container_ends_only_without_a_watchdog(tmp_path: Path, joined: bool) -> None:
     watchdog, ended = tmp_path / "watchdog", tmp_path / "ended"
     if joined:
         watchdog.touch()

@@ -34,13 +34,13 @@ def asked(whole: Budget | None, *rentals: Rental, now: float = NOW, **values: An
     return refusal(wish, whole, {}, rentals, now)
 
 
-def test_without_a_budget_nothing_is_refused() -> None:
+def test_no_order_is_rejected_without_a_budget() -> None:
     assert asked(None, made("a", 1000), count=1000) is None
     assert asked(Budget(), made("a", 1000), count=1000) is None
     assert asked(None, offer=replace(TEN, usd_hour=None)) is None
 
 
-def test_the_hours_limit_may_be_reached_and_not_passed() -> None:
+def test_hourly_limit_can_be_reached_but_not_exceeded() -> None:
     assert asked(Budget(per_hour=20), made("a", 1)) is None
     assert asked(Budget(per_hour=19.99), made("a", 1)) == (
         "the budget of $19.99 an hour: $10.00 is in use, and big costs $10.00 an hour"
@@ -48,13 +48,13 @@ def test_the_hours_limit_may_be_reached_and_not_passed() -> None:
     )
 
 
-def test_an_order_that_is_not_filled_yet_counts_at_its_price() -> None:
+def test_unfilled_order_counts_at_its_price() -> None:
     order = rental("a", offer=TEN, usd_hour=10.0, intended_at=NOW)
     assert asked(Budget(per_hour=20), order) is None
     assert asked(Budget(per_hour=20), order, rental("b", offer=TEN, usd_hour=10.0, intended_at=NOW)) is not None
 
 
-def test_a_machine_on_its_way_out_counts_until_its_bill_has_ended() -> None:
+def test_machine_being_released_counts_until_its_billing_ends() -> None:
     leaving = made("a", 1, state="releasing")
     assert asked(Budget(per_hour=10), leaving) is not None
     assert asked(Budget(per_hour=10), replace(leaving, billed_until=NOW - 1)) is None
@@ -62,7 +62,7 @@ def test_a_machine_on_its_way_out_counts_until_its_bill_has_ended() -> None:
     assert asked(Budget(per_hour=10), replace(leaving, state="failed", made_at=None, gone_at=NOW - 1)) is None
 
 
-def test_a_gang_is_counted_whole() -> None:
+def test_gang_counts_as_a_whole() -> None:
     assert asked(Budget(per_hour=80), count=8) is None
     assert asked(Budget(per_hour=79), count=8) == (
         "the budget of $79.00 an hour: $0.00 is in use, and 8 × big costs $80.00 an hour"
@@ -71,7 +71,7 @@ def test_a_gang_is_counted_whole() -> None:
 
 
 @pytest.mark.parametrize("budget", [Budget(per_hour=1), Budget(per_day=1000), Budget(per_month=1000)])
-def test_what_has_no_price_is_not_bought_under_a_budget(budget: Budget) -> None:
+def test_offer_without_a_price_is_rejected_under_a_budget(budget: Budget) -> None:
     said = (
         "the price of big at lambda us-west-1 is unknown, so no budget can cover it"
         " (rent a type that has a price in `shoal offers`, or remove the budget)"
@@ -81,7 +81,7 @@ def test_what_has_no_price_is_not_bought_under_a_budget(budget: Budget) -> None:
     assert own == said
 
 
-def test_a_days_limit_leaves_an_hour_for_all_that_runs() -> None:
+def test_daily_limit_reserves_an_hour_for_running_machines() -> None:
     # $40 is spent today, an hour of both costs $20.
     assert asked(Budget(per_day=60), made("a", 4)) is None
     assert asked(Budget(per_day=59.99), made("a", 4)) == (
@@ -90,14 +90,14 @@ def test_a_days_limit_leaves_an_hour_for_all_that_runs() -> None:
     )
 
 
-def test_a_months_limit_says_when_the_next_month_begins() -> None:
+def test_monthly_limit_shows_when_the_next_month_starts() -> None:
     assert asked(Budget(per_month=60), made("a", 4)) is None
     said = asked(Budget(per_month=59), made("a", 4))
     assert said is not None and said.endswith("or wait until 1 December 00:00 UTC)")
     assert "of $59.00 a month" in said
 
 
-def test_money_of_yesterday_and_of_last_month_does_not_count() -> None:
+def test_earlier_days_and_months_do_not_count() -> None:
     yesterday = made("a", 24, state="gone", gone_at=NOW - 13 * HOUR)  # ended at 23:00
     assert asked(Budget(per_day=10), yesterday) is None
     assert asked(Budget(per_month=119.99), yesterday) is not None  # 11 hours, and one to come
@@ -106,12 +106,12 @@ def test_money_of_yesterday_and_of_last_month_does_not_count() -> None:
     assert asked(Budget(per_month=10), october) is None
 
 
-def test_a_machine_that_runs_over_midnight_counts_for_each_day_with_its_part() -> None:
+def test_machine_running_over_midnight_counts_partly_for_each_day() -> None:
     assert asked(Budget(per_day=140), made("a", 24)) is None  # 12 hours today, and two to come
     assert asked(Budget(per_day=139.99), made("a", 24)) is not None
 
 
-def test_just_before_midnight_only_what_is_left_of_the_day_is_set_aside() -> None:
+def test_reserve_before_midnight_covers_only_the_rest_of_the_day() -> None:
     late = datetime(2026, 11, 15, 23, 45, tzinfo=UTC).timestamp()
     assert asked(Budget(per_day=2.5), now=late) is None  # a quarter of an hour
     assert asked(Budget(per_day=2.49), now=late) is not None
@@ -119,7 +119,7 @@ def test_just_before_midnight_only_what_is_left_of_the_day_is_set_aside() -> Non
     assert asked(Budget(per_month=9.99), now=late) is not None
 
 
-def test_the_last_hour_of_a_month_is_the_old_months() -> None:
+def test_last_hour_of_a_month_counts_for_that_month() -> None:
     last = datetime(2026, 11, 30, 23, 30, tzinfo=UTC).timestamp()
     assert asked(Budget(per_month=5), now=last) is None
     assert asked(Budget(per_month=4.99), now=last) is not None
@@ -127,7 +127,7 @@ def test_the_last_hour_of_a_month_is_the_old_months() -> None:
     assert ledger_start(last + HOUR) == datetime(2026, 12, 1, tzinfo=UTC).timestamp()
 
 
-def test_a_provider_that_bills_started_hours_is_counted_so() -> None:
+def test_started_hours_count_in_full_where_the_provider_bills_them() -> None:
     by_hour = Billing(step=3600)
     late = datetime(2026, 11, 15, 23, 45, tzinfo=UTC).timestamp()
     assert asked(Budget(per_day=10), now=late, billing=by_hour) is None
@@ -137,7 +137,7 @@ def test_a_provider_that_bills_started_hours_is_counted_so() -> None:
     assert asked(Budget(per_day=29.99), running) is not None
 
 
-def test_each_nodeset_has_its_own_limit_and_counts_its_own_machines() -> None:
+def test_each_nodeset_has_its_own_limit_and_machines() -> None:
     mine, other = made("a", 1, "burst"), made("b", 1, "spot")
     own = {"burst": Budget(per_hour=20), "spot": Budget(per_hour=1)}
     assert refusal(Purchase("burst", TEN, 1), None, own, [mine, other], NOW) is None
@@ -147,18 +147,18 @@ def test_each_nodeset_has_its_own_limit_and_counts_its_own_machines() -> None:
     assert refusal(Purchase("free", TEN, 9), None, own, [mine, other], NOW) is None
 
 
-def test_the_clusters_budget_counts_the_machines_of_all_nodesets() -> None:
+def test_cluster_budget_counts_machines_of_all_nodesets() -> None:
     mine, other = made("a", 1, "burst"), made("b", 1, "spot")
     own = {"burst": Budget(per_hour=1000)}
     said = refusal(Purchase("burst", TEN, 1), Budget(per_hour=25), own, [mine, other], NOW)
     assert said is not None and said.startswith("the budget of $25.00 an hour: $20.00 is in use")
 
 
-def test_a_budget_that_says_refuse_ends_nothing() -> None:
+def test_budget_with_refuse_ends_no_nodeset() -> None:
     assert exhausted_nodesets(Budget(per_day=1), {"burst": Budget(per_day=1)}, [made("a", 4)], NOW) == {}
 
 
-def test_a_budget_that_says_end_ends_its_nodesets_before_it_is_used_up() -> None:
+def test_budget_with_end_ends_its_nodesets_before_the_limit() -> None:
     limit = dollars(micros(40) + cost_of_time(micros(10), int(WARNING_LEAD_S) + 4))
     budget = Budget(per_day=limit, then="end")
     assert exhausted_nodesets(budget, {}, [made("a", 4)], NOW) == {}
@@ -169,11 +169,11 @@ def test_a_budget_that_says_end_ends_its_nodesets_before_it_is_used_up() -> None
     assert exhausted_nodesets(budget, {}, [made("a", 4)], later, ahead=0) == {}
 
 
-def test_jobs_have_their_grace_and_deletes_a_minute_before_the_money_is_gone() -> None:
+def test_warning_lead_covers_the_job_grace_and_deletes() -> None:
     assert WARNING_LEAD_S == GRACE_S + 60
 
 
-def test_only_nodesets_that_have_machines_are_ended() -> None:
+def test_only_nodesets_with_machines_end() -> None:
     budget = Budget(per_month=10, then="end")
     rentals = [made("a", 1, "burst"), made("b", 1, "spot"), made("c", 2, "old", state="gone", gone_at=NOW - 1)]
     assert set(exhausted_nodesets(budget, {}, rentals, NOW)) == {"burst", "spot"}
@@ -182,7 +182,7 @@ def test_only_nodesets_that_have_machines_are_ended() -> None:
     }
 
 
-def test_what_is_given_back_already_does_not_run_on() -> None:
+def test_machine_being_released_needs_no_reserve() -> None:
     leaving = made("a", 4, state="releasing")
     assert asked(Budget(per_day=50), leaving) is None
     assert asked(Budget(per_day=49.99), leaving) is not None
@@ -205,19 +205,19 @@ def test_what_is_given_back_already_does_not_run_on() -> None:
         (61, Billing(1, 60), "0.169444"),
     ],
 )
-def test_time_becomes_money_by_the_providers_rule(seconds: float, billing: Billing, usd: str) -> None:
+def test_cost_follows_the_billing_rule_of_the_provider(seconds: float, billing: Billing, usd: str) -> None:
     one = made("a", 0, billing=billing)
     assert cost(one, NOW + seconds) == micros(usd)
 
 
-def test_the_bill_runs_between_the_times_that_the_provider_tells() -> None:
+def test_billing_runs_between_the_times_of_the_provider() -> None:
     one = made("a", 2, billed_from=NOW - HOUR, billed_until=NOW - HOUR / 2, gone_at=NOW, state="gone")
     assert cost(one, NOW) == micros(5)
     assert cost(replace(one, billed_until=None), NOW + HOUR) == micros(10)
     assert cost(replace(one, billed_from=None, billed_until=None), NOW + HOUR) == micros(20)
 
 
-def test_an_order_costs_nothing_but_for_a_budget_which_counts_it_from_when_it_was_sent() -> None:
+def test_order_costs_nothing_but_counts_for_the_budget_from_its_submission() -> None:
     order = rental("a", offer=TEN, usd_hour=10.0, intended_at=NOW - HOUR)
     assert cost(order, NOW) == 0
     assert cost(order, NOW, whole=True) == micros(10)
@@ -225,7 +225,7 @@ def test_an_order_costs_nothing_but_for_a_budget_which_counts_it_from_when_it_wa
     assert cost(made("a", 1, usd_hour=None), NOW) == 0
 
 
-def test_a_machine_that_never_came_up_costs_nothing_where_the_bill_begins_with_that() -> None:
+def test_machine_that_never_started_is_free_where_billing_starts_at_boot() -> None:
     never = made("a", 1, billing=Billing(60, from_up=True))
     assert cost(never, NOW) == 0
     assert cost(never, NOW, whole=True) == micros(10)  # it may be up, and nobody has looked
@@ -240,9 +240,7 @@ def test_a_machine_that_never_came_up_costs_nothing_where_the_bill_begins_with_t
     billing=st.builds(Billing, st.sampled_from([1, 60, 3600]), st.sampled_from([0, 60])),
     length=st.floats(0, 1e6),
 )
-def test_the_parts_of_a_bill_add_up_to_the_whole(
-    price: int, cuts: list[float], billing: Billing, length: float
-) -> None:
+def test_partial_costs_add_up_to_the_total(price: int, cuts: list[float], billing: Billing, length: float) -> None:
     one = made("a", 0, usd=dollars(price), billing=billing, state="gone", gone_at=NOW + length)
     times = [NOW - 1, *sorted(NOW + cut for cut in cuts), NOW + 2e6]
     parts = [cost_between(one, begin, end) for begin, end in pairwise(times)]
@@ -254,11 +252,11 @@ def test_the_parts_of_a_bill_add_up_to_the_whole(
     ("amount", "text"),
     [(0, "$0.00"), (4999, "$0.00"), (5000, "$0.01"), (31_920_000, "$31.92"), (1_234_567_890_000, "$1,234,567.89")],
 )
-def test_money_is_told_to_the_cent(amount: int, text: str) -> None:
+def test_dollars_are_formatted_to_the_cent(amount: int, text: str) -> None:
     assert format_dollars(amount) == text
     assert format_dollars(-31_920_000) == "-$31.92"
 
 
 @given(st.decimals(0, 100_000, places=6))
-def test_a_price_survives_the_way_into_millionths_and_back(price: Any) -> None:
+def test_price_round_trips_through_micros(price: Any) -> None:
     assert micros(dollars(micros(price))) == micros(price) == int(price * 1_000_000)

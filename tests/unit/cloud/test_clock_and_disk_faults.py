@@ -39,7 +39,7 @@ def ahead(it: Scene) -> Ahead:
     return wrong
 
 
-async def test_what_was_put_off_by_a_clock_that_was_ahead_is_not_put_off_for_hours(tmp_path: Path) -> None:
+async def test_clock_set_back_does_not_delay_retries_for_hours(tmp_path: Path) -> None:
     """A block, a node's reason and the pause between two orders all name times that are hours away now."""
     async with scene(tmp_path, "lambda") as it:
         clock = ahead(it)
@@ -52,7 +52,7 @@ async def test_what_was_put_off_by_a_clock_that_was_ahead_is_not_put_off_for_hou
         await it.until(lambda: job.state == "COMPLETED" and not it.machines(), seconds=3600)
 
 
-async def test_a_block_after_the_clock_was_set_back_counts_again(tmp_path: Path) -> None:
+async def test_block_set_after_the_clock_moves_back_counts(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         now = it.clock.now()
         it.ledger.block("lambda", "", "", "", now + HOURS, "then")
@@ -60,7 +60,7 @@ async def test_a_block_after_the_clock_was_set_back_counts_again(tmp_path: Path)
         assert [one.why for one in it.ledger.blocks(now)] == ["now"]
 
 
-async def test_machines_come_and_go_under_a_clock_that_is_set_back_meanwhile(tmp_path: Path) -> None:
+async def test_machines_start_and_end_while_the_clock_moves_back(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         clock = ahead(it)
         job = it.slurm.submit("1", 2, seconds=300)
@@ -71,7 +71,7 @@ async def test_machines_come_and_go_under_a_clock_that_is_set_back_meanwhile(tmp
         assert job.restarts == 0
 
 
-async def test_an_order_whose_answer_got_lost_before_the_clock_was_set_back_is_settled(tmp_path: Path) -> None:
+async def test_order_with_a_lost_answer_is_settled_after_the_clock_moves_back(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         clock = ahead(it)
         it.fault("error-before-create", 1)
@@ -82,7 +82,7 @@ async def test_an_order_whose_answer_got_lost_before_the_clock_was_set_back_is_s
         assert len(it.market().bill()) == 1
 
 
-async def test_on_a_full_disk_nothing_is_ordered_and_once_there_is_room_all_goes_on(tmp_path: Path) -> None:
+async def test_full_disk_stops_orders_until_space_is_free(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         await it.step()
         database = it.ledger._database
@@ -103,7 +103,7 @@ async def test_on_a_full_disk_nothing_is_ordered_and_once_there_is_room_all_goes
         assert len(it.market().bill()) == 1
 
 
-async def test_a_slurm_that_knows_none_of_the_nodes_costs_no_machine_its_job(tmp_path: Path) -> None:
+async def test_slurm_without_the_nodes_costs_no_running_job(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         job = it.slurm.submit("1", 2, seconds=5000)
         await it.until(lambda: job.state == "RUNNING")
@@ -118,7 +118,7 @@ async def test_a_slurm_that_knows_none_of_the_nodes_costs_no_machine_its_job(tmp
         assert job.restarts == 0
 
 
-async def test_machines_of_nobody_go_also_while_slurm_does_not_answer(tmp_path: Path) -> None:
+async def test_orphan_machines_are_released_while_slurm_is_silent(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         account = it.context.accounts["lambda"]
         key = await account.provider.ensure_key(CLUSTER, it.context.public_key)

@@ -59,19 +59,19 @@ def use(job: str, start: float, end: float, node: str = "burst1", user: str = "a
         (Billing(), -1.0, 3 * 10),  # of which nothing is billed yet
     ],
 )
-def test_a_new_price_counts_from_then_on(billing: Billing, changed: float, expected: float) -> None:
+def test_new_price_counts_from_its_change(billing: Billing, changed: float, expected: float) -> None:
     one = machine(billing=billing, usd_hour=20.0, prices=((0.0, 10.0), (NOW - changed * HOUR, 20.0)))
     assert cost(one, NOW) == micros(expected)
 
 
-def test_what_was_spent_before_a_price_changed_stays_as_it_was() -> None:
+def test_price_change_keeps_earlier_costs() -> None:
     before = machine(usd_hour=10.0, prices=((0.0, 10.0),))
     after = replace(before, usd_hour=20.0, prices=((0.0, 10.0), (NOW - HOUR, 20.0)))
     for at in (NOW - 2.5 * HOUR, NOW - 1.2345 * HOUR, NOW - HOUR):
         assert cost(after, at) == cost(before, at)
 
 
-def test_now_today_and_month_are_told_by_nodeset() -> None:
+def test_summary_has_now_today_and_month_by_nodeset() -> None:
     other = machine("spot1", 40, 20, nodeset="spot")  # 4 of its 20 hours were before midnight of yesterday's day
     found = summary([machine(), other], [], NOW)
     assert (found.per_hour, found.machines) == (micros(10), 1)
@@ -81,7 +81,7 @@ def test_now_today_and_month_are_told_by_nodeset() -> None:
     assert found.month == "2026-11"
 
 
-def test_a_machine_that_runs_over_midnight_and_over_the_month_is_split_there() -> None:
+def test_cost_is_split_at_midnight_and_at_the_month_end() -> None:
     long = machine(since=24 * 20)
     found = summary([long], [], NOW)
     assert found.today == micros(120)
@@ -92,58 +92,58 @@ def test_a_machine_that_runs_over_midnight_and_over_the_month_is_split_there() -
     assert (october.today, october.per_hour) == (found.today, found.per_hour)
 
 
-def test_an_order_that_came_to_nothing_costs_nothing_and_an_open_one_only_counts_an_hour() -> None:
+def test_failed_order_costs_nothing_and_open_order_counts_hourly() -> None:
     order = rental("o", usd_hour=10.0, intended_at=NOW - HOUR)
     failed = replace(order, token="f", state="failed", gone_at=NOW)
     found = summary([order, failed], [], NOW)
     assert (found.total, found.today, found.per_hour, found.machines) == (0, 0, micros(10), 1)
 
 
-def test_a_job_pays_for_the_time_it_had_the_machine_and_the_rest_is_idle() -> None:
+def test_job_pays_for_its_time_and_the_rest_is_idle() -> None:
     found = summary([machine()], [use("7", 2.5, 1), use("8", 1, 0.5, user="bob")], NOW)
     assert found.jobs == (JobCost("7", "ann", "train", micros(15)), JobCost("8", "bob", "train", micros(5)))
     assert found.users == {"ann": micros(15), "bob": micros(5)}
     assert (found.idle, found.starting) == (micros(10), 0)
 
 
-def test_time_before_the_node_took_jobs_is_starting_not_idle() -> None:
+def test_time_before_join_is_starting_and_not_idle() -> None:
     found = summary([machine(joined_at=NOW - 2 * HOUR)], [use("7", 2, 1)], NOW)
     assert (found.starting, found.users, found.idle) == (micros(10), {"ann": micros(10)}, micros(10))
     never = summary([machine(joined_at=None)], [], NOW)
     assert (never.starting, never.idle) == (micros(30), 0)
 
 
-def test_jobs_that_share_a_machine_share_its_cost() -> None:
+def test_jobs_on_a_shared_machine_share_its_cost() -> None:
     found = summary([machine()], [use("7", 3, 1), use("8", 2, 0, user="bob")], NOW)
     assert {job.id: job.micros for job in found.jobs} == {"7": micros(15), "8": micros(15)}
     assert found.idle == 0
 
 
-def test_a_job_on_several_nodes_pays_for_all_of_them() -> None:
+def test_multi_node_job_pays_for_all_its_nodes() -> None:
     uses = [use("7", 3, 0, node) for node in ("burst1", "burst2")]
     found = summary([machine("burst1"), machine("burst2")], uses, NOW)
     assert found.jobs == (JobCost("7", "ann", "train", micros(60)),)
 
 
-def test_a_job_pays_for_the_machine_that_its_node_had_at_the_time() -> None:
+def test_job_pays_for_the_machine_behind_its_node_at_the_time() -> None:
     before, after = machine(since=10, until=8, usd_hour=1.0), machine(since=2)
     found = summary([before, after], [use("7", 9, 8), use("8", 2, 1)], NOW)
     assert {job.id: job.micros for job in found.jobs} == {"7": micros(1), "8": micros(10)}
 
 
-def test_jobs_on_nodes_that_are_not_rented_cost_nothing_here() -> None:
+def test_jobs_on_unrented_nodes_cost_nothing() -> None:
     found = summary([machine()], [use("7", 3, 0, node="lab1")], NOW)
     assert (found.jobs, found.idle) == ((), micros(30))
 
 
-def test_what_is_billed_beyond_the_time_used_is_divided_like_the_time() -> None:
+def test_rounded_up_billing_is_divided_like_the_time() -> None:
     by_hour = machine(since=1.5, billing=Billing(3600))  # two hours are billed
     found = summary([by_hour], [use("7", 0.75, 0)], NOW)
     assert found.total == micros(20)
     assert (found.users, found.idle) == ({"ann": micros(10)}, micros(10))
 
 
-def test_a_machine_without_a_price_is_named_and_in_no_sum() -> None:
+def test_machine_without_a_price_is_named_and_not_summed() -> None:
     unpriced = machine("odd1", usd_hour=None, offer=replace(machine().offer, usd_hour=None))
     found = summary([machine(), unpriced], [], NOW)
     assert (found.total, found.unpriced) == (micros(30), ("odd1",))
@@ -175,7 +175,7 @@ def test_users_starting_and_idle_add_up_to_the_month(lives: Any, spans: Any, bil
 
 
 @pytest.mark.usefixtures("in_utc")
-def test_jobs_are_read_as_what_they_had_when() -> None:
+def test_job_records_become_node_uses() -> None:
     records = [
         JobRecord(
             "7", "COMPLETED", "a", "ann", nodes="burst[1-2]", start="2026-11-15T09:00:00", end="2026-11-15T10:00:00"
@@ -194,7 +194,7 @@ def test_jobs_are_read_as_what_they_had_when() -> None:
 
 
 @pytest.mark.usefixtures("in_utc")
-def test_each_run_of_a_job_that_was_queued_again_counts() -> None:
+def test_each_run_of_a_requeued_job_counts() -> None:
     lines = "".join(
         f"JobId=3 UserId=ann(1000) GroupId=x(1) Name=x JobState={state} Partition=main TimeLimit=60 "
         f"StartTime=2026-11-15T0{hour}:00:00 EndTime=2026-11-15T0{hour}:30:00 NodeList=burst1 NodeCnt=1 ProcCnt=1 "
@@ -209,7 +209,7 @@ def test_each_run_of_a_job_that_was_queued_again_counts() -> None:
 
 
 @pytest.mark.usefixtures("in_utc")
-def test_a_job_that_both_records_have_counts_once() -> None:
+def test_job_in_both_records_counts_once() -> None:
     record = JobRecord("7", "COMPLETED", nodes="burst1", start="2026-11-15T09:00:00", end="2026-11-15T10:00:00")
     assert len(uses_of([record, record], NOW)) == 1
 
@@ -217,7 +217,7 @@ def test_a_job_that_both_records_have_counts_once() -> None:
 # What the controller says to whoever asks.
 
 
-def test_the_wire_form_comes_back_as_it_was_and_what_a_later_shoal_added_is_left_out() -> None:
+def test_report_round_trips_and_ignores_unknown_fields() -> None:
     whole = summary([machine(), machine("odd1", usd_hour=None)], [use("7", 2, 1)], NOW)
     assert decode(encode(whole)) == whole
     more = {**json.loads(encode(whole)), "moon": 1}
@@ -228,7 +228,7 @@ def test_the_wire_form_comes_back_as_it_was_and_what_a_later_shoal_added_is_left
             decode(text)
 
 
-def test_the_command_reads_the_ledger_and_slurms_records(tmp_path: Path) -> None:
+def test_command_reads_the_ledger_and_slurm_records(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     now = time.time()
     with Ledger.open(path) as ledger:
@@ -250,7 +250,7 @@ def test_the_command_reads_the_ledger_and_slurms_records(tmp_path: Path) -> None
     assert found.unattributed == ""
 
 
-def test_without_slurms_records_the_sums_are_told_all_the_same(
+def test_sums_are_reported_without_slurm_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -263,7 +263,7 @@ def test_without_slurms_records_the_sums_are_told_all_the_same(
     assert "scontrol" in found.unattributed
 
 
-def test_a_ledger_that_cannot_be_read_is_told_with_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_ledger_is_reported_with_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ledger", str(tmp_path / "none.db")]) == 1
     assert json.loads(capsys.readouterr().out) == {
         "error": f"cannot open the ledger {tmp_path}/none.db: unable to open database file",

@@ -55,7 +55,7 @@ def told(handle: int) -> bool:
         return False
 
 
-async def test_a_job_goes_on_when_all_of_its_nodes_are_there(tmp_path: Path) -> None:
+async def test_job_starts_when_all_its_nodes_are_ready(tmp_path: Path) -> None:
     slurm = Slurm("7 cloud[1-2],n1\n8 cloud3\n", "cloud1 alloc\ncloud2 alloc#\ncloud3 idle~\nn1 mix\n")
     starts = JobStarter(slurm.host, tmp_path)
     with pipe(tmp_path, "7.100") as seven, pipe(tmp_path, "8.101") as eight:
@@ -69,7 +69,7 @@ async def test_a_job_goes_on_when_all_of_its_nodes_are_there(tmp_path: Path) -> 
     assert ask == ("sinfo", "-h", "-N", "-n", "cloud[1-3],n1", "-o", "%N %t")
 
 
-async def test_a_job_that_went_back_into_the_queue_waits_no_more(tmp_path: Path) -> None:
+async def test_requeued_job_stops_waiting(tmp_path: Path) -> None:
     slurm = Slurm("9 cloud1\n", "cloud1 alloc#\n")
     with pipe(tmp_path, "7.100") as seven:
         await JobStarter(slurm.host, tmp_path).step()
@@ -77,20 +77,20 @@ async def test_a_job_that_went_back_into_the_queue_waits_no_more(tmp_path: Path)
     assert left(tmp_path) == []
 
 
-async def test_nothing_is_asked_while_nobody_waits(tmp_path: Path) -> None:
+async def test_slurm_is_not_queried_without_waiting_jobs(tmp_path: Path) -> None:
     slurm = Slurm("")
     await JobStarter(slurm.host, tmp_path).step()
     await JobStarter(slurm.host, tmp_path / "not made yet").step()
     assert slurm.asked == []
 
 
-async def test_what_is_left_of_a_program_that_was_killed_is_removed(tmp_path: Path) -> None:
+async def test_pipe_of_a_killed_program_is_removed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "7.100")
     await JobStarter(Slurm("").host, tmp_path).step()
     assert left(tmp_path) == []
 
 
-async def test_nobody_goes_on_while_slurmctld_cannot_be_asked(tmp_path: Path) -> None:
+async def test_jobs_keep_waiting_while_slurmctld_is_unreachable(tmp_path: Path) -> None:
     slurm = Slurm("")
     slurm.waiting = Result(1, stderr=b"Unable to contact slurm controller\n")
     with pipe(tmp_path, "7.100") as seven:
@@ -103,7 +103,7 @@ async def test_nobody_goes_on_while_slurmctld_cannot_be_asked(tmp_path: Path) ->
         assert not told(seven)
 
 
-async def test_what_is_no_pipe_is_neither_written_to_nor_removed(tmp_path: Path) -> None:
+async def test_only_pipes_are_written_and_removed(tmp_path: Path) -> None:
     place = tmp_path / "starts"
     place.mkdir()
     secret = tmp_path / "secret"
@@ -158,7 +158,7 @@ class Prolog:
         raise AssertionError("it does not wait")
 
 
-async def test_a_job_whose_nodes_are_all_there_does_not_wait(tmp_path: Path) -> None:
+async def test_job_with_all_nodes_ready_does_not_wait(tmp_path: Path) -> None:
     prolog = Prolog(tmp_path)
     prolog.says("7\n", "mix\nalloc\n")
     assert await asyncio.wait_for((await prolog.run()).wait(), LIMIT) == 0
@@ -167,7 +167,7 @@ async def test_a_job_whose_nodes_are_all_there_does_not_wait(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("state", ["alloc~", "alloc#", "idle%", "mix!"])
-async def test_a_job_waits_for_a_node_that_is_woken_until_the_service_has_it_go_on(tmp_path: Path, state: str) -> None:
+async def test_job_waits_for_a_powering_up_node_until_the_service_starts_the_job(tmp_path: Path, state: str) -> None:
     prolog = Prolog(tmp_path)
     prolog.says("7\n", f"alloc\n{state}\n")
     running = await prolog.run()
@@ -181,7 +181,7 @@ async def test_a_job_waits_for_a_node_that_is_woken_until_the_service_has_it_go_
 @pytest.mark.parametrize(
     ("waiting", "states"), [("6\n7\n", "alloc\nalloc\n"), ("77\n", "alloc#\n")], ids=["nodes there", "job gone"]
 )
-async def test_without_a_service_it_finds_out_by_itself(tmp_path: Path, waiting: str, states: str) -> None:
+async def test_job_polls_by_itself_without_a_service(tmp_path: Path, waiting: str, states: str) -> None:
     prolog = Prolog(tmp_path, look="0.1")
     prolog.says("7\n", "alloc#\n")
     running = await prolog.run()
@@ -191,7 +191,7 @@ async def test_without_a_service_it_finds_out_by_itself(tmp_path: Path, waiting:
     assert left(prolog.starts) == []
 
 
-def test_a_job_starts_even_where_there_is_no_place_to_wait(tmp_path: Path) -> None:
+def test_job_starts_without_a_directory_to_wait_in(tmp_path: Path) -> None:
     prolog = Prolog(tmp_path)
     prolog.says("7\n", "alloc#\n")
     prolog.starts.rmdir()

@@ -106,7 +106,7 @@ class Reef:
         return self.world.connector
 
 
-async def test_a_machine_becomes_a_node_and_the_controller_and_other_rented_nodes_learn_of_it(tmp_path: Path) -> None:
+async def test_joined_machine_is_announced_to_controller_and_rented_nodes(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2, joined=(3,))
     assert await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)}) == {"cloud1": "", "cloud2": ""}
     everyone = {**ADDRESSES, "cloud1": "10.0.0.21", "cloud2": "10.0.0.22", "cloud3": "10.0.0.23"}
@@ -121,7 +121,7 @@ async def test_a_machine_becomes_a_node_and_the_controller_and_other_rented_node
     assert not [key for key in reef.asked("c1") if "slurm" in key and key != f"file {SLURM_CONF}"]
 
 
-async def test_machines_that_come_one_shortly_after_the_other_know_each_other(tmp_path: Path) -> None:
+async def test_machines_joining_shortly_after_each_other_are_in_both_hosts_files(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2)
     first, second = reef.joiner.join({"cloud1": machine(1)}), reef.joiner.join({"cloud2": machine(2)})
     assert await asyncio.gather(first, second) == [{"cloud1": ""}, {"cloud2": ""}]
@@ -130,7 +130,7 @@ async def test_machines_that_come_one_shortly_after_the_other_know_each_other(tm
         assert "cloud1" in content and "cloud2" in content
 
 
-async def test_machines_that_are_ready_at_the_same_time_are_told_of_together(tmp_path: Path) -> None:
+async def test_machines_ready_together_are_announced_together(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2, 3, 4)
     joins = [reef.joiner.join({f"cloud{number}": machine(number)}) for number in (1, 2, 3, 4)]
     assert await asyncio.gather(*joins) == [{f"cloud{number}": ""} for number in (1, 2, 3, 4)]
@@ -139,7 +139,7 @@ async def test_machines_that_are_ready_at_the_same_time_are_told_of_together(tmp
     assert reef.item("c1", "block members in /etc/hosts")["content"].count("cloud") == 4
 
 
-async def test_a_machine_is_logged_in_to_once_and_runs_one_agent_for_all_that_it_is_brought_to(tmp_path: Path) -> None:
+async def test_joining_machine_needs_a_single_login_and_agent(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2)
     await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)})
     for name in ("cloud1", "cloud2"):
@@ -148,7 +148,7 @@ async def test_a_machine_is_logged_in_to_once_and_runs_one_agent_for_all_that_it
         assert host.closed
 
 
-async def test_one_that_cannot_be_entered_keeps_no_other_out(tmp_path: Path) -> None:
+async def test_failed_join_does_not_block_other_machines(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2, 3)
     reef.world.agents["cloud2"].failing["service munge"] = "munged did not start"
     joins = [reef.joiner.join({f"cloud{number}": machine(number)}) for number in (1, 2, 3)]
@@ -159,7 +159,7 @@ async def test_one_that_cannot_be_entered_keeps_no_other_out(tmp_path: Path) -> 
     ]
 
 
-async def test_a_machine_that_is_gone_is_forgotten_by_the_next_that_comes(tmp_path: Path) -> None:
+async def test_next_join_forgets_a_departed_machine(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, stale="cloud4")
     reef.known_hosts.mkdir()
     (reef.known_hosts / "i-4").write_text("met\n")
@@ -168,7 +168,7 @@ async def test_a_machine_that_is_gone_is_forgotten_by_the_next_that_comes(tmp_pa
     assert [path.name for path in reef.known_hosts.iterdir()] == ["i-1"]
 
 
-async def test_who_is_gone_is_forgotten_and_who_only_cannot_be_found_now_is_not(tmp_path: Path) -> None:
+async def test_departed_machine_is_forgotten_and_unlocated_machine_kept(tmp_path: Path) -> None:
     reef = Reef(tmp_path, joined=(1, 2, 3), stale="cloud4")
     reef.others = {"cloud1": machine(1), "cloud2": None}
     await reef.joiner.remove_departed()
@@ -181,7 +181,7 @@ async def test_who_is_gone_is_forgotten_and_who_only_cannot_be_found_now_is_not(
     assert "block members in /etc/hosts" not in reef.asked("c1"), "nothing has changed, and nobody is bothered"
 
 
-def test_the_keys_of_machines_that_are_gone_are_not_kept() -> None:
+def test_keys_of_departed_machines_are_removed() -> None:
     peers = [Peer(name, name * 8, (f"10.77.0.{number}",)) for number, name in enumerate(("n1", "cloud1", "cloud2"), 2)]
     facts = Facts(files={PEERS: FileFact(text=peers_conf(peers, 51820))})
     assert peers_in(without_peers(facts, {"cloud2", "cloud3"}, 51820).text(PEERS)) == {
@@ -190,7 +190,7 @@ def test_the_keys_of_machines_that_are_gone_are_not_kept() -> None:
     assert without_peers(facts, {"cloud3"}, 51820) is facts
 
 
-async def test_a_machine_whose_gpus_do_not_work_never_starts_slurmd(tmp_path: Path) -> None:
+async def test_machine_with_broken_gpus_never_starts_slurmd(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2)
     reef.answers({"cloud1": Result(1, stderr=b"1 GPUs were promised, and there are 0\n")})
     said = await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)})
@@ -199,9 +199,7 @@ async def test_a_machine_whose_gpus_do_not_work_never_starts_slurmd(tmp_path: Pa
     assert "service slurmd" in reef.asked("cloud2")
 
 
-async def test_a_machine_that_lets_nobody_in_keeps_no_other_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unreachable_machine_does_not_delay_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "SSH_WAIT_S", 0.0)
     reef = Reef(tmp_path, 1, 2)
     reef.world.hosts["cloud2"].unreachable = True
@@ -211,7 +209,7 @@ async def test_a_machine_that_lets_nobody_in_keeps_no_other_waiting(
     assert not said["cloud2"].startswith(UNFIT_PREFIX), "it may yet answer"
 
 
-async def test_a_machine_whose_slurm_is_newer_than_the_controllers_is_unfit(tmp_path: Path) -> None:
+async def test_machine_with_newer_slurm_than_the_controller_is_unfit(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1)
     agent = reef.world.agents["cloud1"]
     agent.facts = replace(agent.facts, packages=slurm_package("24.11.5-4"))
@@ -222,7 +220,7 @@ async def test_a_machine_whose_slurm_is_newer_than_the_controllers_is_unfit(tmp_
     }
 
 
-async def test_a_package_that_does_not_install_is_told_and_tried_again(tmp_path: Path) -> None:
+async def test_failed_item_is_reported_and_retried(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1)
     reef.world.agents["cloud1"].failing["service munge"] = "munged did not start"
     assert await reef.joiner.join({"cloud1": machine(1)}) == {"cloud1": "service munge: munged did not start"}
@@ -230,7 +228,7 @@ async def test_a_package_that_does_not_install_is_told_and_tried_again(tmp_path:
     assert await reef.joiner.join({"cloud1": machine(1)}) == {"cloud1": ""}
 
 
-async def test_a_node_that_slurm_does_not_hear_of_or_does_not_take_is_told(
+async def test_node_unregistered_or_rejected_by_slurm_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_checks, "REGISTRATION_TIMEOUT_S", 0.01)

@@ -12,8 +12,8 @@ import pytest
 from tests.unit.cloud.scene import CASES, CLUSTER, Scene, scene
 
 from shoal.cloud.providers.api import RentalOrder
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.leader import Leadership
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.roles.elastic import TAKE_LEAD
 
 EARLIER, LATER = 0x6A000000, 0x6A000001
@@ -37,7 +37,7 @@ def in_charge(it: Scene, since: int, mark: Path) -> None:
     it.context.leadership = Leadership(since, mark)
 
 
-async def test_who_sees_a_machine_of_a_later_service_orders_and_deletes_nothing_any_more(tmp_path: Path) -> None:
+async def test_superseded_service_orders_and_deletes_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         mark = tmp_path / "succeeded"
         in_charge(it, EARLIER, mark)
@@ -56,7 +56,7 @@ async def test_who_sees_a_machine_of_a_later_service_orders_and_deletes_nothing_
         )
 
 
-async def test_after_a_restart_it_still_touches_nothing_whatever_lists_show_then(tmp_path: Path) -> None:
+async def test_superseded_service_stays_superseded_after_a_restart(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         mark = tmp_path / "succeeded"
         in_charge(it, EARLIER, mark)
@@ -69,7 +69,7 @@ async def test_after_a_restart_it_still_touches_nothing_whatever_lists_show_then
         assert it.context.leadership.superseded and it.machines() == [] and it.rentals() == []
 
 
-async def test_the_later_one_gives_back_what_the_earlier_one_rents(tmp_path: Path) -> None:
+async def test_leader_releases_machines_of_the_earlier_service(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         in_charge(it, LATER, tmp_path / "succeeded")
         await order(it, EARLIER)
@@ -77,7 +77,7 @@ async def test_the_later_one_gives_back_what_the_earlier_one_rents(tmp_path: Pat
         assert not it.context.leadership.superseded
 
 
-async def test_machines_of_its_own_are_no_sign_of_another_also_where_the_ledger_is_lost(tmp_path: Path) -> None:
+async def test_own_machines_do_not_supersede_after_a_lost_ledger(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         in_charge(it, LATER, tmp_path / "succeeded")
         await order(it, LATER)
@@ -86,7 +86,7 @@ async def test_machines_of_its_own_are_no_sign_of_another_also_where_the_ledger_
         assert not it.context.leadership.superseded
 
 
-async def test_one_that_was_put_in_charge_again_is_the_later_one(tmp_path: Path) -> None:
+async def test_reinstated_service_is_the_leader(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         in_charge(it, EARLIER, tmp_path / "succeeded")
         await order(it, LATER)
@@ -98,7 +98,7 @@ async def test_one_that_was_put_in_charge_again_is_the_later_one(tmp_path: Path)
         assert not it.context.leadership.superseded
 
 
-async def test_nothing_is_ordered_before_a_list_has_shown_whether_it_is_for_us_to_order(tmp_path: Path) -> None:
+async def test_nothing_is_ordered_before_the_first_list_of_an_account(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", "runpod") as it:
         in_charge(it, EARLIER, tmp_path / "succeeded")
         it.fault("list-fails", -1, at="lambda")
@@ -108,13 +108,13 @@ async def test_nothing_is_ordered_before_a_list_has_shown_whether_it_is_for_us_t
         assert {one.account for one in it.rentals()} == {"runpod"}
 
 
-def test_every_token_is_another_one_and_tells_the_time_at_its_end() -> None:
+def test_tokens_are_unique_and_end_with_the_leader_time() -> None:
     tokens = {Leadership(LATER).token() for _ in range(100)}
     assert len(tokens) == 100 and all(token.endswith("x6a000001") and len(token) == 17 for token in tokens)
 
 
 @pytest.mark.parametrize("clock", ["right", "behind"])
-def test_shoal_up_puts_a_service_in_charge_that_is_later_than_all_before_it(clock: str, tmp_path: Path) -> None:
+def test_shoal_up_makes_a_leader_later_than_all_before(clock: str, tmp_path: Path) -> None:
     since, mark = tmp_path / "since", tmp_path / "succeeded"
     account = SimpleNamespace(name="lambda", listing=SimpleNamespace(instances={}))
     later = int(time.time()) + (86400 if clock == "behind" else -86400)

@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "elastic" / "ledger.db"
 
 
-def test_a_rental_is_read_back_as_it_was_written(path: Path) -> None:
+def test_rental_round_trips(path: Path) -> None:
     whole = rental(jobs=("17", "18_3"), billing=Billing(60, 120, from_up=True))
     with Ledger.open(path) as ledger:
         ledger.intend(whole)
@@ -37,7 +37,7 @@ def test_a_rental_is_read_back_as_it_was_written(path: Path) -> None:
         assert ledger.live() == [whole]
 
 
-def test_the_life_of_a_machine_is_kept_with_its_times(path: Path) -> None:
+def test_states_of_a_machine_are_stored_with_their_times(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.made("t1", "i-1", 30.5, 110.0)
@@ -61,7 +61,7 @@ def test_the_life_of_a_machine_is_kept_with_its_times(path: Path) -> None:
         assert ledger.live() == []
 
 
-def test_a_price_that_no_answer_tells_is_the_offers(path: Path) -> None:
+def test_missing_price_falls_back_to_the_offer(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental(usd_hour=None))
         ledger.made("t1", "i-1", None, 110.0)
@@ -70,7 +70,7 @@ def test_a_price_that_no_answer_tells_is_the_offers(path: Path) -> None:
         assert ledger.get("t1").usd_hour == 0.123457
 
 
-def test_the_first_price_that_is_told_counts_from_the_beginning_and_another_one_from_then_on(path: Path) -> None:
+def test_first_price_counts_from_the_start_and_later_prices_from_their_change(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.made("t1", "i-1", None, 110.0)
@@ -81,7 +81,7 @@ def test_the_first_price_that_is_told_counts_from_the_beginning_and_another_one_
         assert found.usd_hour == 29.5
 
 
-def test_a_ledger_of_an_older_shoal_is_read_as_it_is_and_brought_up_to_date_where_it_is_written(path: Path) -> None:
+def test_older_ledger_is_readable_and_migrated_on_write(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
     with sqlite3.connect(path) as database:
@@ -97,7 +97,7 @@ def test_a_ledger_of_an_older_shoal_is_read_as_it_is_and_brought_up_to_date_wher
         assert ledger.get("t1").usd_hour == 30.0
 
 
-def test_a_failed_order_says_what_kind_of_trouble_it_was(path: Path) -> None:
+def test_failed_order_stores_its_failure_kind(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.failed("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
@@ -112,7 +112,7 @@ def test_a_failed_order_says_what_kind_of_trouble_it_was(path: Path) -> None:
         assert ledger.get("t1") == rental(state="made", id="i-1", made_at=110.0)
 
 
-def test_a_machine_that_nobody_wants_any_more_is_known_by_its_id_when_it_turns_up(path: Path) -> None:
+def test_released_order_keeps_the_id_of_a_late_machine(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.releasing("t1", "job 17 was cancelled", 102.0)
@@ -122,7 +122,7 @@ def test_a_machine_that_nobody_wants_any_more_is_known_by_its_id_when_it_turns_u
         assert found.reason == "job 17 was cancelled"
 
 
-def test_a_machine_that_turns_up_again_bills_on(path: Path) -> None:
+def test_reappearing_machine_is_billed_again(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.made("t1", "i-1", None, 110.0)
@@ -134,7 +134,7 @@ def test_a_machine_that_turns_up_again_bills_on(path: Path) -> None:
         assert (found.state, found.gone_at, found.billed_until) == ("releasing", None, None)
 
 
-def test_a_second_machine_of_one_order_is_refused_with_both_names(path: Path) -> None:
+def test_second_machine_of_an_order_is_rejected_with_both_ids(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.made("t1", "i-1", None, 110.0)
@@ -146,7 +146,7 @@ def test_a_second_machine_of_one_order_is_refused_with_both_names(path: Path) ->
         assert ledger.get("t1").id == "i-1"
 
 
-def test_the_same_step_twice_changes_nothing(path: Path) -> None:
+def test_repeated_step_changes_nothing(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         ledger.made("t1", "i-1", 30.0, 110.0)
@@ -171,7 +171,7 @@ def test_the_same_step_twice_changes_nothing(path: Path) -> None:
         )
 
 
-def test_a_step_that_cannot_be_is_refused_with_the_state_it_is_in(path: Path) -> None:
+def test_impossible_step_is_rejected_with_the_current_state(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         with pytest.raises(LedgerError, match=r"^burst1: rental t1 is intended and cannot become joined$"):
@@ -181,7 +181,7 @@ def test_a_step_that_cannot_be_is_refused_with_the_state_it_is_in(path: Path) ->
         assert ledger.get("t1") == rental()
 
 
-def test_a_gang_is_intended_whole_or_not_at_all(path: Path) -> None:
+def test_gang_is_recorded_whole_or_not_at_all(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental("t3"))
         with pytest.raises(LedgerError, match=r"^burst1: token t3 is already in the ledger$"):
@@ -193,7 +193,7 @@ def test_a_gang_is_intended_whole_or_not_at_all(path: Path) -> None:
         assert [one.token for one in ledger.all()] == ["t3", "t1", "t2"]
 
 
-def test_all_since_a_time_has_what_lived_then(path: Path) -> None:
+def test_all_since_a_time_returns_rentals_alive_then(path: Path) -> None:
     with Ledger.open(path) as ledger:
         for token in ("early", "late", "now"):
             ledger.intend(rental(token))
@@ -204,7 +204,7 @@ def test_all_since_a_time_has_what_lived_then(path: Path) -> None:
         assert [one.token for one in ledger.all()] == ["early", "late", "now"]
 
 
-def test_the_rentals_of_a_node_come_newest_first(path: Path) -> None:
+def test_rentals_of_a_node_are_newest_first(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental("old", intended_at=100.0))
         ledger.intend(rental("other", node="burst2", intended_at=150.0))
@@ -221,7 +221,7 @@ def test_no_row_can_be_deleted(path: Path) -> None:
     database.close()
 
 
-def test_what_is_blocked_is_forgotten_in_time_or_when_somebody_acts(path: Path) -> None:
+def test_block_ends_with_time_or_by_unblock(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.block("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
         ledger.block("runpod", "", "", "", None, "no money left")
@@ -235,7 +235,7 @@ def test_what_is_blocked_is_forgotten_in_time_or_when_somebody_acts(path: Path) 
         assert ledger.blocks(0.0) == []
 
 
-def test_a_longer_block_is_not_shortened(path: Path) -> None:
+def test_longer_block_is_not_shortened(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.block("a", "t", "p", "spot", 1000.0, "long")
         ledger.block("a", "t", "p", "spot", 500.0, "short")
@@ -257,11 +257,11 @@ def test_a_longer_block_is_not_shortened(path: Path) -> None:
         (OrderBlock("lambda"), False),
     ],
 )
-def test_a_block_covers_the_offers_it_names(block: OrderBlock, covers: bool) -> None:
+def test_block_covers_the_offers_of_its_scope(block: OrderBlock, covers: bool) -> None:
     assert block.covers(A100) is covers
 
 
-def test_the_last_order_of_an_account_is_remembered_over_a_restart(path: Path) -> None:
+def test_last_order_time_of_an_account_survives_a_restart(path: Path) -> None:
     with Ledger.open(path) as ledger:
         assert ledger.last_rate("lambda") == 0.0
         ledger.paced("lambda", 120.0)
@@ -270,7 +270,7 @@ def test_the_last_order_of_an_account_is_remembered_over_a_restart(path: Path) -
         assert ledger.last_rate("lambda") == 110.0
 
 
-def test_only_its_owner_can_read_the_file(path: Path) -> None:
+def test_ledger_is_readable_only_by_its_owner(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         modes = {one.name: one.stat().st_mode & 0o777 for one in path.parent.iterdir()}
@@ -278,7 +278,7 @@ def test_only_its_owner_can_read_the_file(path: Path) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_reader_sees_what_is_whole_while_the_service_writes(path: Path) -> None:
+def test_reader_sees_whole_transactions_while_the_service_writes(path: Path) -> None:
     with Ledger.open(path) as writer:
         writer.intend(*(rental(f"a{number}") for number in range(4)))
         counts: list[int] = []
@@ -299,7 +299,7 @@ def test_a_reader_sees_what_is_whole_while_the_service_writes(path: Path) -> Non
     assert all(count % 4 == 0 for count in counts)  # a gang is there whole
 
 
-def test_what_another_process_wrote_is_seen_at_once(path: Path) -> None:
+def test_reader_sees_writes_of_another_process_at_once(path: Path) -> None:
     with Ledger.open(path) as writer, Ledger.read(path) as reader:
         assert reader.live() == []
         writer.intend(rental())
@@ -311,7 +311,7 @@ def test_what_another_process_wrote_is_seen_at_once(path: Path) -> None:
         assert reader.live() == writer.live() == []
 
 
-def test_a_reader_changes_nothing(path: Path) -> None:
+def test_reader_cannot_write(path: Path) -> None:
     with Ledger.open(path) as writer:
         writer.intend(rental())
     with Ledger.read(path) as reader:
@@ -320,7 +320,7 @@ def test_a_reader_changes_nothing(path: Path) -> None:
             reader.intend(rental("t2"))
 
 
-def test_a_second_writer_is_told_that_there_is_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_writer_gets_a_lock_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Ledger.open(path) as first:
         first.intend(rental())
         monkeypatch.setattr("shoal.cloud.service.ledger.LOCK_TIMEOUT_S", 0.01)
@@ -334,7 +334,7 @@ def test_a_second_writer_is_told_that_there_is_one(path: Path, monkeypatch: pyte
     )
 
 
-def test_a_ledger_that_is_not_there_is_told_to_a_reader(path: Path) -> None:
+def test_missing_ledger_is_reported_to_a_reader(path: Path) -> None:
     with pytest.raises(LedgerError) as caught:
         Ledger.read(path)
     assert str(caught.value) == (
@@ -343,7 +343,7 @@ def test_a_ledger_that_is_not_there_is_told_to_a_reader(path: Path) -> None:
     )
 
 
-def test_a_ledger_of_a_newer_shoal_is_refused_and_left_alone(path: Path) -> None:
+def test_newer_ledger_is_rejected_and_unchanged(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
     with sqlite3.connect(path) as database:
@@ -360,7 +360,7 @@ def test_a_ledger_of_a_newer_shoal_is_refused_and_left_alone(path: Path) -> None
     assert path.read_bytes() == before
 
 
-def test_somebody_elses_database_is_refused_and_left_alone(path: Path) -> None:
+def test_foreign_database_is_rejected_and_unchanged(path: Path) -> None:
     path.parent.mkdir()
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE theirs (a)")
@@ -373,7 +373,7 @@ def test_somebody_elses_database_is_refused_and_left_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["text", "page"])
-def test_a_broken_file_is_refused_with_what_to_do(path: Path, damage: str) -> None:
+def test_damaged_file_is_rejected_with_the_fix(path: Path, damage: str) -> None:
     if damage == "text":
         path.parent.mkdir()
         path.write_text("this is no database, and long enough to be looked at as one " * 20)
@@ -389,13 +389,13 @@ def test_a_broken_file_is_refused_with_what_to_do(path: Path, damage: str) -> No
     assert caught.value.hint == ("keep a copy, restore a good one, or move it away; `shoal reap` shows what is rented")
 
 
-def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match=r": Not a directory|: File exists"):
         Ledger.open(tmp_path / "file" / "ledger.db")
 
 
-def test_a_field_that_a_later_shoal_wrote_into_an_offer_is_passed_over(path: Path) -> None:
+def test_unknown_field_of_an_offer_is_ignored(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         text = ledger._database.execute("SELECT offer FROM rentals").fetchone()[0]
@@ -420,7 +420,7 @@ CALLS = st.sampled_from(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(CALLS, max_size=12))
-def test_only_legal_steps_are_taken_and_a_refused_one_leaves_no_trace(
+def test_only_legal_steps_are_stored_and_rejected_steps_leave_no_trace(
     calls: list[Call], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with Ledger.open(tmp_path_factory.mktemp("ledger") / "ledger.db") as ledger:
@@ -507,7 +507,7 @@ STATES = {
 }
 
 
-def test_killed_before_any_statement_it_has_all_that_was_acknowledged_and_nothing_by_halves(path: Path) -> None:
+def test_kill_at_any_statement_keeps_acknowledged_writes_and_no_partial_write(path: Path) -> None:
     path.parent.mkdir()
     command = [sys.executable, "-c", CHILD, str(path.parent)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

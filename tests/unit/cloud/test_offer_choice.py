@@ -37,29 +37,29 @@ def found(*listed: Any, blocks: Any = (), **values: Any) -> list[Offer]:
     return candidates(nodeset(*(one for one, _ in listed), **values), listed, blocks)
 
 
-def test_offers_are_tried_in_the_order_of_the_file() -> None:
+def test_offers_are_tried_in_file_order() -> None:
     assert found(*BOTH) == [H100, A3, SPOT]
     assert found(*reversed(BOTH)) == [SPOT, A3, H100]
 
 
-def test_or_the_cheapest_first() -> None:
+def test_prefer_cheapest_sorts_offers_by_price() -> None:
     assert found(*BOTH, prefer="cheapest") == [SPOT, H100, A3]
 
 
-def test_within_a_line_the_cheapest_place_comes_first_and_one_without_a_price_last() -> None:
+def test_cheapest_region_of_a_line_is_first_and_unpriced_last() -> None:
     east, west, south = (replace(H100, region=f"us-{name}-1") for name in ("east", "west", "south"))
     dear, unknown = replace(east, usd_hour=40.0), replace(south, usd_hour=None)
     assert found((LAMBDA, [unknown, dear, west])) == [west, dear, unknown]
     assert found((LAMBDA, [unknown, dear, west]), prefer="cheapest") == [west, dear, unknown]
 
 
-def test_of_equal_prices_the_one_that_is_surely_there_comes_first() -> None:
+def test_confirmed_availability_is_first_at_equal_price() -> None:
     unknown = replace(H100, region="a", available="unknown")
     low, yes = replace(H100, region="b", available="low"), replace(H100, region="c", available="yes")
     assert found((LAMBDA, [unknown, low, yes])) == [yes, low, unknown]
 
 
-def test_what_the_provider_has_none_of_is_tried_last_and_only_where_the_file_names_the_place() -> None:
+def test_unavailable_offer_is_last_and_needs_a_named_region() -> None:
     out = replace(H100, available="no", usd_hour=1.0)
     assert found((LAMBDA, [out]), (GCP, [A3])) == [A3]
     named = choice("lambda", region="us-west-1")
@@ -67,11 +67,11 @@ def test_what_the_provider_has_none_of_is_tried_last_and_only_where_the_file_nam
     assert found((named, [out]), (GCP, [A3])) == [A3, out]
 
 
-def test_an_offer_that_two_lines_name_is_tried_once() -> None:
+def test_offer_named_by_two_lines_is_tried_once() -> None:
     assert found((LAMBDA, [H100]), (choice("lambda", "gpu_8x_h100"), [H100])) == [H100]
 
 
-def test_only_what_the_line_says_is_tried_whatever_the_provider_lists() -> None:
+def test_only_offers_matching_the_line_are_tried() -> None:
     other = replace(H100, type="gpu_1x_a10")
     east = replace(H100, region="us-east-1")
     line = choice("lambda", "gpu_8x_h100", region="us-west-1")
@@ -79,12 +79,12 @@ def test_only_what_the_line_says_is_tried_whatever_the_provider_lists() -> None:
     assert found((choice("gcp", zone="us-central1-c"), [A3])) == []
 
 
-def test_what_costs_more_than_max_price_is_not_tried_nor_what_has_no_price_then() -> None:
+def test_offers_above_max_price_or_without_a_price_are_skipped() -> None:
     assert found(*BOTH, max_price=31.92) == [H100, SPOT]
     assert found((LAMBDA, [replace(H100, usd_hour=None)]), max_price=100) == []
 
 
-def test_what_is_blocked_is_not_tried() -> None:
+def test_blocked_offers_are_skipped() -> None:
     blocks = [OrderBlock("lambda"), OrderBlock("gcp", "a3-highgpu-8g", "us-central1-b", "spot")]
     assert found(*BOTH, blocks=blocks) == [A3]
 
@@ -160,35 +160,35 @@ def test_at_most_25_offers_are_tried() -> None:
         (FailureKind.AMBIGUOUS, "offer", None),
     ],
 )
-def test_each_trouble_is_remembered_as_wide_and_as_long_as_it_is_true(
+def test_each_failure_kind_blocks_its_scope_for_its_time(
     kind: FailureKind, scope: Scope, expected: OrderBlock | None
 ) -> None:
     said = "no such image" if kind is FailureKind.INVALID else "their own words"
     assert block_for(A3, RequestOutcome(failure=kind, scope=scope, message=said), NOW) == expected
 
 
-def test_spot_that_is_out_leaves_the_whole_price_to_be_tried() -> None:
+def test_spot_stockout_leaves_on_demand_open() -> None:
     out = block_for(SPOT, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
     assert out is not None
     assert out.why == "gcp us-central1-b out of a3-highgpu-8g spot"
     assert out.covers(SPOT) and not out.covers(A3)
 
 
-def test_a_quota_is_the_same_for_both_markets_and_for_all_zones() -> None:
+def test_quota_block_covers_both_markets_and_all_zones() -> None:
     full = block_for(SPOT, RequestOutcome(failure=FailureKind.QUOTA, scope="zone"), NOW)
     assert full is not None
     assert full.covers(A3) and full.covers(replace(A3, zone="us-central1-c"))
     assert not full.covers(replace(A3, region="us-east1", zone="us-east1-b"))
 
 
-def test_the_owner_of_a_job_reads_what_was_out_and_what_is_tried_now() -> None:
+def test_job_comment_names_the_stockout_and_the_next_offer() -> None:
     out = block_for(H100, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
     assert out is not None
     assert trying_text(A3, out.why) == "lambda us-west-1 out of gpu_8x_h100, trying gcp us-central1-b"
     assert trying_text(SPOT) == "trying gcp us-central1-b spot"
 
 
-def test_when_nothing_is_left_it_says_why_and_when_it_is_tried_again() -> None:
+def test_job_comment_names_all_reasons_and_the_next_try() -> None:
     first = block_for(H100, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
     second = block_for(A3, RequestOutcome(failure=FailureKind.QUOTA, scope="region"), NOW)
     assert first is not None and second is not None
@@ -200,7 +200,7 @@ def test_when_nothing_is_left_it_says_why_and_when_it_is_tried_again() -> None:
     )
 
 
-def test_what_only_a_person_can_mend_has_no_next_try() -> None:
+def test_block_that_needs_the_operator_has_no_next_try() -> None:
     closed = block_for(H100, RequestOutcome(failure=FailureKind.AUTH), NOW)
     assert closed is not None
     said = ("lambda does not accept our key (replace it, then run `shoal up`)", None)
@@ -209,7 +209,7 @@ def test_what_only_a_person_can_mend_has_no_next_try() -> None:
     assert why_none(nodeset(LAMBDA), ((LAMBDA, []),), [closed], NOW) == said
 
 
-def test_a_block_of_another_place_is_no_reason() -> None:
+def test_block_of_another_region_is_not_a_reason() -> None:
     line = choice("lambda", "gpu_8x_h100", region="us-east-1")
     out = block_for(H100, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
     assert out is not None
@@ -230,11 +230,11 @@ def test_a_block_of_another_place_is_no_reason() -> None:
         (replace(H100, available="no"), None, "lambda has none left; next try at 12:10 UTC"),
     ],
 )
-def test_dear_and_empty_are_told_apart(offer: Offer, max_price: float | None, said: str) -> None:
+def test_price_limit_and_stockout_have_different_reasons(offer: Offer, max_price: float | None, said: str) -> None:
     assert why_none(nodeset(LAMBDA, max_price=max_price), ((LAMBDA, [offer]),), [], NOW)[0] == said
 
 
-def test_many_reasons_are_cut_short() -> None:
+def test_long_reason_list_is_shortened() -> None:
     lines = [choice("lambda", region=f"us-{number}") for number in range(5)]
     said, _ = why_none(nodeset(*lines), [(line, []) for line in lines], [], NOW)
     assert said == (

@@ -35,9 +35,7 @@ def ask(place: Path, verb: str, nodes: str, resume_file: Path | None = None) -> 
 @pytest.mark.parametrize(
     ("told", "nodes"), [(RESUME_22, ("cl1", "cl2")), (RESUME_23, ("cl1", "cl2", "cl3"))], ids=["22.05", "23.02"]
 )
-def test_a_request_says_which_job_waits_for_which_nodes(
-    place: Path, tmp_path: Path, told: object, nodes: tuple[str, ...]
-) -> None:
+def test_request_names_jobs_and_their_nodes(place: Path, tmp_path: Path, told: object, nodes: tuple[str, ...]) -> None:
     file = tmp_path / "resume.json"
     file.write_text(json.dumps(told))
     assert ask(place, "resume", "cl[1-2]", file) == 0
@@ -48,21 +46,21 @@ def test_a_request_says_which_job_waits_for_which_nodes(
     assert requests.take() == []
 
 
-def test_requests_come_out_in_the_order_they_went_in(place: Path) -> None:
+def test_requests_are_read_in_their_order(place: Path) -> None:
     for verb in ("resume", "suspend", "resume-fail"):
         ask(place, verb, "cl1")
     assert [one.verb for one in RequestQueue(place).take()] == ["resume", "suspend", "resume-fail"]
 
 
 @pytest.mark.parametrize("broken", ["", "no json", "[]", '{"jobs": 5}', '{"jobs": [5]}'])
-def test_a_resume_file_that_cannot_be_read_does_not_lose_the_request(place: Path, tmp_path: Path, broken: str) -> None:
+def test_unreadable_resume_file_keeps_the_request(place: Path, tmp_path: Path, broken: str) -> None:
     file = tmp_path / "resume.json"
     file.write_text(broken)
     assert ask(place, "resume", "cl1", file) == 0
     assert RequestQueue(place).take() == [PowerRequest("resume", ("cl1",))]
 
 
-def test_what_makes_no_sense_is_thrown_away_and_the_rest_is_read(
+def test_invalid_requests_are_dropped_and_the_rest_read(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (place / "0-a").write_text("{")
@@ -79,7 +77,7 @@ def test_what_makes_no_sense_is_thrown_away_and_the_rest_is_read(
     assert not list(place.iterdir())
 
 
-def test_a_note_that_is_still_being_written_is_left_alone(place: Path) -> None:
+def test_incomplete_request_file_is_ignored(place: Path) -> None:
     (place / ".123-4").write_text("{")
     requests = RequestQueue(place)
     assert not requests.waiting()
@@ -87,11 +85,11 @@ def test_a_note_that_is_still_being_written_is_left_alone(place: Path) -> None:
     assert (place / ".123-4").exists()
 
 
-def test_where_there_is_no_directory_nothing_was_asked(tmp_path: Path) -> None:
+def test_missing_directory_means_no_requests(tmp_path: Path) -> None:
     assert not RequestQueue(tmp_path / "none").waiting()
 
 
-def test_the_program_runs_alone_and_tells_how_it_is_used(tmp_path: Path) -> None:
+def test_program_runs_alone_and_prints_its_usage(tmp_path: Path) -> None:
     program = tmp_path / "resume"
     program.write_text(Path(request.__file__).read_text())
     # Nothing but the standard library is there, and none of the user's own.

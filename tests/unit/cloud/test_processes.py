@@ -12,21 +12,21 @@ import pytest
 from shoal.cloud.service.processes import ProcessResult, run, run_connected
 
 
-async def test_what_a_program_prints_is_its_answer_and_what_it_complains_of_its_problem() -> None:
+async def test_stdout_is_the_answer_and_stderr_the_problem() -> None:
     assert await run(["sh", "-c", "echo yes; echo warning >&2"]) == ProcessResult(0, "yes\n")
     refused = await run(["sh", "-c", "echo no >&2; echo 'such luck' >&2; exit 3"])
     assert (refused, refused.problem) == (ProcessResult(3, "no such luck"), "no such luck")
     assert (await run(["sh", "-c", "exit 4"])).problem == "exit status 4"
 
 
-async def test_each_of_two_is_the_others_input() -> None:
+async def test_connected_processes_exchange_their_output() -> None:
     first = ["sh", "-c", 'read -r said; echo "heard $said"; read -r end || exit 0']
     second = ["sh", "-c", 'echo one; exec >&-; read -r said; [ "$said" = "heard one" ]']
     assert await run_connected(first, second) == (ProcessResult(0), ProcessResult(0))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-async def test_when_one_fails_the_other_is_ended(failing: int) -> None:
+async def test_failure_of_a_process_ends_its_partner(failing: int) -> None:
     pair = [["sleep", "600"], ["sleep", "600"]]
     pair[failing] = ["sh", "-c", "echo broken >&2; exit 5"]
     ends = await asyncio.wait_for(run_connected(*pair), 60)
@@ -34,7 +34,7 @@ async def test_when_one_fails_the_other_is_ended(failing: int) -> None:
     assert ends[1 - failing].status != 0
 
 
-async def test_who_gives_up_waiting_leaves_nothing_running(tmp_path: Path) -> None:
+async def test_cancelled_wait_leaves_no_process(tmp_path: Path) -> None:
     line = ["sh", "-c", 'echo $$ > "$0"; exec sleep 600']
     waiting = asyncio.create_task(run_connected([*line, str(tmp_path / "a")], [*line, str(tmp_path / "b")]))
     async with asyncio.timeout(60):

@@ -31,7 +31,7 @@ async def running(it: Scene, job: str = "1") -> None:
 
 
 @pytest.mark.parametrize("kind", ["gcp", "sandbox"])  # Google shows a machine as stopping while it still has its notice
-async def test_a_notice_warns_the_job_and_it_goes_on_elsewhere(tmp_path: Path, kind: str) -> None:
+async def test_preemption_notice_warns_the_job_and_requeues_elsewhere(tmp_path: Path, kind: str) -> None:
     async with scene(tmp_path, kind) as it:
         job = it.slurm.submit("1", 2, seconds=600)
         await running(it)
@@ -46,7 +46,7 @@ async def test_a_notice_warns_the_job_and_it_goes_on_elsewhere(tmp_path: Path, k
         assert it.machines() == []
 
 
-async def test_a_job_that_leaves_by_itself_after_the_warning_frees_the_node_at_once(tmp_path: Path) -> None:
+async def test_job_that_exits_after_the_warning_frees_its_node_at_once(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         job = it.slurm.submit("1", 1, seconds=600)
         await running(it)
@@ -59,7 +59,7 @@ async def test_a_job_that_leaves_by_itself_after_the_warning_frees_the_node_at_o
         assert it.rentals("releasing")
 
 
-async def test_a_job_that_does_not_save_gets_no_signal_and_is_queued_again(tmp_path: Path) -> None:
+async def test_job_without_checkpoints_gets_no_signal_and_is_requeued(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         job = it.slurm.submit("1", 1, seconds=600, saves=False)
         await running(it)
@@ -68,7 +68,7 @@ async def test_a_job_that_does_not_save_gets_no_signal_and_is_queued_again(tmp_p
         assert job.warned == 0
 
 
-async def test_a_service_that_starts_anew_in_the_middle_of_a_notice_goes_on(tmp_path: Path) -> None:
+async def test_restarted_service_continues_a_preemption_notice(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         job = it.slurm.submit("1", 1, seconds=600)
         await running(it)
@@ -83,7 +83,7 @@ async def test_a_service_that_starts_anew_in_the_middle_of_a_notice_goes_on(tmp_
 # ---- money
 
 
-async def test_a_budget_refuses_what_it_does_not_hold_with_the_reason_on_the_job(tmp_path: Path) -> None:
+async def test_order_above_the_budget_is_rejected_with_the_reason_on_the_job(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", budget=Budget(per_hour=3.0)) as it:
         first, second = it.slurm.submit("1", 2, seconds=1200), it.slurm.submit("2", 1)
         await running(it)
@@ -95,7 +95,7 @@ async def test_a_budget_refuses_what_it_does_not_hold_with_the_reason_on_the_job
         assert max(_rates(it)) <= 3.0
 
 
-async def test_two_jobs_at_once_do_not_both_get_the_last_of_the_money(tmp_path: Path) -> None:
+async def test_concurrent_jobs_cannot_both_use_the_rest_of_the_budget(tmp_path: Path) -> None:
     async with scene(tmp_path, "runpod", budget=Budget(per_hour=0.5)) as it:
         it.slurm.submit("1", 1)
         it.slurm.submit("2", 1)
@@ -103,7 +103,7 @@ async def test_two_jobs_at_once_do_not_both_get_the_last_of_the_money(tmp_path: 
         assert len(it.machines()) == 1
 
 
-async def test_a_machine_that_nobody_can_give_back_keeps_no_job_waiting_without_a_word(tmp_path: Path) -> None:
+async def test_unreleasable_machine_in_the_budget_is_shown_on_the_job(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
         leave(it, "an account of before")
         job = it.slurm.submit("1", 1)
@@ -111,7 +111,7 @@ async def test_a_machine_that_nobody_can_give_back_keeps_no_job_waiting_without_
         assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
 
 
-async def test_a_job_that_waits_for_the_room_of_a_machine_on_its_way_out_says_so(
+async def test_job_waiting_for_a_release_in_the_budget_shows_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
@@ -137,7 +137,7 @@ def leave(it: Scene, account: str) -> None:
     it.ledger.releasing("t1", "no longer wanted", now)
 
 
-async def test_what_does_not_fit_the_budget_is_looked_for_cheaper(tmp_path: Path) -> None:
+async def test_cheaper_offer_is_tried_when_the_budget_is_too_small(tmp_path: Path) -> None:
     dear = choice(CASES["lambda"], type="gpu_1x_h100_sxm5")
     sets = (rented_set("burst", 4, dear, choice(CASES["lambda"])),)
     async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2.0)) as it:
@@ -146,7 +146,7 @@ async def test_what_does_not_fit_the_budget_is_looked_for_cheaper(tmp_path: Path
         assert [machine.order.type for machine in it.machines()] == ["gpu_1x_a10"]
 
 
-async def test_a_spent_budget_that_says_so_ends_what_runs(tmp_path: Path) -> None:
+async def test_exhausted_budget_with_end_ends_running_jobs(tmp_path: Path) -> None:
     budget = Budget(per_day=2.0, then="end")
     async with scene(tmp_path, "lambda", budget=budget) as it:
         job = it.slurm.submit("1", 1, seconds=9 * 3600)
@@ -157,7 +157,7 @@ async def test_a_spent_budget_that_says_so_ends_what_runs(tmp_path: Path) -> Non
         assert sum(one["usd"] for one in it.market().bill()) <= 2.0
 
 
-async def test_a_spent_budget_may_leave_jobs_some_time_before_they_are_ended(tmp_path: Path) -> None:
+async def test_exhausted_budget_with_after_delays_the_end(tmp_path: Path) -> None:
     budget = Budget(per_day=2.0, then="end", after="30m")
     async with scene(tmp_path, "lambda", budget=budget) as it:
         job = it.slurm.submit("1", 1, seconds=9 * 3600)
@@ -188,7 +188,7 @@ def _rates(it: Scene) -> list[float]:
 # ---- what it says of itself
 
 
-async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_path: Path) -> None:
+async def test_status_file_has_job_reasons_and_node_machines(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         file = tmp_path / "status.json"
         it.service = RentalService(it.context, status_file=file)
@@ -215,7 +215,7 @@ async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_pat
         assert "500" in told.accounts["lambda"]
 
 
-async def test_the_status_file_has_a_machine_that_goes_beside_the_one_in_its_place(tmp_path: Path) -> None:
+async def test_status_file_lists_a_released_machine_beside_its_replacement(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         file = tmp_path / "status.json"
         it.service = RentalService(it.context, status_file=file)
@@ -232,7 +232,7 @@ async def test_the_status_file_has_a_machine_that_goes_beside_the_one_in_its_pla
         ]
 
 
-async def test_an_account_that_left_the_spec_while_machines_are_there_is_told(tmp_path: Path) -> None:
+async def test_account_removed_from_the_spec_with_live_machines_is_reported(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         it.slurm.submit("1", 1, seconds=600)
         await running(it)
@@ -244,12 +244,12 @@ async def test_an_account_that_left_the_spec_while_machines_are_there_is_told(tm
         assert len(it.machines()) == 1
 
 
-def test_a_status_of_a_later_shoal_can_be_read() -> None:
+def test_status_of_a_newer_shoal_is_readable() -> None:
     assert read_status(json.dumps({"at": 5.0, "weather": "fine"})) == ServiceStatus(5.0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"at": "yesterday"}'])
-def test_what_is_no_status_is_refused(text: str) -> None:
+def test_invalid_status_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_status(text)
 
@@ -257,7 +257,7 @@ def test_what_is_no_status_is_refused(text: str) -> None:
 # ---- how it runs for good
 
 
-async def test_it_runs_until_it_is_told_to_end_and_takes_notes_meanwhile(tmp_path: Path) -> None:
+async def test_service_runs_until_cancelled_and_reads_requests(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         requests = tmp_path / "requests"
         requests.mkdir()
@@ -276,7 +276,7 @@ async def test_it_runs_until_it_is_told_to_end_and_takes_notes_meanwhile(tmp_pat
         assert not list(requests.iterdir())
 
 
-async def test_a_step_that_fails_does_not_end_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_step_does_not_end_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with scene(tmp_path, "sandbox") as it:
         nodes = it.slurm.nodes
         broken = [ValueError("a bug"), ValueError("a bug")]
@@ -299,7 +299,7 @@ async def test_a_step_that_fails_does_not_end_the_service(tmp_path: Path, caplog
         assert caplog.text.count("a step failed; the next one retries") == 2
 
 
-async def test_it_looks_often_only_while_something_is_awaited(tmp_path: Path) -> None:
+async def test_service_polls_often_only_while_work_is_pending(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         assert await it.service.step() == 15.0
         it.fault("stockout", -1)
@@ -318,7 +318,7 @@ async def test_it_looks_often_only_while_something_is_awaited(tmp_path: Path) ->
         assert await it.service.step() == 15.0
 
 
-def test_only_one_service_rents(tmp_path: Path) -> None:
+def test_only_a_single_service_rents(tmp_path: Path) -> None:
     lock = tmp_path / "state" / "ledger.lock"
     with (
         single_instance(lock),

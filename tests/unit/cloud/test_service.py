@@ -12,7 +12,7 @@ from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.rental import cost, micros
-from shoal.cloud.service.account import LOST_ORDER_SEARCH_S
+from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
 from shoal.cloud.service.slurm_requests import PowerRequest
 from shoal.spec.rental import Budget
 
@@ -31,7 +31,7 @@ async def running(it: Scene, *jobs: str) -> None:
     await it.step()
 
 
-async def test_a_job_wakes_its_nodes_and_they_go_when_it_is_done(tmp_path: Path) -> None:
+async def test_job_starts_its_nodes_and_they_are_released_afterwards(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         job = it.slurm.submit("1", 2)
         await running(it, "1")
@@ -45,7 +45,7 @@ async def test_a_job_wakes_its_nodes_and_they_go_when_it_is_done(tmp_path: Path)
         assert len(it.market().bill()) == 2
 
 
-async def test_what_is_given_back_is_paid_for_as_the_provider_says(tmp_path: Path) -> None:
+async def test_billed_time_in_the_ledger_matches_the_provider(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 2)
         await settled(it)
@@ -58,7 +58,7 @@ async def test_what_is_given_back_is_paid_for_as_the_provider_says(tmp_path: Pat
         assert all(abs(ours[name] - billed[name]) <= 60 for name in ours), (ours, billed)
 
 
-async def test_an_intent_is_in_the_ledger_before_the_provider_is_asked(tmp_path: Path) -> None:
+async def test_intent_is_in_the_ledger_before_the_order(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         seen: list[list[str]] = []
         order = it.market().order
@@ -71,7 +71,7 @@ async def test_an_intent_is_in_the_ledger_before_the_provider_is_asked(tmp_path:
         assert seen == [["intended"]]
 
 
-async def test_launches_keep_the_pause_that_the_provider_asks_for(tmp_path: Path) -> None:
+async def test_orders_respect_the_rate_limit_of_the_provider(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         _paced(it)
         it.slurm.submit("1", 4)
@@ -83,7 +83,7 @@ async def test_launches_keep_the_pause_that_the_provider_asks_for(tmp_path: Path
 # ---- failover
 
 
-async def test_a_stockout_moves_on_within_the_same_job(tmp_path: Path) -> None:
+async def test_stockout_moves_to_the_next_offer_for_the_same_job(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         it.fault("stockout", -1, region="us-west-1")
@@ -95,7 +95,7 @@ async def test_a_stockout_moves_on_within_the_same_job(tmp_path: Path) -> None:
         await settled(it)
 
 
-async def test_what_was_out_is_remembered_for_the_next_job(tmp_path: Path) -> None:
+async def test_stockout_is_remembered_for_the_next_job(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         it.fault("stockout", 1, region="us-west-1")
@@ -106,7 +106,7 @@ async def test_what_was_out_is_remembered_for_the_next_job(tmp_path: Path) -> No
         assert [one["region"] for one in it.market().bill()] == ["us-east-1", "us-east-1"]
 
 
-async def test_a_gang_gets_all_its_nodes_in_one_place_and_a_partial_set_is_given_back(tmp_path: Path) -> None:
+async def test_gang_gets_a_single_region_and_a_partial_gang_is_released(tmp_path: Path) -> None:
     sets = (rented_set("burst", 8, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         _paced(it)
@@ -122,7 +122,7 @@ async def test_a_gang_gets_all_its_nodes_in_one_place_and_a_partial_set_is_given
         await settled(it)
 
 
-async def test_where_nothing_is_left_the_job_waits_with_the_reason_and_the_node_is_tried_again(tmp_path: Path) -> None:
+async def test_job_waits_with_the_reason_when_no_offer_remains(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("stockout", -1)
         job = it.slurm.submit("1", 2)
@@ -137,7 +137,7 @@ async def test_where_nothing_is_left_the_job_waits_with_the_reason_and_the_node_
         assert job.state == "COMPLETED"
 
 
-async def test_two_gangs_that_fail_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_two_failed_gangs_leave_no_machine(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         _paced(it)
         it.slurm.submit("1", 4)
@@ -152,7 +152,7 @@ async def test_two_gangs_that_fail_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quota", "balance", "auth"])
-async def test_trouble_with_the_account_is_told_on_the_job(tmp_path: Path, kind: str) -> None:
+async def test_account_problem_is_shown_on_the_job(tmp_path: Path, kind: str) -> None:
     words = {"quota": "quota is used up", "balance": "no money", "auth": "does not accept our key"}
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 1)
@@ -165,7 +165,7 @@ async def test_trouble_with_the_account_is_told_on_the_job(tmp_path: Path, kind:
         assert it.market().bill() == []
 
 
-async def test_an_account_without_money_is_tried_again_after_an_hour(tmp_path: Path) -> None:
+async def test_account_without_balance_is_retried_after_an_hour(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("balance", -1)
         job = it.slurm.submit("1", 1)
@@ -182,7 +182,7 @@ async def test_an_account_without_money_is_tried_again_after_an_hour(tmp_path: P
         assert 3000 < made["ordered"] - at < 4500
 
 
-async def test_told_to_ask_less_often_it_waits_and_asks_again(tmp_path: Path) -> None:
+async def test_rate_limited_order_is_retried_later(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("rate", 6)
         job = it.slurm.submit("1", 2)
@@ -194,7 +194,7 @@ async def test_told_to_ask_less_often_it_waits_and_asks_again(tmp_path: Path) ->
 # ---- answers that get lost
 
 
-async def test_a_create_whose_answer_got_lost_is_looked_for_and_not_repeated(tmp_path: Path) -> None:
+async def test_create_with_a_lost_answer_is_searched_and_not_repeated(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("error-after-create")
         job = it.slurm.submit("1", 2)
@@ -204,7 +204,7 @@ async def test_a_create_whose_answer_got_lost_is_looked_for_and_not_repeated(tmp
         assert len({one["name"] for one in it.market().bill()}) == 2
 
 
-async def test_a_create_that_did_nothing_is_repeated_only_after_the_look(tmp_path: Path) -> None:
+async def test_failed_create_is_repeated_only_after_the_search(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("error-before-create")
         it.slurm.submit("1", 1)
@@ -214,7 +214,7 @@ async def test_a_create_that_did_nothing_is_repeated_only_after_the_look(tmp_pat
         assert [one.trouble for one in it.rentals("failed")] == [FailureKind.AMBIGUOUS.value]
 
 
-async def test_a_lost_answer_and_a_list_that_fails_leave_the_order_open(tmp_path: Path) -> None:
+async def test_order_stays_open_while_the_list_fails_after_a_lost_answer(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("error-after-create")
         it.slurm.submit("1", 1)
@@ -228,7 +228,7 @@ async def test_a_lost_answer_and_a_list_that_fails_leave_the_order_open(tmp_path
         assert len(it.market().bill()) == 1
 
 
-async def test_a_list_that_lags_makes_no_second_order(tmp_path: Path) -> None:
+async def test_lagging_list_causes_no_second_order(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("lagging-list", 2, seconds=200)
         it.slurm.submit("1", 2)
@@ -236,7 +236,7 @@ async def test_a_list_that_lags_makes_no_second_order(tmp_path: Path) -> None:
         assert len(it.market().bill()) == 2
 
 
-async def test_a_machine_that_turns_up_after_it_was_given_up_is_given_back(tmp_path: Path) -> None:
+async def test_machine_that_appears_too_late_is_released(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("error-after-create")
         it.fault("lagging-list", seconds=400)
@@ -252,7 +252,7 @@ async def test_a_machine_that_turns_up_after_it_was_given_up_is_given_back(tmp_p
 # ---- machines that are no good
 
 
-async def test_a_machine_that_nobody_reaches_is_given_back_in_time_and_another_place_tried(tmp_path: Path) -> None:
+async def test_unreachable_machine_is_released_and_another_region_tried(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         it.slurm.resume_timeout = 7200
@@ -265,7 +265,7 @@ async def test_a_machine_that_nobody_reaches_is_given_back_in_time_and_another_p
         assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
 
 
-async def test_a_bad_gpu_is_replaced_at_once_and_its_offer_remembered(tmp_path: Path) -> None:
+async def test_bad_gpu_is_replaced_at_once_and_its_offer_blocked(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         it.fault("bad-gpu")
@@ -276,7 +276,7 @@ async def test_a_bad_gpu_is_replaced_at_once_and_its_offer_remembered(tmp_path: 
         assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
 
 
-async def test_one_bad_machine_of_a_gang_that_works_is_replaced_beside_the_others(tmp_path: Path) -> None:
+async def test_bad_machine_of_a_gang_is_replaced_in_the_same_region(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         _paced(it)
@@ -289,7 +289,7 @@ async def test_one_bad_machine_of_a_gang_that_works_is_replaced_beside_the_other
         await settled(it)
 
 
-async def test_a_machine_that_dies_is_replaced_and_its_job_goes_on(tmp_path: Path) -> None:
+async def test_dead_machine_is_replaced_and_its_job_continues(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         job = it.slurm.submit("1", 2, seconds=1200)
         await running(it, "1")
@@ -302,7 +302,7 @@ async def test_a_machine_that_dies_is_replaced_and_its_job_goes_on(tmp_path: Pat
         assert job.state == "COMPLETED"
 
 
-async def test_a_machine_that_is_replaced_makes_room_in_the_budget_for_the_one_in_its_place(tmp_path: Path) -> None:
+async def test_replaced_machine_frees_its_budget_for_the_replacement(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", budget=Budget(per_hour=2 * 1.29)) as it:
         _paced(it)
         job, later = it.slurm.submit("1", 2), it.slurm.submit("2", 2)
@@ -314,7 +314,7 @@ async def test_a_machine_that_is_replaced_makes_room_in_the_budget_for_the_one_i
         await settled(it)
 
 
-async def test_a_job_whom_the_budget_keeps_from_another_place_says_what_was_wrong_with_the_first(
+async def test_job_stopped_by_the_budget_also_shows_the_first_stockout(
     tmp_path: Path,
 ) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
@@ -332,9 +332,7 @@ async def test_a_job_whom_the_budget_keeps_from_another_place_says_what_was_wron
 
 
 @pytest.mark.parametrize("limits", [{"budget": Budget(per_hour=1000.0)}, {"max_price": 1000.0}, {}])
-async def test_a_machine_of_google_s_whose_price_nobody_knows_is_rented_only_where_money_has_no_limit(
-    tmp_path: Path, limits: dict[str, Any]
-) -> None:
+async def test_unpriced_gcp_machine_is_rented_only_without_money_limits(tmp_path: Path, limits: dict[str, Any]) -> None:
     unpriced = choice(CASES["gcp"], type="g2-standard-8", market="on-demand")
     async with scene(tmp_path, "gcp", sets=(rented_set("burst", 4, unpriced, **limits),)) as it:
         job = it.slurm.submit("1", 1)
@@ -351,7 +349,7 @@ async def test_a_machine_of_google_s_whose_price_nobody_knows_is_rented_only_whe
         )
 
 
-async def test_a_machine_dearer_than_the_most_that_may_be_paid_is_given_back(tmp_path: Path) -> None:
+async def test_machine_above_max_price_is_released(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST, max_price=2.0),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         it.fault("price-change", 1)
@@ -361,7 +359,7 @@ async def test_a_machine_dearer_than_the_most_that_may_be_paid_is_given_back(tmp
         assert any("above max_price" in one.reason for one in it.rentals("gone"))
 
 
-async def test_a_price_that_changes_under_a_machine_changes_what_it_costs_from_then_on(tmp_path: Path) -> None:
+async def test_price_change_applies_from_the_change(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 1, seconds=9000)
         await running(it, "1")
@@ -379,7 +377,7 @@ async def test_a_price_that_changes_under_a_machine_changes_what_it_costs_from_t
 # ---- what reconcile corrects
 
 
-async def test_a_machine_of_nobody_is_given_back_after_its_grace(tmp_path: Path) -> None:
+async def test_orphan_machine_is_released_after_its_grace(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 1, seconds=3000)
         await running(it, "1")
@@ -395,7 +393,7 @@ async def test_a_machine_of_nobody_is_given_back_after_its_grace(tmp_path: Path)
         assert {machine.id for machine in it.machines()} == {ours.id}
 
 
-async def test_a_machine_without_our_mark_or_of_another_cluster_is_never_touched(tmp_path: Path) -> None:
+async def test_machine_without_the_shoal_tag_or_of_another_cluster_is_never_released(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 1)
         await running(it, "1")
@@ -409,7 +407,7 @@ async def test_a_machine_without_our_mark_or_of_another_cluster_is_never_touched
         assert {machine.id for machine in it.machines()} == {"theirs", "other"}
 
 
-async def test_a_second_machine_of_one_order_is_given_back(tmp_path: Path) -> None:
+async def test_second_machine_of_an_order_is_released(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("duplicate-name")
         it.slurm.submit("1", 1, seconds=600)
@@ -419,7 +417,7 @@ async def test_a_second_machine_of_one_order_is_given_back(tmp_path: Path) -> No
         assert [machine.id for machine in it.machines()] == [one.id for one in it.ledger.live()]
 
 
-async def test_a_node_that_slurm_uses_without_a_machine_goes_down_and_back_to_sleep(tmp_path: Path) -> None:
+async def test_node_without_a_machine_is_set_down_and_powered_off(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.node_by_name["burst3"].flags = ["CLOUD"]
         it.slurm.node_by_name["burst3"].since = it.clock.now()
@@ -429,7 +427,7 @@ async def test_a_node_that_slurm_uses_without_a_machine_goes_down_and_back_to_sl
         assert it.slurm.settled
 
 
-async def test_a_node_that_slurm_lost_is_replaced(tmp_path: Path) -> None:
+async def test_node_lost_by_slurm_is_replaced(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         job = it.slurm.submit("1", 1, seconds=600)
         await running(it, "1")
@@ -439,7 +437,7 @@ async def test_a_node_that_slurm_lost_is_replaced(tmp_path: Path) -> None:
         await settled(it)
 
 
-async def test_a_node_that_a_person_took_down_is_left_alone(tmp_path: Path) -> None:
+async def test_node_set_down_by_the_operator_is_kept(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 1, seconds=600)
         await running(it, "1")
@@ -449,7 +447,7 @@ async def test_a_node_that_a_person_took_down_is_left_alone(tmp_path: Path) -> N
         assert it.machines()
 
 
-async def test_a_node_that_slurm_gave_up_on_may_be_woken_again(tmp_path: Path) -> None:
+async def test_node_past_resume_timeout_can_be_resumed_again(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.resume_timeout = 60
         it.fault("slow-boot", 1, seconds=500)
@@ -462,7 +460,7 @@ async def test_a_node_that_slurm_gave_up_on_may_be_woken_again(tmp_path: Path) -
         assert job.state == "COMPLETED"
 
 
-async def test_a_provider_that_is_down_for_an_hour_costs_no_job_its_nodes(tmp_path: Path) -> None:
+async def test_provider_outage_costs_no_running_job(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         job = it.slurm.submit("1", 2, seconds=5000)
         await running(it, "1")
@@ -474,7 +472,7 @@ async def test_a_provider_that_is_down_for_an_hour_costs_no_job_its_nodes(tmp_pa
         assert (job.state, job.restarts) == ("COMPLETED", 0)
 
 
-async def test_a_slurm_that_does_not_answer_changes_nothing(tmp_path: Path) -> None:
+async def test_silent_slurm_changes_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         job = it.slurm.submit("1", 2, seconds=3000)
         await running(it, "1")
@@ -488,7 +486,7 @@ async def test_a_slurm_that_does_not_answer_changes_nothing(tmp_path: Path) -> N
         assert job.restarts == 0
 
 
-async def test_a_job_that_is_cancelled_before_anything_is_ordered_costs_nothing(tmp_path: Path) -> None:
+async def test_job_cancelled_before_the_order_costs_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 2)
         it.slurm.tick()
@@ -497,7 +495,7 @@ async def test_a_job_that_is_cancelled_before_anything_is_ordered_costs_nothing(
         assert it.market().bill() == []
 
 
-async def test_a_node_that_somebody_wakes_by_hand_gets_a_machine(tmp_path: Path) -> None:
+async def test_node_resumed_by_hand_gets_a_machine(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.node_by_name["burst1"].flags = ["CLOUD", "POWERING_UP"]
         it.slurm.node_by_name["burst1"].since = it.clock.now()
@@ -509,7 +507,7 @@ async def test_a_node_that_somebody_wakes_by_hand_gets_a_machine(tmp_path: Path)
 # ---- the end of machines, and of money
 
 
-async def test_a_lifetime_ends_with_a_warning_and_the_job_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_end_of_lifetime_warns_the_job_and_requeues_elsewhere(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, lifetime=1800),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         job = it.slurm.submit("1", 1, seconds=2400)
@@ -522,7 +520,7 @@ async def test_a_lifetime_ends_with_a_warning_and_the_job_goes_on_elsewhere(tmp_
         assert job.state == "COMPLETED"
 
 
-async def test_no_machine_outlives_its_time_whoever_holds_its_node(tmp_path: Path) -> None:
+async def test_no_machine_outlives_its_lifetime(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, lifetime=1800),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
         it.slurm.submit("1", 2, seconds=9000)

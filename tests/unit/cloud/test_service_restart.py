@@ -24,14 +24,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.contract.renters import CASES, PUBLIC_KEY, account
+from tests.contract.rental_providers import CASES, PUBLIC_KEY, account
 from tests.unit.cloud.scene import CLUSTER, NO_PAUSE, PATIENCE, choice, rented_set
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import RentedInstance
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.context import UNFIT_PREFIX, ServiceContext
 from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.service import RentalService
 from shoal.spec.rental import OfferChoice
 from shoal_simulators import find_simulator
@@ -339,7 +339,7 @@ def killed(directory: Path, name: str, steps: range) -> int:
 @pytest.mark.parametrize(
     "name", [name if name == "all is well" else pytest.param(name, marks=pytest.mark.matrix) for name in STORIES]
 )
-def test_killed_at_any_step_the_next_service_goes_on(name: str) -> None:
+def test_service_killed_at_any_step_continues_after_restart(name: str) -> None:
     with somewhere() as directory:
         count = rehearsed(directory, name)
         assert count > 30, f"there are {count} steps to be killed at: too few to mean something"

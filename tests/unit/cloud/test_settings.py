@@ -9,8 +9,8 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File, SecretRef
 from shoal.cloud.providers.api import FailureKind, Offer, ProviderLogin, RentalOrder
-from shoal.cloud.service.account import UnavailableProvider
 from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.provider_account import UnavailableProvider
 from shoal.cloud.service.settings import read_settings
 from shoal.elastic import make_service
 from shoal.errors import ProviderError, UsageError
@@ -45,7 +45,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_service_reads_what_was_written(directory: Path) -> None:
+def test_service_reads_the_written_settings(directory: Path) -> None:
     found = read_settings(directory)
     assert found.spec == REEF
     assert found.accounts == {
@@ -71,7 +71,7 @@ def test_the_service_reads_what_was_written(directory: Path) -> None:
         ("id_ed25519.pub", None, "No such file or directory"),
     ],
 )
-def test_what_is_missing_or_broken_is_told_with_the_way_to_mend_it(
+def test_missing_or_invalid_settings_are_reported_with_the_fix(
     directory: Path, file: str, text: str | None, cause: str
 ) -> None:
     (directory / file).unlink() if text is None else (directory / file).write_text(text)
@@ -80,7 +80,7 @@ def test_what_is_missing_or_broken_is_told_with_the_way_to_mend_it(
     assert str(caught.value) == f"cannot read {directory}/{file}: {cause}\n  fix: run `shoal up`, which writes it"
 
 
-async def test_an_account_whose_key_is_none_keeps_no_other_from_working(directory: Path, tmp_path: Path) -> None:
+async def test_account_with_an_invalid_key_does_not_affect_the_others(directory: Path, tmp_path: Path) -> None:
     """The key for Google is no service account: its machines cannot be asked for, those of the other account can."""
     settings = read_settings(directory)
     ledger = Ledger.open(tmp_path / "ledger.db")

@@ -13,7 +13,7 @@ from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import FailureKind, RequestOutcome
 from shoal.cloud.rental import cost
-from shoal.cloud.service.account import LOST_ORDER_SEARCH_S
+from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
 from shoal.cloud.service.scheduling import BackgroundCalls
 from shoal.spec.rental import Budget
 
@@ -84,7 +84,7 @@ async def running(it: Scene, *jobs: Any) -> None:
     await it.step()
 
 
-async def test_a_notice_of_one_account_is_seen_while_another_does_not_list(tmp_path: Path) -> None:
+async def test_preemption_notice_is_read_while_another_account_hangs(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", "gcp", sets=(SLOW, SPOT), step_wait_s=PATIENCE) as it:
         slow = hang(it)
         other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
@@ -97,7 +97,7 @@ async def test_a_notice_of_one_account_is_seen_while_another_does_not_list(tmp_p
         assert (other.state, other.restarts) == ("RUNNING", 0)
 
 
-async def test_another_account_rents_joins_and_gives_back_while_one_does_not_answer_an_order(tmp_path: Path) -> None:
+async def test_account_rents_and_releases_while_another_order_hangs(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=PATIENCE) as it:
         slow = hang(it, "create")
         first, second = job_on(it, "1", SLOW, 2), job_on(it, "2", QUICK, 2)
@@ -110,7 +110,7 @@ async def test_another_account_rents_joins_and_gives_back_while_one_does_not_ans
         assert first.restarts == 0 and len(it.market("lambda").bill()) == 2
 
 
-async def test_an_order_is_not_taken_for_lost_while_it_is_under_way(tmp_path: Path) -> None:
+async def test_pending_order_is_not_treated_as_lost(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
         slow = hang(it, "create")
         job = job_on(it, "1", SLOW)
@@ -122,9 +122,7 @@ async def test_an_order_is_not_taken_for_lost_while_it_is_under_way(tmp_path: Pa
 
 
 @pytest.mark.parametrize("answer", [None, RequestOutcome(failure=FailureKind.CAPACITY, message="none left")])
-async def test_what_is_answered_when_nobody_wants_it_any_more_is_not_kept(
-    tmp_path: Path, answer: RequestOutcome | None
-) -> None:
+async def test_late_answer_for_a_cancelled_job_leaves_no_machine(tmp_path: Path, answer: RequestOutcome | None) -> None:
     async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
         slow = hang(it, "create")
         job_on(it, "1", SLOW, 2)
@@ -139,7 +137,7 @@ async def test_what_is_answered_when_nobody_wants_it_any_more_is_not_kept(
         assert {one.state for one in it.rentals()} == {"gone"} and len(slow.hung) == 2
 
 
-async def test_a_job_that_went_away_while_a_provider_was_asked_takes_no_node_down(tmp_path: Path) -> None:
+async def test_job_cancelled_during_a_provider_call_sets_no_node_down(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
         slow = hang(it, "offers")
         job_on(it, "1", SLOW, 4)
@@ -153,7 +151,7 @@ async def test_a_job_that_went_away_while_a_provider_was_asked_takes_no_node_dow
         assert [node.reasons for node in it.slurm.node_by_name.values()] == [[]] * 4
 
 
-async def test_machines_of_one_account_go_while_another_does_not_take_a_delete(tmp_path: Path) -> None:
+async def test_account_releases_machines_while_another_delete_hangs(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=PATIENCE) as it:
         slow = hang(it)
         jobs = job_on(it, "1", SLOW), job_on(it, "2", QUICK, seconds=400.0)
@@ -167,7 +165,7 @@ async def test_machines_of_one_account_go_while_another_does_not_take_a_delete(t
         await it.until(lambda: it.slurm.settled and not it.ledger.live())
 
 
-async def test_what_a_job_still_has_to_order_behind_a_slow_answer_is_kept_for_it_in_the_budget(tmp_path: Path) -> None:
+async def test_budget_reserves_orders_delayed_by_a_slow_provider(tmp_path: Path) -> None:
     price = 1.29
     sets = (rented_set("slow", 4, choice(CASES["lambda"])), rented_set("late", 4, choice(CASES["lambda"])))
     async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * price), step_wait_s=PATIENCE) as it:
@@ -182,7 +180,7 @@ async def test_what_a_job_still_has_to_order_behind_a_slow_answer_is_kept_for_it
         assert (first.restarts, len(it.machines())) == (0, 2)
 
 
-async def test_an_order_that_is_made_and_listed_while_slurm_is_told_something_is_kept(tmp_path: Path) -> None:
+async def test_order_listed_during_a_slurm_update_is_kept(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
         slow, account = hang(it, "offers"), it.context.accounts["lambda"]
         job, down = job_on(it, "1", SLOW), it.slurm.down
@@ -205,7 +203,7 @@ async def test_an_order_that_is_made_and_listed_while_slurm_is_told_something_is
         assert len(it.market().bill()) == 1
 
 
-async def test_a_delete_that_is_answered_after_the_machine_was_seen_gone_does_not_lengthen_its_bill(
+async def test_late_delete_answer_does_not_extend_the_billing(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
@@ -229,7 +227,7 @@ async def test_a_delete_that_is_answered_after_the_machine_was_seen_gone_does_no
 # ---- calls beside the steps
 
 
-async def test_a_call_that_takes_long_is_left_to_itself_and_tells_when_it_has_ended() -> None:
+async def test_slow_call_continues_in_the_background_and_wakes_the_service() -> None:
     go_on, woken = asyncio.Event(), asyncio.Event()
     calls = BackgroundCalls(0.01, woken.set)
     calls.start("slow", _after(go_on))
@@ -240,7 +238,7 @@ async def test_a_call_that_takes_long_is_left_to_itself_and_tells_when_it_has_en
     assert calls.running == frozenset()
 
 
-async def test_what_a_call_raised_is_told_to_whoever_waits_next_however_late_it_ended() -> None:
+async def test_exception_of_a_late_call_is_raised_by_the_next_wait() -> None:
     go_on, woken = asyncio.Event(), asyncio.Event()
     calls = BackgroundCalls(0.01, woken.set)
     calls.start("bad", _after(go_on, RuntimeError("a bug of ours")))
@@ -253,7 +251,7 @@ async def test_what_a_call_raised_is_told_to_whoever_waits_next_however_late_it_
     await calls.wait()
 
 
-async def test_where_several_calls_fail_one_is_raised_and_the_others_are_told_of(
+async def test_first_failure_is_raised_and_the_others_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = asyncio.Event()
@@ -266,7 +264,7 @@ async def test_where_several_calls_fail_one_is_raised_and_the_others_are_told_of
     assert "the second bug" in caplog.text and "the first bug" not in caplog.text
 
 
-async def test_calls_that_run_are_left_off_when_the_service_ends() -> None:
+async def test_running_calls_are_cancelled_at_close() -> None:
     calls = BackgroundCalls(0.01)
     calls.start("slow", _after(asyncio.Event()))
     await calls.wait()

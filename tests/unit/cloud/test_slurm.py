@@ -55,9 +55,7 @@ def node(text: str) -> NodeState:
         (WORKS, False, False, False, True),
     ],
 )
-def test_what_slurm_wants_of_a_node_is_read_from_its_state(
-    text: str, wants: bool, goes: bool, down: bool, used: bool
-) -> None:
+def test_node_flags_are_read_from_the_state(text: str, wants: bool, goes: bool, down: bool, used: bool) -> None:
     found = node(text)
     assert (wants_machine(found), is_powering_down(found), is_down(found), is_registered(found)) == (
         wants,
@@ -67,7 +65,7 @@ def test_what_slurm_wants_of_a_node_is_read_from_its_state(
     )
 
 
-def test_a_reason_of_ours_says_when_the_node_may_be_tried_again() -> None:
+def test_reason_of_shoal_contains_the_retry_time() -> None:
     text = format_reason("lambda us-west-1 out of gpu_1x_a10\n  of\tall\u2009kinds", 1_800_000_000.0)
     assert text == "shoal: lambda us-west-1 out of gpu_1x_a10 of all kinds [again 2027-01-15T08:00:00Z]"
     found = node(f"NodeName=cl1 State=DOWN+CLOUD Reason={text} [root@2026-11-15T14:16:20]")
@@ -75,17 +73,17 @@ def test_a_reason_of_ours_says_when_the_node_may_be_tried_again() -> None:
     assert retry_time(found) == 1_800_000_000.0
 
 
-def test_a_reason_without_a_time_may_be_tried_at_once() -> None:
+def test_reason_without_a_time_allows_a_retry_at_once() -> None:
     assert retry_time(NodeState("cl1", ("DOWN",), f"{MARK}something [again soon]")) == 0.0
 
 
-def test_what_slurm_took_out_is_told_from_what_a_person_did() -> None:
+def test_down_by_slurm_differs_from_down_by_the_operator() -> None:
     assert set_by_slurm(node(TIMED_OUT))
     assert set_by_slurm(NodeState("cl1", ("DOWN",), "Not responding", "slurm"))
     assert not set_by_slurm(NodeState("cl1", ("DOWN",), "ada looks into it", "root"))
 
 
-def test_jobs_are_read_with_their_nodes_whatever_their_comments_say() -> None:
+def test_jobs_are_parsed_with_their_nodes_under_any_comment() -> None:
     text = (
         "\x1e17\x1fCONFIGURING\x1fada\x1fburst[1-2]\x1fshoal:abc1/def2\n"
         "\x1e18_3\x1fPENDING\x1fbob\x1f\x1f(null)\n"
@@ -97,7 +95,7 @@ def test_jobs_are_read_with_their_nodes_whatever_their_comments_say() -> None:
     assert (third.id, third.nodes, third.saves) == ("19", ("burst3",), False)
 
 
-async def test_many_nodes_are_told_in_few_commands() -> None:
+async def test_many_nodes_need_few_commands() -> None:
     host = FakeHost("controller", {("scontrol",): b""})
     await LiveSlurm(host).power_down([f"burst{number}" for number in range(1, 1001)])
     assert host.argvs == [
@@ -106,7 +104,7 @@ async def test_many_nodes_are_told_in_few_commands() -> None:
     ]
 
 
-async def test_each_wish_is_one_command_of_slurms_own() -> None:
+async def test_each_action_is_a_single_slurm_command() -> None:
     host = FakeHost("controller", {("scontrol",): b"", ("scancel",): b""})
     slurm = LiveSlurm(host)
     await slurm.down(["a1", "a2"], "shoal: x y")
@@ -125,7 +123,7 @@ async def test_each_wish_is_one_command_of_slurms_own() -> None:
     ]
 
 
-async def test_what_slurm_says_when_it_minds_is_in_the_error() -> None:
+async def test_slurm_error_contains_stderr() -> None:
     answers = {NODES_COMMAND: Result(1, stderr=b"slurm_load_node error: Unable to contact slurm controller\n")}
     with pytest.raises(SlurmError, match=r"^scontrol -d: slurm_load_node error: Unable to contact slurm controller$"):
         await LiveSlurm(FakeHost("controller", answers)).nodes()
@@ -133,7 +131,7 @@ async def test_what_slurm_says_when_it_minds_is_in_the_error() -> None:
         await LiveSlurm(FakeHost("controller", {JOBS_COMMAND: Result(3)})).jobs()
 
 
-async def test_a_slurm_that_hangs_is_an_error_of_slurms() -> None:
+async def test_slurm_timeout_is_a_slurm_error() -> None:
     class Hanging(FakeHost):
         async def run(self, *args: object, **more: object) -> Result:
             raise CommandTimeout("controller", "scontrol did not end within 60 s")

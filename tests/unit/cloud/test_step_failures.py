@@ -14,7 +14,7 @@ from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import RequestOutcome
 from shoal.cloud.providers.http import gather_all
-from shoal.cloud.service.account import LOST_ORDER_SEARCH_S
+from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
 from shoal.cloud.service.service import RentalService
 from shoal.cloud.service.slurm_requests import RequestQueue
 from shoal.cloud.status_file import read_status
@@ -32,9 +32,7 @@ async def started(it: Scene) -> None:
     await it.step()
 
 
-async def test_machines_that_are_to_go_go_although_the_rest_of_the_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_due_releases_are_made_although_the_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(tmp_path, "sandbox") as it:
         await started(it)
         [rental] = it.rentals("joined")
@@ -49,7 +47,7 @@ async def test_machines_that_are_to_go_go_although_the_rest_of_the_step_fails(
         assert it.machines() == []
 
 
-async def test_a_client_that_fails_in_its_own_way_is_told_of_and_what_it_has_is_not_gone(
+async def test_client_exception_is_reported_and_its_machines_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(tmp_path, "sandbox") as it:
@@ -69,7 +67,7 @@ async def failing(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("question", ["offers", "ensure_key"])
-async def test_a_client_that_fails_in_its_own_way_keeps_no_later_job_from_another_account(
+async def test_client_exception_does_not_stop_jobs_on_another_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: str
 ) -> None:
     budget = Budget(per_hour=100.0)
@@ -82,9 +80,7 @@ async def test_a_client_that_fails_in_its_own_way_keeps_no_later_job_from_anothe
         assert "its client failed: KeyError" in caplog.text
 
 
-async def test_a_job_says_that_its_account_cannot_be_asked_where_the_client_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_job_shows_that_its_account_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(tmp_path, "lambda") as it:
         monkeypatch.setattr(it.context.accounts["lambda"].provider, "offers", failing)
         job = it.slurm.submit("1", 1)
@@ -92,7 +88,7 @@ async def test_a_job_says_that_its_account_cannot_be_asked_where_the_client_fail
         assert job.comment.startswith("lambda does not answer; next try at ")
 
 
-async def test_an_order_in_which_the_client_fails_is_looked_for_and_not_repeated(
+async def test_order_with_a_client_exception_is_searched_and_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(tmp_path, "lambda") as it:
@@ -123,7 +119,7 @@ def garbled(outcomes: list[RequestOutcome], how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES])
-async def test_orders_whose_client_tells_the_wrong_outcomes_are_looked_for_and_nothing_is_made_twice_or_lost(
+async def test_orders_with_wrong_outcomes_are_searched_and_not_repeated_or_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
@@ -145,7 +141,7 @@ async def test_orders_whose_client_tells_the_wrong_outcomes_are_looked_for_and_n
 
 
 @pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NO_OUTCOMES])
-async def test_deletes_whose_client_tells_the_wrong_outcomes_are_tried_again_until_no_list_shows_the_machine(
+async def test_deletes_with_wrong_outcomes_repeat_until_the_list_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
@@ -162,9 +158,7 @@ async def test_deletes_whose_client_tells_the_wrong_outcomes_are_tried_again_unt
         assert it.machines("sandbox") == [] and it.machines("runpod") == []
 
 
-async def test_a_list_that_is_none_is_an_error_and_no_empty_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_list_of_none_is_an_error_and_not_an_empty_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(tmp_path, "sandbox") as it:
         await started(it)
 
@@ -177,7 +171,7 @@ async def test_a_list_that_is_none_is_an_error_and_no_empty_list(
         assert [one.state for one in it.rentals()] == ["joined"]
 
 
-async def test_a_delete_in_which_the_client_fails_is_told_of_and_tried_again(
+async def test_failed_delete_is_reported_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scene(tmp_path, "sandbox") as it:
@@ -192,7 +186,7 @@ async def test_a_delete_in_which_the_client_fails_is_told_of_and_tried_again(
         await it.until(lambda: it.machines() == [], seconds=300)
 
 
-async def test_a_job_that_cannot_be_served_for_a_bug_keeps_no_other_waiting(
+async def test_job_with_an_internal_error_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     price = CASES["lambda"].offer.usd_hour or 1.29
@@ -213,9 +207,7 @@ async def test_a_job_that_cannot_be_served_for_a_bug_keeps_no_other_waiting(
         assert "a bug of ours" in caplog.text
 
 
-async def test_the_status_file_is_written_although_the_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_status_file_is_written_although_the_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(tmp_path, "sandbox") as it:
         await started(it)
         file = tmp_path / "status.json"
@@ -226,7 +218,7 @@ async def test_the_status_file_is_written_although_the_step_fails(
         assert list(read_status(file.read_text()).machines) == [one.token for one in it.rentals("joined")]
 
 
-async def test_one_that_fails_is_told_of_when_all_have_ended() -> None:
+async def test_gather_all_raises_after_all_tasks_end() -> None:
     ended: list[str] = []
 
     async def fails() -> None:
@@ -241,9 +233,7 @@ async def test_one_that_fails_is_told_of_when_all_have_ended() -> None:
     assert ended == ["longer"]
 
 
-async def test_a_lost_order_is_looked_for_from_when_its_answer_was_given_up_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_search_for_a_lost_order_starts_at_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("lagging-list", 1, seconds=60.0)
         it.fault("error-after-create")
@@ -261,7 +251,7 @@ async def test_a_lost_order_is_looked_for_from_when_its_answer_was_given_up_on(
         assert len(it.market().bill()) == 1
 
 
-async def test_a_machine_that_is_taken_away_while_it_boots_is_given_back_at_once(tmp_path: Path) -> None:
+async def test_machine_preempted_during_boot_is_released_at_once(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 1)
         await it.until(lambda: bool(it.rentals("made")))
@@ -271,7 +261,7 @@ async def test_a_machine_that_is_taken_away_while_it_boots_is_given_back_at_once
         assert it.machines() == []
 
 
-def test_a_directory_among_the_requests_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_in_the_request_queue_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trap").mkdir()
     (tmp_path / "note").write_text("{}")
     with caplog.at_level(logging.WARNING):
@@ -281,7 +271,7 @@ def test_a_directory_among_the_requests_ends_nothing(tmp_path: Path, caplog: pyt
     assert not RequestQueue(tmp_path).waiting()
 
 
-async def test_while_keys_are_changed_no_machine_becomes_a_node_and_then_it_does(tmp_path: Path) -> None:
+async def test_key_rotation_delays_joins_until_the_end(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         hold = it.context.pause_file = tmp_path / "hold"
         job = it.slurm.submit("1", 1)
@@ -301,7 +291,7 @@ async def test_while_keys_are_changed_no_machine_becomes_a_node_and_then_it_does
         assert len(it.market().bill()) == 1
 
 
-async def test_who_changed_keys_and_was_killed_keeps_nobody_waiting_for_long(tmp_path: Path) -> None:
+async def test_killed_key_rotation_delays_joins_only_for_the_maximum_age(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         hold = it.context.pause_file = tmp_path / "hold"
         hold.touch()

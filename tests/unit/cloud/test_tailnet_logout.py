@@ -34,15 +34,13 @@ def joiner(tmp_path: Path, connector: Connector, text: str = TAILNET) -> LiveJoi
     return LiveJoiner(settings, dict, known_hosts=tmp_path / "met", here=connector, there=lambda path: connector)
 
 
-async def test_they_log_out_and_one_that_is_dead_already_keeps_no_other_from_it(tmp_path: Path) -> None:
+async def test_released_machines_log_out_although_another_is_unreachable(tmp_path: Path) -> None:
     first, second = FakeHost("cloud1", unreachable=True), FakeHost("cloud2", {LOGOUT: b""})
     await joiner(tmp_path, FakeConnector(first, second)).leave(NODES)
     assert [(call.argv, call.root) for call in second.calls] == [(LOGOUT, True)]
 
 
-async def test_one_that_does_not_answer_is_given_up_after_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_logout_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hangs(program: FakeProgram) -> int:
         await asyncio.sleep(3600)
         return 0
@@ -54,14 +52,14 @@ async def test_one_that_does_not_answer_is_given_up_after_seconds(
     assert [call.argv for host in hosts for call in host.calls] == [LOGOUT, LOGOUT]
 
 
-async def test_on_another_network_nobody_is_asked(tmp_path: Path) -> None:
+async def test_no_logout_on_another_network(tmp_path: Path) -> None:
     hosts = [FakeHost(name) for name in NODES]
     text = TAILNET.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", "")
     await joiner(tmp_path, FakeConnector(*hosts), text).leave(NODES)
     assert not [call for host in hosts for call in host.calls]
 
 
-async def test_the_service_has_each_machine_take_its_leave_once_before_it_gives_it_back(tmp_path: Path) -> None:
+async def test_service_logs_each_machine_out_once_before_release(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.slurm.submit("1", 2, seconds=60)
         await it.until(lambda: len(it.machines()) == 2)

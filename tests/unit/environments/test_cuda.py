@@ -26,20 +26,20 @@ from shoal.environments.cuda import DRIVERS, check_driver, cuda_findings, oldest
         ("14.0", "640.10", "yes"),
     ],
 )
-def test_a_driver_runs_what_its_major_release_of_cuda_runs(cuda: str, driver: str, fit: str) -> None:
+def test_driver_supports_its_major_cuda_release(cuda: str, driver: str, fit: str) -> None:
     assert check_driver(cuda, driver) == fit
 
 
-def test_a_newer_cuda_never_needs_an_older_driver() -> None:
+def test_newer_cuda_never_needs_an_older_driver() -> None:
     releases = sorted(DRIVERS)
     assert [DRIVERS[release] for release in releases] == sorted(DRIVERS.values())
 
 
-def test_the_oldest_driver_is_named_by_its_branch() -> None:
+def test_oldest_driver_is_named_by_its_branch() -> None:
     assert (oldest_driver("12.8"), oldest_driver("13.0"), oldest_driver("15.1")) == ("525", "580", "newer than 580")
 
 
-def test_a_driver_too_old_on_all_nodes_is_an_error_with_a_fix() -> None:
+def test_driver_too_old_on_all_nodes_is_an_error_with_a_fix() -> None:
     [finding] = cuda_findings("torch", "2.13.0", "13.0", {"n1": "535.54", "n2": "535.54"})
     assert str(finding) == (
         "n[1-2]: environment torch: the driver is too old for torch 2.13.0, built for CUDA 13.0, "
@@ -48,17 +48,17 @@ def test_a_driver_too_old_on_all_nodes_is_an_error_with_a_fix() -> None:
     assert finding.level == "error"
 
 
-def test_one_old_driver_among_others_is_a_warning() -> None:
+def test_old_driver_on_some_nodes_is_a_warning() -> None:
     [finding] = cuda_findings("torch", "2.13.0", "13.0", {"n1": "535.54", "n2": "580.95"})
     assert (finding.level, finding.host) == ("warning", "n1")
 
 
-def test_an_older_driver_of_the_same_release_is_reported() -> None:
+def test_older_driver_of_the_same_release_is_reported() -> None:
     [finding] = cuda_findings("torch", "2.9.0", "12.8", {"n1": "535.54"})
     assert finding.level == "info" and "newer than the driver's own" in finding.what
 
 
-def test_a_cpu_build_is_a_warning_only_on_nodes_with_gpus() -> None:
+def test_cpu_build_is_a_warning_only_on_nodes_with_gpus() -> None:
     [finding] = cuda_findings("torch", "2.13.0+cpu", None, {"n1": "580.95"})
     assert finding.level == "warning" and "a CPU build" in finding.what
     assert cuda_findings("torch", "2.13.0+cpu", None, {}) == ()

@@ -66,7 +66,7 @@ def says(path: str) -> str:
     return subprocess.run([f"{path}/bin/herring-says"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_an_environment_has_the_named_packages_and_their_dependencies(place: Place) -> None:
+def test_environment_has_the_named_packages_and_their_dependencies(place: Place) -> None:
     made = place.build("herring==1.0")
     assert made["event"] == "done" and made["made"], made
     assert made["packages"] == ["herring==1.0", "sprat==2.0"]
@@ -76,7 +76,7 @@ def test_an_environment_has_the_named_packages_and_their_dependencies(place: Pla
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_directory_that_another_user_put_in_place_is_refused(place: Place, tmp_path: Path) -> None:
+def test_directory_owned_by_another_user_is_rejected(place: Place, tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     planted = tmp_path / "environments"
     planted.mkdir()
@@ -86,19 +86,19 @@ def test_a_directory_that_another_user_put_in_place_is_refused(place: Place, tmp
     assert event["fix"] == "move it away, or set another `directory`" and not list(planted.iterdir())
 
 
-def test_the_same_packages_give_the_same_environment_however_they_are_written(place: Place) -> None:
+def test_equal_packages_give_the_same_environment(place: Place) -> None:
     first, again = place.build("herring==1.0"), place.build("herring==1.0", "sprat")
     assert (first["id"], first["made"]) == (again["id"], False)
     assert first["source"] != again["source"]
 
 
-def test_another_version_is_another_environment_and_the_first_one_stays(place: Place) -> None:
+def test_another_version_is_another_environment_and_the_first_stays(place: Place) -> None:
     old, new = place.build("herring==1.0"), place.build("herring==1.1")
     assert old["id"] != new["id"]
     assert (says(old["path"]), says(new["path"])) == ("herring 1.0", "herring 1.1")
 
 
-def test_temporary_files_are_not_in_tmp_which_may_be_small(place: Place, tmp_path: Path) -> None:
+def test_temporary_files_are_not_in_tmp(place: Place, tmp_path: Path) -> None:
     place.build("herring==1.0")
     request = {"requirements": "", "local": str(place.local), "proxy": {}}
     uv = builder.Uv(request, str(tmp_path / "cache"))
@@ -146,7 +146,7 @@ def test_packages_are_downloaded_once(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["index-url", "extra-index-url"])
-def test_pips_configuration_on_the_host_is_in_force(
+def test_pip_configuration_of_the_host_applies(
     place: Place, tmp_path: Path, index_url: str, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {index_url}\n[install]\n{setting} = {index_url}\n")
@@ -156,7 +156,7 @@ def test_pips_configuration_on_the_host_is_in_force(
     assert made["packages"] == ["perch==1.0", "tench==1.0"], made
 
 
-def test_pips_settings_reach_uv(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_settings_reach_uv(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "[global]\nindex-url = https://a/simple\nextra-index-url =\n    https://b/simple\n    https://c/simple\n"
     text += "trusted-host = b c\nfind-links = /one\n    /two\nproxy = http://p:1\ncert = /ca.pem\ntimeout = 60\n"
     (tmp_path / "pip.conf").write_text(text + "[install]\nno-index = true\n")
@@ -182,7 +182,7 @@ def test_pips_settings_reach_uv(place: Place, tmp_path: Path, monkeypatch: pytes
     assert "UV_DEFAULT_INDEX" not in builder.Uv(request, "/cache").variables
 
 
-def test_what_a_killed_build_left_is_built_again(place: Place) -> None:
+def test_incomplete_build_is_rebuilt(place: Place) -> None:
     made = place.build("herring==1.1")
     Path(made["path"], builder.MARK).unlink()
     Path(made["path"], "bin", "herring-says").write_text("half of it")
@@ -191,13 +191,13 @@ def test_what_a_killed_build_left_is_built_again(place: Place) -> None:
     assert says(made["path"]) == "herring 1.1"
 
 
-def test_the_cuda_version_of_torch_is_read_without_an_import(place: Place) -> None:
+def test_cuda_version_of_torch_is_read_without_an_import(place: Place) -> None:
     made = place.build("torch")
     assert (made["torch"], made["cuda"]) == ("9.1+cu130", "13.0")
     assert place.build("herring==1.0")["torch"] is None
 
 
-def test_a_copy_is_unpacked_from_one_file(place: Place, tmp_path: Path) -> None:
+def test_copy_is_unpacked_from_an_archive(place: Place, tmp_path: Path) -> None:
     made = place.build("herring==1.0", place="local")
     archive = place.shared / "archives" / f"{made['id']}.tar"
     assert made["path"] == f"{place.local}/{made['id']}" and archive.exists()
@@ -208,7 +208,7 @@ def test_a_copy_is_unpacked_from_one_file(place: Place, tmp_path: Path) -> None:
         assert [name.name for name in Path(path).parent.iterdir() if ".new" in name.name] == []
 
 
-def test_a_copy_uses_the_python_of_its_host_at_another_path(place: Place, tmp_path: Path) -> None:
+def test_copy_uses_the_python_of_its_host_at_another_path(place: Place, tmp_path: Path) -> None:
     made = place.build("herring==1.0", place="local")
     name = f"python{made['python']}"
     elsewhere = tmp_path / "bin" / name
@@ -227,32 +227,32 @@ def test_a_copy_uses_the_python_of_its_host_at_another_path(place: Place, tmp_pa
     assert f"home = {elsewhere.parent}\n" in Path(path, "pyvenv.cfg").read_text()
 
 
-def test_a_lock_adds_nothing_and_must_be_complete(place: Place) -> None:
+def test_lock_adds_nothing_and_must_be_complete(place: Place) -> None:
     event = place.build("herring==1.0", locked=True)
     assert event["event"] == "failed"
     assert event["what"] == "packages are incompatible: The package `herring` requires `sprat`, but it's not installed"
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_a_package_with_another_hash_than_the_file_gives_is_refused(place: Place, locked: bool) -> None:
+def test_package_with_a_wrong_hash_is_rejected(place: Place, locked: bool) -> None:
     event = place.build(f"sprat==2.0 --hash=sha256:{'0' * 64}", locked=locked)
     assert event["event"] == "failed" and "sprat==2.0" in event["what"], event
     assert event["fix"] == "make a new lock"
 
 
-def test_a_package_that_no_index_has_is_named(place: Place) -> None:
+def test_missing_package_is_named(place: Place) -> None:
     event = place.build("mackerel")
     assert event["event"] == "failed"
     assert event["what"].startswith("uv cannot resolve the packages: No solution found") and "mackerel" in event["what"]
     assert event["fix"] == "correct the list of packages"
 
 
-def test_a_python_that_is_not_there_is_named(place: Place) -> None:
+def test_missing_python_is_named(place: Place) -> None:
     event = place.build("herring", python="python3.99")
     assert (event["event"], event["what"]) == ("failed", "there is no python3.99 on this host")
 
 
-def test_a_python_that_the_project_does_not_support_is_refused(place: Place) -> None:
+def test_unsupported_python_is_rejected(place: Place) -> None:
     event = place.build("herring", for_python=">=4")
     assert event["event"] == "failed"
     assert event["what"] == f"it requires Python >=4, and this is {platform.python_version()}"
@@ -260,7 +260,7 @@ def test_a_python_that_the_project_does_not_support_is_refused(place: Place) -> 
     assert place.build("herring==1.0", for_python=">=3.8,<4")["event"] == "done"
 
 
-def test_without_a_source_of_uv_the_error_says_where_to_put_it(place: Place, tmp_path: Path) -> None:
+def test_missing_uv_is_reported_with_the_fix(place: Place, tmp_path: Path) -> None:
     lines = f"--no-index\n--find-links {tmp_path}\nherring\n"
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     event = place.build(requirements=lines, local=str(tmp_path / "local"), env=env)
@@ -292,7 +292,7 @@ error: Couldn't parse requirement in `r.txt` at position 0
         ("killed", "killed"),
     ],
 )
-def test_an_error_of_uv_is_shown_without_what_came_before_it(output: str, reason: str) -> None:
+def test_uv_error_is_shown_without_earlier_output(output: str, reason: str) -> None:
     assert builder.reason(output) == reason
 
 
@@ -310,11 +310,11 @@ def test_an_error_of_uv_is_shown_without_what_came_before_it(output: str, reason
         ("No space left on device (os error 28)", {}, "free some space"),
     ],
 )
-def test_an_error_of_uv_comes_with_a_fix(output: str, proxy: dict[str, str], fix: str) -> None:
+def test_uv_error_has_a_fix(output: str, proxy: dict[str, str], fix: str) -> None:
     assert builder.remedy(output, proxy) == fix
 
 
-def test_on_a_debian_without_venv_the_error_says_what_installs_it(tmp_path: Path) -> None:
+def test_missing_venv_on_debian_is_reported_with_the_fix(tmp_path: Path) -> None:
     debian = (
         "The virtual environment was not created successfully because ensurepip is not\n"
         "available.  On Debian/Ubuntu systems, you need to install the python3-venv\n"
@@ -335,7 +335,7 @@ def test_on_a_debian_without_venv_the_error_says_what_installs_it(tmp_path: Path
     )
 
 
-def test_passwords_of_pips_configuration_are_not_shown() -> None:
+def test_passwords_in_the_pip_configuration_are_hidden() -> None:
     assert builder.redact("https://me:hunter2@x.org/simple no") == "https://...@x.org/simple no"
 
 
@@ -349,7 +349,7 @@ def test_removing_an_environment_removes_its_package_cache(place: Place) -> None
     assert [name.name for name in (place.shared / "wheels").iterdir()] == [other["source"]]
 
 
-def test_a_sweep_removes_unused_archives_but_nothing_during_a_build(tmp_path: Path, place: Place) -> None:
+def test_sweep_removes_unused_archives_but_nothing_during_a_build(tmp_path: Path, place: Place) -> None:
     there = (
         "archives/ab12.tar",
         "archives/cd34.tar",
@@ -377,7 +377,7 @@ def test_a_sweep_removes_unused_archives_but_nothing_during_a_build(tmp_path: Pa
     place.run(sweep_command(str(tmp_path / "nowhere"), [], []))
 
 
-def test_an_environment_that_a_process_uses_is_busy(place: Place) -> None:
+def test_environment_used_by_a_process_is_busy(place: Place) -> None:
     made = place.build("herring==1.0")
     line = [f"{made['path']}/bin/python", "-c", "import sys; print(1, flush=True); sys.stdin.read()"]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -395,5 +395,5 @@ def test_listing_does_not_count_as_use(place: Place, tmp_path: Path) -> None:
         assert (kept.id, kept.busy) == ("ab12", False)
 
 
-def test_an_empty_directory_lists_no_environments(place: Place, tmp_path: Path) -> None:
+def test_empty_directory_lists_no_environments(place: Place, tmp_path: Path) -> None:
     assert parse_listing(place.run(list_command(str(tmp_path)))) == []

@@ -58,7 +58,7 @@ def output_of(*line: str | Path, **more: Any) -> str:
     return done.stdout.strip()
 
 
-def test_python_and_programs_run_in_the_new_place(moved: dict[str, Any]) -> None:
+def test_python_and_programs_run_after_relocation(moved: dict[str, Any]) -> None:
     to = moved["to"]
     assert len(str(to)) > 127 and " " in str(to)
     assert output_of(to / "bin/python", "-c", "import sys, herring; print(sys.prefix)") == str(to)
@@ -67,17 +67,17 @@ def test_python_and_programs_run_in_the_new_place(moved: dict[str, Any]) -> None
     assert output_of(to / "bin/roach-shell") == "shell"
 
 
-def test_a_program_works_through_a_symbolic_link(moved: dict[str, Any], tmp_path: Path) -> None:
+def test_program_works_through_a_symbolic_link(moved: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "says").symlink_to(moved["to"] / "bin/herring-says")
     assert output_of(tmp_path / "says") == "herring 1.0"
 
 
-def test_a_program_keeps_what_must_come_first_in_python(moved: dict[str, Any]) -> None:
+def test_program_keeps_its_encoding_docstring_and_future_imports(moved: dict[str, Any]) -> None:
     """A declared encoding, a docstring, imports from the future."""
     assert output_of(moved["to"] / "bin/roach-old") == f"{moved['to']} 2"  # two bytes, each a letter in Latin-1
 
 
-def test_a_failing_program_shows_the_new_place(moved: dict[str, Any]) -> None:
+def test_failed_program_shows_the_new_path(moved: dict[str, Any]) -> None:
     done = subprocess.run([moved["to"] / "bin/roach-says", "a b"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (1, "roach failed\n")
     line = [moved["to"] / "bin/python", "-c", "import roach, traceback; print(roach.main.__code__.co_filename)"]
@@ -85,21 +85,19 @@ def test_a_failing_program_shows_the_new_place(moved: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "dash"])
-def test_activate_leads_to_the_new_place_where_the_shell_tells_which_file_it_reads(
-    moved: dict[str, Any], shell: str
-) -> None:
+def test_activate_uses_the_new_path_where_the_shell_permits(moved: dict[str, Any], shell: str) -> None:
     directory = output_of(shell, "-c", '. "$0/bin/activate"; echo "$VIRTUAL_ENV"', moved["to"])
     assert directory == str(moved["to"] if shell == "bash" else moved["path"])
 
 
-def test_compiled_files_are_valid_in_a_copy_that_keeps_the_times_of_files(moved: dict[str, Any]) -> None:
+def test_compiled_files_stay_valid_in_a_copy_that_keeps_mtimes(moved: dict[str, Any]) -> None:
     [source] = moved["to"].glob("lib/python*/site-packages/herring.py")
     [compiled] = source.parent.glob("__pycache__/herring.*.pyc")
     flags, time, size = (int.from_bytes(compiled.read_bytes()[at : at + 4], "little") for at in (4, 8, 12))
     assert (flags, time, size) == (0, int(source.stat().st_mtime), source.stat().st_size)
 
 
-def test_the_records_of_packages_are_correct_and_name_no_file_outside(moved: dict[str, Any]) -> None:
+def test_package_records_are_correct_and_name_no_outside_file(moved: dict[str, Any]) -> None:
     [site] = moved["to"].glob("lib/python*/site-packages")
     assert not list(site.glob("*.dist-info/direct_url.json"))
     with (site / "herring-1.0.dist-info" / "RECORD").open(newline="") as record:
@@ -111,19 +109,19 @@ def test_the_records_of_packages_are_correct_and_name_no_file_outside(moved: dic
         assert digest in ("", f"sha256={found}")
 
 
-def test_only_activate_names_the_directory_of_the_build(moved: dict[str, Any]) -> None:
+def test_only_activate_contains_the_build_directory(moved: dict[str, Any]) -> None:
     old, to = moved["path"].encode(), moved["to"]
     files = [path for path in to.rglob("*") if path.is_file() and not path.is_symlink()]
     named = [path for path in files if old in path.read_bytes() and path.suffix != ".pyc"]
     assert [str(path.relative_to(to)) for path in named] == ["bin/activate"]
 
 
-def test_the_python_link_names_the_version(moved: dict[str, Any]) -> None:
+def test_python_link_contains_the_version(moved: dict[str, Any]) -> None:
     links = [os.readlink(path) for path in (moved["to"] / "bin").iterdir() if path.is_symlink()]
     [out] = [link for link in links if link.startswith("/")]
     assert Path(out).name == f"python{moved['python']}"
 
 
-def test_files_that_a_package_bound_to_another_place_are_reported(moved: dict[str, Any]) -> None:
+def test_files_bound_to_another_path_are_reported(moved: dict[str, Any]) -> None:
     files = {Path(file).name: place for file, place in moved["bound"]}
     assert files == {"roach-foreign": "/opt/ci/venv/bin/python3", "roach-elsewhere.pth": "/opt/ci/src"}

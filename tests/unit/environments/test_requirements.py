@@ -21,12 +21,12 @@ def refused(place: Path, key: str, name: str = "file") -> str:
     return str(error.value)
 
 
-def test_comments_and_blank_lines_make_no_difference(tmp_path: Path) -> None:
+def test_comments_and_blank_lines_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("# what it needs\nsix==1.16.0  # old\n\npackaging\n")
     assert source(tmp_path, "requirements") == RequirementSet("six==1.16.0\npackaging\n")
 
 
-def test_an_included_file_is_part_of_the_requirements(tmp_path: Path) -> None:
+def test_included_file_is_part_of_the_requirements(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("-r base.txt\n-c limits.txt\nsix\n")
     (tmp_path / "base.txt").write_text("packaging\n")
     (tmp_path / "limits.txt").write_text("six<2\n")
@@ -42,7 +42,7 @@ def test_included_paths_are_relative_to_the_including_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("option", ["-r", "-c"])
-def test_a_file_that_includes_itself_is_refused(tmp_path: Path, option: str) -> None:
+def test_recursive_include_is_rejected(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").write_text(f"{option} file\n")
     assert "includes itself" in refused(tmp_path, "requirements")
 
@@ -50,29 +50,29 @@ def test_a_file_that_includes_itself_is_refused(tmp_path: Path, option: str) -> 
 @pytest.mark.parametrize(
     "line", ["-e .", "./mine", "../other", "/srv/mine.whl", "file:mine.whl", "mine @ file:///x.whl"]
 )
-def test_a_path_of_this_machine_is_refused(tmp_path: Path, line: str) -> None:
+def test_local_path_is_rejected(tmp_path: Path, line: str) -> None:
     (tmp_path / "file").write_text(line + "\n")
     said = refused(tmp_path, "requirements")
     assert "which the hosts do not have" in said and "`shoal run`" in said
 
 
-def test_a_password_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_password_is_rejected_and_not_shown(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("--index-url https://me:hunter2@packages.example.org/simple\nsix\n")
     said = refused(tmp_path, "requirements")
     assert "a password in it" in said and "hunter2" not in said
 
 
-def test_a_lock_names_every_version_with_its_hashes(tmp_path: Path) -> None:
+def test_lock_contains_every_version_with_its_hashes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("six==1.16.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n")
     assert source(tmp_path, "lock") == RequirementSet("six==1.16.0  --hash=sha256:aa  --hash=sha256:bb\n", locked=True)
 
 
-def test_a_lock_with_an_open_version_is_refused(tmp_path: Path) -> None:
+def test_lock_with_an_open_version_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("six==1.16.0\npackaging>=20\n")
     assert "is not a lock file: packaging>=20 has no version" in refused(tmp_path, "lock")
 
 
-def test_a_pylock_becomes_pins_with_hashes_and_markers(tmp_path: Path) -> None:
+def test_pylock_becomes_pins_with_hashes_and_markers(tmp_path: Path) -> None:
     (tmp_path / "pylock.toml").write_text(
         'lock-version = "1.0"\n'
         '[[packages]]\nname = "six"\nversion = "1.16.0"\nmarker = "python_version > \'3\'"\n'
@@ -93,14 +93,14 @@ def test_requires_python_of_a_project_or_a_lock_is_read(tmp_path: Path) -> None:
     assert source(tmp_path, "lock", "pylock.toml") == RequirementSet("six==1\n", locked=True, for_python=">=3.9")
 
 
-def test_a_pylock_with_a_directory_in_it_is_refused(tmp_path: Path) -> None:
+def test_pylock_with_a_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "pylock.toml").write_text('[[packages]]\nname = "mine"\n[packages.directory]\npath = "."\n')
     assert "names mine without a version that can be downloaded" in refused(tmp_path, "lock", "pylock.toml")
     (tmp_path / "pylock.toml").write_text("a = 1\n")
     assert "it has no [[packages]]" in refused(tmp_path, "lock", "pylock.toml")
 
 
-def test_a_project_gives_its_dependencies(tmp_path: Path) -> None:
+def test_project_provides_its_dependencies(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["six>=1", "packaging"]\n')
     assert source(tmp_path, "pyproject", "pyproject.toml") == RequirementSet("packaging\nsix>=1\n")
 
@@ -108,25 +108,25 @@ def test_a_project_gives_its_dependencies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"), [("[project]\nname = 'x'\n", "no list of dependencies"), ("[project\n", "is not TOML")]
 )
-def test_a_project_without_dependencies_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_project_without_dependencies_is_rejected(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     assert words in refused(tmp_path, "pyproject", "pyproject.toml")
 
 
 @pytest.mark.parametrize("line", ["mine @ file:///x.whl", "mine @ https://me:hunter2@packages.example.org/x.whl"])
-def test_a_project_is_checked_like_a_requirements_file(tmp_path: Path, line: str) -> None:
+def test_project_is_checked_like_a_requirements_file(tmp_path: Path, line: str) -> None:
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "x"\ndependencies = ["{line}"]\n')
     (tmp_path / "file").write_text(f"{line}\n")
     said = refused(tmp_path, "pyproject", "pyproject.toml")
     assert said.replace("pyproject.toml", "file") == refused(tmp_path, "requirements") and "hunter2" not in said
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     assert f"there is no {tmp_path / 'file'}" in refused(tmp_path, "requirements")
 
 
 @pytest.mark.parametrize(("name", "command"), [("uv.lock", "uv export "), ("poetry.lock", "poetry export ")])
-def test_a_lock_of_another_tool_is_refused_with_the_export_command(tmp_path: Path, name: str, command: str) -> None:
+def test_lock_of_another_tool_is_rejected_with_the_export_command(tmp_path: Path, name: str, command: str) -> None:
     (tmp_path / name).write_text("version = 1\n")
     said = refused(tmp_path, "lock", name)
     assert f"{name} is a lock that only its own tool reads" in said and f"run `{command}" in said

@@ -9,25 +9,25 @@ from shoal.hosts.api import Result, Target
 from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
 
-async def test_the_longest_matching_command_answers() -> None:
+async def test_longest_matching_command_answers() -> None:
     host = FakeHost("n1", {("scontrol",): b"any", ("scontrol", "ping"): Result(1, b"", b"down")})
     assert (await host.run(["scontrol", "show", "node"])).stdout == b"any"
     assert await host.run(["scontrol", "ping"]) == Result(1, b"", b"down")
 
 
-async def test_calls_are_remembered_with_their_input() -> None:
+async def test_calls_are_recorded_with_their_input() -> None:
     host = FakeHost("n1", {("cat",): lambda call: call.stdin.upper()})
     assert (await host.run(["cat", "-"], stdin=b"data", root=False)).stdout == b"DATA"
     assert host.calls == [Call(("cat", "-"), root=False, stdin=b"data")]
     assert host.argvs == [("cat", "-")]
 
 
-async def test_one_function_can_answer_everything() -> None:
+async def test_function_can_answer_all_commands() -> None:
     host = FakeHost("n1", lambda call: Result(len(call.argv)))
     assert [(await host.run(argv)).status for argv in (["a"], ["a", "b"])] == [1, 2]
 
 
-async def test_the_connection_is_lost_after_so_many_lines() -> None:
+async def test_connection_is_lost_after_a_set_number_of_lines() -> None:
     host = FakeHost("n1", {("agent",): b"one\ntwo\nthree\n"}, lose_after_lines=2)
     process = await host.start(["agent"])
     assert [await process.readline(), await process.readline()] == [b"one\n", b"two\n"]
@@ -35,7 +35,7 @@ async def test_the_connection_is_lost_after_so_many_lines() -> None:
         await process.readline()
 
 
-async def test_the_connection_is_lost_on_command() -> None:
+async def test_connection_is_lost_on_command() -> None:
     async def wait_for_input(program: FakeProgram) -> int:
         await program.print(b"ready\n")
         await program.readline()
@@ -49,7 +49,7 @@ async def test_the_connection_is_lost_on_command() -> None:
         await process.wait()
 
 
-async def test_a_host_can_be_unreachable_for_any_reason() -> None:
+async def test_host_can_be_unreachable_for_any_reason() -> None:
     connector = FakeConnector(
         FakeHost("n1", unreachable=True), FakeHost("n2", unreachable=AuthenticationFailed("n2", "no")), FakeHost("n3")
     )
@@ -64,14 +64,14 @@ async def test_a_host_can_be_unreachable_for_any_reason() -> None:
     assert host.closed
 
 
-async def test_sudo_can_be_refused() -> None:
-    host = FakeHost(Target("n1", user="ubuntu"), {("true",): b""}, sudo_refused=True)
+async def test_sudo_can_be_denied() -> None:
+    host = FakeHost(Target("n1", user="ubuntu"), {("true",): b""}, sudo_denied_error=True)
     with pytest.raises(SudoDenied, match="n1: ubuntu may not become root: sudo asks for a password"):
         await host.run(["true"])
     assert (await host.run(["true"], root=False)).status == 0
 
 
-async def test_a_mistake_in_the_script_shows_itself_in_the_test() -> None:
+async def test_exception_in_the_script_reaches_the_test() -> None:
     def broken(call: Call) -> bytes:
         raise KeyError("typo")
 
@@ -79,7 +79,7 @@ async def test_a_mistake_in_the_script_shows_itself_in_the_test() -> None:
         await FakeHost("n1", broken).run(["true"])
 
 
-async def test_a_killed_call_is_remembered_as_such() -> None:
+async def test_killed_call_is_recorded() -> None:
     async def forever(program: FakeProgram) -> int:
         await program.read()
         return 0

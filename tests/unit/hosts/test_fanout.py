@@ -12,7 +12,7 @@ from shoal.hosts.fanout import HostOutcome, fan_out, group_equal
 from shoal_simulators.fake_host import FakeConnector, FakeHost
 
 
-async def test_one_unreachable_host_stops_no_other_and_order_is_kept() -> None:
+async def test_unreachable_host_does_not_stop_the_others_and_order_is_kept() -> None:
     connector = FakeConnector(
         FakeHost("c", {("hostname",): b"c"}), FakeHost("b", unreachable=True), FakeHost("a", {("hostname",): b"a"})
     )
@@ -30,7 +30,7 @@ async def test_one_unreachable_host_stops_no_other_and_order_is_kept() -> None:
     assert str(outcomes["b"].error) == "b: does not answer within 10 s\n  fix: is the host up?"
 
 
-async def test_no_more_than_the_limit_run_at_once() -> None:
+async def test_concurrency_stays_within_the_limit() -> None:
     running = most = 0
 
     async def action(name: str) -> None:
@@ -44,7 +44,7 @@ async def test_no_more_than_the_limit_run_at_once() -> None:
     assert most == 3
 
 
-async def test_each_outcome_is_told_as_it_comes() -> None:
+async def test_each_outcome_is_reported_at_once() -> None:
     seen: list[HostOutcome[str]] = []
 
     async def action(name: str) -> str:
@@ -59,7 +59,7 @@ async def test_each_outcome_is_told_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("error", [SlurmError("slurmctld is down"), ZeroDivisionError("a bug")])
-async def test_any_other_error_cancels_the_rest_and_is_raised(error: Exception) -> None:
+async def test_other_errors_cancel_the_rest_and_are_raised(error: Exception) -> None:
     cancelled = []
 
     async def action(name: str) -> None:
@@ -95,7 +95,7 @@ async def test_cancelling_the_fan_out_cancels_every_host() -> None:
     assert cancelled == ["a", "b"]
 
 
-async def test_no_hosts_no_outcomes() -> None:
+async def test_no_hosts_give_no_outcomes() -> None:
     async def action(name: str) -> None:
         raise AssertionError
 

@@ -24,7 +24,7 @@ for number in range(40):
 """
 
 
-def test_two_processes_at_once_lose_no_key(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_key(tmp_path: Path) -> None:
     path = tmp_path / "cluster" / "known_hosts"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in "ab"]
     assert [writer.wait() for writer in writers] == [0, 0]
@@ -33,7 +33,7 @@ def test_two_processes_at_once_lose_no_key(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.parent.iterdir()) == ["known_hosts", "known_hosts.lock"]
 
 
-def test_a_key_that_another_process_met_first_wins(tmp_path: Path) -> None:
+def test_first_key_of_another_process_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     ours, theirs = HostKeys(path), HostKeys(path)
     assert ours.find("n1") is None
@@ -43,14 +43,14 @@ def test_a_key_that_another_process_met_first_wins(tmp_path: Path) -> None:
     assert HostKeys(path).find("n1") == A
 
 
-def test_an_address_may_pass_to_another_host(tmp_path: Path) -> None:
+def test_address_can_move_to_another_host(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     HostKeys(path).remember("n1", "10.0.0.1", 22, A)
     HostKeys(path).remember("n2", "10.0.0.1", 22, B)
     assert (HostKeys(path).find("n1"), HostKeys(path).find("n2")) == (A, B)
 
 
-def test_lines_that_are_no_keys_stay_and_vouch_for_nobody(tmp_path: Path) -> None:
+def test_invalid_lines_are_kept_and_ignored(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     path.write_text("# mine\nn1,[10.0.0.1]:22 ssh-ed25519 ???\nhalf a\n")
     keys = HostKeys(path)
@@ -68,12 +68,12 @@ def test_forgetting_leaves_hosts_with_similar_names(tmp_path: Path) -> None:
     assert (HostKeys(path).find("n1"), HostKeys(path).find("n10")) == (None, B)
 
 
-def test_forgetting_where_nothing_is_known_makes_no_file(tmp_path: Path) -> None:
+def test_forgetting_an_unknown_host_creates_no_file(tmp_path: Path) -> None:
     assert not HostKeys(tmp_path / "none" / "known_hosts").forget("n1")
     assert not (tmp_path / "none").exists()
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "known_hosts"
     with pytest.raises(ShoalError, match=f"cannot use the file of known host keys {path}: Not a directory") as caught:
@@ -81,7 +81,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert caught.value.hint.endswith("XDG_STATE_HOME names another")
 
 
-def test_the_fingerprint_is_the_one_ssh_keygen_shows(tmp_path: Path) -> None:
+def test_fingerprint_equals_ssh_keygen(tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     shown = subprocess.run(["ssh-keygen", "-lf", str(tmp_path / "key.pub")], capture_output=True, text=True, check=True)
     assert HostKey.parse((tmp_path / "key.pub").read_text()).fingerprint == shown.stdout.split()[1]

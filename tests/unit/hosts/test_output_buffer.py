@@ -17,7 +17,7 @@ def recorded() -> tuple[OutputBuffer, list[str]]:
     return OutputBuffer(lambda: events.append("pause"), lambda: events.append("resume")), events
 
 
-async def test_output_nobody_reads_holds_the_program_back() -> None:
+async def test_unread_output_pauses_the_program() -> None:
     buffer, events = recorded()
     buffer.feed(b"x" * HIGH_WATER + b"\n")
     buffer.feed(b"short\n")
@@ -27,7 +27,7 @@ async def test_output_nobody_reads_holds_the_program_back() -> None:
     assert await buffer.readline() == b"short\n"
 
 
-async def test_a_line_longer_than_the_mark_still_comes_whole() -> None:
+async def test_line_longer_than_the_high_water_mark_is_read_whole() -> None:
     buffer, events = recorded()
     buffer.feed(b"x" * (HIGH_WATER + 1))
     reading = asyncio.create_task(buffer.readline())
@@ -39,7 +39,7 @@ async def test_a_line_longer_than_the_mark_still_comes_whole() -> None:
     assert events == ["pause", "resume"]
 
 
-async def test_data_delivered_while_resuming_is_not_slept_over() -> None:
+async def test_data_delivered_during_resume_is_read() -> None:
     held = [b"a" * HIGH_WATER, b"\n"]
 
     def deliver() -> None:
@@ -51,7 +51,7 @@ async def test_data_delivered_while_resuming_is_not_slept_over() -> None:
     assert len(await asyncio.wait_for(buffer.readline(), 5)) == 2 * HIGH_WATER + 2
 
 
-async def test_an_error_comes_after_the_lines_that_came_before_it() -> None:
+async def test_error_is_raised_after_earlier_lines() -> None:
     buffer, _ = recorded()
     buffer.feed(b"one\nhalf")
     buffer.end(ConnectionLost("n1", "gone"))
@@ -64,7 +64,7 @@ async def test_an_error_comes_after_the_lines_that_came_before_it() -> None:
 
 
 @given(st.binary(), st.lists(st.integers(1, 7), min_size=1))
-def test_however_output_is_cut_the_lines_are_the_same(data: bytes, cuts: list[int]) -> None:
+def test_lines_do_not_depend_on_the_chunks(data: bytes, cuts: list[int]) -> None:
     async def read() -> list[bytes]:
         buffer, _ = recorded()
         position, turn = 0, 0
@@ -84,7 +84,7 @@ def test_however_output_is_cut_the_lines_are_the_same(data: bytes, cuts: list[in
 
 
 @given(st.lists(st.binary(max_size=50)))
-def test_a_tail_keeps_the_last_bytes(chunks: list[bytes]) -> None:
+def test_tail_keeps_the_last_bytes(chunks: list[bytes]) -> None:
     tail, whole = OutputTail(16), OutputTail(None)
     for chunk in chunks:
         tail.feed(chunk)

@@ -52,7 +52,7 @@ async def whoami(connector: SshConnector, target: Target) -> str:
         return (await host.run(["hostname"], root=False)).text
 
 
-async def test_the_first_key_is_kept_for_the_owner_alone(sshd: Sshd, known_hosts: Path) -> None:
+async def test_first_host_key_is_stored_with_mode_600(sshd: Sshd, known_hosts: Path) -> None:
     await whoami(SshConnector(known_hosts), sshd.target("gpu01"))
     kind, text = sshd.host_key.split()[:2]
     assert known_hosts.read_text() == f"gpu01,[127.0.0.1]:{sshd.port} {kind} {text}\n"
@@ -60,13 +60,13 @@ async def test_the_first_key_is_kept_for_the_owner_alone(sshd: Sshd, known_hosts
     assert stat.S_IMODE(known_hosts.parent.stat().st_mode) == 0o700
 
 
-async def test_the_file_of_known_hosts_is_one_openssh_understands(sshd: Sshd, known_hosts: Path) -> None:
+async def test_known_hosts_file_is_readable_by_openssh(sshd: Sshd, known_hosts: Path) -> None:
     await whoami(SshConnector(known_hosts), sshd.target("gpu01"))
     found = subprocess.run(["ssh-keygen", "-F", "gpu01", "-f", str(known_hosts)], capture_output=True, check=True)
     assert sshd.host_key.split()[1].encode() in found.stdout
 
 
-async def test_eight_first_connections_at_once_keep_eight_keys(sshd: Sshd, known_hosts: Path) -> None:
+async def test_eight_concurrent_first_connections_store_eight_keys(sshd: Sshd, known_hosts: Path) -> None:
     connector = SshConnector(known_hosts)
     targets = [sshd.target(f"n{number}") for number in range(8)]
     outcomes = await fan_out(targets, lambda target: whoami(connector, target))
@@ -74,7 +74,7 @@ async def test_eight_first_connections_at_once_keep_eight_keys(sshd: Sshd, known
     assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {f"n{n}" for n in range(8)}
 
 
-async def test_a_changed_host_key_is_refused_until_it_is_forgotten(tmp_path: Path, known_hosts: Path) -> None:
+async def test_changed_host_key_is_rejected_until_forgotten(tmp_path: Path, known_hosts: Path) -> None:
     server = Sshd(tmp_path / "sshd")
     server.start()
     try:
@@ -95,7 +95,7 @@ async def test_a_changed_host_key_is_refused_until_it_is_forgotten(tmp_path: Pat
         server.stop()
 
 
-async def test_a_host_with_several_keys_is_asked_for_the_one_we_met(tmp_path: Path, known_hosts: Path) -> None:
+async def test_stored_key_is_requested_from_a_host_with_several_keys(tmp_path: Path, known_hosts: Path) -> None:
     with running_sshd(tmp_path / "rsa", host_key_type="ssh-rsa") as server:
         await whoami(SshConnector(known_hosts), server.target("gpu01"))
         server.stop()
@@ -105,7 +105,7 @@ async def test_a_host_with_several_keys_is_asked_for_the_one_we_met(tmp_path: Pa
         await whoami(SshConnector(known_hosts), server.target("gpu01"))
 
 
-async def test_a_pinned_key_replaces_the_one_we_met(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_pinned_key_replaces_the_stored_key(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     make_key(tmp_path / "former")
     former = (tmp_path / "former.pub").read_text().strip()
     known_hosts.parent.mkdir(mode=0o700)
@@ -115,7 +115,7 @@ async def test_a_pinned_key_replaces_the_one_we_met(sshd: Sshd, known_hosts: Pat
     await whoami(SshConnector(known_hosts), sshd.target("gpu01"))
 
 
-async def test_a_host_that_lacks_its_pinned_key_is_refused(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_host_without_its_pinned_key_is_rejected(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     make_key(tmp_path / "other")
     pinned = (tmp_path / "other.pub").read_text()
     with pytest.raises(HostKeyChanged, match="its provider reported"):
@@ -125,7 +125,7 @@ async def test_a_host_that_lacks_its_pinned_key_is_refused(sshd: Sshd, known_hos
         await SshConnector(known_hosts).connect(sshd.target(host_key="ssh-ed25519 ???"))
 
 
-async def test_a_refused_key_names_the_user_and_what_was_tried(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_rejected_key_is_reported_with_user_and_tried_keys(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     stranger = tmp_path / "stranger"
     make_key(stranger)
     with pytest.raises(AuthenticationFailed) as caught:
@@ -144,7 +144,7 @@ async def test_a_refused_key_names_the_user_and_what_was_tried(sshd: Sshd, known
         (lambda path: (make_key(path), lock_key(path)), "is protected by a passphrase and no ssh-agent is running"),
     ],
 )
-async def test_an_identity_that_cannot_be_used_is_named(
+async def test_unusable_identity_is_named(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, make: object, found: str
 ) -> None:
     identity = tmp_path / "identity"
@@ -155,7 +155,7 @@ async def test_an_identity_that_cannot_be_used_is_named(
     assert caught.value.hint
 
 
-async def test_the_agent_signs_for_a_key_with_a_passphrase(
+async def test_ssh_agent_signs_for_a_key_with_a_passphrase(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, no_config: Path
 ) -> None:
     sock = tmp_path / "agent.sock"
@@ -177,7 +177,7 @@ async def test_the_agent_signs_for_a_key_with_a_passphrase(
         agent.wait()
 
 
-async def test_a_key_passed_over_for_its_passphrase_is_named(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_key_skipped_for_its_passphrase_is_named(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     locked, config = tmp_path / "locked", tmp_path / "config"
     make_key(locked)
     lock_key(locked)
@@ -187,7 +187,7 @@ async def test_a_key_passed_over_for_its_passphrase_is_named(sshd: Sshd, known_h
     assert caught.value.message.endswith(f"(tried not {locked}: it is protected by a passphrase)")
 
 
-async def test_an_alias_is_looked_up_in_the_ssh_config(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_alias_is_resolved_in_the_ssh_config(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = tmp_path / "config"
     user = sshd.target().user
     config.write_text(
@@ -207,7 +207,7 @@ async def test_an_alias_is_looked_up_in_the_ssh_config(sshd: Sshd, known_hosts: 
         ("Host gpu01\n ProxyCommand nc 'a\n", "line 2: No closing quotation"),
     ],
 )
-async def test_a_broken_ssh_config_is_told_with_its_place(
+async def test_invalid_ssh_config_is_reported_with_its_path(
     known_hosts: Path, tmp_path: Path, text: str, found: str
 ) -> None:
     config = tmp_path / "config"
@@ -218,14 +218,12 @@ async def test_a_broken_ssh_config_is_told_with_its_place(
     assert caught.value.hint
 
 
-async def test_an_ssh_config_that_cannot_be_read_is_told(known_hosts: Path, tmp_path: Path) -> None:
+async def test_unreadable_ssh_config_is_reported(known_hosts: Path, tmp_path: Path) -> None:
     with pytest.raises(HostError, match=f"cannot read the SSH config {tmp_path}: Is a directory"):
         await SshConnector(known_hosts, ssh_config=tmp_path).connect(Target("gpu01"))
 
 
-async def test_hosts_behind_a_jump_host_share_one_connection_to_it(
-    sshd: Sshd, known_hosts: Path, tmp_path: Path
-) -> None:
+async def test_hosts_behind_a_jump_host_share_its_connection(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     with running_sshd(tmp_path / "jump") as jump:
         config = tmp_path / "config"
         user = sshd.target().user
@@ -242,7 +240,7 @@ async def test_hosts_behind_a_jump_host_share_one_connection_to_it(
         assert await whoami(connector, Target("gpu1"))
 
 
-async def test_a_host_the_jump_host_cannot_reach_is_told_apart(known_hosts: Path, tmp_path: Path) -> None:
+async def test_unreachable_target_differs_from_unreachable_jump_host(known_hosts: Path, tmp_path: Path) -> None:
     with running_sshd(tmp_path / "jump") as jump:
         config = tmp_path / "config"
         config.write_text(
@@ -284,9 +282,7 @@ def proxied(sshd: Sshd, folder: Path, command: str) -> Path:
     return config
 
 
-async def test_hosts_behind_a_proxy_command_are_reached_through_it(
-    sshd: Sshd, known_hosts: Path, tmp_path: Path
-) -> None:
+async def test_proxy_command_reaches_the_hosts(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = proxied(sshd, tmp_path, f"{sys.executable} {tmp_path}/relay.py %h %p {tmp_path}/used")
     connector = SshConnector(known_hosts, ssh_config=config)
     outcomes = await fan_out([Target("gpu1"), Target("gpu2")], lambda target: whoami(connector, target))
@@ -295,7 +291,7 @@ async def test_hosts_behind_a_proxy_command_are_reached_through_it(
     assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {"gpu1", "gpu2"}
 
 
-async def test_a_proxy_command_is_a_line_for_the_users_shell(
+async def test_proxy_command_runs_in_the_shell_of_the_user(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As OpenSSH has it: redirections, `~` and variables mean what they mean to the shell."""
@@ -308,7 +304,7 @@ async def test_a_proxy_command_is_a_line_for_the_users_shell(
     assert (tmp_path / "used here").read_text() == f"127.0.0.1 {sshd.port}\n" * 3
 
 
-async def test_a_shell_that_is_not_there_is_told(
+async def test_missing_shell_is_reported(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHELL", "/no/shell")
@@ -316,14 +312,14 @@ async def test_a_shell_that_is_not_there_is_told(
         await SshConnector(known_hosts, ssh_config=proxied(sshd, tmp_path, "true")).connect(Target("gpu1"))
 
 
-async def test_none_takes_a_proxy_back(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_none_disables_a_proxy(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = proxied(sshd, tmp_path, "false")
     for setting in ("ProxyCommand", "ProxyJump"):
         (tmp_path / "direct").write_text(f"Host gpu1\n {setting} none\n" + config.read_text().replace("false", "none"))
         assert await whoami(SshConnector(known_hosts, ssh_config=tmp_path / "direct"), Target("gpu1"))
 
 
-async def test_openssh_itself_can_be_the_proxy_command(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+async def test_openssh_can_be_the_proxy_command(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     with running_sshd(tmp_path / "door") as door:
         options = f"-F none -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -i {door.identity}"
         place = f"-p {door.port} {door.target().user}@127.0.0.1"
@@ -348,7 +344,7 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sleep 61", 0.5, "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
     ],
 )
-async def test_a_proxy_command_that_fails_is_told_as_such(
+async def test_failed_proxy_command_is_reported(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, command: str, seconds: float, found: str
 ) -> None:
     config = proxied(sshd, tmp_path, command)
@@ -360,18 +356,18 @@ async def test_a_proxy_command_that_fails_is_told_as_such(
     )
 
 
-async def test_a_name_without_address_is_told(known_hosts: Path, no_config: Path) -> None:
+async def test_unresolvable_name_is_reported(known_hosts: Path, no_config: Path) -> None:
     with pytest.raises(Unreachable, match=r"no address is known for 'no-such-host\.invalid'"):
         await SshConnector(known_hosts, ssh_config=no_config).connect(Target("no-such-host.invalid"))
 
 
-async def test_a_closed_port_is_told(known_hosts: Path, no_config: Path) -> None:
+async def test_closed_port_is_reported(known_hosts: Path, no_config: Path) -> None:
     port = free_port()
     with pytest.raises(Unreachable, match=rf"gpu01: 127\.0\.0\.1:{port} refused the connection"):
         await SshConnector(known_hosts, ssh_config=no_config).connect(Target("gpu01", "127.0.0.1", port))
 
 
-async def test_a_silent_host_is_given_up_after_the_timeout(known_hosts: Path, no_config: Path) -> None:
+async def test_silent_host_times_out(known_hosts: Path, no_config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
         with pytest.raises(Unreachable, match=r"does not answer within 0\.3 s"):
@@ -386,7 +382,7 @@ async def test_a_silent_host_is_given_up_after_the_timeout(known_hosts: Path, no
         (b"", "closed the connection before the login"),
     ],
 )
-async def test_a_port_that_is_not_ssh_is_told(known_hosts: Path, no_config: Path, greeting: bytes, found: str) -> None:
+async def test_port_without_ssh_is_reported(known_hosts: Path, no_config: Path, greeting: bytes, found: str) -> None:
     done = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -403,7 +399,7 @@ async def test_a_port_that_is_not_ssh_is_told(known_hosts: Path, no_config: Path
         await done.wait()
 
 
-async def test_a_connection_killed_midway_is_lost(sshd: Sshd, known_hosts: Path) -> None:
+async def test_connection_killed_midway_is_lost(sshd: Sshd, known_hosts: Path) -> None:
     host = await SshConnector(known_hosts).connect(sshd.target("gpu01"))
     async with host:
         with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sh`"):
@@ -412,7 +408,7 @@ async def test_a_connection_killed_midway_is_lost(sshd: Sshd, known_hosts: Path)
             await host.run(["true"], root=False)
 
 
-async def test_lines_that_came_before_the_loss_are_read_first(sshd: Sshd, known_hosts: Path) -> None:
+async def test_lines_before_a_loss_are_read_first(sshd: Sshd, known_hosts: Path) -> None:
     async with await SshConnector(known_hosts).connect(sshd.target("gpu01")) as host:
         process = await host.start(["sh", "-c", "echo one; read x; kill -9 $PPID; sleep 5"], root=False)
         assert await process.readline() == b"one\n"
@@ -425,7 +421,7 @@ async def test_lines_that_came_before_the_loss_are_read_first(sshd: Sshd, known_
             await process.wait()
 
 
-async def test_a_host_that_falls_silent_is_lost(sshd: Sshd, known_hosts: Path) -> None:
+async def test_silent_connection_is_lost_after_keepalive(sshd: Sshd, known_hosts: Path) -> None:
     async with _Relay(sshd.port) as relay:
         connector = SshConnector(known_hosts, keepalive=1)
         async with await connector.connect(sshd.target("gpu01", port=relay.port)) as host:
@@ -435,7 +431,7 @@ async def test_a_host_that_falls_silent_is_lost(sshd: Sshd, known_hosts: Path) -
                 await process.readline()
 
 
-async def test_a_cancelled_connection_attempt_leaves_nothing_behind(known_hosts: Path, no_config: Path) -> None:
+async def test_cancelled_connection_attempt_leaves_no_task(known_hosts: Path, no_config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
         attempt = asyncio.create_task(SshConnector(known_hosts, ssh_config=no_config).connect(target))
@@ -447,9 +443,7 @@ async def test_a_cancelled_connection_attempt_leaves_nothing_behind(known_hosts:
 
 
 @pytest.mark.parametrize("how", ["timeout", "kill", "close"])
-async def test_a_program_we_end_is_gone_from_the_host_with_its_children(
-    sshd: Sshd, known_hosts: Path, how: str
-) -> None:
+async def test_stopped_program_ends_with_its_children(sshd: Sshd, known_hosts: Path, how: str) -> None:
     script = "sleep 3601 & echo $$ $!; wait"
     connector = SshConnector(known_hosts)
     async with await connector.connect(sshd.target("gpu01")) as host:
@@ -503,7 +497,7 @@ except KeyboardInterrupt:
 """
 
 
-async def test_ctrl_c_ends_without_noise(sshd: Sshd, known_hosts: Path) -> None:
+async def test_ctrl_c_ends_without_output(sshd: Sshd, known_hosts: Path) -> None:
     arguments = [str(known_hosts), str(sshd.port), str(sshd.target().user), str(sshd.identity)]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-X", "dev", "-c", INTERRUPTED, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE

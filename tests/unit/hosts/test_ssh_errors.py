@@ -38,7 +38,7 @@ CASES: list[tuple[BaseException, type[HostError], str]] = [
 
 
 @pytest.mark.parametrize(("error", "kind", "text"), CASES, ids=lambda value: str(value)[:40])
-def test_a_failed_connection_tells_cause_and_fix(error: BaseException, kind: type[HostError], text: str) -> None:
+def test_failed_connection_has_cause_and_fix(error: BaseException, kind: type[HostError], text: str) -> None:
     error = cannot_connect(ROUTE, error, tried=[], timeout=10, via="")
     assert type(error) is kind
     assert error.host == "gpu01"
@@ -46,7 +46,7 @@ def test_a_failed_connection_tells_cause_and_fix(error: BaseException, kind: typ
     assert error.hint
 
 
-def test_who_has_no_key_is_told_to_make_one() -> None:
+def test_user_without_a_key_gets_the_ssh_keygen_hint() -> None:
     without = cannot_connect(ROUTE, asyncssh.PermissionDenied("x"), tried=[], timeout=10)
     assert without.hint.startswith(
         "make a key with ssh-keygen, then put your public key there: ssh-copy-id -p 22 ubuntu@10.0.0.1; "
@@ -55,12 +55,12 @@ def test_who_has_no_key_is_told_to_make_one() -> None:
     assert with_one.hint.startswith("put your public key there: ssh-copy-id -p 22 ubuntu@10.0.0.1; ")
 
 
-def test_the_jump_host_is_named() -> None:
+def test_jump_host_is_named() -> None:
     error = cannot_connect(ROUTE, OSError(errno.EHOSTUNREACH, "x"), tried=[], timeout=10, via="door")
     assert error.message == "gpu01: no route to 10.0.0.1:22 (through door)"
 
 
-def test_a_refused_session_is_not_a_lost_connection() -> None:
+def test_rejected_session_is_not_a_lost_connection() -> None:
     refused = cannot_start("gpu01", "`true`", asyncssh.ChannelOpenError(1, "open failed"))
     assert type(refused) is Unreachable
     assert refused.message == "gpu01: will not start `true`: open failed"
@@ -68,6 +68,6 @@ def test_a_refused_session_is_not_a_lost_connection() -> None:
     assert type(lost) is ConnectionLost
 
 
-def test_a_lost_connection_says_what_was_going_on_and_why() -> None:
+def test_lost_connection_has_the_command_and_the_cause() -> None:
     error = connection_lost("gpu01", "`python3`", OSError(errno.EPIPE, "Broken pipe"))
     assert error.message == "gpu01: the connection broke while it ran `python3`: [Errno 32] Broken pipe"

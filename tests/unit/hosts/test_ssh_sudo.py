@@ -62,24 +62,24 @@ async def host(tmp_path: Path, programs: Path) -> AsyncIterator[SshHost]:
             yield host
 
 
-async def test_root_is_reached_through_sudo(host: SshHost, programs: Path) -> None:
+async def test_root_commands_run_through_sudo(host: SshHost, programs: Path) -> None:
     _install(programs, WILLING)
     assert await host.run(["printenv", "AS_ROOT"]) == Result(0, b"yes\n")
     assert (await host.run(["echo", "a b", "$(x)"])).stdout == b"a b $(x)\n"
     assert (await host.run(["cat"], stdin=b"data")).stdout == b"data"
 
 
-async def test_sudo_stays_out_of_what_needs_no_root(host: SshHost, programs: Path) -> None:
+async def test_commands_without_root_run_without_sudo(host: SshHost, programs: Path) -> None:
     _install(programs, WILLING)
     assert (await host.run(["printenv", "AS_ROOT"], root=False)).status == 1
 
 
-async def test_a_missing_program_is_status_127_under_sudo_too(host: SshHost, programs: Path) -> None:
+async def test_missing_program_is_status_127_under_sudo(host: SshHost, programs: Path) -> None:
     _install(programs, WILLING)
     assert (await host.run(["no-such-program"])).status == 127
 
 
-async def test_a_failing_command_is_not_taken_for_a_refusal(host: SshHost, programs: Path) -> None:
+async def test_failed_command_is_not_a_sudo_denial(host: SshHost, programs: Path) -> None:
     _install(programs, WILLING)
     assert await host.run(["sh", "-c", "echo no >&2; exit 1"]) == Result(1, b"", b"no\n")
 
@@ -98,9 +98,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("says", "told"), REFUSALS)
-async def test_a_refusal_names_the_cause_and_the_line_to_add(
-    host: SshHost, programs: Path, says: str, told: str
-) -> None:
+async def test_denial_has_the_cause_and_the_sudoers_line(host: SshHost, programs: Path, says: str, told: str) -> None:
     _install(programs, f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
     with pytest.raises(SudoDenied) as caught:
         await host.run(["true"], stdin=bytes(100_000))
@@ -108,7 +106,7 @@ async def test_a_refusal_names_the_cause_and_the_line_to_add(
     assert LINE in caught.value.hint
 
 
-async def test_a_refusal_shows_itself_to_one_who_speaks_with_the_program(host: SshHost, programs: Path) -> None:
+async def test_denial_is_raised_from_an_open_process(host: SshHost, programs: Path) -> None:
     _install(programs, '#!/bin/sh\necho "sudo: a password is required" >&2\nexit 1\n')
     process = await host.start(["cat"])
     await process.write(b"hello\n")
@@ -122,16 +120,14 @@ async def test_a_refusal_shows_itself_to_one_who_speaks_with_the_program(host: S
     assert [type(result) for result in results] == [SudoDenied, SudoDenied]
 
 
-async def test_a_host_without_sudo_is_told(host: SshHost) -> None:
+async def test_host_without_sudo_is_reported(host: SshHost) -> None:
     with pytest.raises(SudoDenied) as caught:
         await host.run(["true"])
     assert caught.value.message == "gpu01: ubuntu is not root and there is no usable sudo on the host"
     assert caught.value.hint.startswith("install sudo on gpu01 and allow ubuntu to use it")
 
 
-async def test_this_machine_goes_through_sudo_when_we_are_not_root(
-    programs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_local_host_uses_sudo_without_root(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(programs, WILLING)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     host = LocalHost(Target("here"), through_sudo=True)
@@ -139,13 +135,13 @@ async def test_this_machine_goes_through_sudo_when_we_are_not_root(
     assert (await host.run(["printenv", "AS_ROOT"], root=False)).status == 1
 
 
-def test_of_several_lines_the_refusing_one_is_quoted() -> None:
+def test_denial_quotes_the_relevant_line() -> None:
     result = Result(1, b"", b"sudo: unable to resolve host gpu01\nubuntu is not in the sudoers file.\nreported\n")
     with pytest.raises(SudoDenied, match=r"sudo says: ubuntu is not in the sudoers file\.\n"):
         sudo.check_sudo_result("gpu01", "ubuntu", ["true"], result)
 
 
-def test_a_command_that_wrote_output_was_not_refused() -> None:
+def test_command_with_output_was_not_denied() -> None:
     result = Result(1, b"output", b"sudo: a password is required\n")
     assert sudo.check_sudo_result("gpu01", "ubuntu", ["make", "install"], result) is result
 

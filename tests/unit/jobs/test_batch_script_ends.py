@@ -42,9 +42,7 @@ def _run(tmp_path: Path, srun: str, requeues: bool = True, **options: object) ->
 
 
 @pytest.mark.parametrize(("number", "taken", "then"), [("41", 10041, "17960"), ("19999", 29999, "17918")])
-def test_a_port_that_is_taken_is_passed_over_by_far_and_stays_below_those_of_the_kernel(
-    number: str, taken: int, then: str
-) -> None:
+def test_taken_port_is_skipped_and_the_next_is_below_the_ephemeral_range(number: str, taken: int, then: str) -> None:
     lines = sbatch_script(resolved("train.py"), SHIPPED).splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("export MASTER_PORT="))
     script = "\n".join([*lines[first : lines.index("done", first) + 1], "echo $MASTER_PORT"])
@@ -56,16 +54,16 @@ def test_a_port_that_is_taken_is_passed_over_by_far_and_stays_below_those_of_the
 ENDED = 'touch "$SHOAL_JOB_DIR/rank-0.2.end"'
 
 
-def test_a_job_that_ran_ends_as_srun_did(tmp_path: Path) -> None:
+def test_successful_job_has_the_status_of_srun(tmp_path: Path) -> None:
     assert _run(tmp_path, f"{ENDED}; exit 0") == (0, "")
 
 
-def test_a_job_that_failed_has_the_status_of_srun(tmp_path: Path) -> None:
+def test_failed_job_has_the_status_of_srun(tmp_path: Path) -> None:
     assert _run(tmp_path, f"{ENDED}; exit 3") == (3, "")
 
 
 @pytest.mark.parametrize("requeue", [True, False])
-def test_a_srun_that_started_nothing_and_left_with_0_is_a_failure(tmp_path: Path, requeue: bool) -> None:
+def test_srun_that_starts_no_rank_and_exits_0_is_a_failure(tmp_path: Path, requeue: bool) -> None:
     earlier = 'touch "$SHOAL_JOB_DIR/rank-0.1.end"'  # of the turn before
     assert _run(tmp_path, f"{earlier}; exit 0", requeue=requeue) == (1, "")
 
@@ -73,13 +71,13 @@ def test_a_srun_that_started_nothing_and_left_with_0_is_a_failure(tmp_path: Path
 STOPPED = f'{ENDED}; touch "$SHOAL_JOB_DIR/requeue.2"; exit 0'
 
 
-def test_a_rank_that_asks_for_another_turn_gets_it(tmp_path: Path) -> None:
+def test_rank_that_requests_a_requeue_gets_a_requeue(tmp_path: Path) -> None:
     assert _run(tmp_path, STOPPED) == (0, "requeue 7\n")
 
 
-def test_a_job_that_stopped_before_its_end_and_cannot_go_on_has_not_completed(tmp_path: Path) -> None:
+def test_stopped_job_that_cannot_be_requeued_exits_with_the_requeue_status(tmp_path: Path) -> None:
     assert _run(tmp_path, STOPPED, requeues=False) == (EXIT_REQUEUE, "requeue 7\n")
 
 
-def test_nor_has_one_that_is_not_to_be_requeued(tmp_path: Path) -> None:
+def test_stopped_job_with_no_requeue_exits_with_the_requeue_status(tmp_path: Path) -> None:
     assert _run(tmp_path, STOPPED, requeue=False) == (EXIT_REQUEUE, "")

@@ -36,34 +36,34 @@ def names(bundle: Bundle) -> list[str]:
         return tar.getnames()
 
 
-def test_tracked_files_and_those_that_git_does_not_ignore_are_sent(tree: Path) -> None:
+def test_tracked_and_unignored_files_are_sent(tree: Path) -> None:
     git(tree)
     bundle = working_tree(tree, "src/train.py")
     assert names(bundle) == [".gitignore", "go.sh", "src/train.py"]
     assert bundle.workdir == "."
 
 
-def test_from_a_subdirectory_the_whole_tree_is_sent_and_the_job_starts_there(tree: Path) -> None:
+def test_whole_tree_is_sent_from_a_subdirectory_and_the_job_starts_there(tree: Path) -> None:
     git(tree)
     bundle = working_tree(tree / "src", "train.py")
     assert names(bundle) == [".gitignore", "go.sh", "src/train.py"]
     assert bundle.workdir == "src"
 
 
-def test_a_file_that_was_deleted_and_not_committed_is_not_missed(tree: Path) -> None:
+def test_deleted_uncommitted_file_is_skipped(tree: Path) -> None:
     git(tree)
     (tree / "go.sh").unlink()
     assert names(working_tree(tree, "src/train.py")) == [".gitignore", "src/train.py"]
 
 
-def test_without_git_everything_but_caches_and_hidden_directories_is_sent(tree: Path) -> None:
+def test_all_files_except_caches_and_hidden_directories_are_sent_without_git(tree: Path) -> None:
     for name in (".venv/x.py", "__pycache__/y.pyc"):
         (tree / name).parent.mkdir()
         (tree / name).write_text("")
     assert names(working_tree(tree, "src/train.py")) == [".gitignore", "big.bin", "go.sh", "src/train.py"]
 
 
-def test_equal_trees_have_equal_hashes_and_a_changed_byte_or_mode_another(tree: Path, tmp_path: Path) -> None:
+def test_hash_changes_only_with_content_or_mode(tree: Path, tmp_path: Path) -> None:
     first = working_tree(tree, "src/train.py")
     (tree / "src" / "train.py").touch()
     assert working_tree(tree, "src/train.py").hash == first.hash
@@ -86,7 +86,7 @@ def refused(tree: Path, script: str, limit: int = 1 << 20) -> tuple[str, str]:
     return caught.value.message.replace(str(tree), "TREE"), caught.value.hint
 
 
-def test_a_tree_that_is_too_large_names_its_largest_files(tree: Path) -> None:
+def test_too_large_tree_is_rejected_with_its_largest_files(tree: Path) -> None:
     (tree / "data").mkdir()
     (tree / "data" / "a.npy").write_bytes(b"x" * 3 * 1024 * 1024)
     message, hint = refused(tree, "src/train.py", 2 * 1024 * 1024)
@@ -97,7 +97,7 @@ def test_a_tree_that_is_too_large_names_its_largest_files(tree: Path) -> None:
     assert hint == "put data into .gitignore and on the nodes' storage, or raise --max-size"
 
 
-def test_a_script_that_would_not_be_there_is_refused(tree: Path, tmp_path: Path) -> None:
+def test_script_missing_from_the_bundle_is_rejected(tree: Path, tmp_path: Path) -> None:
     git(tree)
     (tree / "x.bin").write_text("")
     (tmp_path / "outside.py").write_text("")
@@ -112,7 +112,7 @@ def test_a_script_that_would_not_be_there_is_refused(tree: Path, tmp_path: Path)
     )
 
 
-def test_the_runtime_brings_the_runner_and_the_training_library(tmp_path: Path) -> None:
+def test_runtime_contains_the_runner_and_the_training_library(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(runtime().data)) as tar:
         names = set(tar.getnames())
         assert {"programs/start.py", "programs/runner/rank.py", "shoal/hostlist.py", "shoal/contract.py"} <= names

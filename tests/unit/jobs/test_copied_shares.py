@@ -18,7 +18,7 @@ def script(copies: bool) -> str:
     return sbatch_script(resolved(requeue=False), replace(SHIPPED, copies=copies))
 
 
-def test_without_shares_a_job_has_nothing_of_it() -> None:
+def test_job_without_shares_has_no_copy_step() -> None:
     assert PROGRAM not in script(copies=False)
 
 
@@ -31,7 +31,7 @@ def test_without_shares_a_job_has_nothing_of_it() -> None:
         ("rank", 3, ["in", "rank", "out"]),
     ],
 )
-def test_copies_are_made_around_the_ranks(tmp_path: Path, failing: str, status: int, steps: list[str]) -> None:
+def test_shares_are_copied_around_the_ranks(tmp_path: Path, failing: str, status: int, steps: list[str]) -> None:
     """The lines from the first step on, with a stand-in for srun that writes down what it is to start."""
     srun = tmp_path / "srun"
     srun.write_text(

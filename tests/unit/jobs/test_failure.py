@@ -52,7 +52,7 @@ def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
         ),
     ],
 )
-def test_a_profiler_that_is_not_there_is_told_with_what_to_do(said: str, status: int, text: str, fix: str) -> None:
+def test_missing_profiler_is_reported_with_the_fix(said: str, status: int, text: str, fix: str) -> None:
     reason = explain_failure(FAILED, JobLogs(tuple(printed(0, said)), (ended(0, status, 1.0),)))
     assert reason is not None and (reason.kind, reason.text, reason.fix) == ("start", text, fix)
 
@@ -64,13 +64,13 @@ def test_a_profiler_that_is_not_there_is_told_with_what_to_do(said: str, status:
         (-6, "[rank1]:[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
     ],
 )
-def test_a_rank_that_waited_in_vain_is_told_to_look_at_the_others(status: int, said: str) -> None:
+def test_rank_timeout_is_reported_with_a_hint_to_other_ranks(status: int, said: str) -> None:
     reason = explain_failure(FAILED, JobLogs(tuple(printed(1, said)), (ended(1, status, 1.0), ended(0, 143, 1.1))))
     assert reason is not None and (reason.kind, reason.rank) == ("script", 1)
     assert reason.fix.startswith("it waited for another rank, which hangs, is slow, or took another way: `shoal logs`")
 
 
-def test_a_rank_that_was_killed_unwarned_is_the_first_and_one_that_was_killed_after_others_is_not() -> None:
+def test_rank_killed_without_a_warning_is_the_first_failure() -> None:
     reset = "RuntimeError: Connection reset by peer"
     killed = (ended(0, -9, 1.0), ended(3, 1, 1.1), ended(2, -15, 1.2, signals=("SIGTERM",)))
     reason = explain_failure(FAILED, JobLogs(tuple(printed(3, reset)), killed))
@@ -98,7 +98,7 @@ FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No s
         (JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED), (), [], "its last state could not be saved"),
     ],
 )
-def test_an_end_that_could_not_be_saved_is_told_with_what_to_do(
+def test_failed_final_checkpoint_is_reported_with_the_fix(
     record: JobRecord, ends: tuple[RankEnd, ...], lines: list[LogLine], text: str
 ) -> None:
     reason = explain_failure(record, JobLogs(tuple(lines), ends))
@@ -106,7 +106,7 @@ def test_an_end_that_could_not_be_saved_is_told_with_what_to_do(
     assert reason.fix.startswith("solve that, and run it again with the same directory for its checkpoints")
 
 
-def test_a_job_that_stopped_before_its_end_and_was_not_requeued_is_told_how_it_goes_on() -> None:
+def test_stopped_job_without_requeue_is_reported_with_the_fix() -> None:
     reason = explain_failure(
         JobRecord("7", "FAILED", exit_code=EXIT_REQUEUE), JobLogs((), (ended(0, EXIT_REQUEUE, 1.0),))
     )
@@ -115,12 +115,12 @@ def test_a_job_that_stopped_before_its_end_and_was_not_requeued_is_told_how_it_g
 
 
 @pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])
-def test_a_comment_that_somebody_else_wrote_is_no_note(comment: str) -> None:
+def test_foreign_comment_is_not_parsed(comment: str) -> None:
     [record] = parse_records(f"JobId=7 JobState=RUNNING WorkDir=/jobs Comment={comment}\n")
     assert (record.note, record.traces) == (None, "")
 
 
-def test_why_a_job_waits_for_rented_nodes_is_read_whole_and_only_while_it_waits() -> None:
+def test_wait_reason_for_rented_nodes_is_read_only_while_pending() -> None:
     text = "JobId=7 JobName=AdminComment=x UserId=a(1) JobState={} AdminComment=lambda out of a10, trying gcp Node=\n"
     assert [record.waits_for for state in ("PENDING", "RUNNING") for record in parse_records(text.format(state))] == [
         "lambda out of a10, trying gcp",
@@ -130,13 +130,13 @@ def test_why_a_job_waits_for_rented_nodes_is_read_whole_and_only_while_it_waits(
     assert last.waits_for == "out of a10"
 
 
-def test_what_a_job_uses_is_read_from_its_comment() -> None:
+def test_job_comment_is_parsed() -> None:
     [record] = parse_records("JobId=7 JobState=RUNNING WorkDir=/jobs Comment=shoal:c0de/11b/nsys\n")
     assert record.note == JobComment("c0de", "11b", "nsys") and record.traces == "/jobs/7/profile"
     assert record.comment == str(record.note)
 
 
-def test_slurms_records_are_read_as_it_writes_them() -> None:
+def test_slurm_records_are_parsed() -> None:
     records = parse_records(CAPTURED)
     assert [(r.id, r.number, r.state, r.name, r.restarts) for r in records] == [
         ("7", "7", "FAILED", "fail", 0),
@@ -155,18 +155,18 @@ def test_slurms_records_are_read_as_it_writes_them() -> None:
     assert [r.failed for r in records] == [True, False, False, False, False, False]
 
 
-def test_a_jobs_name_cannot_pass_for_anything_else() -> None:
+def test_job_name_cannot_inject_fields() -> None:
     evil = CAPTURED.splitlines()[0].replace("JobName=fail", "JobName=x JobState=COMPLETED NodeList=evil")
     [record] = parse_records(evil)
     assert (record.name, record.state, record.nodes) == ("x JobState=COMPLETED NodeList=evil", "FAILED", "fish[1-2]")
 
 
-def test_a_job_that_did_not_fail_has_no_reason() -> None:
+def test_successful_job_has_no_reason() -> None:
     assert explain_failure(JobRecord("1", "COMPLETED"), JobLogs()) is None
     assert explain_failure(JobRecord("1", "RUNNING"), JobLogs()) is None
 
 
-def test_the_traceback_is_that_of_the_first_rank_that_failed() -> None:
+def test_traceback_is_from_the_first_failed_rank() -> None:
     lines = [
         *printed(2, "start 2", *TRACEBACK, at=2.0),
         *printed(0, "Traceback (most recent call last):", "RuntimeError: Connection closed by peer", at=2.5),
@@ -180,7 +180,7 @@ def test_the_traceback_is_that_of_the_first_rank_that_failed() -> None:
     assert reason.text == "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7"
 
 
-def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+def test_multi_line_error_is_shortened_to_its_first_line() -> None:
     lines = printed(
         0,
         *TRACEBACK[:3],
@@ -196,7 +196,7 @@ def test_an_error_of_several_lines_is_told_by_its_first() -> None:
     assert reason.details[-1] == lines[-1].text
 
 
-def test_a_data_worker_that_died_of_the_stop_signal_is_told_with_what_keeps_it_alive() -> None:
+def test_data_worker_killed_by_the_stop_signal_is_reported_with_the_fix() -> None:
     said = "RuntimeError: DataLoader worker (pid 2656) is killed by signal: Terminated. "
     lines = printed(0, *(f"[rank0]: {line}" for line in (*TRACEBACK[:3], said)))
     reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
@@ -205,21 +205,21 @@ def test_a_data_worker_that_died_of_the_stop_signal_is_told_with_what_keeps_it_a
     assert reason.details == (*TRACEBACK[:3], said), "without torch's word for the rank"
 
 
-def test_a_package_that_the_nodes_do_not_have_is_told_with_what_brings_it_there() -> None:
+def test_missing_package_on_the_nodes_is_reported_with_the_fix() -> None:
     lines = printed(0, "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'")
     reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 1.0),)))
     assert reason is not None and "No module named 'torch'" in reason.text
     assert "`shoal env build` and `shoal run --env NAME`" in reason.fix and "the working tree?" in reason.fix
 
 
-def test_of_a_requeued_job_the_last_turn_counts() -> None:
+def test_last_run_of_a_requeued_job_counts() -> None:
     lines = [*printed(0, *TRACEBACK), *printed(0, "OSError: disk full", restart=1, at=9.0)]
     ends = (ended(0, 1, 1.5), ended(0, 2, 9.5, restart=1))
     reason = explain_failure(JobRecord("7", "FAILED", restarts=1), JobLogs(tuple(lines), ends))
     assert reason is not None and reason.details == ("OSError: disk full",)
 
 
-def test_exceptions_raised_from_others_are_shown_with_them() -> None:
+def test_chained_exceptions_are_shown_together() -> None:
     chain = (
         *TRACEBACK,
         "",
@@ -232,7 +232,7 @@ def test_exceptions_raised_from_others_are_shown_with_them() -> None:
     assert last_traceback(("a", "b")) == ("a", "b")
 
 
-def test_of_a_long_traceback_the_middle_is_left_out_and_the_error_told() -> None:
+def test_long_traceback_is_shortened_in_the_middle() -> None:
     frames = [f"  frame {number}" for number in range(100)]
     lines = printed(0, "before", TRACEBACK[0], *frames, TRACEBACK[-1], *("behind",) * 100)
     reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 9.0),)))
@@ -386,7 +386,7 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_reason_is_worked_out(case: str) -> None:
+def test_reason_matches_the_case(case: str) -> None:
     record, logs, kind, rank, text = CASES[case]
     reason = explain_failure(record, logs)
     assert reason is not None

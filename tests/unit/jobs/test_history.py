@@ -29,7 +29,7 @@ def sacct(*fields: str) -> str:
     return "\x1f".join(fields) + "\n"
 
 
-def test_the_file_is_read_whatever_a_job_is_called() -> None:
+def test_jobcomp_file_is_parsed_under_any_job_name() -> None:
     done, failed, cancelled = parse_jobcomp(FILE)
     assert (done.id, done.state, done.name, done.user, done.run_time) == ("3", "COMPLETED", "true", "root", "00:00:00")
     assert (failed.id, failed.number, failed.exit_code) == ("1_7", "1", 3)
@@ -41,14 +41,14 @@ def test_the_file_is_read_whatever_a_job_is_called() -> None:
 
 
 @pytest.mark.parametrize("word", ["REQUEUED", "PENDING", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"])
-def test_a_job_that_was_queued_again_is_told_once(word: str) -> None:
+def test_requeued_job_is_listed_once(word: str) -> None:
     again = FILE.splitlines()[0]
     requeued = again.replace("COMPLETED", word).replace("T09:54", "T08:54")
     assert [record.state for record in parse_jobcomp(f"{requeued}\n{again}\n")] == ["COMPLETED"]
 
 
 @pytest.mark.parametrize("word", ["PREEMPTED", "NODE_FAIL"])
-def test_the_turn_before_of_a_job_that_slurmctld_knows_is_not_another_job(word: str) -> None:
+def test_earlier_run_of_a_current_job_is_not_listed(word: str) -> None:
     turn = JobRecord("3", word, start="2026-11-15T08:54:03", end="2026-11-15T08:55:00")
     assert exclude_known([turn], [JobRecord("3", "PENDING", restarts=1)]) == []
     assert exclude_known([turn], [JobRecord("3", "PENDING")]) == [turn]  # the controller had lost its state
@@ -56,21 +56,21 @@ def test_the_turn_before_of_a_job_that_slurmctld_knows_is_not_another_job(word: 
     assert exclude_known([failed], [JobRecord("3", "RUNNING", restarts=1)]) == [failed]
 
 
-def test_a_number_that_is_used_anew_is_told_twice() -> None:
+def test_reused_job_id_is_listed_twice() -> None:
     again = FILE.splitlines()[0]
     earlier = again.replace("2026-11-15", "2026-10-01")
     assert [record.start[:10] for record in parse_jobcomp(f"{earlier}\n{again}\n")] == ["2026-10-01", "2026-11-15"]
 
 
-def test_nothing_in_the_file_is_no_jobs() -> None:
+def test_empty_file_has_no_jobs() -> None:
     assert parse_jobcomp("") == []
 
 
-def test_slurmdbd_is_asked_for_all_users_and_every_run() -> None:
+def test_sacct_query_covers_all_users_and_every_run() -> None:
     assert {"-a", "-D", "-X", "uts1"} <= set(SACCT_COMMAND)
 
 
-def test_slurmdbds_answer_has_what_ended_and_not_what_runs() -> None:
+def test_sacct_output_contains_only_ended_jobs() -> None:
     text = sacct("7", "CANCELLED by 0", "ann", "main", "gpu1", "1", "0:15", "2026-11-15T09:00:00",
                  "2026-11-15T09:10:00", "00:10:00", "UNLIMITED", "/home/ann", "a|b\nc")  # fmt: skip
     text += sacct("8_2", "RUNNING", "ann", "main", "gpu1", "1", "0:0", "2026-11-15T09:00:00", "Unknown", "00:10:00",
@@ -79,7 +79,7 @@ def test_slurmdbds_answer_has_what_ended_and_not_what_runs() -> None:
     assert (record.id, record.state, record.name, record.exit_signal) == ("7", "CANCELLED", "a|b\nc", 15)
 
 
-def test_what_both_know_is_told_once() -> None:
+def test_job_in_both_sources_is_listed_once() -> None:
     text = sacct("3", "COMPLETED", "root", "main", "gpu1", "1", "0:0", "2026-11-15T09:54:03", "2026-11-15T09:54:03",
                  "00:00:01", "UNLIMITED", "/tmp", "true")  # fmt: skip
     found = merge_records(parse_jobcomp(FILE), parse_sacct(text))

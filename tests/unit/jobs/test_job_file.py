@@ -22,7 +22,7 @@ export: {OMP_NUM_THREADS: 4}
 """
 
 
-def test_a_file_holds_the_same_fields_as_the_command_line(tmp_path: Path) -> None:
+def test_file_has_the_same_fields_as_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(FILE)
     assert load_job(path) == job(
@@ -30,12 +30,12 @@ def test_a_file_holds_the_same_fields_as_the_command_line(tmp_path: Path) -> Non
     )
 
 
-def test_options_replace_what_the_file_says() -> None:
+def test_options_override_the_file() -> None:
     found = load_job_text(FILE, "job.yaml", {"nodes": 4, "script": "other.py"})
     assert (found.nodes, found.script, found.launcher) == (4, "other.py", "torchrun")
 
 
-def test_every_finding_is_told_with_its_place_and_the_nearest_name() -> None:
+def test_all_findings_have_their_place_and_the_nearest_name() -> None:
     with pytest.raises(SpecError) as caught:
         load_job_text("script: a.py\ngpu_per_node: 2\nnodes: 0\nsignal: B:USR1@60\n", "job.yaml")
     assert str(caught.value).splitlines() == [
@@ -45,7 +45,7 @@ def test_every_finding_is_told_with_its_place_and_the_nearest_name() -> None:
     ]
 
 
-def test_what_is_wrong_in_the_file_and_in_the_options_is_told_at_once() -> None:
+def test_findings_of_file_and_options_are_reported_together() -> None:
     with pytest.raises(SpecError) as caught:
         load_job_text("nodes: 0\nmem: 3X\n", "job.yaml", {"script": "a.py", "mem": "4X"})
     assert [str(finding).partition(",")[0] for finding in caught.value.findings] == [
@@ -54,18 +54,18 @@ def test_what_is_wrong_in_the_file_and_in_the_options_is_told_at_once() -> None:
     ]
 
 
-def test_a_job_without_a_script_is_refused() -> None:
+def test_job_without_a_script_is_rejected() -> None:
     with pytest.raises(SpecError, match="no script is named"):
         job_from_options({"nodes": 2})
 
 
-def test_an_unknown_field_from_python_names_the_nearest() -> None:
+def test_unknown_field_from_python_is_rejected() -> None:
     with pytest.raises(SpecError) as caught:
         job(gpus=2)
     assert 'unknown field, found "gpus"' in str(caught.value)
 
 
-def test_the_former_name_of_export_is_rejected_with_the_new_one() -> None:
+def test_former_name_of_export_is_rejected_with_the_new_name() -> None:
     fix = "write `export:` for variables, or `environment:` for a Python environment"
     with pytest.raises(SpecError) as caught:
         load_job_text("script: a.py\nenv: {A: b}\nnodes: 0\n", "job.yaml")
@@ -112,7 +112,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_value_is_refused_in_plain_words(name: str) -> None:
+def test_invalid_value_is_rejected_in_plain_words(name: str) -> None:
     value, text = WRONG[name]
     with pytest.raises(SpecError) as caught:
         job(**{name: value})
@@ -127,14 +127,14 @@ def test_a_wrong_value_is_refused_in_plain_words(name: str) -> None:
         ("RB:USR1@60", "`B:` sends the signal to the batch shell alone"),
     ],
 )
-def test_what_stands_before_a_signal_is_refused_for_what_it_does(signal: str, said: str) -> None:
+def test_signal_prefix_is_rejected_with_its_effect(signal: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(signal=signal)
     assert str(caught.value) == f'--signal: {said}, found "{signal}", leave it out: USR1@60'
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL@60", "9@60", "stop@60"])
-def test_a_signal_that_nobody_can_save_on_is_refused(signal: str) -> None:
+def test_signal_that_cannot_be_handled_is_rejected(signal: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(signal=signal)
     told = "no process hears of this signal, so none can save its work"
@@ -145,13 +145,13 @@ def test_a_signal_that_nobody_can_save_on_is_refused(signal: str) -> None:
     "name", ["job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array"]
 )
 @pytest.mark.parametrize("text", ["a b", "a\nb", "a#b", 'a"b', "a'b", "a\\b", "$(id)", "`id`", ""])
-def test_nothing_that_could_end_its_line_or_word_gets_into_an_sbatch_option(name: str, text: str) -> None:
+def test_text_that_ends_a_line_or_word_is_rejected_in_sbatch_options(name: str, text: str) -> None:
     with pytest.raises(SpecError):
         job(**{name: text})
 
 
 @pytest.mark.parametrize("uri", ["http://ann:hunter2@mlflow:5000", "ann:hunter2@mlflow", "http://hunter2@mlflow/x"])
-def test_a_password_in_the_trackers_address_is_refused_and_not_repeated(uri: str) -> None:
+def test_password_in_the_tracking_uri_is_rejected_and_not_shown(uri: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(tracking_uri=uri)
     assert "the address has a password in it" in str(caught.value) and "hunter2" not in str(caught.value)
@@ -161,7 +161,7 @@ def test_a_password_in_the_trackers_address_is_refused_and_not_repeated(uri: str
 
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"])
-def test_a_secret_does_not_get_into_the_batch_script_by_export(name: str) -> None:
+def test_secret_in_export_is_rejected_and_not_shown(name: str) -> None:
     for refused in (
         lambda: job(export={name: "hunter2"}),
         lambda: load_job_text(f"script: a\nexport: {{{name}: hunter2}}", "f"),
@@ -172,13 +172,13 @@ def test_a_secret_does_not_get_into_the_batch_script_by_export(name: str) -> Non
         assert "hunter2" not in str(caught.value)
 
 
-def test_the_jobs_name_is_the_scripts() -> None:
+def test_job_name_defaults_to_the_script_name() -> None:
     assert job("src/my train.py").name == "my_train"
     assert job("run.sh", job_name="x").name == "x"
     assert job("...py").name == "job"
 
 
-def test_a_file_that_is_not_there_is_no_spec_to_be_written_by_init(tmp_path: Path) -> None:
+def test_missing_job_file_is_reported_without_a_hint_to_init(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         load_job(tmp_path / "job.yaml")
     assert str(caught.value) == f"{tmp_path}/job.yaml: no such file, name one that describes a job"

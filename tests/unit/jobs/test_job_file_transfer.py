@@ -89,7 +89,7 @@ def ends(tmp_path: Path) -> Ends:
 WELL = (ProcessResult(0), ProcessResult(0))
 
 
-def test_ready_is_written_after_the_code(ends: Ends) -> None:
+def test_ready_file_is_written_after_the_bundle(ends: Ends) -> None:
     assert ends.send() == WELL
     assert files(ends.container / "7/sent") == {
         ".ready": "",
@@ -99,7 +99,7 @@ def test_ready_is_written_after_the_code(ends: Ends) -> None:
     }
 
 
-def test_the_files_of_a_job_are_fetched_without_local_ones(ends: Ends) -> None:
+def test_job_files_are_fetched_without_local_files(ends: Ends) -> None:
     ends.send()
     job = ends.container / "7"
     kept = ("checkpoints/step-1/x", "rank-0.0.end", "rank-0.0.log", "tree/model.pt")
@@ -142,7 +142,7 @@ def test_deleted_checkpoints_are_deleted_here_except_the_last(ends: Ends) -> Non
     assert files(ends.controller / "7/checkpoints") == {"step-2/x": "2"}
 
 
-def test_another_container_gets_what_was_fetched_from_the_first(ends: Ends) -> None:
+def test_next_container_gets_the_files_of_the_first(ends: Ends) -> None:
     ends.send()
     for path in ("checkpoints/step-1/x", "tracking/metrics.jsonl", "rank-0.0.log"):
         ends.write(ends.container / "7" / path, path)
@@ -160,7 +160,7 @@ def test_another_container_gets_what_was_fetched_from_the_first(ends: Ends) -> N
     assert {"rank-0.0.log", "rank-0.1.log"} <= files(ends.controller / "7").keys()
 
 
-def test_a_restarted_service_does_not_overwrite_files_of_a_running_job(ends: Ends) -> None:
+def test_restarted_service_does_not_overwrite_files_of_a_running_job(ends: Ends) -> None:
     ends.send()
     ends.write(ends.controller / "7/progress.json", "old")
     ends.write(ends.container / "7/progress.json", "new")
@@ -168,7 +168,7 @@ def test_a_restarted_service_does_not_overwrite_files_of_a_running_job(ends: End
     assert (ends.container / "7/progress.json").read_text() == "new"
 
 
-def test_files_of_an_earlier_job_of_this_number_are_set_aside(ends: Ends) -> None:
+def test_files_of_an_earlier_job_with_the_same_id_are_moved_aside(ends: Ends) -> None:
     ends.write(ends.controller / "7/submission", "of last year")
     ends.write(ends.controller / "7/checkpoints/step-9/x", "not ours")
     ends.write(ends.controller / "7.out", "not ours")
@@ -178,7 +178,7 @@ def test_files_of_an_earlier_job_of_this_number_are_set_aside(ends: Ends) -> Non
     assert (ends.controller / "7.out.before-first").read_text() == "not ours"
 
 
-def test_nothing_is_set_aside_if_the_container_does_not_answer(ends: Ends) -> None:
+def test_nothing_is_moved_aside_if_the_container_does_not_answer(ends: Ends) -> None:
     ends.fetch()
     sender, taker = asyncio.run(
         run_connected(line("send", "there", str(ends.controller), "7", "c0de", "11b"), ["sh", "-c", "exit 255"])
@@ -187,7 +187,7 @@ def test_nothing_is_set_aside_if_the_container_does_not_answer(ends: Ends) -> No
     assert files(ends.controller / "7") == {"submission": "first"}
 
 
-def test_an_interrupted_stream_leaves_no_partial_file_and_fails(ends: Ends) -> None:
+def test_interrupted_stream_fails_without_a_partial_file(ends: Ends) -> None:
     whole = json.dumps({"name": "7/x", "mode": 0o644, "time": 0}).encode() + b"\n" + struct.pack("!I", 4) + b"abcd"
     for stream in (whole, b""):
         taker = line("take", "back", str(ends.controller), "7")
@@ -198,7 +198,7 @@ def test_an_interrupted_stream_leaves_no_partial_file_and_fails(ends: Ends) -> N
 @pytest.mark.parametrize(
     "name", ["../etc/passwd", "/etc/passwd", "8/checkpoints/step-1/x", "7/../8/x", "7", "8.out", "code/c0de.tar"]
 )
-def test_a_container_can_write_only_the_files_of_its_job(ends: Ends, name: str) -> None:
+def test_container_can_write_only_the_files_of_its_job(ends: Ends, name: str) -> None:
     before = files(ends.controller.parent)
     done = took(ends, {"name": name, "mode": 0o644, "time": 0})
     assert done.returncode == EXIT_WITH_CAUSE
@@ -206,7 +206,7 @@ def test_a_container_can_write_only_the_files_of_its_job(ends: Ends, name: str) 
     assert files(ends.controller.parent) == before
 
 
-def test_the_controller_follows_no_links_from_a_container(ends: Ends, tmp_path: Path) -> None:
+def test_controller_follows_no_links_of_a_container(ends: Ends, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     for link in (str(tmp_path / "home"), "../../home"):
         took(ends, {"name": "7/away", "link": link})
@@ -217,7 +217,7 @@ def test_the_controller_follows_no_links_from_a_container(ends: Ends, tmp_path: 
     assert list((tmp_path / "home").iterdir()) == []
 
 
-def test_a_container_can_delete_only_checkpoints(ends: Ends) -> None:
+def test_container_can_delete_only_checkpoints(ends: Ends) -> None:
     ends.write(ends.controller / "7/results/x", "kept")
     ends.write(ends.controller / "7/checkpoints/step-1/x", "1")
     for path in ("7/results", "7/checkpoints"):

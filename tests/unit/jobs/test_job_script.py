@@ -46,26 +46,26 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_script_is_this_text(case: str) -> None:
+def test_script_matches_its_golden(case: str) -> None:
     options = dict(CASES[case])
     assert_golden(f"jobs/{case}.sbatch", sbatch_script(resolved(options.pop("script", "train.py"), **options), SHIPPED))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bash_can_read_it(case: str) -> None:
+def test_bash_can_parse_the_script(case: str) -> None:
     options = dict(CASES[case])
     text = sbatch_script(resolved(options.pop("script", "train.py"), **options), SHIPPED)
     done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_job_that_wants_no_gpu_sees_none() -> None:
+def test_job_without_gpus_hides_all_gpus() -> None:
     hidden = "\nexport CUDA_VISIBLE_DEVICES=  #"
     assert hidden in sbatch_script(resolved("train.py", gpus_per_node=0), SHIPPED)
     assert hidden not in sbatch_script(resolved("train.py"), SHIPPED)
 
 
-def test_there_is_a_launcher_for_every_name_that_a_job_may_say() -> None:
+def test_every_launcher_name_has_a_launcher() -> None:
     assert tuple(LAUNCHERS) == LAUNCHER_NAMES
 
 
@@ -74,7 +74,7 @@ def test_there_is_a_launcher_for_every_name_that_a_job_may_say() -> None:
         st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=20), max_size=3
     )
 )
-def test_arguments_reach_the_script_as_they_were_given(args: list[str]) -> None:
+def test_arguments_reach_the_script_unchanged(args: list[str]) -> None:
     text = sbatch_script(resolved(args=tuple(args)), SHIPPED)
     command = text[text.index("srun --kill-on-bad-exit=1") : text.rindex("\nstatus=$?")]
     assert shlex.split(command)[-1 - len(args) :] == ["train.py", *args]

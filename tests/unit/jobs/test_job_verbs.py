@@ -144,7 +144,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_what_is_submitted_is_what_the_dry_run_shows(tree: Path) -> None:
+async def test_submitted_script_equals_the_dry_run(tree: Path) -> None:
     reef = Reef()
     shown = await dry_run(reef.context, job(nodes=2), tree)
     assert all(host.calls == [] for host in reef.nodes.values()), "a dry run touches no node"
@@ -154,7 +154,7 @@ async def test_what_is_submitted_is_what_the_dry_run_shows(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-async def test_a_job_needs_nothing_of_the_spec_but_what_is_recalled(tree: Path, shares: bool) -> None:
+async def test_job_needs_only_the_cached_spec(tree: Path, shares: bool) -> None:
     reef = Reef()
     members = reef.context.members
     context = replace(reef.context, known=CachedSpec("reef", members, shares), file=tree / "no-such-file.yaml")
@@ -162,7 +162,7 @@ async def test_a_job_needs_nothing_of_the_spec_but_what_is_recalled(tree: Path, 
     assert (PROGRAM in submitted.script) is shares
 
 
-async def test_every_node_gets_the_code_once(tree: Path) -> None:
+async def test_every_node_gets_the_bundle_once(tree: Path) -> None:
     reef = Reef()
     first = await run(reef.context, job(nodes=2), tree)
     paths = [f"/var/lib/shoal/jobs/reef/code/{first.code}.tar", *[p for p in reef.sent()["n1"] if "/reef/lib/" in p]]
@@ -170,7 +170,7 @@ async def test_every_node_gets_the_code_once(tree: Path) -> None:
     assert (await run(reef.context, job(nodes=2), tree)).sent == 0
 
 
-async def test_on_shared_storage_one_copy_serves_all_nodes_and_jobs_are_told(tree: Path) -> None:
+async def test_shared_storage_gets_a_single_bundle_and_jobs_use_the_shared_directory(tree: Path) -> None:
     reef = Reef(shared=True)
     own = await run(Reef().context, job(nodes=2, directory="/shared"), tree)
     both = await run(reef.context, job(nodes=2, directory="/shared"), tree)
@@ -179,7 +179,7 @@ async def test_on_shared_storage_one_copy_serves_all_nodes_and_jobs_are_told(tre
     assert "[ -e /shared/.shared ] && export SHOAL_STORE_DIR=$SHOAL_JOB_DIR\n" in both.script
 
 
-async def test_nothing_is_queued_when_a_node_cannot_get_the_code(tree: Path) -> None:
+async def test_nothing_is_submitted_when_a_node_cannot_get_the_bundle(tree: Path) -> None:
     reef = Reef()
     reef.nodes["n2"].unreachable = True
     with pytest.raises(PartialFailure) as caught:
@@ -198,7 +198,7 @@ async def test_nothing_is_sent_when_the_job_cannot_run(tree: Path) -> None:
     assert reef.sent() == {"n1": [], "n2": []}
 
 
-async def test_what_sbatch_refuses_is_told(tree: Path) -> None:
+async def test_sbatch_error_is_reported(tree: Path) -> None:
     reef = Reef()
     reef.sbatch = Result(1, stderr=b"sbatch: error: Invalid qos\n")
     with pytest.raises(SlurmError) as caught:
@@ -214,7 +214,7 @@ async def test_what_sbatch_refuses_is_told(tree: Path) -> None:
         ({"account": "a", "qos": "b"}, "--account and --qos"),
     ],
 )
-async def test_what_slurm_ignores_without_accounting_is_refused_with_the_way_to_have_it(
+async def test_option_that_needs_accounting_is_rejected_with_the_fix(
     tree: Path, options: dict[str, str], told: str
 ) -> None:
     reef = Reef()
@@ -229,7 +229,7 @@ async def test_what_slurm_ignores_without_accounting_is_refused_with_the_way_to_
     assert all(f"#SBATCH --{name}={value}\n" in script for name, value in options.items())
 
 
-async def test_each_submission_has_a_number_that_slurm_keeps_with_the_job(tree: Path) -> None:
+async def test_each_submission_has_a_unique_number_kept_by_slurm(tree: Path) -> None:
     reef = Reef()
     numbers = set()
     for _ in range(3):
@@ -239,7 +239,7 @@ async def test_each_submission_has_a_number_that_slurm_keeps_with_the_job(tree: 
     assert "SHOAL_RUN_ID=reef-$SHOAL_JOB${SHOAL_SUBMISSION:+-$SHOAL_SUBMISSION}\n" in reef.submitted["script"]
 
 
-async def test_the_trackers_password_is_in_no_argument_and_no_script(tree: Path) -> None:
+async def test_tracking_password_is_in_no_argument_and_no_script(tree: Path) -> None:
     reef = Reef()
     secrets = {"MLFLOW_TRACKING_USERNAME": "ann", "MLFLOW_TRACKING_PASSWORD": "hunter2 '$x"}
     submitted = await run(reef.context, job(tracking_uri="http://mlflow:5000"), tree, environ={**secrets, "OTHER": "x"})
@@ -249,20 +249,20 @@ async def test_the_trackers_password_is_in_no_argument_and_no_script(tree: Path)
     assert not any("hunter2" in text for text in (*told, reef.submitted["script"], repr(submitted)))
 
 
-async def test_a_job_without_a_tracker_gets_no_password_of_one(tree: Path) -> None:
+async def test_job_without_a_tracker_gets_no_tracking_password(tree: Path) -> None:
     reef = Reef()
     await run(reef.context, job(), tree, environ={"MLFLOW_TRACKING_PASSWORD": "hunter2"})
     assert set(reef.submitted) == {"SHOAL_SUBMISSION", "script"}
 
 
-async def test_a_password_that_would_be_two_lines_is_refused_and_not_repeated(tree: Path) -> None:
+async def test_multi_line_password_is_rejected_and_not_shown(tree: Path) -> None:
     reef = Reef()
     with pytest.raises(UsageError, match="MLFLOW_TRACKING_TOKEN is not a single line of text") as caught:
         await run(reef.context, job(tracking_uri="http://m"), tree, environ={"MLFLOW_TRACKING_TOKEN": "hunter2\n\nx"})
     assert "hunter2" not in str(caught.value) and reef.controller.calls == []
 
 
-def test_what_is_handed_to_sbatch_reaches_it_and_its_job(tmp_path: Path) -> None:
+def test_secrets_reach_sbatch_and_its_job(tmp_path: Path) -> None:
     """The shell line for real, with a program in place of sbatch that says what it got."""
     (tmp_path / "sbatch").write_text('#!/bin/sh\nenv > "$0.env"; cat > "$0.script"; echo "$*"\n')
     (tmp_path / "sbatch").chmod(0o755)
@@ -276,7 +276,7 @@ def test_what_is_handed_to_sbatch_reaches_it_and_its_job(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("verb", ["run", "dry_run", "jobs", "logs", "follow", "cancel"])
-async def test_a_slurmctld_that_does_not_run_is_said_at_once(tree: Path, verb: str) -> None:
+async def test_stopped_slurmctld_is_reported_at_once(tree: Path, verb: str) -> None:
     """Slurm's commands would wait for it; here they would do so for ever."""
     reef = Reef()
     reef.slurmctld = "failed"
@@ -301,7 +301,7 @@ async def test_a_slurmctld_that_does_not_run_is_said_at_once(tree: Path, verb: s
     assert all(call.killed for call in reef.controller.calls if call.argv[:2] == ("scontrol", "-o"))
 
 
-async def test_a_controller_without_slurm_says_so(tree: Path) -> None:
+async def test_controller_without_slurm_is_reported(tree: Path) -> None:
     reef = Reef()
     reef.slurmctld = "inactive"
     reef.controller.answers = {("systemctl",): b"inactive\n"}
@@ -318,7 +318,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("profiler", MISSING)
-async def test_a_profiler_that_a_node_lacks_is_said_before_anything_is_queued(tree: Path, profiler: str) -> None:
+async def test_missing_profiler_is_reported_before_submission(tree: Path, profiler: str) -> None:
     reef = Reef()
     for name, answer in (("n1", b""), ("n2", b"missing\n")):
         reef.nodes[name].answers = {**reef.nodes[name].answers, ("env",): answer}
@@ -332,14 +332,14 @@ async def test_a_profiler_that_a_node_lacks_is_said_before_anything_is_queued(tr
     assert f"export SHOAL_PROFILE={profiler}\n" in submitted.script
 
 
-async def test_a_profiler_of_python_is_refused_for_other_programs(tree: Path) -> None:
+async def test_python_profiler_is_rejected_for_other_programs(tree: Path) -> None:
     (tree / "go").write_text("#!/bin/sh\n")
     (tree / "go").chmod(0o755)
     with pytest.raises(UsageError, match="--profile line reads Python, and go is no Python script"):
         await run(Reef().context, job("go", profile="line"), tree)
 
 
-async def test_whether_a_host_has_a_profiler_is_asked_of_the_jobs_python_with_its_variables(tmp_path: Path) -> None:
+async def test_profiler_check_uses_the_python_and_variables_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "kernprof.py").write_text("")
     async with LocalHost(Target("n1"), through_sudo=False) as host:
         python = sys.executable
@@ -353,7 +353,7 @@ async def test_whether_a_host_has_a_profiler_is_asked_of_the_jobs_python_with_it
         assert await is_profiler_missing(host, job(profile="nsys", export={"PATH": "/usr/bin:/bin"}))
 
 
-async def test_old_code_is_cleaned_after_the_job_is_queued_and_only_where_it_crowds(tree: Path) -> None:
+async def test_old_bundles_are_removed_after_submission_only_where_they_pile_up(tree: Path) -> None:
     reef = Reef()
     reef.old = ["n2"]
     await run(reef.context, job(), tree)
@@ -386,7 +386,7 @@ async def test_logs_are_merged_and_the_failure_explained() -> None:
     assert result.reason.text == "rank 3 on n2 failed first, with exit status 1: ValueError: bad"
 
 
-async def test_logs_of_a_node_that_does_not_answer_are_missed_and_the_others_shown() -> None:
+async def test_logs_of_an_unreachable_node_are_skipped_and_the_others_shown() -> None:
     reef = failing()
     reef.nodes["n2"].unreachable = True
     result = await logs(reef.context, "17")
@@ -394,7 +394,7 @@ async def test_logs_of_a_node_that_does_not_answer_are_missed_and_the_others_sho
     assert list(result.failures) == ["n2"]
 
 
-async def test_logs_are_found_after_slurm_has_forgotten_the_job() -> None:
+async def test_logs_of_a_job_unknown_to_slurm_are_shown() -> None:
     reef = failing()
     result = await logs(reef.context, "18")
     assert len(result.lines) == 3 and result.record is None
@@ -406,7 +406,7 @@ async def test_logs_are_found_after_slurm_has_forgotten_the_job() -> None:
         await follow(reef.context, "18", print)
 
 
-async def test_following_a_job_that_slurm_has_forgotten_shows_its_lines_over_the_same_connections() -> None:
+async def test_follow_of_a_job_unknown_to_slurm_reuses_the_connections() -> None:
     reef = failing()
     seen: list[LogLine] = []
     result = await follow(reef.context, "18", seen.append)
@@ -415,7 +415,7 @@ async def test_following_a_job_that_slurm_has_forgotten_shows_its_lines_over_the
     assert len(reef.nodes["n1"].calls) == 1
 
 
-async def test_what_the_batch_script_said_is_read_where_the_job_was_told_to_put_it() -> None:
+async def test_batch_output_is_read_from_the_paths_of_the_job() -> None:
     reef = Reef()
     reef.record = RECORD.replace(" WorkDir", " StdErr=/tmp/17.err StdOut=/tmp/17.log WorkDir")
     reef.files = {"n1": "error@inode-7\t1.0 slurmstepd: error: execve(): /nope/python: No such file or directory\n"}
@@ -438,7 +438,7 @@ def noted(number: int | str, state: str = "FAILED", day: str = "2026-11-15", mor
     return JOBCOMP.format(id=number, state=state, day=day, more=more)
 
 
-async def test_a_job_that_slurmctld_has_forgotten_is_shown_with_its_reason_for_a_day() -> None:
+async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day() -> None:
     reef = failing()
     reef.states = ["RUNNING"]
     reef.ended = noted(14, day="2026-11-13") + noted(15) + noted(16, "COMPLETED") + noted(17, "REQUEUED")
@@ -450,14 +450,14 @@ async def test_a_job_that_slurmctld_has_forgotten_is_shown_with_its_reason_for_a
     assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
 
 
-async def test_of_the_jobs_of_a_day_the_newest_are_shown_and_all_says_the_rest() -> None:
+async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest() -> None:
     reef = Reef()
     reef.ended = "".join(noted(number, "COMPLETED") for number in range(100, 150))
     assert [view.record.id for view in (await jobs(reef.context)).jobs] == [*map(str, range(130, 150)), "17"]
     assert len((await jobs(reef.context, ended=True)).jobs) == 51
 
 
-async def test_a_job_that_was_cancelled_before_it_started_is_told_once() -> None:
+async def test_job_cancelled_before_its_start_is_listed_once() -> None:
     reef = Reef()
     reef.record = RECORD.replace(" NodeList", " StartTime=2026-11-15T14:00:00 EndTime=2026-11-15T14:00:00 NodeList")
     reef.states = ["CANCELLED"]
@@ -465,14 +465,14 @@ async def test_a_job_that_was_cancelled_before_it_started_is_told_once() -> None
     assert len((await jobs(reef.context)).jobs) == 1
 
 
-async def test_a_number_that_was_given_out_twice_is_explained_by_its_own_logs_only() -> None:
+async def test_reused_job_id_is_explained_only_by_its_own_logs() -> None:
     reef = failing()
     reef.ended = noted(17, day="2026-11-14")
     before, now = (await jobs(reef.context)).jobs
     assert (before.reason, now.record.work_dir) == (None, "/jobs") and now.reason is not None
 
 
-async def test_logs_and_the_reason_of_a_job_that_slurmctld_has_forgotten_are_found_by_its_number_alone() -> None:
+async def test_logs_of_a_job_purged_by_slurmctld_need_only_the_id() -> None:
     reef = failing()
     reef.ended = noted(15)
     for verb in (lambda: logs(reef.context, "15"), lambda: follow(reef.context, "15", lambda line: None)):
@@ -483,7 +483,7 @@ async def test_logs_and_the_reason_of_a_job_that_slurmctld_has_forgotten_are_fou
     assert (await cancel(reef.context, ["15"])).ended == ("15",)
 
 
-async def test_an_array_that_slurmctld_has_forgotten_is_told_with_its_members() -> None:
+async def test_array_purged_by_slurmctld_is_reported_with_its_tasks() -> None:
     reef = failing()
     reef.ended = "".join(noted(15 + task, more=f"ArrayJobId=15 ArrayTaskId={task} ") for task in range(2))
     with pytest.raises(UsageError) as caught:
@@ -492,7 +492,7 @@ async def test_an_array_that_slurmctld_has_forgotten_is_told_with_its_members() 
     assert (await logs(reef.context, "15_1")).record is not None
 
 
-async def test_how_a_job_ended_is_known_to_one_who_was_away_while_slurmctld_forgot_it() -> None:
+async def test_follow_gets_the_final_state_of_a_job_purged_meanwhile() -> None:
     reef = Reef()
     reef.states = ["RUNNING"]
     reef.ended = noted(17, "COMPLETED")
@@ -502,14 +502,14 @@ async def test_how_a_job_ended_is_known_to_one_who_was_away_while_slurmctld_forg
 
 
 @pytest.mark.parametrize("number", ["", "x", "17;id", "../17", "17_", "1 2"])
-async def test_what_is_no_job_is_refused_before_any_host_is_asked(number: str) -> None:
+async def test_invalid_job_id_is_rejected_before_any_connection(number: str) -> None:
     reef = Reef()
     with pytest.raises(UsageError, match="is not a job"):
         await logs(reef.context, number)
     assert reef.controller.calls == []
 
 
-async def test_following_ends_with_the_job() -> None:
+async def test_follow_ends_with_the_job() -> None:
     reef = failing()
     reef.states = ["RUNNING", "RUNNING", "FAILED"]
     seen: list[LogLine] = []
@@ -519,7 +519,7 @@ async def test_following_ends_with_the_job() -> None:
     assert result.reason is not None and result.reason.rank == 3
 
 
-async def test_jobs_show_progress_and_why_they_failed() -> None:
+async def test_jobs_shows_progress_and_failure_reasons() -> None:
     reef = failing()
     [view] = (await jobs(reef.context)).jobs
     assert view.reason is not None and view.reason.node == "n2"
@@ -528,7 +528,7 @@ async def test_jobs_show_progress_and_why_they_failed() -> None:
     assert (view.progress, view.reason) == ({"step": 12, "loss": 0.5}, None)
 
 
-async def test_cancel_ends_what_runs_and_leaves_what_has_ended() -> None:
+async def test_cancel_ends_running_jobs_and_reports_ended_jobs() -> None:
     reef = Reef()
     assert (await cancel(reef.context, ["17"])).ended == ("17",)
     assert not any(call.argv[0] == "scancel" for call in reef.controller.calls)
@@ -539,7 +539,7 @@ async def test_cancel_ends_what_runs_and_leaves_what_has_ended() -> None:
         await cancel(reef.context, ["17", "99"])
 
 
-def test_a_job_from_python(tree: Path) -> None:
+def test_job_can_be_submitted_from_python(tree: Path) -> None:
     reef = failing()
     made = shoal.Job("train.py", ["--lr", "0.1"], nodes=2, context=reef.context, tree=tree)
     assert isinstance(made, Job)
@@ -555,13 +555,13 @@ def test_a_job_from_python(tree: Path) -> None:
         made.submit()
 
 
-async def test_a_job_from_a_notebook_where_a_loop_runs_already(tree: Path) -> None:
+async def test_job_can_be_submitted_inside_a_running_event_loop(tree: Path) -> None:
     made = shoal.Job("train.py", nodes=2, context=failing().context, tree=tree)
     assert (made.submit().id, made.wait().state) == ("17", "FAILED")
     made.cancel()
 
 
-def test_an_array_from_python_is_sent_and_cancelled_and_not_waited_for(tree: Path) -> None:
+def test_array_from_python_is_submitted_and_cancelled_but_not_awaited(tree: Path) -> None:
     reef = Reef()
     made = shoal.Job("train.py", array="0-3", context=reef.context, tree=tree).submit()
     for method in ("wait", "logs", "reason"):
@@ -572,7 +572,7 @@ def test_an_array_from_python_is_sent_and_cancelled_and_not_waited_for(tree: Pat
     made.cancel()
 
 
-def test_the_largest_tree_is_said_in_mebibytes_as_on_the_command_line(tree: Path) -> None:
+def test_max_size_is_in_mebibytes(tree: Path) -> None:
     (tree / "data").write_bytes(bytes(3 << 20))
     with pytest.raises(UsageError, match="MiB"):
         shoal.Job("train.py", max_size=2, context=Reef().context, tree=tree).script()

@@ -20,7 +20,7 @@ def taken(*lines: tuple[str, str]) -> LogReader:
     return found
 
 
-def test_lines_of_all_ranks_come_in_the_order_of_time() -> None:
+def test_lines_of_all_ranks_are_in_time_order() -> None:
     found = taken(
         ("n1", "rank-0.0.log\t1.0 a"),
         ("n1", "rank-0.0.log\t3.0 c"),
@@ -35,24 +35,24 @@ def test_lines_of_all_ranks_come_in_the_order_of_time() -> None:
     ]
 
 
-def test_a_clock_that_is_set_back_does_not_mix_up_the_lines_of_a_rank() -> None:
+def test_clock_set_back_does_not_reorder_the_lines_of_a_rank() -> None:
     found = taken(("n1", "rank-0.0.log\t5.0 first"), ("n1", "rank-0.0.log\t1.0 second"))
     assert [line.text for line in merge(found.lines)] == ["first", "second"]
 
 
-def test_a_file_that_two_nodes_show_on_shared_storage_counts_once() -> None:
+def test_file_on_shared_storage_counts_once() -> None:
     found = taken(("n1", "rank-0.0.log\t1.0 a"), ("n2", "rank-0.0.log\t1.0 a"))
     assert len(found.result().lines) == 1
 
 
-def test_both_turns_of_a_job_that_moved_to_another_node_count() -> None:
+def test_both_runs_of_a_moved_job_count() -> None:
     found = taken(("n2", "output@b2\t9.0 second turn"), ("n1", "output@a1\t4.0 first turn"))
     assert [line.text for line in found.result().lines] == ["first turn", "second turn"]
     shared = taken(("n1", "output@a1\t4.0 once"), ("n2", "output@a1\t4.0 once"))
     assert [line.text for line in shared.result().lines] == ["once"]
 
 
-def test_a_line_is_of_the_node_that_wrote_it_not_of_the_one_that_shows_it() -> None:
+def test_line_belongs_to_the_node_that_wrote_the_line() -> None:
     found = LogReader(batch_host="n2")
     for text in (
         "rank-1.0.node\tn3",
@@ -64,7 +64,7 @@ def test_a_line_is_of_the_node_that_wrote_it_not_of_the_one_that_shows_it() -> N
     assert [(line.rank, line.node) for line in found.result().lines] == [(BATCH, "n2"), (1, "n3"), (2, "n1")]
 
 
-def test_where_the_ranks_print_into_the_batch_output_too_their_lines_count_once() -> None:
+def test_rank_lines_echoed_into_the_batch_output_count_once() -> None:
     found = LogReader(echo=True)
     for text in ("output@a1\t4.0 0: hello", "output@a1\t4.0 1: torchrun: no", "output@a1\t4.0 srun: error"):
         found.take("n1", text.encode())
@@ -73,7 +73,7 @@ def test_where_the_ranks_print_into_the_batch_output_too_their_lines_count_once(
     assert [line.text for line in found.result().lines] == ["hello", "srun: error", "torchrun: no"]
 
 
-def test_how_ranks_ended_is_read_and_nonsense_is_passed_over() -> None:
+def test_rank_ends_are_parsed_and_invalid_lines_ignored() -> None:
     found = taken(
         ("n1", f"rank-1.0.end\t{json.dumps(END)}"),
         ("n1", "rank-2.0.end\t{broken"),
@@ -92,7 +92,7 @@ def read(directory: Path, *more: str, error: str = ".out") -> list[str]:
     return subprocess.run(line, capture_output=True, text=True, check=True, input="").stdout.splitlines()
 
 
-def test_the_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
+def test_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
     job = tmp_path / "17"
     job.mkdir()
     (job / "rank-0.0.log").write_text("1.0 a\n2.0 b\n3.0 unfinished")
@@ -112,7 +112,7 @@ def test_the_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
     ]
 
 
-def test_the_reader_prints_the_batch_scripts_error_file_where_it_is_another(tmp_path: Path) -> None:
+def test_reader_prints_a_separate_batch_error_file(tmp_path: Path) -> None:
     (tmp_path / "17.out").write_text("a\n")
     (tmp_path / "17.err").write_text("b\n")
     (tmp_path / ".id").write_text("a1\n")
@@ -120,7 +120,7 @@ def test_the_reader_prints_the_batch_scripts_error_file_where_it_is_another(tmp_
     assert [(line.partition("\t")[0], line[-1]) for line in lines] == [("error@a1", "b"), ("output@a1", "a")]
 
 
-def test_a_batch_output_elsewhere_is_told_apart_by_its_inode(tmp_path: Path) -> None:
+def test_batch_output_elsewhere_is_identified_by_its_inode(tmp_path: Path) -> None:
     output = tmp_path / "mine.out"
     output.write_text("a\n")
     line = [sys.executable, "-I", "-S", reader.__file__, "/no/jobs/17", str(output), str(output), "0"]
@@ -128,18 +128,18 @@ def test_a_batch_output_elsewhere_is_told_apart_by_its_inode(tmp_path: Path) -> 
     assert said.startswith(f"output@inode-{output.stat().st_ino}\t")
 
 
-def test_the_reader_of_a_job_that_never_was_says_nothing(tmp_path: Path) -> None:
+def test_reader_of_a_missing_job_prints_nothing(tmp_path: Path) -> None:
     assert read(tmp_path / "99") == []
 
 
-def test_a_tail_begins_with_a_whole_line(tmp_path: Path) -> None:
+def test_tail_starts_with_a_whole_line(tmp_path: Path) -> None:
     (tmp_path / "rank-0.0.log").write_text("".join(f"{n}.0 line {n}\n" for n in range(100)))
     lines = read(tmp_path, "40")
     assert lines[-1] == "rank-0.0.log\t99.0 line 99"
     assert all(line.split("\t")[1].split()[1] == "line" for line in lines) and 1 < len(lines) < 5
 
 
-def test_following_shows_what_is_written_later_and_ends_when_told(tmp_path: Path) -> None:
+def test_follow_prints_later_lines_and_ends_on_request(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.0.log"
     log.write_text("1.0 a\n2.0 half")
     line = [sys.executable, "-I", "-S", reader.__file__, str(tmp_path), "/nope", "/nope", "0", "follow"]

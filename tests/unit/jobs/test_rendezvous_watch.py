@@ -30,7 +30,7 @@ def closed() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_host_that_is_silent_is_told_from_a_torchrun_that_is_not_there_yet(silent: int, closed: int) -> None:
+def test_silent_host_differs_from_a_torchrun_not_started_yet(silent: int, closed: int) -> None:
     assert connection_problem("127.0.0.1", silent) == (
         "no answer within 2 s; a firewall between the nodes is the usual cause"
     )
@@ -39,7 +39,7 @@ def test_a_host_that_is_silent_is_told_from_a_torchrun_that_is_not_there_yet(sil
         assert connection_problem("127.0.0.1", server.getsockname()[1]) is None
 
 
-def test_it_is_said_once_with_both_ends(
+def test_rendezvous_problem_is_printed_once_with_both_ends(
     silent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -52,7 +52,7 @@ def test_it_is_said_once_with_both_ends(
     )
 
 
-def test_nothing_is_said_once_the_ranks_have_started(
+def test_nothing_is_printed_once_the_ranks_start(
     silent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

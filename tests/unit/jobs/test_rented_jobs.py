@@ -29,19 +29,19 @@ RENTED = tuple(
 CLOUD = (*PARTITIONS, PARTITIONS[2].__class__("cloud", "UP", nodes="a10-[1-2]"))
 
 
-def test_a_rented_node_may_be_chosen_where_all_hosts_share_the_jobs_directory() -> None:
+def test_rented_node_can_be_chosen_with_a_shared_job_directory() -> None:
     found = resolve(job(nodes=2, partition="cloud", directory="/data/jobs"), (*NODES, *RENTED), CLOUD)
     assert (found.hosts, found.rented, found.exclude) == ((), ("a10-1", "a10-2"), ())
     both = resolve(job(directory="/data/jobs"), (*NODES, *RENTED), CLOUD)
     assert (both.hosts, both.rented) == (("gpu1", "gpu2", "old1"), ("a10-1", "a10-2"))
 
 
-def test_without_such_a_directory_the_job_goes_to_nodes_that_have_the_code() -> None:
+def test_rented_nodes_are_excluded_without_a_shared_directory() -> None:
     found = resolve(job(nodes=2), (*NODES, *RENTED), CLOUD)
     assert (found.hosts, found.rented, found.exclude) == (("gpu1", "gpu2", "old1"), (), ("a10-1", "a10-2"))
 
 
-def test_a_job_for_rented_nodes_alone_is_told_what_it_lacks() -> None:
+def test_job_only_for_rented_nodes_is_rejected_with_the_fix() -> None:
     with pytest.raises(UsageError) as caught:
         resolve(job(partition="cloud"), (*NODES, *RENTED), CLOUD)
     assert caught.value.message == (
@@ -122,7 +122,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_the_code_goes_to_the_share_by_way_of_the_controller(tree: Path) -> None:
+async def test_bundle_reaches_the_share_through_the_controller(tree: Path) -> None:
     reef = Reef(SHARE, c1="share")
     submitted = await run(reef.context, job(nodes=2, directory="/data/jobs"), tree)
     assert submitted.shared
@@ -130,12 +130,12 @@ async def test_the_code_goes_to_the_share_by_way_of_the_controller(tree: Path) -
     assert "--exclude" not in reef.scripts[0]
 
 
-async def test_nodes_that_are_always_there_may_be_given_the_job_as_well(tree: Path) -> None:
+async def test_permanent_nodes_can_also_run_the_job(tree: Path) -> None:
     reef = Reef(LAB + SHARE, c1="share", n1="share")
     assert (await run(reef.context, job(nodes=3, directory="/data/jobs"), tree)).nodes == 3
 
 
-async def test_a_directory_on_no_share_is_refused_before_anything_is_queued(tree: Path) -> None:
+async def test_directory_outside_all_shares_is_rejected_before_submission(tree: Path) -> None:
     for more, hint in (
         ("", "give the cluster a share: `storage` in the file"),
         (SHARE, "put it on one, such as /data, or name other nodes with --nodelist"),
@@ -159,7 +159,7 @@ class Pods(Reef):
         self.context = replace(self.context, known=load_text(text, "shoal.yaml"))
 
 
-async def test_the_code_for_rented_containers_waits_on_the_controller(tree: Path) -> None:
+async def test_bundle_for_rented_containers_stays_on_the_controller(tree: Path) -> None:
     pods = Pods(c1="own")
     submitted = await run(pods.context, job(), tree)
     assert f"/var/lib/shoal/jobs/reef/code/{submitted.code}.tar" in pods.files["own"]
@@ -169,7 +169,7 @@ async def test_the_code_for_rented_containers_waits_on_the_controller(tree: Path
 
 
 @pytest.mark.parametrize(("option", "value"), [("directory", "/data/jobs"), ("output", "/data/out")])
-async def test_files_that_would_go_with_a_container_are_refused(tree: Path, option: str, value: str) -> None:
+async def test_paths_lost_with_a_container_are_rejected(tree: Path, option: str, value: str) -> None:
     pods = Pods(SHARE, c1="share")
     with pytest.raises(UsageError) as caught:
         await run(pods.context, job(**{option: value}), tree)
@@ -182,7 +182,7 @@ async def test_files_that_would_go_with_a_container_are_refused(tree: Path, opti
     assert pods.scripts == []
 
 
-async def test_a_share_that_a_host_does_not_have_is_found_out(tree: Path) -> None:
+async def test_share_missing_on_a_host_is_rejected(tree: Path) -> None:
     reef = Reef(LAB + SHARE, c1="share", n1="own")
     with pytest.raises(UsageError) as caught:
         await run(reef.context, job(directory="/data/jobs"), tree)
@@ -192,7 +192,7 @@ async def test_a_share_that_a_host_does_not_have_is_found_out(tree: Path) -> Non
     assert reef.scripts == []
 
 
-async def test_the_controller_is_asked_for_the_files_of_jobs_on_rented_nodes() -> None:
+async def test_files_of_jobs_on_rented_nodes_are_read_on_the_controller() -> None:
     reef = Reef(SHARE, c1="share")
     [view] = (await jobs(reef.context)).jobs
     assert view.progress == {"step": 12}

@@ -12,46 +12,46 @@ from shoal.errors import UsageError
 from shoal.jobs.resolve import resolve
 
 
-def test_two_nodes_without_more_use_all_gpus_of_two_nodes() -> None:
+def test_two_nodes_use_all_their_gpus_by_default() -> None:
     found = resolved(nodes=2)
     assert (found.partition, found.nodes, found.gpus_per_node, found.ranks_per_node) == ("main", 2, 4, 4)
     assert (found.cpus_per_rank, found.world_size) == (4, 8)
     assert found.hosts == ("gpu1", "gpu2", "old1")
 
 
-def test_three_nodes_use_as_many_gpus_as_all_three_have() -> None:
+def test_three_nodes_use_the_gpu_count_that_all_have() -> None:
     found = resolved(nodes=3)
     assert (found.gpus_per_node, found.ranks_per_node) == (1, 1)
 
 
-def test_half_the_gpus_leave_half_the_cpus_to_the_next_job() -> None:
+def test_half_the_gpus_use_half_the_cpus() -> None:
     found = resolved(gpus_per_node=2)
     assert (found.ranks_per_node, found.cpus_per_rank) == (2, 4)
     assert resolved(gpus_per_node=2, exclusive=True).cpus_per_rank == 8
 
 
-def test_without_gpus_there_is_one_process_with_one_cpu() -> None:
+def test_node_without_gpus_runs_a_process_with_a_cpu() -> None:
     found = resolved(partition="cpu")
     assert (found.gpus_per_node, found.ranks_per_node, found.cpus_per_rank) == (0, 1, 1)
     assert resolved(partition="cpu", ntasks_per_node=4, cpus_per_task=8).world_size == 4
 
 
-def test_a_nodelist_says_how_many_nodes() -> None:
+def test_nodelist_sets_the_number_of_nodes() -> None:
     found = resolved(nodelist="gpu[1-2]")
     assert (found.nodes, found.hosts) == (2, ("gpu1", "gpu2"))
 
 
-def test_the_python_launcher_starts_one_process_whatever_gpus_there_are() -> None:
+def test_python_launcher_starts_a_single_process() -> None:
     found = resolved(launcher="python")
     assert (found.gpus_per_node, found.ranks_per_node, found.world_size) == (4, 1, 1)
 
 
-def test_a_constraint_that_only_slurm_can_read_is_left_to_slurm() -> None:
+def test_complex_constraint_is_passed_to_slurm() -> None:
     assert resolved(constraint="[a|b]").hosts == ("gpu1", "gpu2", "old1")
     assert resolved(constraint="a&fast").hosts == ("gpu1",)
 
 
-def test_a_node_that_is_down_is_neither_sent_the_code_nor_given_the_job() -> None:
+def test_down_node_is_excluded_and_gets_no_bundle() -> None:
     nodes = [replace(node, state=("DOWN", "NOT_RESPONDING")) if node.name == "gpu2" else node for node in NODES]
     found = resolve(job(), nodes, PARTITIONS)
     assert (found.hosts, found.exclude) == (("gpu1", "old1"), ("gpu2",))
@@ -146,13 +146,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_run_is_refused_with_what_to_do(case: str) -> None:
+def test_impossible_request_is_rejected_with_the_fix(case: str) -> None:
     options, message, hint = REFUSED[case]
     with pytest.raises(UsageError) as caught:
         resolved(**options)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-def test_a_cluster_without_a_default_partition_wants_one_named() -> None:
+def test_missing_default_partition_requires_an_explicit_partition() -> None:
     with pytest.raises(UsageError, match="no default partition"):
         resolve(job(), NODES, PARTITIONS[1:])

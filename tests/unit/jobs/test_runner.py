@@ -82,7 +82,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 MakeNode = Callable[[str], Node]
 
 
-def test_output_and_errors_go_to_the_log_with_time_stamps_in_their_order(node: MakeNode) -> None:
+def test_output_and_errors_are_logged_in_order_with_timestamps(node: MakeNode) -> None:
     made = node("import sys\nprint('one')\nprint('two', file=sys.stderr)\nprint('three', end='')")
     before = time.time()
     assert made.run() == 0
@@ -93,14 +93,14 @@ def test_output_and_errors_go_to_the_log_with_time_stamps_in_their_order(node: M
     assert made.printed == ""
 
 
-def test_torchs_variables_are_there_whoever_launched(node: MakeNode) -> None:
+def test_torch_variables_are_set_under_every_launcher(node: MakeNode) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     made = node(f"import os\nprint([os.environ[name] for name in {names}])")
     made.run()
     assert made.text() == ["['1', '2', '1', '2', '0']"]
 
 
-def test_the_script_starts_where_the_person_stood_in_a_tree_of_its_own(node: MakeNode) -> None:
+def test_script_starts_in_the_working_directory_of_its_own_tree(node: MakeNode) -> None:
     made = node("import os\nprint(os.getcwd())\nopen('left.txt', 'w')")
     made.run()
     assert made.text() == [f"{made.directory}/tree/sub"]
@@ -110,7 +110,7 @@ def test_the_script_starts_where_the_person_stood_in_a_tree_of_its_own(node: Mak
     assert made.text("rank-1.1.log") == made.text("rank-1.0.log")
 
 
-def test_code_that_is_not_there_is_said_in_the_log(node: MakeNode) -> None:
+def test_missing_bundle_is_logged(node: MakeNode) -> None:
     made = node("print('hello')")
     made.env["SHOAL_CODE"] = "/no/such/code.tar"
     assert made.run() == 127
@@ -118,7 +118,7 @@ def test_code_that_is_not_there_is_said_in_the_log(node: MakeNode) -> None:
     assert line.startswith("shoal: cannot start /no/such/code.tar: tar: /no/such/code.tar: Cannot open")
 
 
-def test_how_a_rank_ended_is_kept(node: MakeNode) -> None:
+def test_rank_end_is_stored(node: MakeNode) -> None:
     made = node("import sys\nsys.exit(3)")
     assert made.run() == 3
     end = made.end()
@@ -126,19 +126,19 @@ def test_how_a_rank_ended_is_kept(node: MakeNode) -> None:
     assert end["start"] <= end["end"]
 
 
-def test_a_rank_that_was_killed_says_by_which_signal(node: MakeNode) -> None:
+def test_killed_rank_stores_its_signal(node: MakeNode) -> None:
     made = node("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     assert made.run() == 128 + signal.SIGSEGV
     assert made.end()["status"] == -signal.SIGSEGV
 
 
-def test_a_program_that_is_not_there_is_said_in_the_log(node: MakeNode) -> None:
+def test_missing_program_is_logged(node: MakeNode) -> None:
     made = node("")
     assert made.run(command=("/no/such/python", "script.py")) == 127
     assert made.text() == ["shoal: cannot start /no/such/python: No such file or directory"]
 
 
-def test_the_status_that_asks_for_another_turn_leaves_a_note_and_is_no_failure(node: MakeNode) -> None:
+def test_requeue_status_leaves_a_request_and_is_not_a_failure(node: MakeNode) -> None:
     made = node(f"import sys\nsys.exit({EXIT_REQUEUE})")
     assert made.run() == 0
     assert (made.directory / "requeue.0").read_text() == "1\n"
@@ -157,7 +157,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM"])
-def test_a_signal_reaches_a_script_that_handles_it(node: MakeNode, name: str) -> None:
+def test_signal_reaches_a_script_that_handles_signals(node: MakeNode, name: str) -> None:
     made = node(HANDLES.format(name))
     process = made.start()
     wait_for(lambda: made.text() == ["ready"])
@@ -168,7 +168,7 @@ def test_a_signal_reaches_a_script_that_handles_it(node: MakeNode, name: str) ->
     assert made.end()["signals"] == [name]
 
 
-def test_a_script_that_knows_nothing_of_warnings_goes_on(node: MakeNode) -> None:
+def test_script_without_a_handler_survives_the_warning_signal(node: MakeNode) -> None:
     made = node("import sys, time, pathlib\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
     process = made.start()
     wait_for(lambda: made.text() == ["ready"])
@@ -178,20 +178,20 @@ def test_a_script_that_knows_nothing_of_warnings_goes_on(node: MakeNode) -> None
     assert process.returncode == 0
 
 
-def test_what_a_script_leaves_running_does_not_hold_its_end_up(node: MakeNode) -> None:
+def test_background_process_does_not_delay_the_end(node: MakeNode) -> None:
     made = node("import subprocess\nsubprocess.Popen(['sleep', '5'])\nprint('done')")
     assert made.run() == 0
     assert made.text() == ["done"]
 
 
-def test_with_an_output_file_lines_are_printed_as_well(node: MakeNode) -> None:
+def test_lines_are_also_printed_with_an_output_file(node: MakeNode) -> None:
     made = node("print('hello')")
     made.env["SHOAL_ECHO"] = "1"
     made.run()
     assert made.printed == "hello\n"
 
 
-def test_what_an_earlier_cluster_left_under_this_number_is_put_aside(node: MakeNode) -> None:
+def test_directory_of_an_earlier_cluster_with_the_same_job_id_is_moved_aside(node: MakeNode) -> None:
     made = node("import os\nprint(sorted(os.listdir()))\nopen('checkpoint', 'w')")
     made.env["SHOAL_SUBMISSION"] = "a1"
     made.run()
@@ -206,7 +206,7 @@ def test_what_an_earlier_cluster_left_under_this_number_is_put_aside(node: MakeN
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_what_another_user_left_under_this_number_is_said() -> None:
+def test_directory_of_another_user_is_reported() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         place.chmod(0o1777)
@@ -230,7 +230,7 @@ def test_what_another_user_left_under_this_number_is_said() -> None:
         assert run(65534, "b2").returncode == 0, "the lock of the other one is in nobody's way"
 
 
-def test_of_many_ranks_that_start_at_once_none_puts_the_others_aside(node: MakeNode) -> None:
+def test_concurrent_ranks_move_the_old_directory_aside_once(node: MakeNode) -> None:
     made = node("print('here')")
     made.directory.mkdir()
     (made.directory / "rank-9.0.log").write_text("1.0 old\n")
@@ -254,7 +254,7 @@ exec "$@"
 """
 
 
-def test_nsys_goes_around_the_rank_and_its_report_is_named(node: MakeNode, tmp_path: Path) -> None:
+def test_nsys_wraps_the_rank_and_its_report_is_named(node: MakeNode, tmp_path: Path) -> None:
     """A stand-in for nsys: this is about its command line only."""
     (tmp_path / "nsys").write_text(NSYS)
     (tmp_path / "nsys").chmod(0o755)
@@ -274,7 +274,7 @@ def test_nsys_goes_around_the_rank_and_its_report_is_named(node: MakeNode, tmp_p
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_under_nsys_a_signal_reaches_the_script_too(node: MakeNode, tmp_path: Path, name: str) -> None:
+def test_signal_reaches_the_script_under_nsys(node: MakeNode, tmp_path: Path, name: str) -> None:
     """As the real one does, the stand-in keeps signals to itself and starts the script in another session."""
     (tmp_path / "nsys").write_text(
         '#!/bin/sh\ntrap "" TERM USR1\nwhile [ "$1" != sh ]; do shift; done\nsetsid --wait "$@"\n'
@@ -289,7 +289,7 @@ def test_under_nsys_a_signal_reaches_the_script_too(node: MakeNode, tmp_path: Pa
     assert process.returncode == 5 and made.text()[1] == f"got {name}"
 
 
-def test_a_node_without_nsys_says_so(node: MakeNode) -> None:
+def test_missing_nsys_is_reported(node: MakeNode) -> None:
     made = node("print('hello')")
     made.env.update(SHOAL_PROFILE="nsys", PATH="/usr/bin:/bin")
     assert made.run() == 127
@@ -310,14 +310,14 @@ def test_line_profiler_times_every_function_of_the_script(node: MakeNode) -> Non
     assert "Function: work at line 2" in report.read_text() and "return sum(range(1000))" in report.read_text()
 
 
-def test_a_python_without_line_profiler_says_so(node: MakeNode) -> None:
+def test_missing_line_profiler_is_reported(node: MakeNode) -> None:
     made = node("print('hello')")
     made.env["SHOAL_PROFILE"] = "line"
     assert made.run(command=("/usr/bin/python3", "script.py")) == 1
     assert made.text() == ["/usr/bin/python3: No module named kernprof"]
 
 
-def test_torchs_profiler_leaves_its_traces_where_the_log_says(node: MakeNode) -> None:
+def test_torch_profiler_writes_its_trace_to_the_logged_path(node: MakeNode) -> None:
     pytest.importorskip("torch")
     made = node("import torch\nprint(torch.ones(2).sum().item())")
     made.env["SHOAL_PROFILE"] = "torch"
@@ -335,13 +335,13 @@ def test_spawn_starts_the_ranks_of_its_node(node: MakeNode) -> None:
     assert (made.text("rank-2.0.log"), made.text("rank-3.0.log")) == (["2 0 4 1"], ["3 1 4 1"])
 
 
-def test_with_spawn_the_first_rank_that_fails_ends_the_others(node: MakeNode) -> None:
+def test_first_failed_rank_ends_the_others_under_spawn(node: MakeNode) -> None:
     made = node("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(4)\ntime.sleep(60)")
     assert made.run("spawn", "--nproc", "2") == 4
     assert made.end("rank-0.0.end")["status"] == -signal.SIGTERM
 
 
-def test_with_spawn_a_signal_reaches_every_rank(node: MakeNode) -> None:
+def test_signal_reaches_every_rank_under_spawn(node: MakeNode) -> None:
     made = node(HANDLES.format("SIGUSR1").replace("sys.exit(5)", f"sys.exit({EXIT_REQUEUE})"))
     process = made.start("spawn", "--nproc", "2")
     wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
@@ -361,7 +361,7 @@ sys.exit(max(worker.wait() for worker in workers))
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_the_agents_ranks_get_the_signal_though_torchrun_does_not(node: MakeNode, name: str, tmp_path: Path) -> None:
+def test_signal_reaches_the_ranks_but_not_torchrun(node: MakeNode, name: str, tmp_path: Path) -> None:
     made = node(HANDLES.format(name).replace("sys.exit(5)", "sys.exit(0)"))
     launcher = tmp_path / "torchrun.py"
     launcher.write_text(TORCHRUN)
@@ -390,7 +390,7 @@ sys.exit({EXIT_REQUEUE})
 """
 
 
-def test_real_torchrun_on_two_nodes_lets_its_workers_save_at_a_warning(tmp_path: Path) -> None:
+def test_torchrun_on_two_nodes_lets_its_workers_save_after_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -419,7 +419,7 @@ def test_real_torchrun_on_two_nodes_lets_its_workers_save_at_a_warning(tmp_path:
     assert (nodes[0].directory / "requeue.0").exists()
 
 
-def test_what_runs_on_nodes_imports_the_standard_library_only() -> None:
+def test_node_programs_import_only_the_standard_library() -> None:
     ours = f"import sys; sys.path.insert(0, {str(PROGRAMS)!r}); import runner.rank, runner.launch"
     for program in (ours, f"import runpy; runpy.run_path({reader.__file__!r}, run_name='x')"):
         done = subprocess.run([sys.executable, "-I", "-S", "-c", program])

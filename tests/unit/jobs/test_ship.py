@@ -30,7 +30,7 @@ def tree(tmp_path: Path) -> Bundle:
     return working_tree(tmp_path / "project", "train.py")
 
 
-async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> None:
+async def test_present_files_are_not_sent_again(tmp_path: Path, tree: Bundle) -> None:
     root, ours = str(tmp_path / "deep" / "jobs"), runtime()
     async with here() as host:
         first = await inspect_storage(host, root, tree.hash, ours.hash)
@@ -49,7 +49,7 @@ async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> 
 
 
 @pytest.mark.parametrize("place", ["code", "lib"])
-async def test_a_place_for_code_that_a_user_has_made_is_refused(tmp_path: Path, tree: Bundle, place: str) -> None:
+async def test_bundle_directory_made_by_a_user_is_rejected(tmp_path: Path, tree: Bundle, place: str) -> None:
     root, theirs = tmp_path / "jobs", tmp_path / "theirs"
     theirs.mkdir()
     root.mkdir()
@@ -77,7 +77,7 @@ class Cut(LocalHost):
         return await super().run(argv, stdin=stdin[: len(stdin) // 2], **more)
 
 
-async def test_code_that_arrives_in_part_is_not_kept(tmp_path: Path, tree: Bundle) -> None:
+async def test_incomplete_bundle_is_not_kept(tmp_path: Path, tree: Bundle) -> None:
     root, host = tmp_path / "jobs", Cut(Target("n1"), through_sudo=False)
     await inspect_storage(host, str(root), tree.hash, "11b")
     with pytest.raises(CommandFailed, match=r"n1: cannot keep the job's code in .*: only a part of it arrived"):
@@ -85,7 +85,7 @@ async def test_code_that_arrives_in_part_is_not_kept(tmp_path: Path, tree: Bundl
     assert list((root / "code").glob("[!.]*")) == []
 
 
-async def test_two_that_send_at_once_do_not_harm_each_other(tmp_path: Path, tree: Bundle) -> None:
+async def test_concurrent_sends_do_not_conflict(tmp_path: Path, tree: Bundle) -> None:
     root, ours = str(tmp_path / "jobs"), runtime()
     async with here() as host:
         nothing = await inspect_storage(host, root, tree.hash, ours.hash)
@@ -94,7 +94,7 @@ async def test_two_that_send_at_once_do_not_harm_each_other(tmp_path: Path, tree
     assert os.listdir(Path(root) / "lib") == [ours.hash]
 
 
-async def test_shared_storage_is_known_by_its_number_and_marked(tmp_path: Path, tree: Bundle) -> None:
+async def test_shared_storage_is_identified_by_its_id_and_marked(tmp_path: Path, tree: Bundle) -> None:
     root = str(tmp_path / "jobs")
     async with here("n1") as one, here("n2") as two:
         found = {host.name: await inspect_storage(host, root, "a", "b") for host in (one, two)}
@@ -114,7 +114,7 @@ class Elsewhere(LocalHost):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-async def test_hosts_that_come_to_new_shared_storage_at_once_agree_on_its_number(tmp_path: Path) -> None:
+async def test_concurrent_hosts_agree_on_the_id_of_new_shared_storage(tmp_path: Path) -> None:
     for turn in range(8):
         root = str(tmp_path / str(turn) / "jobs")
         hosts = [Elsewhere(Target(f"n{number}"), through_sudo=False) for number in range(4)]
@@ -122,14 +122,14 @@ async def test_hosts_that_come_to_new_shared_storage_at_once_agree_on_its_number
         assert len({state.id for state in found}) == 1 and len(found[0].id) == 24
 
 
-def test_hosts_with_their_own_disks_all_need_it() -> None:
+def test_each_separate_storage_needs_a_copy() -> None:
     assert set(one_host_per_storage({"n1": StorageState("1"), "n2": StorageState("2"), "n3": StorageState("1")})) == {
         "n1",
         "n2",
     }
 
 
-async def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+async def test_unusable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with here("n1") as host:
         with pytest.raises(CommandFailed, match=r"n1: cannot use .*/file/jobs: .*Not a directory"):
@@ -155,7 +155,7 @@ def crowd(root: Path, count: int) -> None:
         aged(root / "lib" / f"l{number:02}", number)
 
 
-async def test_old_code_is_removed_but_the_newest_and_what_jobs_use(tmp_path: Path) -> None:
+async def test_old_bundles_are_removed_except_the_newest_and_those_in_use(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
     crowd(root, KEEP_NEWEST + 4)
     async with here() as host:
@@ -168,7 +168,7 @@ async def test_old_code_is_removed_but_the_newest_and_what_jobs_use(tmp_path: Pa
         assert left[0][:2] == ["c01.tar", "c04.tar"] and left[1][:2] == ["l02", "l04"]
 
 
-async def test_code_that_was_used_in_the_last_days_stays_however_much_there_is(tmp_path: Path) -> None:
+async def test_recently_used_bundles_stay(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
     crowd(root, KEEP_NEWEST + 3)
     for path in (root / "code").glob("*.tar"):
@@ -179,7 +179,7 @@ async def test_code_that_was_used_in_the_last_days_stays_however_much_there_is(t
     assert len(list((root / "lib").iterdir())) == KEEP_NEWEST
 
 
-async def test_a_submission_that_finds_its_code_there_keeps_another_ones_cleaning_from_it(tmp_path: Path) -> None:
+async def test_submission_protects_its_bundle_from_a_concurrent_cleanup(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
     crowd(root, KEEP_NEWEST + 2)
     async with here() as one, here() as two:
@@ -189,7 +189,7 @@ async def test_a_submission_that_finds_its_code_there_keeps_another_ones_cleanin
     assert not (root / "code" / "c01.tar").exists()
 
 
-async def test_a_cleaning_waits_for_a_submission_that_looks(tmp_path: Path) -> None:
+async def test_cleanup_waits_for_a_running_submission(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
     crowd(root, KEEP_NEWEST + 1)
     late = "echo held; read line; touch $0"
@@ -222,7 +222,7 @@ def job_tree(root: Path, number: str, tree: Bundle, order: int) -> Path:
     return place
 
 
-async def test_of_old_trees_the_code_is_removed_and_what_jobs_wrote_stays(tmp_path: Path, tree: Bundle) -> None:
+async def test_cleanup_removes_sent_files_of_old_trees_and_keeps_job_output(tmp_path: Path, tree: Bundle) -> None:
     root = tmp_path / "jobs"
     crowd(root, 0)
     first, used, wrote = (job_tree(root, number, tree, order) for order, number in enumerate(("1", "2_3", "3")))

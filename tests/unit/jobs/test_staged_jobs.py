@@ -29,11 +29,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_the_whole_script() -> None:
+def test_script_matches_its_golden() -> None:
     assert_golden("jobs/staged.sbatch", sbatch_script(resolved(), STAGED))
 
 
-def test_any_other_job_waits_for_nothing() -> None:
+def test_other_jobs_do_not_wait() -> None:
     assert staging.END_PROGRAM not in sbatch_script(resolved(), SHIPPED)
 
 
@@ -65,21 +65,21 @@ class Script:
         return self.process.returncode, out, errors
 
 
-def test_it_says_whose_it_is_and_waits_for_its_files(tmp_path: Path) -> None:
+def test_script_writes_its_submission_and_waits_for_its_files(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.tell("sent/.ready")
     assert script.ended() == (0, f"code in {script.job}/sent\n", "")
     assert (script.job / "submission").read_text() == "5eed"
 
 
-def test_it_ends_with_the_reason_where_they_cannot_come(tmp_path: Path) -> None:
+def test_script_fails_with_the_reason_when_files_cannot_arrive(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.tell("sent/.failed", "the disk is full\n")
     why = "shoal: error: the files of the job did not come from the controller: the disk is full\n"
     assert script.ended() == (1, "", why)
 
 
-def test_elsewhere_it_finds_them_in_the_jobs_directory(tmp_path: Path) -> None:
+def test_script_outside_a_container_uses_the_job_directory(tmp_path: Path) -> None:
     script = Script(tmp_path, container=False)
     assert script.ended() == (0, f"code in {tmp_path}/jobs\n", "")
     assert not script.job.exists()
@@ -106,11 +106,11 @@ class End:
         return carrying
 
 
-def test_the_end_of_a_job_of_whose_files_nobody_knows_waits_for_nobody(tmp_path: Path) -> None:
+def test_end_does_not_wait_without_a_fetch_mark(tmp_path: Path) -> None:
     assert End(tmp_path).begin().wait(LIMIT) == 0
 
 
-def test_the_end_waits_until_the_mark_is_taken_away(tmp_path: Path) -> None:
+def test_end_waits_until_the_mark_is_removed(tmp_path: Path) -> None:
     end = End(tmp_path)
     carrying, waiting = end.carry(600), end.begin()
     try:
@@ -124,7 +124,7 @@ def test_the_end_waits_until_the_mark_is_taken_away(tmp_path: Path) -> None:
         carrying.wait()
 
 
-def test_the_end_gives_up_when_nobody_fetches(tmp_path: Path) -> None:
+def test_end_times_out_when_the_fetcher_is_dead(tmp_path: Path) -> None:
     end = End(tmp_path, alone_seconds=1)
     carrying = end.carry(600)
     carrying.kill()
@@ -134,7 +134,7 @@ def test_the_end_gives_up_when_nobody_fetches(tmp_path: Path) -> None:
 
 
 @as_root
-def test_when_all_is_fetched_nothing_of_the_job_stays(tmp_path: Path) -> None:
+def test_fetched_job_leaves_no_files(tmp_path: Path) -> None:
     job = tmp_path / "jobs/7"
     job.mkdir(parents=True)
     for path in (job / "x", tmp_path / "jobs/7.out", tmp_path / "jobs/8.out"):
@@ -145,7 +145,7 @@ def test_when_all_is_fetched_nothing_of_the_job_stays(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("why", ["plain", "it's $(odd) `text`\nof two lines"])
-def test_the_reason_is_told_as_it_is(tmp_path: Path, why: str) -> None:
+def test_failure_reason_is_written_unchanged(tmp_path: Path, why: str) -> None:
     command = staging.fail(os.getuid(), os.getgid(), str(tmp_path / "7"), why)
     subprocess.run(["sh", "-c", command], check=True)
     assert (tmp_path / "7/sent/.failed").read_text() == f"{why}\n"

@@ -28,9 +28,7 @@ def variables(folder: Path, address_line: str, **options: object) -> dict[str, s
 
 
 @pytest.mark.parametrize("interface", [wireguard.INTERFACE, tailscale.INTERFACE])
-def test_over_a_vpn_its_interface_is_used_with_many_sockets_and_without_infiniband(
-    tmp_path: Path, interface: str
-) -> None:
+def test_vpn_interface_is_used_with_many_sockets_and_without_infiniband(tmp_path: Path, interface: str) -> None:
     line = f"7: {interface}    inet 100.64.0.7/32 scope global {interface}\\       valid_lft forever"
     assert variables(tmp_path, line) == {
         "NCCL_SOCKET_IFNAME": f"={interface}",
@@ -46,16 +44,16 @@ def test_over_a_vpn_its_interface_is_used_with_many_sockets_and_without_infiniba
 @pytest.mark.parametrize(
     "line", ["2: eth0    inet 100.64.0.7/24 scope global eth0", "3: shoal01    inet 100.64.0.7", ""]
 )
-def test_on_a_plain_network_nccl_chooses_for_itself(tmp_path: Path, line: str) -> None:
+def test_nccl_is_not_configured_on_a_plain_network(tmp_path: Path, line: str) -> None:
     assert variables(tmp_path, line) == {}
 
 
-def test_what_the_user_says_wins(tmp_path: Path) -> None:
+def test_user_settings_override(tmp_path: Path) -> None:
     found = variables(
         tmp_path, "7: shoal0    inet 100.64.0.7/32", export={"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "eth1"}
     )
     assert (found["NCCL_NET"], found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("IB", "eth1", "shoal0")
 
 
-def test_a_job_on_one_node_is_told_nothing() -> None:
+def test_single_node_job_has_no_vpn_settings() -> None:
     assert "SHOAL_VPN" not in sbatch_script(resolved("train.py"), SHIPPED)

@@ -8,7 +8,7 @@ def facts(*addresses: tuple[str, str, int]) -> Facts:
     return Facts(addresses=tuple(Address(*address) for address in addresses))
 
 
-def test_the_subnet_that_most_members_share_wins() -> None:
+def test_most_shared_subnet_is_chosen() -> None:
     hosts = {
         "a": facts(("eth0", "192.168.7.2", 24), ("eth1", "10.0.0.1", 24)),
         "b": facts(("eth0", "10.0.0.2", 24), ("wlan0", "192.168.9.3", 24)),
@@ -25,7 +25,7 @@ def test_bridges_that_every_host_has_do_not_count_as_shared() -> None:
     assert lan_addresses(hosts, {}) == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
 
-def test_among_equals_the_address_we_reached_it_by_wins() -> None:
+def test_connection_address_breaks_ties() -> None:
     hosts = {
         "a": facts(("eth0", "10.0.0.1", 24), ("eth1", "10.1.0.1", 24)),
         "b": facts(("eth0", "10.0.0.2", 24), ("eth1", "10.1.0.2", 24)),
@@ -38,7 +38,7 @@ def test_link_local_and_loopback_are_never_chosen() -> None:
     assert lan_addresses(hosts, {"a": "10.0.0.9"}) == {"a": "10.0.0.9"}
 
 
-def test_ipv4_is_preferred_where_both_would_do() -> None:
+def test_ipv4_is_preferred_over_ipv6() -> None:
     hosts = {
         "a": facts(("eth0", "2001:db8::1", 64), ("eth0", "10.0.0.1", 24)),
         "b": facts(("eth0", "2001:db8::2", 64), ("eth0", "10.0.0.2", 24)),
@@ -46,7 +46,7 @@ def test_ipv4_is_preferred_where_both_would_do() -> None:
     assert lan_addresses(hosts, {}) == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
 
-def test_our_own_network_is_not_what_the_next_one_is_built_on() -> None:
+def test_shoal_network_is_not_chosen() -> None:
     hosts = {
         "a": facts(("shoal0", "10.77.0.1", 16), ("eth0", "10.0.0.1", 24)),
         "b": facts(("shoal0", "10.77.0.2", 16), ("eth0", "10.1.0.2", 24)),

@@ -32,7 +32,7 @@ def mesh(speeds: dict[str, float]) -> list[LinkSpeed]:
 
 
 @given(st.integers(0, 20))
-def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int) -> None:
+def test_every_pair_is_measured_once_and_each_host_once_a_round(count: int) -> None:
     names = [f"n{number}" for number in range(count)]
     plan = rounds(names)
     met = [tuple(sorted(pair)) for pairs in plan for pair in pairs]
@@ -42,7 +42,7 @@ def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12))
-def test_pairs_that_share_the_uplink_of_a_site_take_turns(places: list[str]) -> None:
+def test_pairs_sharing_a_site_uplink_are_in_different_rounds(places: list[str]) -> None:
     sites = {f"n{number}": place for number, place in enumerate(places)}
     plan = rounds(list(sites), sites)
     assert sum(map(len, plan)) == len(sites) * (len(sites) - 1) // 2
@@ -51,7 +51,7 @@ def test_pairs_that_share_the_uplink_of_a_site_take_turns(places: list[str]) -> 
         assert all(not first & second for first, second in combinations(across, 2))
 
 
-def test_hosts_with_fast_links_are_one_group_and_slow_links_lie_between_groups() -> None:
+def test_fast_links_form_groups_separated_by_slow_links() -> None:
     links = mesh({"ab": 9400, "cd": 9100, "ac": 90, "ad": 80, "bc": 95, "bd": 100})
     assert groups(links, "abcd") == (("a", "b"), ("c", "d"))
     assert switches(links_text(links), "abcd") == {"a": "near-a", "b": "near-a", "c": "near-c", "d": "near-c"}
@@ -65,25 +65,25 @@ def test_hosts_with_fast_links_are_one_group_and_slow_links_lie_between_groups()
         {"ab": 1000, "bc": 1000, "ac": 10},  # b is near both, and they are far from each other
     ],
 )
-def test_there_is_one_group_where_no_line_can_be_drawn(speeds: dict[str, float]) -> None:
+def test_similar_links_form_a_single_group(speeds: dict[str, float]) -> None:
     links = mesh(speeds)
     assert groups(links, "abc") == (("a", "b", "c"),)
     assert switches(links_text(links), "abc") == {}
 
 
-def test_the_slower_direction_counts() -> None:
+def test_slower_direction_counts() -> None:
     links = [*mesh({"ab": 1000, "ac": 1000}), LinkSpeed("b", "c", 1.0, 1000), LinkSpeed("c", "b", 1.0, 5)]
     assert groups(links, "abc") == (("a", "b", "c"),)
     links += [LinkSpeed("a", "c", 1.0, 5)]
     assert groups(links, "abc") == (("a", "b"), ("c",))
 
 
-def test_a_link_over_which_nothing_came_is_the_slowest_of_all() -> None:
+def test_failed_link_counts_as_the_slowest() -> None:
     links = [*mesh({"ab": 1000}), *(LinkSpeed(one, "c", problem="refused") for one in "ab")]
     assert groups(links, "abc") == (("a", "b"), ("c",))
 
 
-def test_a_host_that_was_not_measured_is_a_group_of_its_own_once_there_are_groups() -> None:
+def test_unmeasured_host_is_its_own_group_when_groups_exist() -> None:
     split = mesh({"ab": 1000, "ac": 10, "bc": 10})
     assert groups(split, "abcd") == (("a", "b"), ("c",), ("d",))
     assert groups(mesh({"ab": 1000}), "abd") == (("a", "b", "d"),)
@@ -91,7 +91,7 @@ def test_a_host_that_was_not_measured_is_a_group_of_its_own_once_there_are_group
     assert groups([], "") == ()
 
 
-def test_a_new_measurement_replaces_what_it_measured_and_forgets_hosts_that_left() -> None:
+def test_new_measurement_replaces_old_values_and_drops_departed_hosts() -> None:
     before = mesh({"ab": 10, "ac": 10, "bc": 10})
     after = merge_measurements(before, mesh({"ab": 500}), ["a", "b"])
     assert after == tuple(mesh({"ab": 500}))
@@ -99,7 +99,7 @@ def test_a_new_measurement_replaces_what_it_measured_and_forgets_hosts_that_left
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"links": [{"from": "a"}]}', '{"links": 3}', "no json"])
-def test_a_file_that_is_not_ours_says_nothing_about_links(text: str) -> None:
+def test_invalid_file_gives_no_links(text: str) -> None:
     assert read_links(text) == ()
     assert switches(text, "ab") == {}
 
@@ -114,14 +114,14 @@ def test_a_file_that_is_not_ours_says_nothing_about_links(text: str) -> None:
         ({"elsewhere": (50.0, 400.0)}, None),
     ],
 )
-def test_the_slowest_link_decides_how_many_sockets_nccl_opens(
+def test_slowest_link_sets_the_number_of_nccl_sockets(
     speeds: dict[str, tuple[float, float]], connections: int | None
 ) -> None:
     links = [LinkSpeed("a", other, 1.0, one, many) for other, (one, many) in speeds.items()]
     assert sockets(links_text(links), "a", "abc") == connections
 
 
-def test_links_that_were_measured_over_one_connection_alone_say_nothing_about_many() -> None:
+def test_single_connection_measurements_set_no_sockets() -> None:
     assert sockets(links_text(mesh({"ab": 100})), "a", "ab") is None
 
 

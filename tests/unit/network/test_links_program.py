@@ -60,7 +60,7 @@ def players() -> Iterator[tuple[Player, Player]]:
             player.close()
 
 
-def test_a_link_has_a_round_trip_and_a_bandwidth(players: tuple[Player, Player]) -> None:
+def test_link_has_a_round_trip_time_and_a_bandwidth(players: tuple[Player, Player]) -> None:
     one, other = players
     port = one.listen()["port"]
     for _ in range(2):  # it serves again
@@ -69,24 +69,24 @@ def test_a_link_has_a_round_trip_and_a_bandwidth(players: tuple[Player, Player])
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
-def test_it_listens_on_ipv6_too(players: tuple[Player, Player]) -> None:
+def test_program_listens_on_ipv6(players: tuple[Player, Player]) -> None:
     one, other = players
     port = one.listen(address="::1")["port"]
     assert other.measure(port, address="::1")["mbit"] > 1
 
 
-def test_a_port_that_is_taken_is_passed_over(players: tuple[Player, Player]) -> None:
+def test_taken_port_is_skipped(players: tuple[Player, Player]) -> None:
     one, other = players
     first = one.listen()["port"]
     assert other.listen(last=first)["port"] < first
 
 
-def test_it_says_why_it_cannot_listen(players: tuple[Player, Player]) -> None:
+def test_listen_error_is_reported(players: tuple[Player, Player]) -> None:
     answer = players[0].listen(address="192.0.2.1", first=39000, last=39001)
     assert answer == {"problem": "Cannot assign requested address"}
 
 
-def test_a_refused_link_and_a_wrong_token_are_problems_and_end_nothing(players: tuple[Player, Player]) -> None:
+def test_refused_connection_and_wrong_token_are_reported(players: tuple[Player, Player]) -> None:
     one, other = players
     with socket.create_server(("127.0.0.1", 0)) as free:
         unused = free.getsockname()[1]
@@ -96,7 +96,7 @@ def test_a_refused_link_and_a_wrong_token_are_problems_and_end_nothing(players: 
     assert other.measure(port)["mbit"] > 1
 
 
-def test_many_connections_at_once_are_measured_as_one_rate(players: tuple[Player, Player]) -> None:
+def test_parallel_connections_are_measured_as_a_single_rate(players: tuple[Player, Player]) -> None:
     one, other = players
     port = one.listen()["port"]
     request = {"address": "127.0.0.1", "port": port, "token": TOKEN, "seconds": 0.2, "pings": 3, "many": 4}
@@ -104,7 +104,7 @@ def test_many_connections_at_once_are_measured_as_one_rate(players: tuple[Player
     assert found["mbit"] > 1 and found["mbit_many"] > 1
 
 
-def test_one_starved_connection_of_many_carries_nothing_and_spoils_nothing(players: tuple[Player, Player]) -> None:
+def test_starved_parallel_connection_does_not_affect_the_result(players: tuple[Player, Player]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(6) as pool:
 
         def serve() -> None:
@@ -122,7 +122,7 @@ def test_one_starved_connection_of_many_carries_nothing_and_spoils_nothing(playe
     assert found["mbit"] > 1 and found["mbit_many"] > 1, found
 
 
-def test_it_ends_with_its_input_also_while_it_measures(players: tuple[Player, Player]) -> None:
+def test_program_ends_with_its_input_during_a_measurement(players: tuple[Player, Player]) -> None:
     one, other = players
     port = one.listen()["port"]
     assert other.process.stdin

@@ -37,17 +37,17 @@ def peers(name: str, ends: dict[str, MemberFacts] = ENDS, known: dict[str, Peer]
     return {peer.name: peer for peer in member_config(name, ends, "c", PORT, known or {}).peers}
 
 
-def test_hosts_that_see_each_other_call_each_other() -> None:
+def test_reachable_hosts_have_direct_endpoints() -> None:
     assert peers("c")["n"] == Peer("n", "key-of-n", ("10.77.0.2",), "10.0.0.2:51820")
     assert peers("n")["c"] == Peer("c", "key-of-c", ("10.77.0.1",), "10.0.0.1:51820")
 
 
-def test_a_host_behind_nat_calls_and_keeps_the_door_open_and_is_not_called() -> None:
+def test_host_behind_nat_initiates_with_keepalive() -> None:
     assert peers("f")["n"] == Peer("n", "key-of-n", ("10.77.0.2",), "10.0.0.2:51820", keepalive=True)
     assert peers("n")["f"] == Peer("f", "key-of-f", ("10.77.0.3",))
 
 
-def test_two_that_cannot_reach_each_other_go_through_the_hub() -> None:
+def test_unreachable_pair_uses_the_hub() -> None:
     assert peers("f")["c"].allowed == ("10.77.0.1", "10.77.0.4")
     assert peers("m")["c"].allowed == ("10.77.0.1", "10.77.0.3")
     assert "m" not in peers("f")
@@ -55,18 +55,18 @@ def test_two_that_cannot_reach_each_other_go_through_the_hub() -> None:
     assert not member_config("n", ENDS, "c", PORT, {}).relays
 
 
-def test_every_peer_is_the_way_to_an_address_of_its_own() -> None:
+def test_each_address_is_allowed_for_exactly_a_single_peer() -> None:
     for name in ENDS:
         allowed = [address for peer in peers(name).values() for address in peer.allowed]
         assert sorted(allowed) == sorted(other.address for other in ENDS.values() if other.name != name)
 
 
-def test_another_hub_takes_what_goes_through() -> None:
+def test_another_hub_relays_the_traffic() -> None:
     found = {peer.name: peer.allowed for peer in member_config("f", ENDS, "n", PORT, {}).peers}
     assert found == {"c": ("10.77.0.1",), "n": ("10.77.0.2", "10.77.0.4")}
 
 
-def test_an_endpoint_of_the_file_holds_between_sites_and_not_inside_one() -> None:
+def test_configured_endpoint_applies_only_between_sites() -> None:
     ends = {**ENDS, "m": replace(ENDS["m"], endpoint="lab.example.org:9")}
     assert peers("f", ends)["m"] == Peer("m", "key-of-m", ("10.77.0.4",), "lab.example.org:9", keepalive=True)
     assert peers("m", ends)["f"] == Peer("f", "key-of-f", ("10.77.0.3",))
@@ -74,18 +74,18 @@ def test_an_endpoint_of_the_file_holds_between_sites_and_not_inside_one() -> Non
     assert peers("f", beside)["m"].endpoint == "192.168.1.4:51820"
 
 
-def test_who_does_not_answer_keeps_the_link_it_had() -> None:
+def test_silent_host_keeps_its_link() -> None:
     silent = {**ENDS, "n": replace(ENDS["n"], reaches=None), "m": replace(ENDS["m"], reaches=None)}
     known = {"n": Peer("n", "key-of-n", ("10.77.0.2",), "10.0.0.99:51820", keepalive=True)}
     assert peers("f", silent, known)["n"] == known["n"]
     assert peers("f", silent, known)["c"].allowed == ("10.77.0.1", "10.77.0.4")
 
 
-def test_who_has_no_key_yet_is_nobodys_peer() -> None:
+def test_host_without_a_key_is_not_a_peer() -> None:
     assert "n" not in peers("c", {**ENDS, "n": replace(ENDS["n"], public_key="")})
 
 
-def test_packets_are_as_large_as_the_path_takes() -> None:
+def test_mtu_fits_the_path() -> None:
     ends = {
         "c": end("c", 1, "a", {"n": "10.0.0.2"}, mtu=9000),
         "n": end("n", 2, "a", {"c": "10.0.0.1"}, mtu=9000),
@@ -107,11 +107,11 @@ def test_packets_are_as_large_as_the_path_takes() -> None:
         ("[2001:db8::1]:99", "[2001:db8::1]:99"),
     ],
 )
-def test_an_endpoint_has_a_port(text: str, wanted: str) -> None:
+def test_endpoint_gets_a_default_port(text: str, wanted: str) -> None:
     assert with_port(text, PORT) == wanted
 
 
-def test_who_has_an_address_keeps_it_and_new_ones_get_the_first_that_are_free() -> None:
+def test_existing_addresses_stay_and_new_members_get_the_first_free() -> None:
     first = assign_addresses("10.77.0.0/16", ["c", "n1", "n2"], {})
     assert first == {"c": "10.77.0.1", "n1": "10.77.0.2", "n2": "10.77.0.3"}
     assert assign_addresses("10.77.0.0/16", ["c", "n2", "n3"], first) == {
@@ -127,7 +127,7 @@ def facts(*addresses: str) -> Facts:
     return Facts(addresses=tuple(Address(f"eth{i}", address, 24) for i, address in enumerate(addresses)))
 
 
-def test_a_host_is_tried_at_its_own_addresses_and_at_a_public_one_that_leads_to_it_alone() -> None:
+def test_own_and_unique_public_addresses_are_tried() -> None:
     hosts = {"c": facts("10.0.0.1"), "n": facts("172.16.0.5", "10.0.0.2"), "f": facts("192.168.1.4")}
     sites = {"c": "a", "n": "a", "f": "b"}
     tries = addresses_to_try(hosts, sites, {"c": "10.0.0.1", "f": "8.8.8.8"})
@@ -137,7 +137,7 @@ def test_a_host_is_tried_at_its_own_addresses_and_at_a_public_one_that_leads_to_
     assert addresses_to_try(hosts, sites, {"f": "100.64.0.1"})["f"] == ["192.168.1.4"]
 
 
-def test_a_private_address_of_another_site_that_fits_our_own_network_is_somebody_elses() -> None:
+def test_private_address_of_another_site_in_the_local_subnet_is_not_tried() -> None:
     here = facts("192.168.1.5")
     assert not worth_trying(here, "a", "b", "192.168.1.4")
     assert worth_trying(here, "a", "a", "192.168.1.4")

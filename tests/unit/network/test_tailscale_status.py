@@ -53,7 +53,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-def test_direct_is_told_from_relayed_and_from_what_nobody_knows() -> None:
+def test_direct_relayed_and_unknown_connections_differ() -> None:
     tailnet = read_status(STATUS)
     assert tailnet.running and tailnet.address == "100.64.0.1"
     ways = {node.name: node.way for node in tailnet.peers}
@@ -64,7 +64,7 @@ def test_direct_is_told_from_relayed_and_from_what_nobody_knows() -> None:
     assert tailnet.at("100.64.0.99") is None
 
 
-def test_a_peer_that_relays_is_a_relay_as_well() -> None:
+def test_peer_relay_counts_as_a_relay() -> None:
     peer = {"TailscaleIPs": ["100.64.0.3"], "PeerRelay": "198.51.100.1:7777", "Online": True, "Active": True}
     [node] = read_status({**STATUS, "Peer": {"k": peer}}).peers
     assert node.way == "relayed" and node.relay == "198.51.100.1:7777"
@@ -80,16 +80,16 @@ def test_a_peer_that_relays_is_a_relay_as_well() -> None:
         {**STATUS, "Self": {**STATUS["Self"], "Expired": True}},
     ],
 )
-def test_a_host_that_is_out_of_the_tailnet_has_no_address_there(found: dict[str, Any]) -> None:
+def test_host_outside_the_tailnet_has_no_tailnet_address(found: dict[str, Any]) -> None:
     assert not read_status(found).running
     assert tailscale_addresses({"c1": Facts(tailscale=found), "c2": Facts(tailscale=STATUS)}) == {"c2": "100.64.0.1"}
 
 
-def test_a_daemon_that_does_not_answer_is_told_by_its_own_words() -> None:
+def test_silent_daemon_is_reported_with_its_error() -> None:
     assert read_status({"problem": "no daemon"}) == Tailnet(problem="no daemon")
 
 
-def test_what_the_agent_tells_is_read_like_the_whole() -> None:
+def test_trimmed_agent_status_is_read_like_the_full_status() -> None:
     trimmed = {**STATUS, "Peer": list(STATUS["Peer"].values())}
     assert read_status(trimmed) == read_status(STATUS)
 
@@ -106,7 +106,7 @@ def test_names_in_the_tailnet_are_dns_labels(cluster: str, member: str, name: st
     assert tailnet_name(cluster, member) == name
 
 
-def test_all_flags_are_said_every_time() -> None:
+def test_all_flags_are_passed_every_time() -> None:
     plain = Network(kind="tailscale")
     assert up_flags(plain, "reef-n1") == ("--hostname=reef-n1", "--accept-dns=false")
     full = Network(kind="tailscale", tags=("slurm", "tag:gpu"), login_server="https://head.example")

@@ -13,15 +13,15 @@ ADDRESSES = {"desktop": "10.0.0.1", "gpu01": "10.0.0.20", "gpu02": "10.0.0.3"}
 PORTS = ("6817", "6818", "60001-63000")
 
 
-def test_names_of_members() -> None:
+def test_hosts_block_matches_its_golden() -> None:
     assert_golden("network/hosts", hosts_block({**ADDRESSES, "unreached": ""}))
 
 
-def test_firewall_rules_with_both_kinds_of_addresses() -> None:
+def test_firewall_rules_with_ipv4_and_ipv6_match_their_golden() -> None:
     assert_golden("network/firewall.nft", firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS))
 
 
-def test_firewall_unit() -> None:
+def test_firewall_unit_matches_its_golden() -> None:
     assert_golden("network/shoal-firewall.service", firewall_unit())
 
 
@@ -59,7 +59,7 @@ ACCEPT = "tcp dport { 6817, 6818, 60001-63000 } accept'"
         ("nft ip filter INPUT", [f"nft 'insert rule ip filter INPUT ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}"]),
     ],
 )
-def test_another_firewall_is_opened_by_its_own_commands(firewall: str, commands: list[str]) -> None:
+def test_foreign_firewall_has_its_own_commands(firewall: str, commands: list[str]) -> None:
     assert open_commands(firewall, BOTH, PORTS) == " && ".join(commands)
 
 
@@ -71,6 +71,6 @@ def test_another_firewall_is_opened_by_its_own_commands(firewall: str, commands:
         ("nft inet filter input", "nft 'insert rule inet filter input udp dport 51820 accept'"),
     ],
 )
-def test_another_firewall_also_lets_wireguard_in(firewall: str, command: str) -> None:
+def test_foreign_firewall_also_opens_wireguard(firewall: str, command: str) -> None:
     assert open_commands(firewall, ["10.77.0.1"], PORTS, 51820).endswith(command)
     assert "51820" not in open_commands(firewall, ["10.77.0.1"], PORTS)

@@ -33,14 +33,12 @@ def played(tmp_path: Path, *states: str) -> list[str]:
     return (tmp_path / "done").read_text().splitlines()
 
 
-def test_a_container_that_is_there_is_called_at_once(tmp_path: Path) -> None:
+def test_running_container_is_connected_at_once(tmp_path: Path) -> None:
     assert played(tmp_path, "IDLE+CLOUD") == ["ssh clear", "ssh hold"]
 
 
 @pytest.mark.parametrize("coming", ["ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP", "IDLE+CLOUD+POWERING_UP"])
-def test_one_that_was_given_back_is_not_called_and_its_return_is_noticed_in_time_to_register(
-    tmp_path: Path, coming: str
-) -> None:
+def test_released_container_is_polled_and_reconnected_before_registration(tmp_path: Path, coming: str) -> None:
     *waited, clear, hold = played(tmp_path, *["IDLE+CLOUD+POWERED_DOWN"] * 3, coming)
     assert (clear, hold) == ("ssh clear", "ssh hold")
     assert len(waited) == 3 and all(one.startswith("sleep ") for one in waited)

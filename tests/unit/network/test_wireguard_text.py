@@ -41,27 +41,27 @@ HOSTS = """127.0.0.1 localhost fish1
 """
 
 
-def test_peers() -> None:
+def test_peers_match_their_golden() -> None:
     assert_golden("network/wireguard-peers.conf", peers_conf(PEERS, 51820))
 
 
-def test_peers_are_read_back_as_they_were_written() -> None:
+def test_peers_round_trip() -> None:
     assert peers_in(peers_conf(PEERS, 51820)) == {peer.name: peer for peer in PEERS}
     assert peers_in(peers_conf((), 51820)) == peers_in("") == {}
 
 
-def test_what_brings_the_interface_up_on_a_hub_and_elsewhere() -> None:
+def test_apply_scripts_of_hub_and_member_match_their_goldens() -> None:
     hub = apply_script(MemberConfig("10.77.0.1", PEERS, 8920, (("10.77.0.3", 1380),), relays=True), SUBNET)
     assert_golden("network/wireguard-apply-on-hub", hub)
     assert_golden("network/wireguard-apply", apply_script(MemberConfig("10.77.0.5", PEERS, 1420), SUBNET))
 
 
-def test_units_of_the_kernels_wireguard_and_of_wireguard_go() -> None:
+def test_kernel_and_wireguard_go_units_match_their_goldens() -> None:
     assert_golden("network/shoal-wireguard-kernel.service", unit(SUBNET, kernel=True))
     assert_golden("network/shoal-wireguard-go.service", unit(SUBNET, kernel=False))
 
 
-def test_a_host_asks_those_that_cannot_call_it_for_signs_of_life_and_nobody_else() -> None:
+def test_knock_script_pings_only_peers_that_cannot_initiate() -> None:
     assert_golden("network/wireguard-knock", knock_script(PEERS))
     assert_golden("network/shoal-wireguard-knock.service", knock_unit())
     assert knock_script(PEERS[1:]).splitlines()[2:] == ["exec sleep infinity"]
@@ -69,18 +69,18 @@ def test_a_host_asks_those_that_cannot_call_it_for_signs_of_life_and_nobody_else
 
 
 @pytest.mark.parametrize("text", [apply_script(MemberConfig("10.77.0.1", PEERS, 1420, relays=True), SUBNET), MAKE_KEYS])
-def test_a_shell_can_read_the_scripts(text: str) -> None:
+def test_scripts_are_valid_shell(text: str) -> None:
     subprocess.run(["sh", "-n"], input=text, text=True, check=True)
 
 
-def test_no_key_is_an_argument_of_a_program() -> None:
+def test_keys_are_not_program_arguments() -> None:
     script = apply_script(MemberConfig("10.77.0.1", PEERS, 1420), SUBNET)
     assert "wg syncconf shoal0 /dev/stdin" in script
     assert "$(" not in script + MAKE_KEYS
     assert "umask 077" in MAKE_KEYS
 
 
-def test_rules_of_a_hub_and_a_firewall_that_lets_members_in_by_one_interface(tmp_path: Path) -> None:
+def test_hub_rules_match_their_golden_and_the_firewall_uses_the_interface(tmp_path: Path) -> None:
     assert_golden("network/wireguard-hub.nft", hub_rules())
     rules = firewall_rules(["10.77.0.1", "10.77.0.2"], ("6817", "6818"), "shoal0")
     assert '\t\tiifname "shoal0" ip saddr @members4 tcp dport { 6817, 6818 } accept\n' in rules
@@ -93,7 +93,7 @@ def test_rules_of_a_hub_and_a_firewall_that_lets_members_in_by_one_interface(tmp
             pytest.skip("nft is not installed: apt-get install nftables")
 
 
-def test_lines_that_give_a_host_another_address_than_ours_are_found() -> None:
+def test_foreign_hosts_entries_of_a_member_are_detected() -> None:
     lines = own_names(HOSTS, "members", ("fish1", "fish1.reef"), "10.77.0.2")
     assert lines == ("127.0.0.1 localhost fish1", "127.0.1.1\tfish1.reef fish1", "10.0.0.5 fish1 # by hand")
     assert own_names("127.0.0.1 localhost\n", "members", ("fish1",), "10.77.0.2") == ()

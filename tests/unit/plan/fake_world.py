@@ -10,7 +10,7 @@ from typing import Any
 from shoal.agent.facts import Address, Cgroup, Cpu, Facts, FileFact, Gpu, Package, UnixIds
 from shoal.hostlist import expand
 from shoal.hosts.api import Result, Target
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.documents import fact_files
 from shoal.slurm.parsed_conf import nodes_in_conf, parse_conf

@@ -63,7 +63,7 @@ def asked(agent: FakeAgent) -> list[str]:
     return [request["op"] for request in agent.requests if request["op"] in ("secret", "apply")]
 
 
-async def test_all_hosts_finish_a_stage_before_any_begins_the_next() -> None:
+async def test_all_hosts_finish_a_stage_before_the_next_begins() -> None:
     heard = Heard()
     done, failures = await bring(lab(), heard=heard)
     assert [(title, sorted(ends)) for title, ends in heard.phases] == [
@@ -75,7 +75,7 @@ async def test_all_hosts_finish_a_stage_before_any_begins_the_next() -> None:
     assert failures == {}
 
 
-async def test_the_munge_key_of_the_controller_is_every_hosts_key() -> None:
+async def test_munge_key_of_the_controller_is_sent_to_every_host() -> None:
     world = lab()
     await bring(world)
     digests = {agent.items["file /etc/munge/munge.key"]["sha256"] for agent in world.agents.values()}
@@ -84,7 +84,7 @@ async def test_the_munge_key_of_the_controller_is_every_hosts_key() -> None:
     assert "secret" not in asked(world.agents["n1"])
 
 
-async def test_a_second_run_changes_nothing_and_fetches_no_secret() -> None:
+async def test_second_run_changes_nothing_and_fetches_no_secret() -> None:
     world = lab()
     await bring(world)
     before = {name: asked(agent) for name, agent in world.agents.items()}
@@ -95,7 +95,7 @@ async def test_a_second_run_changes_nothing_and_fetches_no_secret() -> None:
     assert heard.titles == []
 
 
-async def test_only_hosts_that_differ_are_touched() -> None:
+async def test_only_hosts_that_differ_change() -> None:
     world = lab()
     await bring(world)
     del world.agents["n2"].items["file /etc/default/slurmd"]
@@ -105,7 +105,7 @@ async def test_only_hosts_that_differ_are_touched() -> None:
     assert asked(world.agents["n1"]) == before
 
 
-async def test_a_host_that_fails_drops_out_and_the_others_finish() -> None:
+async def test_failed_host_drops_out_and_the_others_finish() -> None:
     world = lab()
     world.agents["n1"].failing["packages munge slurm-client slurmd nftables"] = "no space left on /var"
     heard = Heard()
@@ -122,7 +122,7 @@ async def test_a_host_that_fails_drops_out_and_the_others_finish() -> None:
     assert done.unready == ()
 
 
-async def test_a_host_that_goes_away_in_the_middle_drops_out() -> None:
+async def test_host_lost_midway_drops_out() -> None:
     world = lab()
     world.hosts["n1"].lose_after_lines = 25
     _, failures = await bring(world)
@@ -130,7 +130,7 @@ async def test_a_host_that_goes_away_in_the_middle_drops_out() -> None:
     assert "service slurmd" in world.agents["n2"].items
 
 
-async def test_a_controller_that_fails_ends_the_run_before_the_nodes() -> None:
+async def test_controller_failure_ends_the_run_before_the_nodes() -> None:
     world = lab()
     world.agents["c1"].failing["service slurmctld"] = "slurmctld did not start: fatal: bad config"
     with pytest.raises(AgentFailed, match="c1: service slurmctld: slurmctld did not start: fatal: bad config"):
@@ -141,7 +141,7 @@ async def test_a_controller_that_fails_ends_the_run_before_the_nodes() -> None:
     assert (done.unready, failures) == ((), {})
 
 
-async def test_a_controller_that_fails_does_not_hide_what_befell_the_others() -> None:
+async def test_controller_failure_does_not_hide_other_failures() -> None:
     world = lab()
     world.agents["c1"].failing["service slurmctld"] = "slurmctld did not start: fatal: bad config"
     world.agents["n2"].failing["user slurm"] = "the id 64030 belongs to user bob"
@@ -156,7 +156,7 @@ async def test_a_controller_that_fails_does_not_hide_what_befell_the_others() ->
     assert list(caught.value.failures) == ["c1", "n2"]
 
 
-async def test_a_leaving_node_is_drained_and_taken_out_once_it_is_empty() -> None:
+async def test_leaving_node_is_drained_and_removed_when_empty() -> None:
     world = lab()
     await bring(world)
     heard = Heard()
@@ -167,7 +167,7 @@ async def test_a_leaving_node_is_drained_and_taken_out_once_it_is_empty() -> Non
     assert done == ApplyResult(changed=("c1", "n1"))
 
 
-async def test_a_leaving_node_that_is_still_busy_stays_and_goes_in_a_later_run() -> None:
+async def test_busy_leaving_node_stays_until_a_later_run() -> None:
     world = lab()
     await bring(world)
     world.slurm.jobs["7"] = "n[1-2]"
@@ -181,7 +181,7 @@ async def test_a_leaving_node_that_is_still_busy_stays_and_goes_in_a_later_run()
     assert world.slurm.nodes == ["n1"]
 
 
-async def test_without_a_limit_the_jobs_of_a_leaving_node_are_waited_for() -> None:
+async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit() -> None:
     world = lab()
     await bring(world)
     asked_for = 0
@@ -199,7 +199,7 @@ async def test_without_a_limit_the_jobs_of_a_leaving_node_are_waited_for() -> No
     assert world.slurm.nodes == ["n1"]
 
 
-async def test_a_dead_slurmctld_is_mended_before_a_node_is_drained() -> None:
+async def test_dead_slurmctld_is_repaired_before_a_drain() -> None:
     world = lab()
     await bring(world)
     del world.agents["c1"].items["service slurmctld"]
@@ -218,7 +218,7 @@ async def test_a_dead_slurmctld_is_mended_before_a_node_is_drained() -> None:
     assert world.slurm.nodes == ["n1"]
 
 
-async def test_a_node_that_was_leaving_and_is_back_in_the_file_gets_jobs_again() -> None:
+async def test_returning_node_is_resumed() -> None:
     world = lab()
     await bring(world)
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", LEAVING_REASON
@@ -227,7 +227,7 @@ async def test_a_node_that_was_leaving_and_is_back_in_the_file_gets_jobs_again()
     assert done.unready == ()
 
 
-async def test_a_node_that_somebody_drained_is_left_to_them() -> None:
+async def test_node_drained_by_the_operator_stays_drained() -> None:
     world = lab()
     await bring(world)
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", "fan broken"
@@ -235,7 +235,7 @@ async def test_a_node_that_somebody_drained_is_left_to_them() -> None:
     assert (done.unready, world.slurm.updates) == ((), [])
 
 
-async def test_a_node_that_slurm_has_given_up_is_asked_again() -> None:
+async def test_node_marked_down_by_slurm_is_resumed() -> None:
     world = lab()
     await bring(world)
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "DOWN+NOT_RESPONDING", "Not responding"
@@ -244,7 +244,7 @@ async def test_a_node_that_slurm_has_given_up_is_asked_again() -> None:
     assert done.unready == ()
 
 
-async def test_a_node_that_was_drained_or_taken_down_before_slurm_gave_it_up_stays_so() -> None:
+async def test_node_drained_or_set_down_by_the_operator_is_not_resumed() -> None:
     world = lab()
     await bring(world)
     world.slurm.states = {"n1": "DOWN+DRAIN+NOT_RESPONDING", "n2": "DOWN+NOT_RESPONDING"}
@@ -254,7 +254,7 @@ async def test_a_node_that_was_drained_or_taken_down_before_slurm_gave_it_up_sta
     assert done.unready == (("n1", "Not responding"), ("n2", "fan broken"))
 
 
-async def test_nodes_that_never_register_are_reported_with_the_reason() -> None:
+async def test_unregistered_nodes_are_reported_with_the_reason() -> None:
     world = lab()
     world.slurm.states = {"n1": "DOWN*", "n2": "UNKNOWN*"}
     world.slurm.reasons["n1"] = "Low RealMemory"
@@ -263,7 +263,7 @@ async def test_nodes_that_never_register_are_reported_with_the_reason() -> None:
     assert failures == {}
 
 
-async def test_a_slurmctld_that_stays_silent_is_an_error_with_a_place_to_look() -> None:
+async def test_silent_slurmctld_is_an_error_with_the_log_command() -> None:
     world = lab()
     await bring(world)
     world.slurm.broken = "Unable to contact slurm controller"
@@ -275,7 +275,7 @@ async def test_a_slurmctld_that_stays_silent_is_an_error_with_a_place_to_look() 
     )
 
 
-async def test_a_slurmctld_between_two_lives_is_waited_for() -> None:
+async def test_restarting_slurmctld_is_awaited() -> None:
     world = lab()
     await bring(world)
     world.slurm.broken = "Unable to contact slurm controller"
@@ -284,7 +284,7 @@ async def test_a_slurmctld_between_two_lives_is_waited_for() -> None:
     assert done == ApplyResult()
 
 
-async def test_slurm_is_asked_through_the_controller() -> None:
+async def test_slurm_is_queried_on_the_controller() -> None:
     world = lab()
     await bring(world)
     host = world.hosts["c1"]
@@ -314,7 +314,7 @@ async def test_slurm_is_asked_through_the_controller() -> None:
         ("PENDING", False, False),
     ],
 )
-async def test_a_job_holds_its_node_until_it_is_gone_and_has_work_to_lose_until_it_ends(
+async def test_job_holds_its_node_until_completion_and_is_active_until_its_end(
     state: str, holds: bool, loses: bool
 ) -> None:
     world = lab()
@@ -324,7 +324,7 @@ async def test_a_job_holds_its_node_until_it_is_gone_and_has_work_to_lose_until_
     assert (await active_jobs(world.hosts["c1"]) == ["7"]) is loses
 
 
-async def test_nodes_that_take_jobs_already_are_not_resumed() -> None:
+async def test_nodes_that_take_jobs_are_not_resumed() -> None:
     world = lab()
     await bring(world)
     await drain_nodes(world.hosts["c1"], ["n1"], "fan broken")
@@ -334,7 +334,7 @@ async def test_nodes_that_take_jobs_already_are_not_resumed() -> None:
     assert len(world.slurm.updates) == 2
 
 
-async def test_what_slurm_refuses_is_said_with_its_own_words() -> None:
+async def test_slurm_error_is_quoted() -> None:
     world = lab()
     await bring(world)
     with pytest.raises(SlurmError) as caught:

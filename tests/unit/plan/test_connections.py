@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shoal.hosts.api import Host, Target
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal_simulators.fake_host import FakeHost
 
 
@@ -23,7 +23,7 @@ class Slow:
         return FakeHost(target.name)
 
 
-async def test_one_who_gives_up_waiting_for_a_host_takes_it_from_nobody_else() -> None:
+async def test_cancelled_wait_does_not_cancel_the_connection_of_others() -> None:
     slow = Slow()
     async with Connections({"n1": Target("n1")}, slow) as connections:
         patient = asyncio.ensure_future(connections.host("n1"))
@@ -35,7 +35,7 @@ async def test_one_who_gives_up_waiting_for_a_host_takes_it_from_nobody_else() -
         assert await connections.host("n1") is await patient
 
 
-async def test_a_connection_that_nobody_waits_for_any_more_is_given_up_at_the_end() -> None:
+async def test_unawaited_connection_is_cancelled_at_the_end() -> None:
     slow = Slow()
     async with Connections({"n1": Target("n1")}, slow) as connections:
         with pytest.raises(TimeoutError):

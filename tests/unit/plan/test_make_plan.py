@@ -46,7 +46,7 @@ def costs(plan: Plan) -> dict[tuple[str, str], Cost]:
     return {(change.host, change.what): change.cost for change in plan.changes if change.cost}
 
 
-async def test_on_fresh_hosts_everything_is_to_be_done_and_nothing_is_lost() -> None:
+async def test_fresh_hosts_need_everything_at_no_cost() -> None:
     plan = await planned(lab())
     assert [host.name for host in plan.hosts] == ["c1", "n1", "n2"]
     assert all(host.changes for host in plan.hosts)
@@ -54,21 +54,21 @@ async def test_on_fresh_hosts_everything_is_to_be_done_and_nothing_is_lost() -> 
     assert not plan.empty
 
 
-async def test_a_plan_asks_and_changes_nothing() -> None:
+async def test_plan_checks_and_changes_nothing() -> None:
     world = lab()
     await planned(world)
     assert world.applied("check") == ["c1", "n1", "n2"]
     assert world.applied("apply") == world.applied("secret") == []
 
 
-async def test_once_applied_there_is_nothing_left_to_do() -> None:
+async def test_applied_plan_leaves_no_changes() -> None:
     world = await applied(lab())
     plan = await planned(world)
     assert plan.changes == ()
     assert plan.empty
 
 
-async def test_a_new_partition_costs_nothing() -> None:
+async def test_new_partition_costs_nothing() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(LAB + "  long: {nodesets: [lab]}\n"))
     assert {(change.host, change.what) for change in plan.changes} == {
@@ -78,7 +78,7 @@ async def test_a_new_partition_costs_nothing() -> None:
     assert plan.cost is Cost.NOTHING
 
 
-async def test_a_new_setting_costs_restarts() -> None:
+async def test_new_setting_costs_restarts() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(LAB + "slurm: {options: {KillWait: 60}}\n"))
     assert costs(plan) == {
@@ -89,7 +89,7 @@ async def test_a_new_setting_costs_restarts() -> None:
     }
 
 
-async def test_a_node_that_leaves_is_drained_and_keeps_its_line_until_it_is_empty() -> None:
+async def test_leaving_node_is_drained_and_stays_configured_until_empty() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(LAB.replace(", {name: n2, address: 10.0.0.12}", "")))
     assert plan.drain == ("n2",)
@@ -99,7 +99,7 @@ async def test_a_node_that_leaves_is_drained_and_keeps_its_line_until_it_is_empt
     assert plan.changes[0] == Change("n2", "node", "drain, then remove", Cost.DRAIN)
 
 
-async def test_a_plan_also_shows_what_changes_once_a_leaving_node_is_empty() -> None:
+async def test_plan_includes_changes_after_the_drain() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(WITHOUT_N2))
     after = plan.changes[1:]
@@ -110,7 +110,7 @@ async def test_a_plan_also_shows_what_changes_once_a_leaving_node_is_empty() -> 
     assert all(change.action.endswith(", once n2 is empty") for change in after)
 
 
-async def test_what_changes_at_once_is_not_told_again_for_later() -> None:
+async def test_immediate_changes_are_not_repeated_after_the_drain() -> None:
     world = await applied(lab())
     text = WITHOUT_N2 + "slurm: {options: {KillWait: 60}}\n"
     plan = await planned(world, spec_of(text))
@@ -121,7 +121,7 @@ async def test_what_changes_at_once_is_not_told_again_for_later() -> None:
     assert told == [f"make file {SLURM_CONF}", f"make file {SLURM_CONF}, once n2 is empty"]
 
 
-async def test_a_host_that_nobody_deletes_leaves_with_a_warning() -> None:
+async def test_leaving_undeleted_host_is_a_warning() -> None:
     world = await applied(lab(LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n"))
     plan = await planned(world, spec_of(WITHOUT_N2))
     assert [str(finding) for finding in plan.findings] == [
@@ -134,7 +134,7 @@ async def test_a_host_that_nobody_deletes_leaves_with_a_warning() -> None:
     assert (await planned(await applied(lab(kept)), spec_of(LAB))).findings == ()
 
 
-async def test_deleting_a_host_costs_what_taking_its_node_out_costs() -> None:
+async def test_deleting_a_host_costs_as_much_as_removing_its_node() -> None:
     plan = Plan("reef", drain=("fish2",), delete=(("sandbox", "fish2"), ("sandbox", "door1")))
     assert [(change.host, change.cost) for change in plan.changes if change.what == "host"] == [
         ("fish2", Cost.DRAIN),
@@ -142,7 +142,7 @@ async def test_deleting_a_host_costs_what_taking_its_node_out_costs() -> None:
     ]
 
 
-async def test_a_controller_that_computes_no_more_is_drained_too() -> None:
+async def test_controller_without_compute_is_drained() -> None:
     world = await applied(lab(LAB.replace("controller: {", "controller: {compute: true, ")))
     assert f"NodeName={world.controller} " in world.slurm.conf
     plan = await planned(world, spec_of(LAB))
@@ -154,14 +154,14 @@ async def test_a_controller_that_computes_no_more_is_drained_too() -> None:
     assert not slurmd.running  # type: ignore[attr-defined]
 
 
-async def test_another_name_for_the_cluster_costs_the_jobs() -> None:
+async def test_cluster_rename_costs_jobs() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(LAB.replace("cluster: reef", "cluster: atoll")))
     assert costs(plan)["c1", f"file {SLURM_CONF}"] is Cost.JOBS
     assert plan.cost is Cost.JOBS
 
 
-async def test_on_a_login_host_a_new_slurm_conf_costs_nothing() -> None:
+async def test_new_slurm_conf_on_a_login_host_costs_nothing() -> None:
     text = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n"
     world = await applied(lab(text))
     plan = await planned(world, spec_of(text + "slurm: {options: {KillWait: 60}}\n"))
@@ -169,7 +169,7 @@ async def test_on_a_login_host_a_new_slurm_conf_costs_nothing() -> None:
     assert (change.what, change.cost) == (f"file {SLURM_CONF}", Cost.NOTHING)
 
 
-async def test_what_cannot_be_done_is_said_before_it_is_tried() -> None:
+async def test_impossible_item_is_reported_before_apply() -> None:
     world = lab()
     world.agents["n1"].failing["user slurm"] = "the id 64030 belongs to user bob"
     plan = await planned(world)
@@ -180,7 +180,7 @@ async def test_what_cannot_be_done_is_said_before_it_is_tried() -> None:
     assert change.action == "cannot be applied: the id 64030 belongs to user bob"
 
 
-async def test_a_host_that_does_not_answer_is_named_and_the_others_are_planned() -> None:
+async def test_unreachable_host_is_named_and_the_others_planned() -> None:
     world = lab()
     world.hosts["n2"].unreachable = True
     plan = await planned(world)
@@ -188,7 +188,7 @@ async def test_a_host_that_does_not_answer_is_named_and_the_others_are_planned()
     assert [host.name for host in plan.hosts] == ["c1", "n1"]
 
 
-async def test_a_host_that_does_not_answer_later_changes_nothing_for_the_others() -> None:
+async def test_unreachable_host_changes_nothing_for_the_others() -> None:
     world = await applied(lab())
     world.hosts["n2"].unreachable = True
     plan = await planned(world)
@@ -196,7 +196,7 @@ async def test_a_host_that_does_not_answer_later_changes_nothing_for_the_others(
     assert {name: error.cause for name, error in plan.unreached.items()} == {"n2": "does not answer within 10 s"}
 
 
-async def test_a_host_with_another_package_manager_is_refused_and_the_others_go_on() -> None:
+async def test_host_with_another_package_manager_is_rejected_and_the_others_planned() -> None:
     world = lab(n1={"package_manager": "dnf", "os_id": "rocky", "os_version": "9.4"})
     plan = await planned(world)
     assert {name: error.cause for name, error in plan.unreached.items()} == {
@@ -205,7 +205,7 @@ async def test_a_host_with_another_package_manager_is_refused_and_the_others_go_
     assert [host.name for host in plan.hosts] == ["c1", "n2"]
 
 
-async def test_versions_outside_the_window_are_refused_before_anything_is_changed() -> None:
+async def test_versions_outside_the_window_are_rejected_before_any_change() -> None:
     world = lab(c1={"packages": slurm_package("26.05.5-1")}, n2={"packages": slurm_package("26.05.5-1")})
     with pytest.raises(VersionMismatch) as caught:
         await planned(world)
@@ -219,7 +219,7 @@ async def test_versions_outside_the_window_are_refused_before_anything_is_change
     assert world.applied("check") == world.applied("apply") == world.applied("secret") == []
 
 
-async def test_a_controller_for_which_there_is_no_slurm_is_refused_with_a_way_out() -> None:
+async def test_controller_without_a_slurm_package_is_rejected_with_the_fix() -> None:
     with pytest.raises(SlurmError) as caught:
         await planned(lab(c1={"os_id": "debian", "os_version": "99"}))
     assert str(caught.value) == (
@@ -229,7 +229,7 @@ async def test_a_controller_for_which_there_is_no_slurm_is_refused_with_a_way_ou
     )
 
 
-def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> None:
+def test_plan_of_hosts_to_create_shows_their_shape() -> None:
     request = Request("fish1", Shape(image="debian13", cpus=2, memory_mb=2048, gpus=1, site="b"))
     plan = Plan("reef", create=(("sandbox", request),), delete=(("sandbox", "fish9"),))
     assert plan.changes == (
@@ -241,12 +241,12 @@ def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> 
 @pytest.mark.parametrize(
     ("offset", "level"), [(0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error")]
 )
-def test_a_clock_that_is_off_is_found_before_munge_refuses_it(offset: float, level: str | None) -> None:
+def test_clock_offset_is_reported_before_munge_rejects_messages(offset: float, level: str | None) -> None:
     found = clock_findings(Observation({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}))
     assert [finding.level for finding in found] == ([level] if level else [])
 
 
-def test_the_finding_about_a_clock_says_how_far_and_what_to_do() -> None:
+def test_clock_finding_has_offset_and_fix() -> None:
     [finding] = clock_findings(Observation({"n1": Facts(clock_offset=-90.2)}))
     assert str(finding) == (
         "n1: the clock is off, found -90 s against this machine, "
@@ -254,7 +254,7 @@ def test_the_finding_about_a_clock_says_how_far_and_what_to_do() -> None:
     )
 
 
-def test_a_slurm_conf_that_somebody_else_wrote_drains_nobody() -> None:
+def test_foreign_slurm_conf_drains_no_node() -> None:
     theirs = FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\nPartitionName=a Nodes=ALL\n")
     world = lab(c1={"files": {SLURM_CONF: theirs}})
     facts = {name: agent.facts for name, agent in world.agents.items()}

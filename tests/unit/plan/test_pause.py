@@ -43,7 +43,7 @@ def heard(place: Path) -> list[str]:
     return (place / "heard").read_text().splitlines()
 
 
-def test_partitions_go_down_and_those_that_were_up_come_back_when_it_is_said(start: Start, tmp_path: Path) -> None:
+def test_partitions_go_down_and_up_again_on_request(start: Start, tmp_path: Path) -> None:
     process = start("120")
     assert process.stdout and process.stdout.readline() == "paused\n"
     assert heard(tmp_path) == DOWN
@@ -51,13 +51,13 @@ def test_partitions_go_down_and_those_that_were_up_come_back_when_it_is_said(sta
     assert said == "resumed\n" and heard(tmp_path) == DOWN + UP
 
 
-def test_they_come_back_when_whoever_wanted_it_is_gone(start: Start, tmp_path: Path) -> None:
+def test_partitions_come_up_when_the_caller_disconnects(start: Start, tmp_path: Path) -> None:
     process = start("120")
     assert process.stdout and process.stdin and process.stdout.readline() == "paused\n"
     process.stdin.close()
     assert process.wait(timeout=120) == 0 and heard(tmp_path) == DOWN + UP
 
 
-def test_they_come_back_after_a_while_when_nothing_more_is_heard(start: Start, tmp_path: Path) -> None:
+def test_partitions_come_up_after_the_timeout(start: Start, tmp_path: Path) -> None:
     process = start("1")
     assert process.wait(timeout=120) == 0 and heard(tmp_path) == DOWN + UP

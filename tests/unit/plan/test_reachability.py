@@ -11,7 +11,7 @@ from tests.unit.plan.fake_world import LAB, World, host_facts, lab, spec_of
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.hosts.api import Result, Target
 from shoal.network.wireguard import PEERS, PUBLIC_KEY, Peer, peers_conf
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.reachability import HANDSHAKE_MAX_AGE_S, PAIR_TIMEOUT_S, add_reachability, unreachable_findings
 from shoal.spec.finding import Finding
 from shoal.verbs.check import check
@@ -33,7 +33,7 @@ def silent(world: World, host: str, *addresses: str) -> None:
     world.agents[host].reach |= dict.fromkeys(addresses, "silent")
 
 
-async def test_pairs_that_connect_are_not_spoken_of() -> None:
+async def test_reachable_pairs_give_no_finding() -> None:
     world = lab()
     async with world.fleet() as fleet:
         assert await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES) == []
@@ -41,7 +41,7 @@ async def test_pairs_that_connect_are_not_spoken_of() -> None:
     assert asked[0]["targets"] == [["10.0.0.1", 6817], ["10.0.0.12", 6818]]
 
 
-async def test_a_host_that_others_do_not_reach_is_told_with_who_and_why_and_what_to_open() -> None:
+async def test_unreachable_host_is_reported_with_sources_cause_and_port() -> None:
     world = lab()
     silent(world, "c1", "10.0.0.12")
     world.agents["n1"].reach["10.0.0.12"] = "No route to host"
@@ -82,14 +82,14 @@ async def over_wireguard(*, deaf: int) -> tuple[list[Finding], list[tuple[str, l
         return await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES), asked
 
 
-async def test_over_wireguard_the_two_of_a_pair_call_each_other_one_after_the_other() -> None:
+async def test_wireguard_pairs_are_probed_in_both_directions_in_turn() -> None:
     findings, asked = await over_wireguard(deaf=0)
     assert findings == []
     assert sorted(asked[:2]) == [("c1", ["10.0.0.11", "10.0.0.12"]), ("n1", ["10.0.0.12"])]
     assert sorted(asked[2:]) == [("n1", ["10.0.0.1"]), ("n2", ["10.0.0.11", "10.0.0.1"])]
 
 
-async def test_over_wireguard_a_pair_that_is_silent_once_is_called_again_and_twice_it_is_told() -> None:
+async def test_silent_wireguard_pair_is_retried_and_then_reported() -> None:
     findings, asked = await over_wireguard(deaf=1)
     assert (findings, asked[4:]) == ([], [("n2", ["10.0.0.11", "10.0.0.1"])])
     findings, asked = await over_wireguard(deaf=2)
@@ -99,7 +99,7 @@ async def test_over_wireguard_a_pair_that_is_silent_once_is_called_again_and_twi
     ]
 
 
-async def test_check_tells_of_pairs_before_there_is_a_cluster() -> None:
+async def test_check_reports_pairs_before_the_cluster_exists() -> None:
     world = lab()
     silent(world, "n1", "10.0.0.1")
     findings = await check(Context(world.spec, connector=world.connector, registry=tuple))
@@ -124,7 +124,7 @@ def sites(**reach: dict[str, str]) -> tuple[Fleet, dict[str, Facts], dict[str, F
     return Fleet(targets, FakeConnector(*hosts)), facts, agents
 
 
-async def test_hosts_find_out_where_the_others_answer() -> None:
+async def test_hosts_probe_the_addresses_of_the_others() -> None:
     nobody = {"192.168.1.5": "silent"}
     fleet, facts, agents = sites(c1=nobody, n1=nobody, f1={"10.0.0.11": "silent", "10.0.0.1": "open"})
     async with fleet:
@@ -139,7 +139,7 @@ async def test_hosts_find_out_where_the_others_answer() -> None:
     assert ["192.168.1.5", 51820] in asked["targets"]
 
 
-async def test_a_refusal_from_another_site_may_be_a_routers() -> None:
+async def test_refused_connection_from_another_site_does_not_count_as_reachable() -> None:
     refused = {"192.168.1.5": "refused", "10.0.0.11": "refused"}
     fleet, facts, _ = sites(c1=refused)
     async with fleet:
@@ -191,12 +191,12 @@ async def second_look(*, slow: dict[str, tuple[str, ...]], shakes: Result | byte
     return {name: dict(fact.reaches) for name, fact in found.items()}
 
 
-async def test_who_answered_before_is_given_more_time_before_it_counts_as_silent() -> None:
+async def test_host_that_answered_before_gets_more_time() -> None:
     slow = {"c1": ("10.0.0.11", "10.9.0.1"), "f1": ("10.0.0.1", "10.0.0.11", "10.9.0.1")}
     assert await second_look(slow=slow) == FOUND
 
 
-async def test_the_address_that_was_chosen_stays_while_it_answers() -> None:
+async def test_chosen_address_stays_while_reachable() -> None:
     # A first choice would be 10.0.0.11, the address that n1 shares with the controller's network.
     assert await second_look(slow={"f1": ("10.9.0.1",)}) == FOUND
     moved = await second_look(slow={}, f1={"10.9.0.1": "silent"})
@@ -215,16 +215,14 @@ SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
         (b"9000\nkey-of-c1\t0\n", False),
     ],
 )
-async def test_silence_ends_a_link_only_when_wireguard_has_not_heard_of_the_other_for_long(
-    shakes: Result | bytes, stays: bool
-) -> None:
+async def test_link_ends_only_when_silent_and_without_a_recent_handshake(shakes: Result | bytes, stays: bool) -> None:
     found = await second_look(slow={}, shakes=shakes, f1=SILENT)
     assert ("c1" in found["f1"]) == stays
     assert found["f1"]["n1"] == "10.9.0.1"
     assert found["c1"] == FOUND["c1"]
 
 
-async def test_a_host_that_drops_out_while_it_looks_keeps_what_it_was_told() -> None:
+async def test_host_lost_during_the_probe_keeps_its_links() -> None:
     fleet, facts, agents = sites(c1=NAT, n1=NAT)
     facts = {name: replace(fact, files={**fact.files, **written(name)}) for name, fact in facts.items()}
     lost = FakeHost(Target("f1"), unreachable=True)
@@ -234,7 +232,7 @@ async def test_a_host_that_drops_out_while_it_looks_keeps_what_it_was_told() -> 
     assert {name: dict(fact.reaches) for name, fact in found.items()} == FOUND
 
 
-async def test_hosts_that_meet_for_the_first_time_look_for_as_long_as_it_takes() -> None:
+async def test_first_probe_waits_for_slow_hosts_with_keys() -> None:
     key = {PUBLIC_KEY: FileFact(text="key")}
     for files, wanted in ((key, {"c1": "10.0.0.1", "n1": "10.0.0.11"}), ({}, {})):
         fleet, facts, _ = sites()

@@ -60,7 +60,7 @@ async def rotated(world: World) -> dict[str, HostError]:
         return fleet.failures
 
 
-async def test_every_host_logs_in_anew_with_the_key_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_host_logs_in_with_the_current_key(monkeypatch: pytest.MonkeyPatch) -> None:
     world = tailnet(monkeypatch)
     assert await rotated(world) == {}
     for agent in world.agents.values():
@@ -69,7 +69,7 @@ async def test_every_host_logs_in_anew_with_the_key_of_now(monkeypatch: pytest.M
         assert "--force-reauth" in agent.items["command join the tailnet"]["argv"]
 
 
-async def test_a_host_that_does_not_come_back_or_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_that_does_not_return_or_changes_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     out = {**STATUS, "BackendState": "NeedsLogin"}
     moved = {**STATUS, "TailscaleIPs": ["100.64.0.77"]}
     failures = await rotated(tailnet(monkeypatch, n1=[STATUS, out]))
@@ -95,7 +95,7 @@ async def test_rotation_waits_for_the_links_of_each_host(monkeypatch: pytest.Mon
     assert silent == []
 
 
-async def test_a_host_whose_tailscale_is_silent_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_with_silent_tailscale_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     world = tailnet(monkeypatch, n1=[{}], n2=[{"problem": "no daemon"}])
     failures = await rotated(world)
     assert failures["n1"].cause == "Tailscale does not answer there: it is not installed"
@@ -103,7 +103,7 @@ async def test_a_host_whose_tailscale_is_silent_is_not_touched(monkeypatch: pyte
     assert world.applied() == ["c1"]
 
 
-async def test_a_key_that_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_auth_key_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = tailnet(monkeypatch)
     monkeypatch.delenv("TS_AUTHKEY")
     with pytest.raises(UsageError, match=r"network\.auth_key is env:TS_AUTHKEY, and TS_AUTHKEY is not set"):

@@ -31,13 +31,13 @@ def calls(world: World) -> list[tuple[str, str]]:
     )
 
 
-async def test_every_pair_is_seen_to_speak_under_the_new_keys_and_one_of_the_two_alone_calls() -> None:
+async def test_rotation_ends_when_every_pair_has_a_handshake_and_one_side_initiates() -> None:
     world, _ = mesh()
     await rotate(context_of(world), "wireguard")
     assert calls(world) == [("c1", "n1"), ("c1", "n2"), ("n1", "n2")]
 
 
-async def test_a_host_that_nobody_can_call_calls_the_others() -> None:
+async def test_host_behind_nat_initiates_to_the_others() -> None:
     world, _ = mesh()
     at = world.agents["n1"].facts.addresses[0].address
     for other in ("c1", "n2"):
@@ -58,7 +58,7 @@ class DeafAtFirst(FakeAgent):
         return events
 
 
-async def test_a_pair_that_is_silent_at_first_is_called_again_until_it_speaks() -> None:
+async def test_silent_pair_is_retried_until_its_handshake() -> None:
     world, done = mesh()
     world.agents["n1"] = agent = DeafAtFirst(world.agents["n1"].facts)
     world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("python3",): agent.play}
@@ -67,7 +67,7 @@ async def test_a_pair_that_is_silent_at_first_is_called_again_until_it_speaks() 
     assert done[-1] == ("c1", f"rm -f {MARK}")
 
 
-async def test_a_pair_that_stays_silent_ends_the_rotation_and_the_next_run_finishes_it(
+async def test_pair_without_a_handshake_stops_the_rotation_for_the_next_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
@@ -81,7 +81,7 @@ async def test_a_pair_that_stays_silent_ends_the_rotation_and_the_next_run_finis
     assert ("c1", f"rm -f {MARK}") not in done
 
 
-async def test_an_interface_that_keeps_its_old_key_ends_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interface_with_its_old_key_stops_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
     world, _ = mesh()
     shell = world.hosts["n2"].answers["sh", "-c"]
@@ -94,5 +94,5 @@ async def test_an_interface_that_keeps_its_old_key_ends_the_rotation(monkeypatch
         await rotate(context_of(world), "wireguard")
 
 
-def test_a_rotation_that_was_killed_leaves_no_key_and_no_mark_on_a_host_that_goes() -> None:
+def test_removal_deletes_the_files_of_a_killed_rotation() -> None:
     assert {f"file {NEXT_KEY}", f"file {MARK}"} <= {item.key for item in removal()}

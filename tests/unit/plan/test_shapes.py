@@ -21,12 +21,12 @@ MEMBERS = members(spec_of(TEXT))
 AS_ASKED = {member.name: member.shape for member in MEMBERS}
 
 
-def test_hosts_as_they_were_asked_for_are_no_finding() -> None:
+def test_hosts_with_the_requested_shape_give_no_finding() -> None:
     assert shape_findings(MEMBERS, AS_ASKED) == []
     assert shape_findings(MEMBERS, {}) == []
 
 
-def test_hosts_of_another_shape_are_told_together_with_the_way_to_remake_them() -> None:
+def test_hosts_with_another_shape_are_grouped_with_the_fix() -> None:
     made = {name: replace(shape, gpus=1) if "fish" in name else shape for name, shape in AS_ASKED.items()}
     made["controller"] = replace(made["controller"], image="debian13", site="b")
     made["login1"] = replace(made["login1"], memory_mb=4096)
@@ -41,13 +41,13 @@ def test_hosts_of_another_shape_are_told_together_with_the_way_to_remake_them() 
 
 
 @pytest.mark.parametrize("field", ["image", "cpus", "memory_mb", "disk_mb", "gpus", "site", "cgroups"])
-def test_a_change_of_any_field_is_seen(field: str) -> None:
+def test_change_of_any_field_is_detected(field: str) -> None:
     other = Shape("sid", 7, 777, 7777, 7, "z", cgroups=True)
     made = {**AS_ASKED, "fish1": replace(AS_ASKED["fish1"], **{field: getattr(other, field)})}
     [finding] = shape_findings(MEMBERS, made)
     assert finding.host == "fish1"
 
 
-def test_a_shape_in_words() -> None:
+def test_shape_is_described_in_words() -> None:
     assert describe_shape(Shape()) == "debian12"
     assert describe_shape(Shape("sid", 2, 2048, gpus=1, site="b")) == "sid, 2 CPUs, 2048 MB, 1 simulated GPU, site b"

@@ -21,12 +21,12 @@ def cause(run: RunRecord, one: RunRecord = ONE) -> str:
     return likely_cause(one, run, found, TOLERANCE)
 
 
-def test_a_run_with_the_same_numbers_has_nothing_to_explain() -> None:
+def test_equal_runs_have_no_cause() -> None:
     assert compare(ONE, many()).within(TOLERANCE)
     assert compare(ONE, many(4, end=(3.0, 4.0 + 1e-13))).within(TOLERANCE)
 
 
-def test_a_loss_that_was_not_told_is_missed_though_all_that_was_told_agrees() -> None:
+def test_missing_loss_is_a_cause_even_if_the_others_agree() -> None:
     assert cause(many(losses=(2.0,))).startswith(
         "one process reported 2 losses, 2 reported 1 (step 2 is among those of one alone): what was not reported "
         "cannot be compared"
@@ -68,11 +68,11 @@ def test_a_loss_that_was_not_told_is_missed_though_all_that_was_told_agrees() ->
         ),
     ],
 )
-def test_samples_that_are_read_wrongly_are_named(run: RunRecord, said: str) -> None:
+def test_wrong_samples_are_named(run: RunRecord, said: str) -> None:
     assert said in cause(run)
 
 
-def test_samples_that_come_at_another_step_show_an_order_that_depends_on_the_ranks() -> None:
+def test_samples_at_another_step_show_a_rank_dependent_order() -> None:
     one = RunRecord((rank(samples=("abcd", "efgh")),))
     turned = RunRecord(
         (rank(0, 2, samples=("ab", "cd"), losses=(5, 6)), rank(1, 2, samples=("ef", "gh"), losses=(5, 6)))
@@ -83,7 +83,7 @@ def test_samples_that_come_at_another_step_show_an_order_that_depends_on_the_ran
     ) in cause(turned, one)
 
 
-def test_gradients_n_times_too_large_are_sums() -> None:
+def test_gradients_n_times_too_large_are_summed() -> None:
     said = cause(many(4, gradients=(9.0 * 16, 4.0), end=(9.0, 9.0)))
     assert said.startswith(
         "the first gradient is 4 times that of one process; the loss itself agrees: gradients are summed over the 4"
@@ -98,40 +98,40 @@ def test_gradients_n_times_too_small_are_divided_twice() -> None:
     )
 
 
-def test_a_gradient_of_the_wrong_size_fails_even_where_the_optimizer_hides_it() -> None:
+def test_wrong_gradient_size_fails_even_if_the_optimizer_hides_the_size() -> None:
     found = compare(ONE, many(2, gradients=(36.0, 4.0)))
     assert (found.losses.relative, found.parameters.relative) == (0.0, 0.0)
     assert not found.within(TOLERANCE)
 
 
-def test_a_gradient_of_another_size_was_changed_on_the_way() -> None:
+def test_gradient_with_another_factor_is_reported_as_modified() -> None:
     assert "the first gradient is 1.66667 times that of one process: something changes gradients" in cause(
         many(2, gradients=(25.0, 4.0))
     )
 
 
-def test_a_model_that_starts_elsewhere_is_the_cause_of_all_else() -> None:
+def test_different_start_parameters_are_the_first_cause() -> None:
     said = cause(many(2, start=(1.0, 2.5), losses=(7.0, 7.0)))
     assert said.startswith("the parameters differ before the first step (w): every run starts from another model")
 
 
-def test_a_learning_rate_that_follows_the_ranks_is_named() -> None:
+def test_learning_rate_that_depends_on_ranks_is_named() -> None:
     said = cause(many(2, lr=0.2, end=(9.0, 9.0)))
     assert said.startswith("step 1: the learning rate is 0.2 with 2 processes and 0.1 with one")
 
 
-def test_layers_that_look_at_their_own_rank_are_named() -> None:
+def test_rank_dependent_layers_are_named() -> None:
     said = cause(many(2, losses=(2.5, 1.0), batch_norm=("a", "b", "c", "d"), dropout=("e",)))
     assert "on the same samples: a, b, c and 1 more (BatchNorm) looks at the samples of its own rank only" in said
     assert "e (Dropout) draws other numbers on each rank" in said
 
 
-def test_a_first_loss_that_differs_for_no_known_reason_is_shown() -> None:
+def test_unexplained_difference_of_the_first_loss_is_shown() -> None:
     said = cause(many(2, losses=(2.5, 1.0)))
     assert "the first loss differs, on the same samples and parameters: 2 with one process, 2.5 with 2" in said
 
 
-def test_a_loss_told_by_rank_0_alone_is_told_apart_from_a_wrong_one() -> None:
+def test_loss_reported_only_by_rank_0_differs_from_a_wrong_loss() -> None:
     first, second = many(2, losses=(2.5, 1.5)).ranks
     said = cause(RunRecord((first, dataclasses.replace(second, losses={}))))
     assert said.startswith(
@@ -139,7 +139,7 @@ def test_a_loss_told_by_rank_0_alone_is_told_apart_from_a_wrong_one() -> None:
     )
 
 
-def test_ranks_that_drift_apart_are_named() -> None:
+def test_diverged_ranks_are_named() -> None:
     run = RunRecord((many(2).ranks[0], many(2, end=(3.0, 4.5)).ranks[1]))
     assert cause(run).startswith("the ranks hold different parameters at the end: w of rank 1 is not that of rank 0")
 
@@ -152,22 +152,22 @@ def test_unequal_batches_are_counted() -> None:
     )
 
 
-def test_another_number_of_steps_is_told() -> None:
+def test_different_number_of_steps_is_reported() -> None:
     short = [dataclasses.replace(rank, steps=rank.steps[:1]) for rank in many(2).ranks]
     assert cause(RunRecord(tuple(short))).startswith(
         "one process took 2 steps, 2 took 1: the data of an epoch is divided"
     )
 
 
-def test_a_loss_that_is_no_number_proves_nothing() -> None:
+def test_nan_loss_cannot_be_compared() -> None:
     said = cause(many(2, losses=(2.0, math.nan)), RunRecord((rank(losses=(2.0, math.nan)),)))
     assert said.startswith("the loss of one process is nan at step 2: that training diverges, and cannot be compared")
 
 
-def test_rounding_that_grew_is_told_from_a_mistake() -> None:
+def test_accumulated_rounding_differs_from_a_mistake() -> None:
     assert "rounding that grew" in cause(many(2, end=(3.0, 4.0 + 1e-9)))
     assert "agree, and then the runs part" in cause(many(2, end=(3.0, 5.0)))
 
 
-def test_numbers_of_samples_are_written_as_a_person_would() -> None:
+def test_sample_numbers_are_written_as_ranges() -> None:
     assert "no rank reads numbers 1, 4-5, 7-8 of the 8" in cause(reading("bc", "ff"))

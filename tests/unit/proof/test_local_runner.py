@@ -17,7 +17,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.plan.progress import NoProgress
 from shoal.proof.local_runner import LocalRunner
-from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
+from shoal.proof.types import ProofRun, ProofSettings, ScriptFailed
 
 ONE = ProofRun("python", "fsdp", 1)
 HANG = """\
@@ -61,7 +61,7 @@ def wait_until_gone(*pids: int) -> None:
         time.sleep(0.05)
 
 
-async def test_a_run_is_told_what_to_prove_and_nothing_of_the_launcher_around_it(tmp_path: Path) -> None:
+async def test_run_gets_the_proof_settings_and_no_outer_launcher_variables(tmp_path: Path) -> None:
     path = script(tmp_path, "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open('said.json', 'w'))")
     around = {"RANK": "3", "SLURM_PROCID": "3", "SHOAL_RUN_ID": "x", "MLFLOW_TRACKING_URI": "http://x", "KEPT": "yes"}
     asked = ProofSettings("train.py", ("--epochs", "a b"), dtype="float32", steps=7)
@@ -86,7 +86,7 @@ async def test_a_run_is_told_what_to_prove_and_nothing_of_the_launcher_around_it
     assert environ["OMP_NUM_THREADS"] == "1" and environ["SHOAL_JOB_DIR"] == str(tmp_path)
 
 
-async def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
+async def test_failed_script_shows_its_last_lines(tmp_path: Path) -> None:
     path = script(tmp_path, "for n in range(99): print('line', n)\nraise ValueError('no data \\x1b[2J')")
     with pytest.raises(ScriptFailed) as raised:
         await run(LocalRunner(ProofSettings(path)), tmp_path)
@@ -95,21 +95,21 @@ async def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     assert len(lines) == 16 and raised.value.hint == "run the script by itself first"
 
 
-async def test_a_python_without_the_library_is_told_so(tmp_path: Path) -> None:
+async def test_missing_torch_is_reported_with_the_fix(tmp_path: Path) -> None:
     path = script(tmp_path, "raise ModuleNotFoundError(\"No module named 'torch'\")")
     with pytest.raises(ScriptFailed) as raised:
         await run(LocalRunner(ProofSettings(path)), tmp_path)
     assert raised.value.hint.startswith("install torch for the Python that runs the script")
 
 
-async def test_a_script_that_has_not_been_brought_to_the_library_is_told_what_to_call(tmp_path: Path) -> None:
+async def test_script_without_init_is_reported_with_the_missing_call(tmp_path: Path) -> None:
     path = script(tmp_path, "import torch.distributed\ntorch.distributed.init_process_group('gloo')")
     with pytest.raises(ScriptFailed) as raised:
         await run(LocalRunner(ProofSettings(path)), tmp_path)
     assert raised.value.hint.startswith("call shoal.train.init() in place of torch.distributed.init_process_group()")
 
 
-async def test_a_run_that_hangs_is_ended_with_all_its_processes_and_says_where_each_rank_was(tmp_path: Path) -> None:
+async def test_hanging_run_is_killed_and_reports_the_steps_of_each_rank(tmp_path: Path) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "step"}\n')
     (tmp_path / "rank-1.jsonl").write_text('{"kind": "step"}\n{"kind": "step"}\n')
@@ -118,7 +118,7 @@ async def test_a_run_that_hangs_is_ended_with_all_its_processes_and_says_where_e
     wait_until_gone(*map(int, mark.read_text().split()))
 
 
-async def test_a_run_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+async def test_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     task = asyncio.create_task(run(LocalRunner(ProofSettings(path, (str(mark),))), tmp_path))
     await asyncio.to_thread(wait_for, mark)
@@ -129,7 +129,7 @@ async def test_a_run_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_even_a_kill_of_the_command_end_the_script(tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_or_a_kill_of_the_command_ends_the_script(tmp_path: Path, number: signal.Signals) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     command = [sys.executable, "-m", "shoal", "prove", path, "--", str(mark)]
     shoal = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -155,6 +155,6 @@ def test_ctrl_c_and_even_a_kill_of_the_command_end_the_script(tmp_path: Path, nu
         (ProofSettings("nope.py", launchers=("spawn",)), "there is no script nope.py"),
     ],
 )
-def test_what_cannot_run_here_is_refused(asked: ProofSettings, said: str) -> None:
+def test_impossible_request_is_rejected(asked: ProofSettings, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         LocalRunner(asked)

@@ -13,7 +13,7 @@ from tests.unit.jobs.test_job_verbs import Reef
 from shoal.hosts.api import Result
 from shoal.jobs.model import job_from_options
 from shoal.plan.progress import NoProgress
-from shoal.proof.model import ProofRun, ProofSettings
+from shoal.proof.types import ProofRun, ProofSettings
 from shoal.verbs.context import open_context
 from shoal.verbs.prove import ClusterRunner, unpack
 from shoal_simulators.fake_host import Call
@@ -29,7 +29,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterRunner:
     )
 
 
-def test_the_processes_are_shared_out_over_the_nodes(runner: ClusterRunner) -> None:
+def test_processes_are_divided_over_the_nodes(runner: ClusterRunner) -> None:
     job = runner.spec(ProofRun("srun", "fsdp", 8))
     assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("srun", 2, 4, "n[1-2]")
     assert (job.name, job.partition, job.time, job.requeue) == ("prove-train", "p", "2", False)
@@ -38,12 +38,12 @@ def test_the_processes_are_shared_out_over_the_nodes(runner: ClusterRunner) -> N
     assert job.export["SHOAL_PROOF_DIR"] == "proof", "below the job's own directory, wherever Slurm puts that"
 
 
-def test_one_process_is_one_node(runner: ClusterRunner) -> None:
+def test_single_process_runs_on_a_single_node(runner: ClusterRunner) -> None:
     job = runner.spec(ProofRun("python", "ddp", 1))
     assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("python", 1, 1, None)
 
 
-def test_only_records_are_taken_from_a_node(tmp_path: Path) -> None:
+def test_only_records_are_unpacked_from_a_node(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in ("proof/rank-3.jsonl", "proof/../../evil", "proof/rank-0.jsonl.sh", "/etc/rank-1.end"):
@@ -70,7 +70,7 @@ class Interrupting(Reef):
         return super()._submit(call)
 
 
-async def test_stopped_while_a_job_is_being_queued_that_job_is_cancelled(tmp_path: Path) -> None:
+async def test_interrupt_during_submission_cancels_the_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     reef = Interrupting()
     reef.states = ["RUNNING"]

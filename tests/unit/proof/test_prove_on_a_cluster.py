@@ -13,7 +13,7 @@ from shoal.errors import PartialFailure, UsageError
 from shoal.hosts.api import Result
 from shoal.jobs.model import job_from_options
 from shoal.plan.progress import NoProgress
-from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
+from shoal.proof.types import ProofRun, ProofSettings, ScriptFailed
 from shoal.verbs.prove import ClusterRunner
 from shoal_simulators.fake_host import Call
 
@@ -25,14 +25,14 @@ async def run(reef: Reef, place: Path, asked: ProofSettings, **options: object) 
         await runner.run(ProofRun("srun", "ddp", asked.processes), place, phase)
 
 
-async def test_more_processes_than_gpus_are_sent_to_more_nodes(tmp_path: Path) -> None:
+async def test_too_few_gpus_are_reported_with_the_number_of_nodes(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         await run(Reef(), tmp_path, ProofSettings("train.py", processes=4))
     assert caught.value.message == "4 processes a node would share 2 GPUs: two of them on one"
     assert caught.value.hint == "use -N 2, or --gpus-per-node 0 for none at all"
 
 
-async def test_a_partition_that_allows_less_time_names_the_option_of_a_proof(tmp_path: Path) -> None:
+async def test_partition_time_limit_is_reported_with_the_timeout_option(tmp_path: Path) -> None:
     reef = Reef()
     reef.partition = PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=00:05:00")
     with pytest.raises(UsageError) as caught:
@@ -40,14 +40,14 @@ async def test_a_partition_that_allows_less_time_names_the_option_of_a_proof(tmp
     assert caught.value.hint == "use --timeout 300, or choose another partition"
 
 
-async def test_a_short_timeout_leaves_room_for_slurms_warning(tmp_path: Path) -> None:
+async def test_short_timeout_leaves_time_for_the_slurm_warning(tmp_path: Path) -> None:
     reef = Reef()
     reef.states = ["COMPLETED"]
     await run(reef, tmp_path, ProofSettings("train.py", timeout=45))
     assert "#SBATCH --time=2\n" in reef.submitted["script"]
 
 
-async def test_a_run_that_takes_too_long_is_given_more_by_the_proofs_own_option(tmp_path: Path) -> None:
+async def test_job_timeout_is_reported_with_the_proof_option(tmp_path: Path) -> None:
     reef = Reef()
     reef.states = ["TIMEOUT"]
     with pytest.raises(ScriptFailed, match="job 17: the job reached its time limit") as caught:
@@ -62,7 +62,7 @@ def _without_tar(shell: Callable[[Call], bytes | Result]) -> Callable[[Call], by
     return lambda call: Result(2, stderr=b"tar: disk error\n") if "tar -c" in call.argv[2] else shell(call)
 
 
-async def test_every_node_whose_records_cannot_be_read_is_named(tmp_path: Path) -> None:
+async def test_every_node_with_unreadable_records_is_named(tmp_path: Path) -> None:
     reef = Reef()
     reef.states = ["COMPLETED"]
     for node in reef.nodes.values():
@@ -76,7 +76,7 @@ async def test_every_node_whose_records_cannot_be_read_is_named(tmp_path: Path) 
     )
 
 
-async def test_a_proof_that_is_stopped_leaves_no_records_on_the_nodes(tmp_path: Path) -> None:
+async def test_cancelled_proof_leaves_no_records_on_the_nodes(tmp_path: Path) -> None:
     reef = Reef()
     reef.states = ["RUNNING"]
     queued, scontrol = asyncio.Event(), reef._scontrol

@@ -16,7 +16,7 @@ from shoal.cli.progress import TerminalProgress
 from shoal.cli.prove_commands import finish, progress_of, show_proof
 from shoal.cli.session import Session
 from shoal.proof.compare import Comparison, Difference
-from shoal.proof.model import ProofResult, ProofRow
+from shoal.proof.types import ProofResult, ProofRow
 
 SAME = Comparison(
     Difference(1.7e-16, "step 4"), Difference(0.0), Difference(4e-16, "[w]"), Difference(0.0), (5, 5), True, False, True
@@ -46,7 +46,7 @@ def shown(*rows: ProofRow) -> list[str]:
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def test_a_proof_that_holds_shows_how_near_it_came() -> None:
+def test_passed_proof_shows_its_largest_differences() -> None:
     assert shown(ProofRow("srun", "ddp", True, SAME), ProofRow("torchrun", "fsdp", True, SAME)) == [
         "largest relative differences between 4 processes and one, over 5 steps in float64:",
         "launcher  parallel  losses            first gradient  parameters",
@@ -56,7 +56,7 @@ def test_a_proof_that_holds_shows_how_near_it_came() -> None:
     ]
 
 
-def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> None:
+def test_failed_proof_shows_each_cause_once_with_its_runs() -> None:
     cause = "the [first] gradient is 4 times"
     rows = [ProofRow("spawn", parallel, False, OTHER, cause) for parallel in ("ddp", "fsdp")]
     lines = shown(
@@ -86,7 +86,7 @@ def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> N
         (["--cluster", "reef", "-N", "3"], "cannot divide 4 processes equally among 3 nodes", "use -n 6"),
     ],
 )
-def test_what_cannot_be_proved_is_refused(
+def test_impossible_request_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str, fix: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_what_cannot_be_proved_is_refused(
     assert done.exit_code == 2 and told["message"].startswith(said) and told["fix"] == fix
 
 
-def test_a_difference_without_bound_is_json_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_infinite_difference_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     boundless = Comparison(Difference(math.inf), *(Difference(0.0),) * 3, (5, 5), True, False, True)
     session = Session(True)
     finish(

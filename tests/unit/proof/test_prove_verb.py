@@ -9,7 +9,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.plan.progress import NoProgress, Phase
-from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
+from shoal.proof.types import ProofRun, ProofSettings, ScriptFailed
 from shoal.train.proof_record import ParameterPart, ProofRecorder
 from shoal.verbs.prove import prove
 
@@ -53,7 +53,7 @@ class FakeRunner:
 ASKED = ProofSettings("train.py", processes=4, launchers=("torchrun", "spawn"))
 
 
-async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None:
+async def test_every_run_is_compared_with_the_single_process() -> None:
     runner = FakeRunner()
     result = await prove(ASKED, runner, NoProgress())
     assert runner.trials[0] == ProofRun("python", "ddp", 1)
@@ -63,7 +63,7 @@ async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None
     assert result.passed and result.losses == (0.25,) and result.steps == 1
 
 
-async def test_records_that_have_no_room_are_told(tmp_path: Path) -> None:
+async def test_unwritable_record_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError) as caught:
         await prove(ASKED, FakeRunner(), NoProgress(), tmp_path / "file")
@@ -71,7 +71,7 @@ async def test_records_that_have_no_room_are_told(tmp_path: Path) -> None:
     assert caught.value.hint == "choose a directory that you may write to with --keep"
 
 
-async def test_a_way_that_differs_or_fails_does_not_keep_the_others_from_being_tried() -> None:
+async def test_failed_run_does_not_stop_the_others() -> None:
     runner = FakeRunner(torchrun_ddp="samples", torchrun_fsdp="fails", spawn_ddp="silent")
     result = await prove(ASKED, runner, NoProgress())
     assert not result.passed
@@ -91,13 +91,13 @@ async def test_a_way_that_differs_or_fails_does_not_keep_the_others_from_being_t
         ("silent", "the script recorded nothing: it never called shoal.train.init()"),
     ],
 )
-async def test_without_one_process_there_is_nothing_to_compare_with(mistake: str, said: str) -> None:
+async def test_failed_single_process_run_is_an_error(mistake: str, said: str) -> None:
     with pytest.raises(ShoalError) as raised:
         await prove(ASKED, FakeRunner(python_ddp=mistake), NoProgress())
     assert raised.value.message == said and raised.value.hint
 
 
-async def test_records_are_kept_where_asked(tmp_path: Path) -> None:
+async def test_records_are_kept_in_the_requested_directory(tmp_path: Path) -> None:
     await prove(
         ProofSettings("train.py", launchers=("spawn",), parallels=("ddp",)),
         FakeRunner(),

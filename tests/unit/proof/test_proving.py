@@ -102,7 +102,7 @@ def runs(directory: Path, case: Case) -> tuple[RunRecord, RunRecord, Comparison]
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)
-def test_a_right_script_is_the_same_but_for_rounding(directory: Path, case: Case) -> None:
+def test_correct_script_agrees_except_for_rounding(directory: Path, case: Case) -> None:
     one, many, found = runs(directory, case)
     assert found.within(1e-12 if case.dtype == "float64" else 1e-6), found
     assert one.steps == many.steps == len(many.losses) == (case.steps or TOTAL)
@@ -111,23 +111,21 @@ def test_a_right_script_is_the_same_but_for_rounding(directory: Path, case: Case
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name)
-def test_a_wrong_script_fails_and_is_told_why(directory: Path, case: Case) -> None:
+def test_wrong_script_fails_with_its_cause(directory: Path, case: Case) -> None:
     one, many, found = runs(directory, case)
     tolerance = 1e-12 if case.dtype == "float64" else 1e-6
     assert not found.within(tolerance)
     assert WRONG[case] in likely_cause(one, many, found, tolerance)
 
 
-def test_a_proof_neither_reads_nor_leaves_checkpoints_of_the_real_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_does_not_use_checkpoints_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_PROOF_DIR", str(tmp_path / "proof"))
     assert Checkpointer(tmp_path / "real").directory == tmp_path / "proof" / "checkpoints"
     monkeypatch.delenv("SHOAL_PROOF_DIR")
     assert Checkpointer(tmp_path / "real").directory == tmp_path / "real"
 
 
-def test_samples_have_names_wherever_the_batch_is() -> None:
+def test_samples_have_digests_in_any_batch_structure() -> None:
     batch = torch.arange(6.0).reshape(3, 2)
     names = digests((("text", {"x": batch}), {}))
     assert names == digests((batch,)) == digests(batch.T.contiguous().T) and len(set(names)) == 3

@@ -26,17 +26,17 @@ def values(*numbers: float) -> bytes:
     return array("d", numbers).tobytes()
 
 
-def test_without_the_variable_nothing_is_recorded() -> None:
+def test_nothing_is_recorded_without_the_variable() -> None:
     assert proof_recorder({}) is None
 
 
-def test_a_relative_directory_is_below_the_jobs(tmp_path: Path) -> None:
+def test_relative_directory_is_below_the_job_directory(tmp_path: Path) -> None:
     made = proof_recorder({"SHOAL_PROOF_DIR": "proof", "SHOAL_JOB_DIR": str(tmp_path), "SHOAL_PROOF_STEPS": "3"})
     assert made is not None and made.directory == tmp_path / "proof"
     assert (made.dtype, made.parallel, made.total_steps) == ("float64", "", 3)
 
 
-def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
+def test_records_of_two_ranks_are_read_as_a_single_run(tmp_path: Path) -> None:
     third = 1 / 3
     for rank, (loss, samples, shard) in enumerate(((1.0, "ab", (1.0, 2.0)), (third, "cdef", (third,)))):
         made = recording(tmp_path, rank, 2)
@@ -60,14 +60,14 @@ def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
     assert run.ranks[1].batch_norm == ("norm",)
 
 
-def test_enough_is_enough(tmp_path: Path) -> None:
+def test_recording_is_complete_after_the_requested_steps(tmp_path: Path) -> None:
     made = recording(tmp_path, steps=2)
     for _ in range(3):
         made.step(0.1, 1.0, 0.0)
     assert made.complete and made.steps == 2
 
 
-def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
+def test_truncated_line_of_a_killed_rank_is_ignored(tmp_path: Path) -> None:
     recording(tmp_path).loss("tracker", 1, 0.5)
     with (tmp_path / "rank-0.jsonl").open("a") as file:
         file.write('{"kind": "loss", "sou')
@@ -84,9 +84,7 @@ def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
         (4, "not every rank kept its final parameters", "let the script end by itself"),
     ],
 )
-def test_a_script_that_does_not_take_part_is_told_which_call_is_missing(
-    tmp_path: Path, calls: int, said: str, fix: str
-) -> None:
+def test_missing_call_of_the_script_is_named(tmp_path: Path, calls: int, said: str, fix: str) -> None:
     if calls > 0:
         made = recording(tmp_path)
     for call in range(1, calls):
@@ -100,12 +98,12 @@ def test_a_script_that_does_not_take_part_is_told_which_call_is_missing(
     assert missing is not None and missing[0] == said and fix in missing[1]
 
 
-def test_a_rank_that_recorded_nothing_is_missed() -> None:
+def test_rank_without_records_is_reported() -> None:
     missing = describe_missing_record(RunRecord(many(4).ranks[:1]), 4)
     assert missing is not None and missing[0] == "of 4 processes only rank 0 recorded anything"
 
 
-def test_ranks_that_took_no_step_are_named() -> None:
+def test_ranks_without_a_step_are_named() -> None:
     first, *others = many(4).ranks
     missing = describe_missing_record(RunRecord((first, *(dataclasses.replace(rank, steps=()) for rank in others))), 4)
     assert missing is not None and missing[0] == "rank 1, 2, 3 took no step: its optimizer never ran"
@@ -115,7 +113,7 @@ def held(*numbers: float, type: str = "d") -> list[memoryview[float]]:
     return [memoryview(array(type, numbers))]
 
 
-def test_a_parameter_that_one_rank_holds_otherwise_is_found_by_its_digest(tmp_path: Path) -> None:
+def test_diverged_parameter_is_detected_by_its_digest(tmp_path: Path) -> None:
     for rank, value in enumerate((0.5, 0.5, 0.25)):
         recording(tmp_path, rank, 3).record_end(
             [ParameterPart("w", False, values(1.0)), ParameterPart("b", False, values(value))]
@@ -123,7 +121,7 @@ def test_a_parameter_that_one_rank_holds_otherwise_is_found_by_its_digest(tmp_pa
     assert read_run(tmp_path).diverged == ("b", 2)
 
 
-def test_numbers_that_are_not_finite_differ_without_bound() -> None:
+def test_non_finite_numbers_differ_infinitely() -> None:
     assert relative(1.0, math.nan) == relative(math.inf, math.inf) == math.inf
     for odd in (math.nan, math.inf):
         for one, other in ((1.0, odd), (odd, 1.0), (odd, odd)):
@@ -133,13 +131,13 @@ def test_numbers_that_are_not_finite_differ_without_bound() -> None:
     assert parameters({}, {}) == parameters({"w": held(0.0)}, {"w": held(-0.0)}) == Difference(0.0)
 
 
-def test_a_parameter_is_compared_with_its_own_largest_value_and_not_with_noise() -> None:
+def test_parameter_is_compared_relative_to_its_largest_value() -> None:
     one = {"large": held(100.0, 1e-9), "small": held(0.5), "zero": held(1e-17)}
     found = parameters(one, {**one, "small": held(0.5000005), "zero": held(-1e-17)})
     assert found.where == "small" and found.relative == pytest.approx(1e-6)
 
 
-def test_a_parameter_in_pieces_is_compared_with_the_whole() -> None:
+def test_sharded_parameter_is_compared_with_the_whole() -> None:
     pieces = [*held(1.0, 2.0), *held(), *held(4.5)]
     assert parameters({"w": held(1.0, 2.0, 4.5)}, {"w": pieces}) == Difference(0.0)
     assert parameters({"w": held(1.0, 2.0, 4.0)}, {"w": pieces}) == Difference(0.125, "w")
@@ -147,7 +145,7 @@ def test_a_parameter_in_pieces_is_compared_with_the_whole() -> None:
 
 @pytest.mark.parametrize("type", ["d", "f"])
 @pytest.mark.parametrize("odd", [-3.5, math.nan, -math.inf])
-def test_torch_and_python_find_the_same_in_parameters_of_any_size(type: str, odd: float) -> None:
+def test_torch_and_python_comparisons_agree_at_any_size(type: str, odd: float) -> None:
     """Where this Python has torch, it compares what is large."""
     size = compare.TORCH_MIN_ELEMENTS + 1
     one, other = array(type, [0.5, -0.25]) * (size // 2), array(type, [0.5, -0.125]) * (size // 2)

@@ -11,7 +11,7 @@ from shoal_simulators.fake_provider import FakeProvider
 WANTED = [Request("n1", Shape()), Request("n2", Shape())]
 
 
-async def test_a_failing_host_does_not_stop_the_others() -> None:
+async def test_failed_host_does_not_stop_the_others() -> None:
     fake = FakeProvider()
     fake.failing["n1"] = "no capacity"
     with pytest.raises(ProviderError, match="host n1: no capacity") as caught:
@@ -22,12 +22,12 @@ async def test_a_failing_host_does_not_stop_the_others() -> None:
     assert [one.name for one in await fake.create("reef", WANTED, lambda what, done: None)] == ["n1", "n2"]
 
 
-def test_findings_are_those_it_was_given() -> None:
+def test_check_returns_the_configured_findings() -> None:
     finding = Finding("error", "no account")
     assert FakeProvider(findings=[finding]).check(WANTED) == [finding]
 
 
-async def test_faults_are_kept_for_the_test_to_see() -> None:
+async def test_faults_are_recorded() -> None:
     fake = FakeProvider()
     await fake.create("reef", WANTED, lambda what, done: None)
     await fake.faults.cut("reef", "n1")

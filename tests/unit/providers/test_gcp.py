@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
 from shoal.cloud.providers import gcp
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder, RentedInstance
@@ -40,7 +40,7 @@ def orders(count: int, like: RentalOrder = SPOT) -> list[RentalOrder]:
 # What is ordered
 
 
-def test_a_spot_order_says_everything_that_google_must_know() -> None:
+def test_spot_order_has_all_fields() -> None:
     assert gcp.bulk_insert(["gpu1--t0ken1", "gpu2--t0ken2"], SPOT, {}) == {
         "count": "2",
         "minCount": "1",
@@ -84,7 +84,7 @@ def test_a_spot_order_says_everything_that_google_must_know() -> None:
     }
 
 
-def test_a_machine_without_gpus_or_deadline_is_moved_at_maintenance_and_has_no_termination_action() -> None:
+def test_machine_without_gpus_migrates_and_has_no_termination_action() -> None:
     properties = ordered(CPU, {})
     assert properties["scheduling"] == {
         "provisioningModel": "STANDARD",
@@ -97,13 +97,13 @@ def test_a_machine_without_gpus_or_deadline_is_moved_at_maintenance_and_has_no_t
     assert disk["initializeParams"]["sourceImage"] == gcp.ARM_IMAGE
 
 
-def test_an_order_on_demand_with_a_lifetime_is_deleted_at_its_end() -> None:
+def test_on_demand_order_with_a_lifetime_is_deleted_at_its_end() -> None:
     scheduling = ordered(replace(CPU, lifetime=60), {})["scheduling"]
     assert scheduling["instanceTerminationAction"] == "DELETE"
     assert scheduling["maxRunDuration"] == {"seconds": "60"}
 
 
-def test_settings_choose_the_network_the_address_and_the_image() -> None:
+def test_settings_choose_network_address_and_image() -> None:
     settings = {"subnetwork": "regions/us-east1/subnetworks/lab", "external_address": "no", "image": "global/images/my"}
     properties = ordered(SPOT, settings)
     assert properties["networkInterfaces"] == [{"subnetwork": "regions/us-east1/subnetworks/lab"}]
@@ -112,7 +112,7 @@ def test_settings_choose_the_network_the_address_and_the_image() -> None:
     assert own["disks"][0]["initializeParams"]["sourceImage"] == "global/images/own"
 
 
-def test_gpus_are_put_into_machines_that_have_none_built_in() -> None:
+def test_gpus_are_attached_to_machines_without_gpus() -> None:
     offer = replace(SPOT.offer, type="n1-standard-8+nvidia-tesla-t4:2", gpus=0)
     properties = ordered(replace(SPOT, offer=offer), {})
     assert properties["machineType"] == "n1-standard-8"
@@ -133,7 +133,7 @@ def test_newer_families_boot_from_a_hyperdisk(type_: str, disk: str) -> None:
     assert properties["disks"][0]["initializeParams"]["diskType"] == disk
 
 
-def test_the_same_machines_have_the_same_request_id_in_any_sequence_and_others_another() -> None:
+def test_request_id_depends_on_machines_and_zone_but_not_on_order() -> None:
     offer, there = SPOT.offer, replace(SPOT.offer, zone="us-central1-a")
     assert gcp.request_id(["a", "b"], offer) == gcp.request_id(["b", "a"], replace(offer, usd_hour=9.0))
     made = {
@@ -159,7 +159,7 @@ def instance(**more: Any) -> Body:
     )
 
 
-def test_a_machine_is_read_from_its_name_and_label() -> None:
+def test_instance_is_identified_by_name_and_label() -> None:
     interface = {"networkIP": "10.0.0.7", "accessConfigs": [{"natIP": "192.0.2.7"}]}
     found = gcp.instance_of(instance(networkInterfaces=[interface], scheduling={"provisioningModel": "SPOT"}))
     assert (found.id, found.cluster, found.node, found.token) == ("gpu1--t0ken1", "reef", "gpu1", "t0ken1")
@@ -174,7 +174,7 @@ def test_a_machine_is_read_from_its_name_and_label() -> None:
     assert (found.state, found.ending) == ("up", False)
 
 
-def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> None:
+def test_internal_address_is_used_without_an_external_address() -> None:
     assert gcp.instance_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
 
 
@@ -182,7 +182,7 @@ def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> Non
     ("more", "why"),
     [({"labels": {}}, "without our label"), ({"name": "web-1"}, "with a name that is not ours")],
 )
-def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: str) -> None:
+def test_instance_without_a_label_belongs_to_no_cluster(more: dict[str, Any], why: str) -> None:
     found = gcp.instance_of(instance(**more))
     assert (found.cluster, found.node, found.token) == ("", "", ""), why
 
@@ -199,7 +199,7 @@ def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: st
         ("BRAND_NEW", "pending", False),
     ],
 )
-def test_google_s_states_and_what_they_mean(status: str, state: str, ending: bool) -> None:
+def test_states_are_mapped(status: str, state: str, ending: bool) -> None:
     found = gcp.instance_of(instance(status=status))
     assert (found.state, found.ending, found.raw_state) == (state, ending, status)
 
@@ -213,7 +213,7 @@ def test_google_s_states_and_what_they_mean(status: str, state: str, ending: boo
         ("forbidden", "Required 'compute.instances.create' permission", FailureKind.AUTH, "provider"),
     ],
 )
-def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, expected: FailureKind, scope: str) -> None:
+def test_http_403_is_mapped_by_its_reason(reason: str, message: str, expected: FailureKind, scope: str) -> None:
     refusal = read_refusal(
         gcp.read_error,
         403,
@@ -223,13 +223,13 @@ def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, expec
     assert message in refusal.message
 
 
-def test_a_project_without_billing_has_no_balance_whatever_else_the_answer_says() -> None:
+def test_disabled_billing_is_a_balance_failure() -> None:
     error = {"message": "billing", "errors": [{"reason": "forbidden"}], "details": [{"reason": "BILLING_DISABLED"}]}
     assert read_refusal(gcp.read_error, 403, {"error": error}).failure is FailureKind.BALANCE
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"error": "text"}, {"error": {"errors": [None]}}])
-def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
+def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
     assert read_refusal(gcp.read_error, 500, data) == Refusal()
 
 
@@ -244,7 +244,7 @@ def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> Non
         ([], FailureKind.AMBIGUOUS),
     ],
 )
-def test_of_several_errors_that_is_told_which_says_most(codes: list[str], expected: FailureKind) -> None:
+def test_most_specific_error_is_reported(codes: list[str], expected: FailureKind) -> None:
     outcome = gcp.outcome_of([(code, f"words of {code}") for code in codes])
     assert outcome.failure is expected
     assert outcome.message
@@ -252,12 +252,12 @@ def test_of_several_errors_that_is_told_which_says_most(codes: list[str], expect
         assert outcome.message == f"{codes[-1]}: words of {codes[-1]}"
 
 
-def test_a_code_that_nobody_knows_is_told_with_all_that_was_said() -> None:
+def test_unknown_error_code_is_reported_with_all_messages() -> None:
     outcome = gcp.outcome_of([("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")])
     assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "INTERNAL_ERROR: oops; NEW_ONE: who knows")
 
 
-def test_a_quota_of_all_regions_shuts_the_whole_provider() -> None:
+def test_global_quota_blocks_the_whole_provider() -> None:
     outcome = gcp.outcome_of([("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally.")])
     assert (outcome.failure, outcome.scope) == (FailureKind.QUOTA, "provider")
     assert gcp.outcome_of([("QUOTA_EXCEEDED", "Quota 'NVIDIA_L4_GPUS' exceeded")]).scope == "region"
@@ -266,7 +266,7 @@ def test_a_quota_of_all_regions_shuts_the_whole_provider() -> None:
 # Against the simulator
 
 
-async def test_of_machines_ordered_together_some_may_be_out_of_stock_and_the_others_are_kept(it: Trial) -> None:
+async def test_partial_stockout_keeps_the_other_machines(it: Trial) -> None:
     it.fault("stockout", times=1)
     outcomes = await it.renter.create(orders(3))
     assert [one.failure for one in outcomes].count(FailureKind.CAPACITY) == 1
@@ -275,7 +275,7 @@ async def test_of_machines_ordered_together_some_may_be_out_of_stock_and_the_oth
     assert sorted(one.id for one in outcomes if one.ok) == sorted(one.id for one in await it.listed())
 
 
-async def test_what_was_made_in_part_and_is_not_listed_yet_is_left_open(it: Trial) -> None:
+async def test_unlisted_machines_of_a_partial_order_are_ambiguous(it: Trial) -> None:
     it.fault("stockout")
     it.fault("lagging-list", times=1)
     outcomes = await it.renter.create(orders(3))
@@ -283,7 +283,7 @@ async def test_what_was_made_in_part_and_is_not_listed_yet_is_left_open(it: Tria
     assert {one.message for one in outcomes if not one.ok} == {"2 machines were made, 1 are listed"}
 
 
-async def test_a_name_that_google_does_not_take_is_refused_and_nothing_is_made(it: Trial) -> None:
+async def test_invalid_name_is_rejected_and_nothing_created(it: Trial) -> None:
     good, bad = orders(2)
     outcomes = await it.renter.create([good, replace(bad, node="Gpu_1")])
     assert [one.failure for one in outcomes] == [FailureKind.INVALID, FailureKind.INVALID]
@@ -291,7 +291,7 @@ async def test_a_name_that_google_does_not_take_is_refused_and_nothing_is_made(i
     assert it.made == 0
 
 
-async def test_a_machine_of_somebody_else_with_our_name_is_a_conflict(it: Trial) -> None:
+async def test_foreign_machine_with_the_same_name_is_a_conflict(it: Trial) -> None:
     offer = SPOT.offer
     it.market.order(
         InstanceOrder("gpu0--tok0", offer.type, offer.region, offer.zone, marks={"labels": {}}), "gpu0--tok0"
@@ -300,7 +300,7 @@ async def test_a_machine_of_somebody_else_with_our_name_is_a_conflict(it: Trial)
     assert it.made == 1
 
 
-async def test_an_order_whose_operation_cannot_be_asked_for_leaves_open_what_was_made(it: Trial) -> None:
+async def test_unreadable_operation_is_ambiguous(it: Trial) -> None:
     it.simulation.rewrite = lambda line, data: {"name": data.get("name")} if "/operations/" in line else data
     [outcome] = await it.renter.create([SPOT])
     assert outcome.failure is FailureKind.AMBIGUOUS
@@ -309,7 +309,7 @@ async def test_an_order_whose_operation_cannot_be_asked_for_leaves_open_what_was
 
 
 @pytest.mark.parametrize(("lag", "expected"), [(0.0, None), (600.0, FailureKind.AMBIGUOUS)])
-async def test_of_an_order_that_does_not_end_what_is_listed_is_filled_and_the_rest_left_open(
+async def test_unfinished_order_counts_listed_machines_and_leaves_the_rest_ambiguous(
     it: Trial, monkeypatch: pytest.MonkeyPatch, lag: float, expected: FailureKind | None
 ) -> None:
     monkeypatch.setattr(gcp, "FOLLOW_TIMEOUT_S", 0.2)
@@ -325,14 +325,14 @@ def _unended(operation: dict[str, Any]) -> dict[str, Any]:
     return {**operation, "status": "RUNNING", "instancesBulkInsertOperationMetadata": None}
 
 
-async def test_an_order_that_failed_while_the_list_is_down_leaves_open_what_was_made(it: Trial) -> None:
+async def test_failed_order_with_a_failed_list_is_ambiguous(it: Trial) -> None:
     it.fault("stockout")
     it.fault("list-fails")
     [outcome] = await it.renter.create([SPOT])
     assert outcome.failure is FailureKind.AMBIGUOUS
 
 
-async def test_a_zone_that_did_not_answer_makes_the_list_unknown(it: Trial) -> None:
+async def test_unreachable_zone_makes_the_list_fail(it: Trial) -> None:
     await it.renter.create([SPOT])
 
     def silent(line: str, data: Any) -> Any:
@@ -346,7 +346,7 @@ async def test_a_zone_that_did_not_answer_makes_the_list_unknown(it: Trial) -> N
     assert len(await it.listed()) == 1
 
 
-async def test_more_machines_than_a_page_holds_are_ordered_at_once_and_listed(it: Trial) -> None:
+async def test_large_order_is_a_single_call_and_listed_over_several_pages(it: Trial) -> None:
     outcomes = await it.renter.create(orders(620))
     assert all(one.ok for one in outcomes)
     listed = await it.listed()
@@ -354,7 +354,7 @@ async def test_more_machines_than_a_page_holds_are_ordered_at_once_and_listed(it
     assert len([line for line in it.simulation.requests if line["path"].endswith("/bulkInsert")]) == 1
 
 
-async def test_a_machine_that_no_list_has_shown_is_given_back_all_the_same(it: Trial) -> None:
+async def test_unlisted_machine_can_be_deleted(it: Trial) -> None:
     it.fault("lagging-list", seconds=600)
     [outcome] = await it.renter.create([SPOT])
     zone = SPOT.offer.zone
@@ -363,7 +363,7 @@ async def test_a_machine_that_no_list_has_shown_is_given_back_all_the_same(it: T
     assert [one["phase"] for one in it.market.bill()] == ["stopping"]
 
 
-async def test_google_ends_a_machine_at_its_deadline(it: Trial) -> None:
+async def test_machine_ends_at_its_deadline(it: Trial) -> None:
     await it.renter.create([SPOT])
     it.boot()
     assert [one.state for one in await it.listed()] == ["up"]
@@ -373,7 +373,7 @@ async def test_google_ends_a_machine_at_its_deadline(it: Trial) -> None:
     assert await it.listed() == []
 
 
-async def test_a_spot_machine_is_seen_to_end_while_it_still_runs(it: Trial) -> None:
+async def test_preempted_spot_machine_is_listed_as_stopping(it: Trial) -> None:
     await it.renter.create([SPOT])
     it.boot()
     [found] = await it.listed()
@@ -386,7 +386,7 @@ async def test_a_spot_machine_is_seen_to_end_while_it_still_runs(it: Trial) -> N
     assert await it.listed() == []
 
 
-async def test_offers_of_one_type_name_its_zones_and_both_markets(it: Trial) -> None:
+async def test_offers_of_a_type_cover_zones_and_both_markets(it: Trial) -> None:
     found = await it.renter.offers(Query(types=("a3-highgpu-8g",), zones=("us-central1-a",)))
     assert [(one.market, one.usd_hour, one.gpu, one.gpus, one.gpu_memory_gb) for one in found] == [
         ("on-demand", 87.8328, "H100", 8, 80),
@@ -399,7 +399,7 @@ async def test_offers_of_one_type_name_its_zones_and_both_markets(it: Trial) -> 
     assert (put_in.type, put_in.gpu, put_in.gpus) == ("n1-standard-4+nvidia-tesla-t4:1", "T4", 1)
 
 
-async def test_a_machine_with_gpus_put_in_is_listed_under_the_type_that_was_ordered(it: Trial) -> None:
+async def test_machine_with_attached_gpus_is_listed_with_its_ordered_type(it: Trial) -> None:
     offer = Offer("acme", "n1-standard-4+nvidia-tesla-t4:1", "us-central1", "us-central1-a")
     assert (await it.renter.create([replace(SPOT, offer=offer)]))[0].ok
     assert [one.type for one in await it.listed()] == [offer.type]
@@ -407,7 +407,7 @@ async def test_a_machine_with_gpus_put_in_is_listed_under_the_type_that_was_orde
     assert gcp.instance_of(plain).type == "n1-standard-4"
 
 
-async def test_an_answer_that_is_no_list_of_google_s_is_not_taken_for_an_empty_one() -> None:
+async def test_invalid_list_is_not_read_as_empty() -> None:
     async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}") as url:
         renter = gcp.GoogleProvider(account(CASE, url))
         try:

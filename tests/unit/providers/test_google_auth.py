@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import jwt
-from tests.contract.renters import http, saying
+from tests.contract.rental_providers import http, saying
 
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.cloud.providers.google_auth import AUDIENCE, GoogleTokens
@@ -28,7 +28,7 @@ def account(secret: str = "", url: str = "", **settings: str) -> ProviderLogin:
     return ProviderLogin("google", "gcp", secret, url, settings)
 
 
-async def test_a_service_account_signs_its_own_tokens_for_the_compute_api() -> None:
+async def test_service_account_signs_its_own_tokens() -> None:
     login = GoogleTokens(account(json.dumps(KEY)))
     claims: Any = jwt.decode(await login.bearer(), verify=False)
     assert (claims["iss"], claims["sub"], claims["aud"]) == ("shoal@reefs.test", "shoal@reefs.test", AUDIENCE)
@@ -36,11 +36,11 @@ async def test_a_service_account_signs_its_own_tokens_for_the_compute_api() -> N
     assert login.project == "reefs"
 
 
-def test_the_file_s_project_counts_over_the_key_s() -> None:
+def test_project_setting_overrides_the_key() -> None:
     assert GoogleTokens(account(json.dumps(KEY), project="lagoons")).project == "lagoons"
 
 
-def test_without_google_auth_the_fix_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_google_auth_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "google.auth", None)
     with pytest.raises(ProviderError) as caught:
         GoogleTokens(account(json.dumps(KEY)))
@@ -57,7 +57,7 @@ def test_without_google_auth_the_fix_is_told(monkeypatch: pytest.MonkeyPatch) ->
         (json.dumps({**KEY, "private_key": "s3cret"}), "the private key in the service account's JSON of google"),
     ],
 )
-def test_a_key_that_is_none_is_told_without_showing_it(secret: str, told: str) -> None:
+def test_invalid_key_is_reported_without_its_value(secret: str, told: str) -> None:
     with pytest.raises(ProviderError) as caught:
         GoogleTokens(account(secret, project="reefs"))
     assert told in caught.value.message
@@ -65,18 +65,18 @@ def test_a_key_that_is_none_is_told_without_showing_it(secret: str, told: str) -
     assert "AIza" not in str(caught.value)
 
 
-def test_an_account_without_a_project_is_told_where_to_write_it() -> None:
+def test_missing_project_is_reported_with_the_fix() -> None:
     with pytest.raises(ProviderError, match="has no Google project") as caught:
         GoogleTokens(account(json.dumps({**KEY, "project_id": ""})))
     assert caught.value.hint == "add `project:` to providers.google"
 
 
-async def test_a_simulator_is_given_any_bearer() -> None:
+async def test_simulator_accepts_any_bearer() -> None:
     assert await GoogleTokens(account("sk-1", "http://127.0.0.1:1", project="p")).bearer() == "sk-1"
     assert await GoogleTokens(account("", "http://127.0.0.1:1", project="p")).bearer()
 
 
-async def test_a_machine_of_google_s_is_given_a_token_and_keeps_it_while_it_is_good() -> None:
+async def test_metadata_token_is_cached_while_valid() -> None:
     async with saying(http("200 OK", b'{"access_token": "ya29.x", "expires_in": 3599}')) as url:
         login = GoogleTokens(account(project="p"), metadata=url)
         assert await login.bearer() == "ya29.x"
@@ -86,7 +86,7 @@ async def test_a_machine_of_google_s_is_given_a_token_and_keeps_it_while_it_is_g
 @pytest.mark.parametrize(
     "answer", [http("404 Not Found", b"{}"), http("200 OK", b"{}"), b"", http("200 OK", b"<html>")]
 )
-async def test_a_machine_that_is_not_google_s_needs_a_key(answer: bytes) -> None:
+async def test_machine_outside_google_needs_a_key(answer: bytes) -> None:
     async with saying(answer) as url:
         login = GoogleTokens(account(project="p"), metadata=url)
         with pytest.raises(

@@ -25,5 +25,5 @@ from shoal.cloud.providers.prices import gpu_model
         ("", "", 0),
     ],
 )
-def test_a_gpu_goes_by_its_usual_name_whatever_its_provider_calls_it(told: str, usual: str, memory: int) -> None:
+def test_gpu_name_is_normalized(told: str, usual: str, memory: int) -> None:
     assert gpu_model(told) == (usual, memory)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.contract.renters import http, saying
+from tests.contract.rental_providers import http, saying
 
 from shoal.cloud.providers.api import FailureKind, ProviderLogin
 from shoal.cloud.providers.http import ApiClient, map_concurrently
@@ -43,7 +43,7 @@ async def failure(reply: bytes, *, creates: bool = False, **more: Any) -> ApiErr
         ("503 Service Unavailable", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
     ],
 )
-async def test_a_status_decides_where_the_body_says_nothing(
+async def test_status_decides_when_the_body_is_silent(
     status: str, read: FailureKind, create: FailureKind, scope: str
 ) -> None:
     for creates, expected in ((False, read), (True, create)):
@@ -53,7 +53,7 @@ async def test_a_status_decides_where_the_body_says_nothing(
         assert error.outcome("m1").id == "m1"
 
 
-async def test_a_provider_reads_its_own_errors_before_the_status_does() -> None:
+async def test_provider_error_reader_overrides_the_status() -> None:
     def understand(status: int, answer: Body) -> Refusal | None:
         return Refusal(FailureKind.CAPACITY, "zone", answer.text("why"))
 
@@ -63,20 +63,20 @@ async def test_a_provider_reads_its_own_errors_before_the_status_does() -> None:
     assert (await failure(http("400 Bad Request", b"[]"), read_error=understand)).failure is FailureKind.INVALID
 
 
-async def test_how_long_to_wait_is_the_answers_word_or_our_own() -> None:
+async def test_retry_after_comes_from_the_answer_or_a_default() -> None:
     reply = http("429 Too Many Requests", b"slow").replace(b"\r\n\r\n", b"\r\nRetry-After: 17\r\n\r\n")
     assert (await failure(reply)).retry_after == 17
     dated = reply.replace(b"17", b"Wed, 21 Oct 2026 07:28:00 GMT")
     assert (await failure(dated, retry_after=lambda: 12.0)).retry_after == 12
 
 
-async def test_a_key_that_the_api_quotes_is_not_quoted_by_us() -> None:
+async def test_key_is_removed_from_messages() -> None:
     error = await failure(http("401 Unauthorized", b"unknown key sk-very-secret", "text/plain"))
     assert error.message == "acme: POST /machines: 401: unknown key ***"
     assert "sk-very-secret" not in repr(vars(error))
 
 
-async def test_an_api_that_does_not_answer_in_time_leaves_an_order_open() -> None:
+async def test_timeout_leaves_an_order_ambiguous() -> None:
     async with saying(None) as url:
         api = ApiClient(ProviderLogin("acme", "example", settings={"timeout": "0.2"}), url)
         with pytest.raises(ApiError, match="no answer: ReadTimeout") as caught:
@@ -94,13 +94,13 @@ async def test_an_api_that_does_not_answer_in_time_leaves_an_order_open() -> Non
         ("http://10.0.0.1:8080/other/v2/", "http://10.0.0.1:8080/other/v2"),
     ],
 )
-async def test_an_address_without_a_path_has_the_api_at_its_usual_one(given: str, base: str) -> None:
+async def test_url_without_a_path_gets_the_default_path(given: str, base: str) -> None:
     api = ApiClient(ProviderLogin("acme", "example", url=given), "https://cloud.example/api/v1")
     assert api.base == base
     await api.close()
 
 
-def test_a_body_is_read_by_name_and_says_what_is_missing_where() -> None:
+def test_body_reads_fields_by_name_and_reports_missing_fields() -> None:
     body = Body({"items": [{"id": "a", "price": 3, "on": True, "in": {"x": None}}, {"id": 7}]}, "acme: GET /x")
     first, second = body.rows("items")
     assert (first.text("id"), first.number("price"), first.flag("on")) == ("a", 3.0, True)
@@ -127,7 +127,7 @@ def test_a_body_is_read_by_name_and_says_what_is_missing_where() -> None:
         assert caught.value.message == f"acme: GET /x: {told}"
 
 
-async def test_calls_keep_apart_by_the_accounts_own_interval_or_the_providers() -> None:
+async def test_request_interval_of_the_account_overrides_the_provider() -> None:
     api = ApiClient(
         ProviderLogin("acme", "example", settings={"request_interval": "0.05"}), "http://127.0.0.1:9", interval=60.0
     )
@@ -139,7 +139,7 @@ async def test_calls_keep_apart_by_the_accounts_own_interval_or_the_providers() 
     await api.close()
 
 
-async def test_every_page_of_a_list_is_read_and_one_that_comes_back_is_an_error() -> None:
+async def test_every_page_is_read_and_a_repeated_page_is_an_error() -> None:
     async with saying(http("200 OK", b'{"rows": [1], "next": "b"}')) as url:
         api, read = ApiClient(ACCOUNT, url), 0
         with pytest.raises(ApiError) as caught:
@@ -159,7 +159,7 @@ async def test_every_page_of_a_list_is_read_and_one_that_comes_back_is_an_error(
         ("500 Oops", FailureKind.TRANSIENT),
     ],
 )
-async def test_to_remove_what_is_gone_already_is_well(status: str, expected: FailureKind | None) -> None:
+async def test_removal_of_a_missing_machine_succeeds(status: str, expected: FailureKind | None) -> None:
     async with saying(http(status, b"{}")) as url:
         api = ApiClient(ACCOUNT, url)
         outcome = await api.remove("/machines/m1", "m1")
@@ -169,7 +169,7 @@ async def test_to_remove_what_is_gone_already_is_well(status: str, expected: Fai
 
 
 @pytest.mark.parametrize("reply", [http("500 Oops", b"{}"), http("200 OK", b"{}"), http("429 Too Many", b"{}")])
-async def test_an_order_that_was_taken_and_cannot_be_followed_leaves_open_what_was_made(reply: bytes) -> None:
+async def test_unreadable_order_status_is_ambiguous(reply: bytes) -> None:
     async with saying(reply) as url:
         api = ApiClient(ACCOUNT, url)
         with pytest.raises(ApiError) as caught:
@@ -179,7 +179,7 @@ async def test_an_order_that_was_taken_and_cannot_be_followed_leaves_open_what_w
     assert caught.value.message.startswith("acme: GET /orders/1: ")
 
 
-async def test_an_order_is_followed_until_it_is_done_or_time_is_over() -> None:
+async def test_order_is_polled_until_done_or_timeout() -> None:
     async with saying(http("200 OK", b'{"state": "done"}')) as url:
         api = ApiClient(ACCOUNT, url)
         done = await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
@@ -188,14 +188,14 @@ async def test_an_order_is_followed_until_it_is_done_or_time_is_over() -> None:
     assert (done.text("state"), still.text("state")) == ("done", "done")
 
 
-async def test_a_provider_may_tell_the_words_and_leave_their_meaning_to_the_status() -> None:
+async def test_error_message_without_a_kind_falls_back_to_the_status() -> None:
     error = await failure(http("402 Pay", b"{}"), read_error=lambda status, answer: Refusal(message="no money"))
     assert (error.failure, error.scope) == (FailureKind.BALANCE, "provider")
     assert error.message == "acme: POST /machines: 402: no money"
 
 
 @pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one\rx", "schlüssel"])
-async def test_a_key_that_no_header_takes_is_refused_without_showing_it(key: str) -> None:
+async def test_key_with_invalid_characters_is_rejected_without_its_value(key: str) -> None:
     api = ApiClient(ProviderLogin("acme", "example", key, "http://127.0.0.1:9"), "http://127.0.0.1:9/v1")
     with pytest.raises(ApiError) as caught:
         await api.request("POST", "/machines", json={}, creates=True)
@@ -204,7 +204,7 @@ async def test_a_key_that_no_header_takes_is_refused_without_showing_it(key: str
     assert caught.value.failure is FailureKind.AUTH
 
 
-def test_of_several_codes_that_counts_which_stands_first_in_the_table() -> None:
+def test_first_matching_code_of_the_table_counts() -> None:
     table = {
         "sold-out none-left": Refusal(FailureKind.CAPACITY),
         "no": Refusal(FailureKind.INVALID, hint="ask for another"),
@@ -218,7 +218,7 @@ def test_of_several_codes_that_counts_which_stands_first_in_the_table() -> None:
     assert refusal_by_code(table, [("none", "a part of a code is none"), ("", "")]) is None
 
 
-def test_where_there_are_no_codes_words_count_in_any_case() -> None:
+def test_message_patterns_ignore_case() -> None:
     table = {r"sold out|none left": Refusal(FailureKind.CAPACITY), r"limit": Refusal(FailureKind.QUOTA, "provider")}
     found = refusal_by_message(table, "Your Limit is reached")
     assert found == Refusal(FailureKind.QUOTA, "provider", "Your Limit is reached")
@@ -226,12 +226,12 @@ def test_where_there_are_no_codes_words_count_in_any_case() -> None:
     assert refusal_by_message(table, "something else") is None
 
 
-def test_an_order_leaves_out_what_it_does_not_say() -> None:
+def test_drop_none_removes_unset_fields() -> None:
     wanted = {"name": "n1", "network": None, "disks": [{"size": 0, "image": None}], "env": {"A": ""}}
     assert drop_none(wanted) == {"name": "n1", "disks": [{"size": 0}], "env": {"A": ""}}
 
 
-async def test_several_calls_are_made_beside_each_other_and_bring_their_results_in_order() -> None:
+async def test_concurrent_calls_return_results_in_order() -> None:
     under_way, most = 0, 0
 
     async def work(number: int) -> int:

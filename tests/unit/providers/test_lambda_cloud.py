@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
 
 from shoal.cloud.providers.api import FailureKind, Query
 from shoal.cloud.providers.lambda_cloud import read_error
@@ -42,7 +42,7 @@ def code(answer: tuple[int, Any]) -> tuple[int, str, str]:
 # The renter
 
 
-async def test_an_offer_says_what_the_machine_is(it: Trial) -> None:
+async def test_offer_describes_the_machine(it: Trial) -> None:
     [offer] = await it.renter.offers(Query(types=("gpu_8x_h100_sxm5",), regions=("us-west-1",)))
     assert (offer.gpu, offer.gpus, offer.gpu_memory_gb) == ("H100", 8, 80)
     assert (offer.cpus, offer.memory_gb, offer.usd_hour, offer.available) == (208, 1800, 31.92, "yes")
@@ -52,13 +52,13 @@ async def test_an_offer_says_what_the_machine_is(it: Trial) -> None:
     assert (plain.gpu, plain.gpus) == ("", 0)
 
 
-async def test_a_region_that_was_asked_for_and_has_none_is_told(it: Trial) -> None:
+async def test_requested_region_without_capacity_is_listed_as_unavailable(it: Trial) -> None:
     [offer] = await it.renter.offers(Query(types=("gpu_8x_b200_sxm6",), regions=("us-east-1",)))
     assert offer.available == "no"
     assert await it.renter.offers(Query(types=("gpu_8x_b200_sxm6",))) == []
 
 
-async def test_the_list_of_capacity_promises_nothing(it: Trial) -> None:
+async def test_stockout_can_follow_a_list_with_capacity(it: Trial) -> None:
     order = await it.order()
     it.fault("stockout", -1, region="us-west-1")
     [offer] = await it.renter.offers(Query(types=(order.offer.type,), regions=("us-west-1",)))
@@ -71,7 +71,7 @@ async def test_the_list_of_capacity_promises_nothing(it: Trial) -> None:
     )
 
 
-async def test_an_order_carries_its_marks_its_image_and_its_script(it: Trial) -> None:
+async def test_order_has_tags_image_and_script(it: Trial) -> None:
     await it.create("gpu1", "tok")
     [machine] = it.market.instances.values()
     assert machine.order.name == "reef--gpu1--tok"
@@ -83,28 +83,28 @@ async def test_an_order_carries_its_marks_its_image_and_its_script(it: Trial) ->
     assert machine.order.public_keys == (PUBLIC_KEY,)
 
 
-async def test_a_machine_whose_tags_are_not_told_is_known_by_its_name(it: Trial) -> None:
+async def test_machine_without_tags_is_identified_by_its_name(it: Trial) -> None:
     await it.create("gpu1", "tok")
     it.simulation.rewrite = lambda line, data: _without_tags(data)
     [found] = await it.listed()
     assert (found.cluster, found.node, found.token, found.created) == ("reef", "gpu1", "tok", None)
 
 
-async def test_long_names_fit_and_are_told_by_their_tags(it: Trial) -> None:
+async def test_long_names_are_shortened_and_identified_by_tags(it: Trial) -> None:
     node, token = "node-" + "x" * 50, "t" * 40
     assert (await it.create(node, token)).ok
     [found] = await it.listed()
     assert (found.node, found.token) == (node, token)
 
 
-async def test_an_order_without_a_key_is_refused_before_anybody_is_asked(it: Trial) -> None:
+async def test_order_without_a_key_is_rejected_before_any_request(it: Trial) -> None:
     [outcome] = await it.renter.create([replace(await it.order(), key_name="")])
     assert outcome.failure is FailureKind.INVALID
     assert "requires the name of an SSH key" in outcome.message
     assert it.made == 0
 
 
-async def test_an_address_comes_before_the_machine_is_active(it: Trial) -> None:
+async def test_address_is_listed_before_the_machine_is_active(it: Trial) -> None:
     await it.create()
     [found] = await it.listed()
     assert (found.state, found.host) == ("pending", "")
@@ -116,7 +116,7 @@ async def test_an_address_comes_before_the_machine_is_active(it: Trial) -> None:
     assert (found.state, found.raw_state, found.user, found.port) == ("up", "active", "ubuntu", 22)
 
 
-async def test_a_machine_is_up_without_a_private_address_too(it: Trial) -> None:
+async def test_machine_without_a_private_address_is_up(it: Trial) -> None:
     order = await it.order()
     south = replace(order, offer=replace(order.offer, region="us-south-1"), token="t2", node="gpu2")
     assert [one.ok for one in await it.renter.create([order, south])] == [True, True]
@@ -124,20 +124,20 @@ async def test_a_machine_is_up_without_a_private_address_too(it: Trial) -> None:
     assert [one.state for one in await it.listed()] == ["up", "up"]
 
 
-async def test_a_state_that_we_do_not_know_is_no_reason_to_give_a_machine_back(it: Trial) -> None:
+async def test_unknown_state_is_pending(it: Trial) -> None:
     await it.create()
     it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": "defragmenting"} for one in data["data"]]}
     [found] = await it.listed()
     assert (found.state, found.raw_state) == ("pending", "defragmenting")
 
 
-async def test_a_terminated_machine_is_not_listed(it: Trial) -> None:
+async def test_terminated_machine_is_not_listed(it: Trial) -> None:
     await it.create()
     it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": "terminated"} for one in data["data"]]}
     assert await it.listed() == []
 
 
-async def test_a_machine_that_lambda_does_not_terminate_is_told(it: Trial) -> None:
+async def test_machine_not_terminated_by_lambda_is_reported(it: Trial) -> None:
     await it.create()
     found = await it.listed()
     it.simulation.rewrite = lambda line, data: {"data": {"terminated_instances": []}}
@@ -146,7 +146,7 @@ async def test_a_machine_that_lambda_does_not_terminate_is_told(it: Trial) -> No
     assert outcome.message == f"Lambda did not terminate {found[0].id}"
 
 
-async def test_many_are_given_back_in_one_call(it: Trial) -> None:
+async def test_machines_are_deleted_in_a_single_call(it: Trial) -> None:
     for count in range(3):
         await it.create(f"gpu{count}", f"t{count}")
     found = await it.listed()
@@ -155,14 +155,14 @@ async def test_many_are_given_back_in_one_call(it: Trial) -> None:
     assert len(it.simulation.requests) == 1
 
 
-async def test_a_key_is_known_by_its_material_whatever_it_is_called(it: Trial) -> None:
+async def test_key_is_matched_by_its_material(it: Trial) -> None:
     await api(it, "POST", "/ssh-keys", {"name": "laptop", "public_key": PUBLIC_KEY + " somebody's"})
     assert await it.renter.ensure_key(CLUSTER, PUBLIC_KEY) == "laptop"
     other = PUBLIC_KEY.replace("FyC2", "FyC3")
     assert (await it.renter.ensure_key(CLUSTER, other)).startswith("shoal-reef-")
 
 
-def test_errors_are_told_apart_by_their_codes_alone() -> None:
+def test_errors_are_mapped_by_their_codes() -> None:
     def failure_of(status: int, code: str) -> FailureKind | None:
         found = read_refusal(read_error, status, {"error": {"code": code, "message": "whatever"}})
         return found.failure if found else None
@@ -181,7 +181,7 @@ def test_errors_are_told_apart_by_their_codes_alone() -> None:
 # The simulator, where the renter asks for no such thing
 
 
-async def test_the_simulator_keeps_to_lambdas_limits() -> None:
+async def test_simulator_enforces_the_rate_limits_of_lambda() -> None:
     async with trial(CASES["lambda"], limited=True) as it:
         it.clock.now += 10
         key = await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
@@ -214,14 +214,14 @@ async def test_the_simulator_keeps_to_lambdas_limits() -> None:
         ),
     ],
 )
-async def test_an_order_that_lambda_does_not_take_is_refused_in_its_words(
+async def test_invalid_order_is_rejected_with_the_code_of_lambda(
     it: Trial, more: dict[str, Any], told: tuple[int, str, str]
 ) -> None:
     assert code(await launch(it, **more)) == told
     assert it.made == 0
 
 
-async def test_an_instance_is_shown_with_the_fields_that_lambda_documents(it: Trial) -> None:
+async def test_instance_has_the_documented_fields(it: Trial) -> None:
     await launch(it, tags=[{"key": "ab", "value": "c"}])
     it.boot()
     _, answer = await api(it, "GET", "/instances")
@@ -238,7 +238,7 @@ async def test_an_instance_is_shown_with_the_fields_that_lambda_documents(it: Tr
     assert (await api(it, "POST", "/instance-operations/restart", {"instance_ids": [shown["id"]]}))[0] == 200
 
 
-async def test_terminating_is_followed_by_not_found(it: Trial) -> None:
+async def test_terminated_instance_is_not_found(it: Trial) -> None:
     _, made = await launch(it)
     [id] = made["data"]["instance_ids"]
     status, answer = await api(it, "POST", "/instance-operations/terminate", {"instance_ids": [id]})
@@ -251,14 +251,14 @@ async def test_terminating_is_followed_by_not_found(it: Trial) -> None:
     assert (await api(it, "POST", "/instance-operations/terminate", {"instance_ids": [id]}))[0] == 404
 
 
-async def test_one_unknown_id_and_none_is_terminated(it: Trial) -> None:
+async def test_unknown_id_terminates_no_instance(it: Trial) -> None:
     _, made = await launch(it)
     ids = [*made["data"]["instance_ids"], "0" * 32]
     assert (await api(it, "POST", "/instance-operations/terminate", {"instance_ids": ids}))[0] == 404
     assert [one.phase for one in it.market.instances.values()] == ["pending"]
 
 
-async def test_keys_are_made_listed_and_removed(it: Trial) -> None:
+async def test_keys_are_created_listed_and_deleted(it: Trial) -> None:
     status, made = await api(it, "POST", "/ssh-keys", {"name": "new"})
     assert status == 200
     assert made["data"]["private_key"].startswith("-----BEGIN")
@@ -269,13 +269,13 @@ async def test_keys_are_made_listed_and_removed(it: Trial) -> None:
     assert (await api(it, "DELETE", f"/ssh-keys/{made['data']['id']}"))[0] == 404
 
 
-async def test_images_name_the_family_that_we_ask_for(it: Trial) -> None:
+async def test_images_contain_the_default_family(it: Trial) -> None:
     _, answer = await api(it, "GET", "/images")
     assert "lambda-stack-24-04" in {image["family"] for image in answer["data"]}
 
 
 @pytest.mark.parametrize(("user", "status"), [("k", 200), ("", 401)])
-async def test_a_key_may_come_as_a_user_without_a_password(it: Trial, user: str, status: int) -> None:
+async def test_key_is_accepted_as_basic_auth_user(it: Trial, user: str, status: int) -> None:
     async with httpx.AsyncClient(auth=(user, "")) as client:
         assert (await client.get(it.url + "/instances")).status_code == status
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.renters import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+from tests.contract.rental_providers import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
 from shoal.cloud.providers import paperspace, rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
@@ -32,23 +32,23 @@ def scripts(it: Trial) -> list[str]:
 # Names and words
 
 
-def test_a_name_tells_cluster_node_token_and_time_of_birth() -> None:
+def test_name_contains_cluster_node_token_and_time() -> None:
     assert paperspace.read_name("c-my-reef--gpu-1--1800000000-ab12") == ("my-reef", "gpu-1", "ab12", 1800000000.0)
 
 
 @pytest.mark.parametrize("name", ["", "my machine", "c-reef", "c-reef--gpu1", "c-reef--gpu1--then-ab12", "c---1-a"])
-def test_a_name_that_is_not_ours_marks_nothing(name: str) -> None:
+def test_foreign_name_is_ignored(name: str) -> None:
     assert paperspace.read_name(name) == ("", "", "", None)
 
 
-async def test_a_machine_of_somebody_else_is_not_listed(it: Trial) -> None:
+async def test_foreign_machine_is_not_listed(it: Trial) -> None:
     await it.create()
     for machine in it.market.instances.values():
         machine.order = replace(machine.order, name="my own machine")
     assert await it.listed() == []
 
 
-async def test_a_field_that_would_break_the_name_is_refused_before_anything_is_sent(it: Trial) -> None:
+async def test_field_that_breaks_the_name_is_rejected_before_any_request(it: Trial) -> None:
     [outcome] = await it.renter.create([replace(ORDER, node="gpu--1")])
     assert (outcome.failure, outcome.message) == (
         FailureKind.INVALID,
@@ -58,7 +58,7 @@ async def test_a_field_that_would_break_the_name_is_refused_before_anything_is_s
 
 
 @pytest.mark.parametrize(("written", "code"), [("NY2", "NY2"), ("East Coast (NY2)", "NY2"), ("Mars", "Mars")])
-def test_a_region_has_two_spellings(written: str, code: str) -> None:
+def test_region_has_two_spellings(written: str, code: str) -> None:
     assert paperspace.code_of(written) == code
 
 
@@ -73,7 +73,7 @@ def test_a_region_has_two_spellings(written: str, code: str) -> None:
         ("C5", "t0nspur5"),
     ],
 )
-def test_the_system_suits_the_gpu(type_: str, template: str) -> None:
+def test_template_fits_the_gpu(type_: str, template: str) -> None:
     assert paperspace.template_of(Offer("p", type_, "NY2")) == template
 
 
@@ -90,7 +90,7 @@ def test_the_system_suits_the_gpu(type_: str, template: str) -> None:
         (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, FailureKind.BALANCE, "provider"),
     ],
 )
-def test_errors_and_what_they_mean(status: int, data: dict[str, str], expected: FailureKind, scope: str) -> None:
+def test_errors_are_mapped(status: int, data: dict[str, str], expected: FailureKind, scope: str) -> None:
     refusal = read_refusal(paperspace.read_error, status, data)
     assert refusal is not None
     assert (refusal.failure, refusal.scope) == (expected, scope)
@@ -98,7 +98,7 @@ def test_errors_and_what_they_mean(status: int, data: dict[str, str], expected: 
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"message": 7}])
-def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
+def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
     assert read_refusal(paperspace.read_error, 500, data) == Refusal()
 
 
@@ -113,9 +113,7 @@ def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> Non
         (409, {"code": "CONFLICT", "message": "taken"}),
     ],
 )
-def test_an_error_whose_words_say_no_more_is_told_in_them_and_left_to_its_status(
-    status: int, data: dict[str, str]
-) -> None:
+def test_unspecific_error_is_quoted_and_falls_back_to_the_status(status: int, data: dict[str, str]) -> None:
     assert read_refusal(paperspace.read_error, status, data) == Refusal(
         None, message=f"{data['code']}: {data['message']}"
     )
@@ -124,7 +122,7 @@ def test_an_error_whose_words_say_no_more_is_told_in_them_and_left_to_its_status
 # What is ordered
 
 
-def test_an_order_asks_for_no_password_by_mail_and_no_snapshot() -> None:
+def test_order_requests_no_password_mail_and_no_snapshot() -> None:
     order = replace(ORDER, disk_gb=120)
     assert paperspace.machine_order(order, "a name", "ss1", {}) == {
         "name": "a name",
@@ -140,14 +138,14 @@ def test_an_order_asks_for_no_password_by_mail_and_no_snapshot() -> None:
     }
 
 
-def test_settings_choose_the_network_and_the_system_and_an_order_its_own() -> None:
+def test_settings_choose_network_and_template_and_an_order_overrides() -> None:
     settings = {"network": "n1", "template": "tmine"}
     found = paperspace.machine_order(ORDER, "a name", "ss1", settings)
     assert (found["networkId"], found["templateId"]) == ("n1", "tmine")
     assert paperspace.machine_order(replace(ORDER, image="town"), "a name", "ss1", settings)["templateId"] == "town"
 
 
-def test_the_startup_script_is_one_that_a_shell_takes_and_holds_key_and_script(tmp_path: Any) -> None:
+def test_startup_script_is_valid_shell_and_contains_key_and_script(tmp_path: Any) -> None:
     text = paperspace.startup_script(ORDER)
     assert f"'{PUBLIC_KEY}' >> /home/paperspace/.ssh/authorized_keys" in text
     own = text.replace("/home/paperspace", str(tmp_path)).replace("-o paperspace -g paperspace", "")
@@ -160,7 +158,7 @@ def test_the_startup_script_is_one_that_a_shell_takes_and_holds_key_and_script(t
 # Scripts come and go with machines
 
 
-async def test_a_script_goes_with_its_machine(it: Trial) -> None:
+async def test_startup_script_is_deleted_with_its_machine(it: Trial) -> None:
     await it.create("gpu1", "t1")
     await it.create("gpu2", "t2")
     assert len(scripts(it)) == 2
@@ -171,13 +169,13 @@ async def test_a_script_goes_with_its_machine(it: Trial) -> None:
 
 
 @pytest.mark.parametrize("fault", ["stockout", "quota", "balance"])
-async def test_a_refused_order_leaves_no_script(it: Trial, fault: str) -> None:
+async def test_rejected_order_leaves_no_startup_script(it: Trial, fault: str) -> None:
     it.fault(fault)
     assert not (await it.create()).ok
     assert scripts(it) == []
 
 
-async def test_a_script_whose_machine_may_be_on_its_way_stays_until_it_is_old(it: Trial) -> None:
+async def test_startup_script_of_a_possible_machine_stays_until_old(it: Trial) -> None:
     it.fault("error-before-create")
     assert (await it.create("gpu1", "t1")).failure is FailureKind.AMBIGUOUS
     await it.create("gpu2", "t2")
@@ -190,7 +188,7 @@ async def test_a_script_whose_machine_may_be_on_its_way_stays_until_it_is_old(it
     assert scripts(it) == []
 
 
-async def test_scripts_of_other_clusters_and_of_nobody_are_left_alone(it: Trial) -> None:
+async def test_startup_scripts_of_other_clusters_are_kept(it: Trial) -> None:
     await it.create(cluster="lagoon")
     it.market.notes["scripts"]["x"] = {**next(iter(it.market.notes["scripts"].values())), "id": "x", "name": "mine"}
     await it.create()
@@ -198,7 +196,7 @@ async def test_scripts_of_other_clusters_and_of_nobody_are_left_alone(it: Trial)
     assert sorted(name[:9] for name in scripts(it)) == ["c-lagoon-", "mine"]
 
 
-async def test_a_delete_is_done_even_where_its_script_cannot_be_swept(it: Trial) -> None:
+async def test_delete_succeeds_although_script_cleanup_fails(it: Trial) -> None:
     await it.create()
     it.boot()
     found = await it.listed()
@@ -210,7 +208,7 @@ async def test_a_delete_is_done_even_where_its_script_cannot_be_swept(it: Trial)
 # Events
 
 
-async def test_an_order_that_fails_for_an_unknown_reason_leaves_open_what_was_made(it: Trial) -> None:
+async def test_order_that_fails_for_an_unknown_reason_is_ambiguous(it: Trial) -> None:
     def broken(line: str, data: Any) -> Any:
         return {**data, "state": "error", "error": "Hypervisor says no"} if "/machine-events/" in line else data
 
@@ -219,7 +217,7 @@ async def test_an_order_that_fails_for_an_unknown_reason_leaves_open_what_was_ma
     assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "acme: Hypervisor says no")
 
 
-async def test_an_order_whose_event_cannot_be_asked_for_leaves_open_what_was_made(it: Trial) -> None:
+async def test_unreadable_event_is_ambiguous(it: Trial) -> None:
     it.simulation.rewrite = lambda line, data: {"id": "x"} if "/machine-events/" in line else data
     outcome = await it.create()
     assert outcome.failure is FailureKind.AMBIGUOUS
@@ -227,15 +225,13 @@ async def test_an_order_whose_event_cannot_be_asked_for_leaves_open_what_was_mad
     assert len(it.market.instances) == 1
 
 
-async def test_an_order_that_paperspace_is_slow_to_begin_counts_as_taken(
-    it: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_order_counts_as_accepted(it: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paperspace, "FOLLOW_TIMEOUT_S", 0.2)
     it.simulation.rewrite = lambda line, data: {**data, "state": "new"} if "/machine-events/" in line else data
     assert (await it.create()).ok
 
 
-async def test_a_machine_whose_making_failed_later_is_in_error_with_paperspace_s_words(it: Trial) -> None:
+async def test_machine_that_fails_later_is_in_error_with_the_message(it: Trial) -> None:
     await it.create("gpu1", "t1")
     await it.create("gpu2", "t2")
     event = next(iter(it.market.notes["events"].values()))
@@ -245,7 +241,7 @@ async def test_a_machine_whose_making_failed_later_is_in_error_with_paperspace_s
     assert found["t2"].state == "pending"
 
 
-async def test_events_are_asked_for_only_while_a_machine_is_being_made(it: Trial) -> None:
+async def test_events_are_read_only_while_a_machine_is_created(it: Trial) -> None:
     await it.create()
     it.boot()
     await it.listed()
@@ -266,7 +262,7 @@ async def test_all_pages_are_read(it: Trial, monkeypatch: pytest.MonkeyPatch) ->
 # Offers
 
 
-async def test_offers_come_from_our_table_and_say_what_there_is_now(it: Trial) -> None:
+async def test_offers_come_from_the_price_table_with_current_availability(it: Trial) -> None:
     full = it.market.types["H100"]
     it.market.types["H100"] = replace(full, places={**full.places, "Europe (AMS1)": 0})
     found = await it.renter.offers(Query(types=("H100",), regions=("Europe (AMS1)", "NY2")))
@@ -280,7 +276,7 @@ async def test_offers_come_from_our_table_and_say_what_there_is_now(it: Trial) -
 
 
 @pytest.mark.parametrize("written", ["NY2", "East Coast (NY2)"])
-async def test_a_region_is_found_and_ordered_by_either_of_its_names(it: Trial, written: str) -> None:
+async def test_region_can_be_ordered_under_both_names(it: Trial, written: str) -> None:
     """What a nodeset says is compared with what is offered, letter by letter."""
     [offer] = await it.renter.offers(Query(types=("A4000",), regions=(written,)))
     assert offer.region == written
@@ -288,7 +284,7 @@ async def test_a_region_is_found_and_ordered_by_either_of_its_names(it: Trial, w
     assert [one.region for one in await it.listed()] == ["NY2"]
 
 
-async def test_a_machine_that_we_gave_back_is_not_one_that_is_taken_away(it: Trial) -> None:
+async def test_released_machine_is_not_a_preempted_machine(it: Trial) -> None:
     await it.create()
     it.boot()
     await it.renter.delete(await it.listed())
@@ -296,7 +292,7 @@ async def test_a_machine_that_we_gave_back_is_not_one_that_is_taken_away(it: Tri
 
 
 @pytest.mark.parametrize("answer", ["empty object", "bad gateway", "cut off", "no answer"])
-async def test_a_script_that_could_not_be_left_means_that_no_machine_was_ordered(it: Trial, answer: str) -> None:
+async def test_failed_script_upload_orders_no_machine(it: Trial, answer: str) -> None:
     async with saying(BAD_ANSWERS[answer], r"POST /v1/startup-scripts", it.url) as url:
         bad = rental_provider(account(CASE, url))
         try:

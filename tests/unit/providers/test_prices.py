@@ -15,7 +15,7 @@ from shoal.cloud.providers.prices import COLUMNS, InstanceShape, Prices, prices,
 H100 = Offer("mine", "gpu_8x_h100_sxm5", "us-west-1")
 
 
-def test_the_table_that_is_shipped_is_whole() -> None:
+def test_shipped_table_is_complete() -> None:
     rows = shipped()
     assert len({(row.provider, row.type, row.region, row.market) for row in rows}) == len(rows)
     for row in rows:
@@ -26,7 +26,7 @@ def test_the_table_that_is_shipped_is_whole() -> None:
         assert date.fromisoformat(row.as_of) <= date(2026, 11, 15)
 
 
-def test_a_price_is_found_for_the_region_or_for_all_of_them() -> None:
+def test_price_is_looked_up_by_region_or_for_all_regions() -> None:
     table = Prices([_row("", 2.0), _row("eu", 3.0)])
     assert table.find("lambda", "t", "eu", "on-demand") == _row("eu", 3.0)
     assert table.find("lambda", "t", "us", "on-demand") == _row("", 2.0)
@@ -34,7 +34,7 @@ def test_a_price_is_found_for_the_region_or_for_all_of_them() -> None:
     assert table.find("gcp", "t", "us", "on-demand") is None
 
 
-def test_a_spot_price_that_nobody_told_is_taken_for_the_whole_one() -> None:
+def test_missing_spot_price_falls_back_to_on_demand() -> None:
     whole = _row("", 2.0)
     assert Prices([whole]).find("lambda", "t", "us", "spot") == whole
     spot = replace(whole, market="spot", usd_hour=0.5)
@@ -42,33 +42,33 @@ def test_a_spot_price_that_nobody_told_is_taken_for_the_whole_one() -> None:
     assert Prices([spot]).find("lambda", "t", "us", "on-demand") is None
 
 
-def test_of_two_prices_the_newer_one_counts_in_whatever_order_they_come() -> None:
+def test_newer_price_counts_in_any_order() -> None:
     old, new = _row("", 2.0, as_of="2026-08-01"), _row("", 3.0, as_of="2026-09-01")
     assert list(Prices([old, new])) == [new]
     assert list(Prices([new, old])) == [new]
 
 
-def test_an_offer_without_a_price_gets_the_tables_with_its_day() -> None:
+def test_offer_without_a_price_gets_the_table_price_and_date() -> None:
     [filled] = prices().fill("lambda", [H100])
     assert (filled.usd_hour, filled.as_of) == (31.92, "2026-09-25")
     assert (filled.gpu, filled.gpus, filled.cpus, filled.memory_gb, filled.gpu_memory_gb) == ("H100", 8, 208, 1800, 80)
 
 
-def test_what_the_provider_told_is_left_as_it_is() -> None:
+def test_values_of_the_provider_are_kept() -> None:
     told = replace(H100, usd_hour=29.0, gpu="H100 SXM5", gpus=8, cpus=200, memory_gb=1700, gpu_memory_gb=80)
     assert prices().fill("lambda", [told]) == [told]
     unknown = Offer("mine", "gpu_1x_moon", "us-west-1")
     assert prices().fill("lambda", [unknown]) == [unknown]
 
 
-def test_a_shape_promises_less_memory_than_the_provider_names() -> None:
+def test_shape_has_less_memory_than_advertised() -> None:
     assert shape_of("gcp", "a2-highgpu-1g") == InstanceShape(12, 80076, 1, "A100", 40, "x86_64")
     assert shape_of("lambda", "gpu_1x_gh200") == InstanceShape(64, 406978, 1, "GH200", 96, "arm64")
     assert shape_of("runpod", "NVIDIA H200") is None  # the host's cores differ
     assert shape_of("lambda", "gpu_1x_moon") is None
 
 
-def test_prices_that_a_provider_told_are_kept_and_win_while_they_are_newer(tmp_path: Path) -> None:
+def test_provider_prices_are_cached_and_used_while_newer(tmp_path: Path) -> None:
     told = replace(H100, usd_hour=28.5, gpu="H100", gpus=8, cpus=208, memory_gb=1800, gpu_memory_gb=80)
     assert store_prices("lambda", [told], "2026-11-15", tmp_path) == 1
     table = prices(tmp_path)
@@ -85,19 +85,19 @@ def test_prices_that_a_provider_told_are_kept_and_win_while_they_are_newer(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["prices.csv"]
 
 
-def test_a_price_from_our_own_table_is_not_kept_as_if_it_were_news(tmp_path: Path) -> None:
+def test_table_price_is_not_stored_as_new(tmp_path: Path) -> None:
     assert store_prices("lambda", prices(tmp_path).fill("lambda", [H100]), "2026-11-15", tmp_path) == 0
     assert store_prices("lambda", [H100], "2026-11-15", tmp_path) == 0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", ",".join(COLUMNS) + "\nlambda,t,,moon,1,,0,0,0,0,,\n", "\0\xff"])
-def test_a_broken_cache_is_as_good_as_none(tmp_path: Path, text: str) -> None:
+def test_invalid_cache_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "prices.csv").write_text(text, encoding="latin-1")
     assert list(prices(tmp_path)) == list(Prices(shipped()))
 
 
-def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_unwritable_cache_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert store_prices("lambda", [replace(H100, usd_hour=1.0)], "2026-11-15", tmp_path / "file") == 0
 

@@ -16,12 +16,12 @@ def test_every_name_in_the_table_gives_a_provider(name: str) -> None:
     assert type(provider(name)).__name__ == PROVIDERS[name].partition(":")[2]
 
 
-def test_an_unknown_name_is_answered_with_the_names_there_are() -> None:
+def test_unknown_name_is_reported_with_the_existing_names() -> None:
     with pytest.raises(ProviderError, match="no provider is called 'cloud'\n  fix: use one of: sandbox"):
         provider("cloud")
 
 
-def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal_simulators.fake_provider:NoSuchProvider", "shoal.providers")
     monkeypatch.setattr(table, "_installed", lambda group: [entry])
     with pytest.raises(ProviderError) as caught:
@@ -38,7 +38,7 @@ def test_installed_packages_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names() == ("mine", "sandbox")
 
 
-def test_an_installed_package_can_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_package_can_add_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
     monkeypatch.setattr(table, "_installed", lambda group: [entry])
     assert isinstance(provider("mine"), FakeProvider)
@@ -61,7 +61,7 @@ WHY: Exception = ValueError("no luck")
         (ProviderError("no key", hint="give one"), "no key\n  fix: give one"),
     ],
 )
-def test_what_a_package_says_itself_is_told_and_any_other_error_is_named_as_its_own(
+def test_shoal_error_of_a_package_is_kept_and_other_errors_name_the_package(
     monkeypatch: pytest.MonkeyPatch, why: Exception, told: str
 ) -> None:
     monkeypatch.setattr(table, "_installed", lambda group: [EntryPoint("mine", f"{__name__}:Choosy", group)])
@@ -71,7 +71,7 @@ def test_what_a_package_says_itself_is_told_and_any_other_error_is_named_as_its_
     assert str(caught.value) == told
 
 
-def test_what_a_kind_can_do_is_known_without_access_and_not_for_one_that_nobody_has(
+def test_abilities_are_readable_without_access_and_unknown_kinds_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert abilities("runpod").container

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.renters import CASES, Trial, account, http, saying, trial
+from tests.contract.rental_providers import CASES, Trial, account, http, saying, trial
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, Query
@@ -46,9 +46,7 @@ def problem(detail: str, **more: Any) -> dict[str, Any]:
         (422, "Request validation failed.", FailureKind.INVALID, "offer"),
     ],
 )  # fmt: skip
-def test_an_error_means_what_its_status_and_text_say(
-    status: int, detail: str, expected: FailureKind, scope: str
-) -> None:
+def test_error_is_mapped_by_status_and_text(status: int, detail: str, expected: FailureKind, scope: str) -> None:
     found = read_refusal(read_error, status, problem(detail))
     assert found is not None
     assert (found.failure, found.scope) == (expected, scope)
@@ -58,15 +56,15 @@ def test_an_error_means_what_its_status_and_text_say(
 @pytest.mark.parametrize(
     ("status", "data"), [(500, problem("x")), (429, problem("x")), (400, {"error": "v1"}), (400, 7)]
 )
-def test_what_the_text_does_not_decide_is_left_to_the_status(status: int, data: Any) -> None:
+def test_unspecific_text_falls_back_to_the_status(status: int, data: Any) -> None:
     assert read_refusal(read_error, status, data) == Refusal()
 
 
-def test_a_key_that_may_not_do_it_is_not_taken_for_a_closed_pool() -> None:
+def test_denied_key_is_not_a_closed_pool() -> None:
     assert read_refusal(read_error, 403, problem("access denied")) == Refusal()  # then it is AUTH, as every 403
 
 
-def test_the_parts_of_an_order_that_were_wrong_are_named() -> None:
+def test_invalid_parts_of_an_order_are_named() -> None:
     found = read_refusal(
         read_error, 422, problem("Request validation failed.", errors=["$: additional properties 'x' not allowed"])
     )
@@ -74,7 +72,7 @@ def test_the_parts_of_an_order_that_were_wrong_are_named() -> None:
     assert found.message == "Request validation failed.; $: additional properties 'x' not allowed"
 
 
-async def test_an_api_that_was_retired_says_so_and_makes_nothing() -> None:
+async def test_retired_api_is_reported_and_creates_nothing() -> None:
     async with trial(CASE) as it:
         order = await it.order()
     async with saying(http("410 Gone", b'{"error": "v1 is gone"}')) as url:
@@ -92,7 +90,7 @@ async def test_an_api_that_was_retired_says_so_and_makes_nothing() -> None:
     ("type", "gpu", "count"),
     [("NVIDIA A40", "NVIDIA A40", 1), ("8x NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", 8)],
 )
-def test_a_type_is_a_gpu_and_how_many(type: str, gpu: str, count: int) -> None:
+def test_type_is_a_gpu_and_its_count(type: str, gpu: str, count: int) -> None:
     assert split_type(type) == (gpu, count)
     assert joined_type(gpu, count) == type
 
@@ -106,14 +104,14 @@ def decoded(args: str) -> str:
     return base64.b64decode(found[1]).decode()
 
 
-def test_the_command_starts_sshd_and_then_waits() -> None:
+def test_command_starts_sshd_and_waits() -> None:
     script = decoded(boot_args(""))
     assert script == TRAP + BOOT + WAIT
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert "ssh-ed25519" not in script, "the key is in the environment"
 
 
-def test_the_orders_own_script_runs_beside_it() -> None:
+def test_order_script_runs_beside_sshd() -> None:
     own = "#!/bin/sh\necho 'it''s mine' \"$HOME\"\n"
     script = decoded(boot_args(own))
     found = re.search(r"echo (\S+) \| base64 -d > /run/user-data && \{ setsid sh /run/user-data & \}\n", script)
@@ -123,7 +121,7 @@ def test_the_orders_own_script_runs_beside_it() -> None:
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
 
 
-def test_a_container_that_finds_no_mirror_has_begun_the_orders_own_script_and_can_be_ended_by_it(
+def test_container_without_a_mirror_runs_the_order_script_and_can_be_ended(
     tmp_path: Path,
 ) -> None:
     """With an apt-get that does not come back, in directories of our own."""
@@ -154,7 +152,7 @@ def _wait_for(path: Path) -> None:
     assert path.exists()
 
 
-async def test_running_is_not_up_until_there_is_a_way_in() -> None:
+async def test_running_pod_is_up_only_with_an_ssh_address() -> None:
     async with trial(CASE) as it:
         await it.create()
         seen = []
@@ -166,7 +164,7 @@ async def test_running_is_not_up_until_there_is_a_way_in() -> None:
         assert seen[-1] == ("RUNNING", "up")
 
 
-async def test_the_way_in_is_also_found_among_the_ports() -> None:
+async def test_ssh_address_is_also_read_from_the_ports() -> None:
     async with trial(CASE) as it:
         await it.create()
         it.boot()
@@ -182,7 +180,7 @@ def without_direct(line: str, data: Any) -> Any:
 
 
 @pytest.mark.parametrize("page", [3, 50])
-async def test_all_pods_are_found_on_one_page_and_on_many(page: int) -> None:
+async def test_pods_on_all_pages_are_listed(page: int) -> None:
     async with trial(CASE) as it:
         it.simulation.simulator.page = page  # type: ignore[attr-defined]
         for count in range(7):
@@ -192,7 +190,7 @@ async def test_all_pods_are_found_on_one_page_and_on_many(page: int) -> None:
         assert len(lists) == (3 if page == 3 else 1)
 
 
-async def test_pages_without_an_end_are_an_error() -> None:
+async def test_repeated_page_is_an_error() -> None:
     async with trial(CASE) as it:
         await it.create()
         it.simulation.rewrite = lambda line, data: {**data, "pagination": {"hasNextPage": True, "nextCursor": "1"}}
@@ -200,7 +198,7 @@ async def test_pages_without_an_end_are_an_error() -> None:
             await it.listed()
 
 
-async def test_more_gpus_in_one_pod_cost_as_many_times_as_much() -> None:
+async def test_price_is_multiplied_by_the_gpu_count() -> None:
     async with trial(CASE) as it:
         [offer] = await it.renter.offers(Query(types=("4x NVIDIA H200",), regions=("US-KS-2",)))
         assert (offer.gpus, offer.gpu, offer.gpu_memory_gb) == (4, "H200", 141)
@@ -211,7 +209,7 @@ async def test_more_gpus_in_one_pod_cost_as_many_times_as_much() -> None:
         assert (found.type, found.region) == ("4x NVIDIA H200", "US-KS-2")
 
 
-async def test_an_order_says_where_and_asks_for_the_one_port() -> None:
+async def test_order_has_its_region_and_the_ssh_port() -> None:
     async with trial(CASE) as it:
         outcome = await it.create()
         order = it.market.instances[outcome.id].order.marks["order"]
@@ -223,7 +221,7 @@ async def test_an_order_says_where_and_asks_for_the_one_port() -> None:
         }
 
 
-async def test_the_community_cloud_has_one_place_and_its_own_price() -> None:
+async def test_community_cloud_has_a_single_region_and_its_own_price() -> None:
     async with trial(CASE) as it:
         own = rental_provider(account(CASE, it.url, cloud="community"))
         try:
@@ -238,7 +236,7 @@ async def test_the_community_cloud_has_one_place_and_its_own_price() -> None:
         assert "dataCenterIds" not in order
 
 
-async def test_a_pod_that_lost_its_environment_is_known_by_its_name() -> None:
+async def test_pod_without_its_environment_is_identified_by_its_name() -> None:
     async with trial(CASE) as it:
         await it.create()
         it.simulation.rewrite = without_env
@@ -250,7 +248,7 @@ def without_env(line: str, data: Any) -> Any:
     return {"pods": [{**pod, "env": {}} for pod in data["pods"]]}
 
 
-async def test_somebody_elses_pod_is_nobodys_to_delete() -> None:
+async def test_foreign_pod_is_not_listed() -> None:
     async with trial(CASE) as it:
         await it.create()
         it.simulation.rewrite = lambda line, data: {
@@ -266,13 +264,13 @@ async def it() -> Any:
         yield made
 
 
-async def test_a_pod_whose_price_is_not_told_yet_is_not_taken_to_be_free(it: Trial) -> None:
+async def test_zero_price_of_a_new_pod_is_unknown(it: Trial) -> None:
     it.simulation.rewrite = lambda line, data: {**data, "cost": 0} if "id" in data else data
     outcome = await it.create()
     assert outcome.id and outcome.usd_hour is None
 
 
-async def test_a_stopped_pod_is_listed_and_tells_no_price(it: Trial) -> None:
+async def test_stopped_pod_is_listed_without_a_price(it: Trial) -> None:
     await it.create()
     it.boot()
     it.simulation.rewrite = lambda line, data: {

@@ -69,7 +69,7 @@ def without(*names: str) -> dict[str, Facts]:
 
 
 @pytest.mark.parametrize("silent", [("h1",), ("n1",), ("door",), ("n1", "n2", "h1", "door")])
-def test_hosts_that_do_not_answer_change_nothing(silent: Sequence[str]) -> None:
+def test_silent_hosts_change_nothing(silent: Sequence[str]) -> None:
     whole = assemble(SPEC, FACTS, {})
     again = assemble(SPEC, without(*silent), {}, read_current_conf(put_in_force(whole)))
     assert slurm_conf(again.conf) == slurm_conf(whole.conf)
@@ -79,13 +79,13 @@ def test_hosts_that_do_not_answer_change_nothing(silent: Sequence[str]) -> None:
     assert list(again.addresses) == list(whole.addresses)
 
 
-def test_a_host_that_never_answered_is_left_out_of_everything() -> None:
+def test_host_that_never_answered_is_omitted() -> None:
     cluster = assemble(SPEC, without("h1", "door"), {})
     assert "h1" not in slurm_conf(cluster.conf)
     assert sorted(cluster.addresses) == ["c1", "n1", "n2"]
 
 
-def test_a_leaving_node_stays_in_its_partitions_until_it_is_empty() -> None:
+def test_leaving_node_stays_in_its_partitions_until_empty() -> None:
     before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {})))
     smaller = spec_of(REEF.replace('"n[1-2]"', "n1"))
     now = assemble(smaller, without("n2"), {}, before, ["n2"])
@@ -96,32 +96,32 @@ def test_a_leaving_node_stays_in_its_partitions_until_it_is_empty() -> None:
     assert "n2" not in later.addresses
 
 
-def test_a_leaving_node_comes_back_into_no_partition_that_it_was_not_in() -> None:
+def test_leaving_node_joins_no_other_partition() -> None:
     before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {})))
     spec = spec_of(REEF.replace("  big: {hosts: [h1], features: [h100, nvlink]}\n", "").replace("[lab, big]", "[lab]"))
     cluster = assemble(spec, without("h1"), {}, before, ["h1"])
     assert {p.name: p.nodes for p in cluster.conf.partitions} == {"main": ("n1", "n2", "h1"), "long": ("n1", "n2")}
 
 
-def test_nothing_is_read_out_of_a_configuration_that_somebody_else_wrote() -> None:
+def test_foreign_configuration_is_ignored() -> None:
     theirs = replace(FACTS["c1"], files={SLURM_CONF: FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\n")})
     assert read_current_conf(theirs) == CurrentConf()
     assert read_current_conf(None) == CurrentConf()
     assert read_current_conf(FACTS["c1"]) == CurrentConf()
 
 
-def test_a_host_name_that_differs_from_the_nodes_name_is_told_to_slurm() -> None:
+def test_different_hostname_is_set_as_node_hostname() -> None:
     assert "NodeName=h1 NodeHostname=gpu-box NodeAddr=10.0.0.21" in slurm_conf(assemble(SPEC, FACTS, {}).conf)
 
 
-def test_a_host_without_an_address_to_choose_from_is_reached_by_its_name() -> None:
+def test_host_without_a_usable_address_is_reached_by_name() -> None:
     facts = {**FACTS, "n1": replace(FACTS["n1"], addresses=(Address("docker0", "172.17.0.1", 16),))}
     cluster = assemble(SPEC, facts, {})
     assert next(node for node in cluster.conf.nodes if node.name == "n1").address == "n1"
     assert "n1" not in cluster.addresses
 
 
-def test_features_are_the_nodesets_name_and_those_of_the_file() -> None:
+def test_features_are_the_nodeset_name_and_the_configured_features() -> None:
     node = next(node for node in assemble(SPEC, FACTS, {}).conf.nodes if node.name == "h1")
     assert node.features == ("big", "h100", "nvlink")
 
@@ -137,13 +137,13 @@ def test_features_are_the_nodesets_name_and_those_of_the_file() -> None:
         ({"slurmd": Package("not-a-version", None)}, ("debian", "13"), "24.11.5"),
     ],
 )
-def test_the_version_is_the_installed_one_else_the_one_on_offer_else_the_distributions(
+def test_version_is_installed_else_candidate_else_of_the_distribution(
     packages: dict[str, Package], os: tuple[str, str], version: str
 ) -> None:
     assert slurm_version(Facts(os_id=os[0], os_version=os[1], packages=packages)) == Version.parse(version)
 
 
-def test_the_version_of_a_system_that_we_do_not_know_is_unknown() -> None:
+def test_version_of_an_unknown_system_is_none() -> None:
     assert slurm_version(Facts(os_id="arch", os_version="")) is None
 
 
@@ -171,9 +171,7 @@ TABLE: list[tuple[list[Cgroup], str, Confinement]] = [
 
 
 @pytest.mark.parametrize(("cgroups", "version", "expected"), TABLE)
-def test_the_weakest_host_decides_how_jobs_are_confined(
-    cgroups: list[Cgroup], version: str, expected: Confinement
-) -> None:
+def test_weakest_host_limits_confinement(cgroups: list[Cgroup], version: str, expected: Confinement) -> None:
     assert confinement([Facts(cgroup=one) for one in cgroups], [Version.parse(version)]) == expected
 
 
@@ -187,13 +185,11 @@ def test_the_weakest_host_decides_how_jobs_are_confined(
         (STRONG, replace(STRONG, memory=False), replace(STRONG, memory=False)),
     ],
 )
-def test_what_a_silent_host_may_not_have_is_not_begun_without_it(
-    found: Confinement, before: Confinement, expected: Confinement
-) -> None:
+def test_silent_host_limits_new_confinement(found: Confinement, before: Confinement, expected: Confinement) -> None:
     assert limit_confinement(found, before) == expected
 
 
-def test_the_one_host_without_cgroups_keeps_them_off_while_it_does_not_answer() -> None:
+def test_silent_host_without_cgroups_keeps_cgroups_off() -> None:
     facts = {**FACTS, "n2": replace(FACTS["n2"], cgroup=Cgroup(0))}
     weak = put_in_force(assemble(SPEC, facts, {}))
     again = assemble(SPEC, {**without("n2"), "c1": weak}, {}, read_current_conf(weak))
@@ -205,7 +201,7 @@ def test_the_one_host_without_cgroups_keeps_them_off_while_it_does_not_answer() 
     assert "ProctrackType=proctrack/cgroup" in slurm_conf(gone.conf)
 
 
-def test_memory_is_held_by_the_kernel_where_every_node_lets_it() -> None:
+def test_memory_is_constrained_when_every_node_supports_the_limit() -> None:
     assert "ConstrainRAMSpace=yes" in cgroup_conf(assemble(SPEC, FACTS, {}).conf)
     facts = {**FACTS, "n2": replace(FACTS["n2"], cgroup=Cgroup(2, ("cpuset",)))}
     assert "ConstrainRAMSpace=no" in cgroup_conf(assemble(SPEC, facts, {}).conf)
@@ -224,7 +220,7 @@ SITES = {
 }
 
 
-def test_nodes_of_two_sites_get_a_switch_a_site_and_one_site_gets_none() -> None:
+def test_two_sites_get_a_switch_each_and_a_single_site_none() -> None:
     spec = spec_of(TWO_SITES)
     cluster = assemble(spec, SITES, {})
     assert cluster.conf.switches == (Switch("a", ("fish1", "fish2")), Switch("b", ("kelp1", "kelp2")))
@@ -233,7 +229,7 @@ def test_nodes_of_two_sites_get_a_switch_a_site_and_one_site_gets_none() -> None
     assert assemble(spec_of(everything_b), SITES, {}).conf.switches == (), "the controller runs no jobs"
 
 
-def test_a_node_that_leaves_or_is_silent_keeps_its_switch() -> None:
+def test_leaving_or_silent_node_keeps_its_switch() -> None:
     cluster = assemble(spec_of(TWO_SITES), SITES, {})
     texts = {SLURM_CONF: slurm_conf(cluster.conf), TOPOLOGY_CONF: topology_conf(cluster.conf)}
     before = read_current_conf(
@@ -258,7 +254,7 @@ def default_mpi(facts: dict[str, Facts], before: CurrentConf | None = None) -> b
     return "MpiDefault=pmix" in slurm_conf(assemble(SPEC, facts, {}, before).conf)
 
 
-def test_pmix_is_the_default_where_every_member_gets_it_with_its_packages() -> None:
+def test_pmix_is_the_default_when_every_member_gets_the_package() -> None:
     assert default_mpi(REAL)
     assert default_mpi({name: replace(fact, **TRIXIE) for name, fact in REAL.items()})
 
@@ -273,12 +269,12 @@ def test_pmix_is_the_default_where_every_member_gets_it_with_its_packages() -> N
     ],
     ids=["another system", "another distribution", "a Slurm that Debian did not build", "another architecture"],
 )
-def test_one_member_that_may_lack_pmix_keeps_it_from_being_the_default(lacks: dict[str, Any]) -> None:
+def test_member_that_may_lack_pmix_prevents_the_default(lacks: dict[str, Any]) -> None:
     for name in ("c1", "door", "n1"):
         assert not default_mpi({**REAL, name: replace(REAL[name], **lacks)})
 
 
-def test_hosts_that_already_run_without_pmix_must_be_seen_to_have_it_first() -> None:
+def test_running_hosts_need_pmix_installed_before_the_default() -> None:
     running = CurrentConf(addresses={name: "10.0.0.1" for name in REAL})
     assert not default_mpi(REAL, running)
     seen = {name: fact_of_pmix(fact) for name, fact in REAL.items()}
@@ -287,7 +283,7 @@ def test_hosts_that_already_run_without_pmix_must_be_seen_to_have_it_first() -> 
     assert default_mpi({**seen, "n1": REAL["n1"]}, replace(running, pmix=True)), "what was removed is installed again"
 
 
-def test_a_silent_member_keeps_the_default_as_it_is() -> None:
+def test_silent_member_keeps_the_default() -> None:
     answered = {name: fact_of_pmix(fact) for name, fact in REAL.items() if name != "n2"}
     running = CurrentConf(addresses={name: "10.0.0.1" for name in REAL})
     assert not default_mpi(answered, running)
@@ -315,9 +311,7 @@ def test_a_silent_member_keeps_the_default_as_it_is() -> None:
         ),
     ],
 )
-def test_another_firewall_in_the_way_is_found_with_the_commands_that_open_it(
-    changes: dict[str, Any], found: str, fix: str
-) -> None:
+def test_foreign_firewall_is_reported_with_the_commands(changes: dict[str, Any], found: str, fix: str) -> None:
     facts = {**FACTS, "n1": replace(FACTS["n1"], **changes)}
     [finding] = assemble(SPEC, facts, {}).findings
     assert (finding.level, finding.host, finding.found) == ("warning", "n1", found)
@@ -326,12 +320,12 @@ def test_another_firewall_in_the_way_is_found_with_the_commands_that_open_it(
     assert assemble(spec_of(REEF + "firewall: false\n"), facts, {}).findings == ()
 
 
-def test_hosts_without_another_firewall_have_no_findings() -> None:
+def test_hosts_without_a_foreign_firewall_have_no_findings() -> None:
     facts = {**FACTS, "n1": replace(FACTS["n1"], services={"firewalld": "inactive"})}
     assert assemble(SPEC, facts, {}).findings == ()
 
 
-def test_the_members_read_one_text_that_the_oldest_of_them_knows() -> None:
+def test_slurm_conf_is_valid_for_the_oldest_member() -> None:
     facts = {**FACTS, "c1": replace(FACTS["c1"], packages=slurm_package("23.11.4-1"))}
     cluster = assemble(SPEC, facts, {})
     assert {str(version) for version in cluster.conf.versions} == {"22.05.8", "23.11.4"}

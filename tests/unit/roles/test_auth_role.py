@@ -53,7 +53,7 @@ def items(of: Cluster, name: str) -> dict[str, Item]:
     return {item.key: item for document in documents(of, member).values() for item in document}
 
 
-def test_every_host_gets_the_key_by_its_digest_and_the_file_for_slurm_alone() -> None:
+def test_every_host_gets_the_key_by_digest_and_a_file_for_slurm() -> None:
     for name in ADDRESSES:
         found = items(with_key(), name)
         key, file = found[f"file {KEY}"], found[f"file {JWKS}"]
@@ -64,7 +64,7 @@ def test_every_host_gets_the_key_by_its_digest_and_the_file_for_slurm_alone() ->
         assert entry == {"alg": "HS256", "kty": "oct", "kid": "shoal-" + "a" * 12, "k": "@KEY@", "use": "default"}
 
 
-def test_while_a_rotation_is_unfinished_up_gives_both_keys_and_the_old_one_signs() -> None:
+def test_unfinished_rotation_writes_both_keys_and_the_old_key_signs() -> None:
     file = items(with_key(**{NEXT_KEY: FileFact("b" * 64)}), "n1")[f"file {JWKS}"]
     assert isinstance(file, File)
     old, new = json.loads(str(file.content))["keys"]
@@ -72,7 +72,7 @@ def test_while_a_rotation_is_unfinished_up_gives_both_keys_and_the_old_one_signs
     assert (new["kid"], new.get("use")) == ("shoal-" + "b" * 12, None)
 
 
-def test_the_controller_has_a_key_before_anything_is_planned_and_keeps_it() -> None:
+def test_controller_generates_a_key_before_planning_and_keeps_the_key() -> None:
     spec = spec_of(SLURM)
     controller, door, _ = members(spec)
     fresh = host_facts("c1", "10.0.0.1", files={})
@@ -85,12 +85,12 @@ def test_the_controller_has_a_key_before_anything_is_planned_and_keeps_it() -> N
     }
 
 
-def test_commands_on_a_login_host_have_a_daemon_that_signs_for_them() -> None:
+def test_login_host_runs_sackd() -> None:
     assert isinstance(items(with_key(), "door")["service sackd"], Service)
     assert "service sackd" not in items(with_key(), "n1")
 
 
-def test_all_of_slurm_takes_both_for_the_sake_of_jobs_that_began_under_munge() -> None:
+def test_slurm_and_slurmdbd_accept_both_auth_types() -> None:
     conf = items(with_key(), "c1")["file /etc/slurm/slurm.conf"]
     books = items(with_key(), "c1")["file /etc/slurm/slurmdbd.conf"]
     assert isinstance(conf, File) and isinstance(books, File)
@@ -98,20 +98,20 @@ def test_all_of_slurm_takes_both_for_the_sake_of_jobs_that_began_under_munge() -
     assert "AuthType=auth/slurm\nAuthAltTypes=auth/munge\n" in str(books.content)
 
 
-def test_a_cluster_that_does_not_ask_for_it_has_nothing_of_it_and_loses_what_it_had() -> None:
+def test_cluster_without_auth_slurm_has_no_key_and_removes_old_files() -> None:
     before = items(cluster(TEXT), "n1")
     assert not any("slurm.jwks" in key or "slurm.key" in key for key in before)
     file = items(with_key(TEXT), "n1")[f"file {JWKS}"]
     assert isinstance(file, File) and file.content is None
 
 
-def test_moving_to_it_costs_no_job_and_moving_back_does() -> None:
+def test_change_to_auth_slurm_costs_no_job_and_the_return_does() -> None:
     old, new = slurm_conf(cluster(TEXT).conf), slurm_conf(with_key().conf)
     assert not loses_jobs(old, new)
     assert loses_jobs(new, old)
 
 
-def test_older_slurm_is_refused_host_by_host() -> None:
+def test_older_slurm_is_rejected_for_each_host() -> None:
     found = {
         name: host_facts(name, at, packages=slurm_package("22.05.8" if name != "c1" else "23.11.4"))
         for name, at in ADDRESSES.items()
@@ -122,12 +122,12 @@ def test_older_slurm_is_refused_host_by_host() -> None:
     assert "delete `auth: slurm` from the file" in str(caught.value)
 
 
-def test_another_word_for_it_is_refused() -> None:
+def test_unknown_auth_is_rejected() -> None:
     with pytest.raises(SpecError, match='unknown auth, found "kerberos", choose one of munge, slurm'):
         spec_of(TEXT + "auth: kerberos\n")
 
 
-def test_one_key_signs() -> None:
+def test_only_the_chosen_key_signs() -> None:
     flipped = jwks(SigningKey("@A@", "a" * 64), SigningKey("@B@", "b" * 64, signs=True))
     assert [entry.get("use") for entry in json.loads(flipped)["keys"]] == [None, "default"]
     file = key_files("a" * 64, "b" * 64, flipped=True)[-1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
-from tests.unit.roles.test_documents_of_roles import document_of, shown
+from tests.unit.roles.test_role_documents import document_of, shown
 
 from shoal.agent.document import Directory, File, Service
 from shoal.agent.facts import Address, Cgroup, ConnectedAddress, Facts, FileFact
@@ -72,31 +72,29 @@ def world(
         ("wireguard", {"connected_at": ConnectedAddress("172.17.0.2")}, True),
     ],
 )
-def test_a_container_is_told_by_what_it_lacks_and_by_who_answers_for_it(
-    network: str, change: dict[str, Any], needed: bool
-) -> None:
+def test_container_is_detected_by_init_and_address(network: str, change: dict[str, Any], needed: bool) -> None:
     facts = Facts(
         init="none", addresses=(Address("eth0", "172.17.0.2", 16),), connected_at=ConnectedAddress("203.0.113.5", 10341)
     )
     assert needs_tunnel(network, replace(facts, **change)) is needed
 
 
-def test_who_has_a_port_keeps_it_and_no_two_have_the_same() -> None:
+def test_existing_ports_stay_and_are_unique() -> None:
     assert choose_ports(["a", "b", "c"], {"b": 29001, "gone": 29002}) == {"a": 29003, "b": 29001, "c": 29004}
 
 
-def test_a_container_is_asked_for_exactly_this() -> None:
+def test_container_document_matches_its_golden() -> None:
     assert_golden("roles/container.txt", document_of(world(), "p1"))
 
 
-def test_the_controller_holds_a_tunnel_to_each() -> None:
+def test_controller_tunnels_match_their_golden() -> None:
     cluster = world()
     stages = documents(cluster, cluster.controller)
     items = [item for item in stages[Stage.SERVICES] if "tunnel" in item.key]
     assert_golden("roles/tunnels.txt", shown({Stage.SERVICES: tuple(items)}))
 
 
-def test_other_nodes_are_confined_as_before_and_no_container_is_among_members_addresses() -> None:
+def test_other_nodes_keep_confinement_and_containers_have_no_member_address() -> None:
     cluster = world()
     assert cluster.conf.confinement.tracked
     assert set(cluster.addresses) == {"c1", "n1"}
@@ -107,7 +105,7 @@ def test_other_nodes_are_confined_as_before_and_no_container_is_among_members_ad
     assert "p1" not in hosts.content  # type: ignore[attr-defined]
 
 
-def test_the_nodes_are_read_back_with_their_ports() -> None:
+def test_nodes_are_parsed_with_their_ports() -> None:
     conf = slurm_conf(world().conf)
     found = nodes_in_conf(conf, "")
     assert {name: (node.address, node.port) for name, node in found.items()} == {
@@ -117,7 +115,7 @@ def test_the_nodes_are_read_back_with_their_ports() -> None:
     }
 
 
-def test_one_that_does_not_answer_keeps_its_place_its_port_and_its_tunnel() -> None:
+def test_silent_container_keeps_its_partition_port_and_tunnel() -> None:
     before = CurrentConf(
         nodes=nodes_in_conf(slurm_conf(world().conf), ""), partitions={"p1": ("pods",), "p2": ("pods",)}
     )
@@ -135,7 +133,7 @@ def test_one_that_does_not_answer_keeps_its_place_its_port_and_its_tunnel() -> N
     assert recorded(kept.content) == ("p1", "p2")  # type: ignore[attr-defined]
 
 
-def test_one_that_leaves_keeps_its_partition_until_it_is_empty_and_then_its_tunnel_goes() -> None:
+def test_leaving_container_keeps_its_partition_and_tunnel_until_empty() -> None:
     text = SPEC.replace("{name: p1, address: 203.0.113.5, port: 10341}, ", "")
     known = nodes_in_conf(slurm_conf(world().conf), "")
     before = CurrentConf(nodes=known, partitions={"n1": ("main",), "p1": ("pods",), "p2": ("pods",)})
@@ -153,12 +151,12 @@ def nodes(**ports: int | None) -> list[Node]:
     return [Node(name, name, name, features=(name.rstrip("0123456789"),), port=port) for name, port in ports.items()]
 
 
-def test_a_partition_of_containers_alone_has_jobs_of_one_node() -> None:
+def test_partition_of_only_containers_has_single_node_jobs() -> None:
     [line] = separate_containers([PartitionConf("gpu", ("p1", "p2"), default=True)], nodes(p1=29001, p2=29002))
     assert (line.name, line.nodes, line.max_nodes, line.default) == ("gpu", ("p1", "p2"), 1, True)
 
 
-def test_containers_are_taken_out_of_a_partition_with_other_nodes_into_one_of_their_own() -> None:
+def test_containers_are_moved_to_their_own_partition() -> None:
     whole = PartitionConf("main", ("n1", "p1"), default=True, priority=3)
     first, second = separate_containers([whole], nodes(n1=None, p1=29001))
     assert (first.name, first.nodes, first.max_nodes) == ("main", ("n1",), None)
@@ -166,24 +164,24 @@ def test_containers_are_taken_out_of_a_partition_with_other_nodes_into_one_of_th
     assert second.priority == 3
 
 
-def test_no_second_partition_is_made_where_the_file_has_one_for_them() -> None:
+def test_existing_container_partition_is_reused() -> None:
     lines = separate_containers(
         [PartitionConf("all", ("n1", "p1")), PartitionConf("p", ("p1",))], nodes(n1=None, p1=29001)
     )
     assert [(line.name, line.nodes, line.max_nodes) for line in lines] == [("all", ("n1",), None), ("p", ("p1",), 1)]
 
 
-def test_a_name_that_is_taken_is_not_taken_twice() -> None:
+def test_partition_name_in_use_is_not_reused() -> None:
     lines = separate_containers([PartitionConf("p", ("n1", "p1"))], nodes(n1=None, p1=29001))
     assert [(line.name, line.nodes) for line in lines] == [("p", ("n1",)), ("p-containers", ("p1",))]
 
 
-def test_a_cluster_without_containers_has_its_partitions_as_they_are() -> None:
+def test_cluster_without_containers_keeps_its_partitions() -> None:
     lines = [PartitionConf("main", ("n1", "n2"), default=True)]
     assert separate_containers(lines, nodes(n1=None, n2=None)) == tuple(lines)
 
 
-def test_the_controller_makes_a_key_only_where_there_is_a_container() -> None:
+def test_controller_generates_a_tunnel_key_only_with_containers() -> None:
     cluster = world()
     spec, facts = cluster.spec, dict(cluster.facts)
     facts["c1"] = host_facts("c1", "10.0.0.1", files={})
@@ -193,7 +191,7 @@ def test_the_controller_makes_a_key_only_where_there_is_a_container() -> None:
     assert "tunnels" not in repr(preparation(spec, cluster.controller, facts["c1"], without))
 
 
-def test_a_container_is_not_asked_to_have_a_network_of_its_own() -> None:
+def test_container_needs_no_wireguard() -> None:
     spec = spec_of(SPEC.replace("cluster: reef", "cluster: reef\nnetwork: wireguard"))
     member = world().members[2]
     facts = container("p1", ConnectedAddress("203.0.113.5", 10341))
@@ -201,7 +199,7 @@ def test_a_container_is_not_asked_to_have_a_network_of_its_own() -> None:
     assert "wireguard" not in repr(preparation(spec, member, facts))
 
 
-def test_people_are_told_what_does_not_work_there() -> None:
+def test_limits_of_containers_are_reported() -> None:
     told = [finding for finding in component_findings(world()) if finding.host == "p1"]
     assert [(finding.level, finding.found) for finding in told] == [("info", "partition pods")]
     assert "its jobs have one node, and `srun` from elsewhere does not reach it" in told[0].what
@@ -223,7 +221,7 @@ def rented(text: str = RENTED, **facts: Facts) -> Cluster:
     return assemble(spec_of(text), {"c1": ctl, **facts}, {"c1": "10.0.0.1"})
 
 
-def test_slurm_knows_where_rented_containers_will_answer_before_there_is_any() -> None:
+def test_rented_containers_have_ports_before_they_exist() -> None:
     cluster = rented()
     assert {node.name: (node.address, node.port) for node in cluster.conf.nodes} == {
         "pods1": ("127.0.0.1", 29001),
@@ -243,7 +241,7 @@ def test_slurm_knows_where_rented_containers_will_answer_before_there_is_any() -
     ) in [str(finding) for finding in cluster.findings]
 
 
-def test_a_rented_container_that_is_there_gets_its_tunnel_and_goes_by_its_nodes_name() -> None:
+def test_running_rented_container_gets_its_tunnel_and_node_name() -> None:
     pod = replace(container("x7f3", ConnectedAddress("203.0.113.9", 10400)), hostname="x7f3")
     cluster = rented(pods2=pod)
     assert list(cluster.tunnels) == ["pods2"]
@@ -258,7 +256,7 @@ def test_a_rented_container_that_is_there_gets_its_tunnel_and_goes_by_its_nodes_
     assert "NodeName=pods2 NodeAddr=127.0.0.1 " in conf and "pods1" not in conf
 
 
-def test_the_end_of_a_job_in_a_rented_container_waits_for_what_it_left_to_be_fetched() -> None:
+def test_epilog_in_a_rented_container_waits_for_the_fetch() -> None:
     cluster = rented(pods1=replace(container("x7f3", ConnectedAddress("203.0.113.9", 10400)), hostname="x7f3"))
     items = documents(cluster, next(member for member in cluster.members if member.name == "pods1"))[Stage.NODES]
     by_path = {item.path: item for item in items if isinstance(item, File | Directory)}
@@ -268,14 +266,14 @@ def test_the_end_of_a_job_in_a_rented_container_waits_for_what_it_left_to_be_fet
     assert "Epilog" not in slurm_conf(cluster.conf), "elsewhere nothing waits"
 
 
-def test_a_nodeset_of_containers_and_machines_is_refused_with_the_remedy() -> None:
+def test_nodeset_with_containers_and_machines_is_rejected_with_the_fix() -> None:
     offers = "offers: [{provider: runpod, type: NVIDIA A40}, {provider: lambda, type: gpu_1x_a10}], max: 2"
     text = RENTED.replace("provider: runpod, type: NVIDIA A40, max: 2", offers)
     [found] = [one for one in rented(text).findings if "some of its offers are containers" in one.what]
     assert (found.level, found.fix) == ("error", "give each kind a nodeset of its own")
 
 
-def test_the_watchdog_of_a_container_runs_under_the_supervisor_and_ends_it_by_its_first_process() -> None:
+def test_watchdog_of_a_container_runs_under_the_supervisor_and_kills_pid_1() -> None:
     items = watchdog("pods1", 0, systemd=False)
     assert items[-1] == Service("shoal-watchdog", command=("/bin/sh", "-c", f"while :; do sleep 60; {WATCHDOG}; done"))
     assert "systemd/system" not in " ".join(item.key for item in items)
@@ -283,7 +281,7 @@ def test_the_watchdog_of_a_container_runs_under_the_supervisor_and_ends_it_by_it
     assert "kill -TERM 1\n" in text and "poweroff" not in text
 
 
-def test_options_that_want_more_of_a_kernel_than_a_container_has_stay_outside() -> None:
+def test_kernel_dependent_options_are_omitted_in_a_container() -> None:
     conf = replace(
         world().conf,
         options={"TaskPlugin": "task/cgroup", "MaxArraySize": "5000"},

@@ -46,13 +46,13 @@ def install(package: str) -> Command:
     return found
 
 
-def test_an_installation_is_made_with_the_packages_that_are_asked_for() -> None:
+def test_installation_contains_the_requested_packages() -> None:
     assert install("").argv[-1].endswith(".whl")
     assert install("reef-renter[fast]>=1.2,<2").argv[-2:] == (install("").argv[-1], "reef-renter[fast]>=1.2,<2")
     assert install("reef-renter>=1").unless == ("test", "-e", f"{install_prefix(reef('reef-renter>=1'))}/.complete")
 
 
-def test_whatever_else_is_to_be_in_it_is_made_beside_the_one_that_the_service_runs_from() -> None:
+def test_each_package_set_has_its_own_prefix() -> None:
     specs = [reef(), reef("reef-renter>=1"), reef("reef-renter>=2"), reef(account="  gcp: {key: env:K, project: p}\n")]
     places = [install_prefix(spec) for spec in specs]
     assert len(set(places)) == len(places)
@@ -61,7 +61,7 @@ def test_whatever_else_is_to_be_in_it_is_made_beside_the_one_that_the_service_ru
         assert f"ExecStart={place}/bin/python -m shoal.elastic\n" in unit(spec)
 
 
-def test_what_the_service_reads_and_where_it_starts_from_change_only_after_the_installation() -> None:
+def test_service_files_change_only_after_the_installation() -> None:
     names = [item.key for item in _service_files(reef("reef-renter>=1"))]
     before = names[: names.index("command install Shoal")]
     assert [path for path in (ACCOUNTS, SPEC, UNIT) if f"file {path}" not in names] == []
@@ -82,7 +82,7 @@ def installed(tmp_path: Path, place: Path, *packages: str, status: int = 0) -> i
 
 
 @pytest.mark.parametrize("packages", [(), ("reef-renter>=1",)])
-def test_the_mark_that_is_left_is_the_one_that_is_looked_for(tmp_path: Path, packages: tuple[str, ...]) -> None:
+def test_completion_mark_matches_the_guard(tmp_path: Path, packages: tuple[str, ...]) -> None:
     place = tmp_path / "opt" / "shoal-1"
     place.mkdir(parents=True)
     (place / "half-made").touch()
@@ -93,7 +93,7 @@ def test_the_mark_that_is_left_is_the_one_that_is_looked_for(tmp_path: Path, pac
     assert asked[asked.index("--quiet") + 1 :] == ["/wheels/shoal.whl[gcp]", *packages]
 
 
-def test_an_installation_that_fails_leaves_no_mark_and_the_one_beside_it_as_it_was(tmp_path: Path) -> None:
+def test_failed_installation_leaves_no_mark_and_keeps_the_other(tmp_path: Path) -> None:
     old, new = tmp_path / "shoal-1-aa", tmp_path / "shoal-1-bb"
     assert installed(tmp_path, old) == 0
     assert installed(tmp_path, new, "no-such-renter", status=1) == 1
@@ -101,7 +101,7 @@ def test_an_installation_that_fails_leaves_no_mark_and_the_one_beside_it_as_it_w
     assert [path.name for path in new.iterdir()] == ["bin"]
 
 
-def test_older_ones_go_once_the_service_runs_from_the_new_one(tmp_path: Path) -> None:
+def test_older_installations_are_removed_after_the_service_starts(tmp_path: Path) -> None:
     service, forget = _service_start(reef("reef-renter>=1"))
     assert isinstance(service, Service) and service.running and isinstance(forget, Command)
     old, new = (f"opt{install_prefix(spec)}" for spec in (reef(), reef("reef-renter>=1")))
@@ -119,6 +119,6 @@ def test_older_ones_go_once_the_service_runs_from_the_new_one(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("package", ["-e .", "--index-url=x", "reef renter", "../reef", "reef @ file:///x", "reef;x"])
-def test_what_pip_would_take_for_something_else_than_a_package_is_refused(package: str) -> None:
+def test_invalid_package_name_is_rejected(package: str) -> None:
     with pytest.raises(SpecError, match=r"not a package.*name it as pip does, without blanks: shoal-mine>=1\.2"):
         install(package)

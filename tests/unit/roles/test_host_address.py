@@ -14,7 +14,7 @@ from shoal.agent.document import Block, Command, File, Item
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.cloud.service.join_checks import cluster_with_rented_nodes
 from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF, CurrentConf, read_current_conf
@@ -74,7 +74,7 @@ def told(facts: dict[str, Facts]) -> list[str]:
 # ---- where daemons listen
 
 
-def test_on_a_plain_network_every_daemon_listens_at_its_hosts_address_alone_and_waits_for_it() -> None:
+def test_daemons_listen_only_on_the_host_address_and_wait_for_the_address() -> None:
     cluster = assemble(SPEC, FACTS, {})
     assert LISTENS in slurm_settings(cluster.conf)
     for name, daemon, address in [("c1", "slurmctld", "10.0.0.1"), ("n1", "slurmd", "10.0.0.11")]:
@@ -82,7 +82,7 @@ def test_on_a_plain_network_every_daemon_listens_at_its_hosts_address_alone_and_
     assert cluster.findings == ()
 
 
-def test_slurmdbd_listens_and_is_asked_at_the_address_of_its_own_host() -> None:
+def test_slurmdbd_listens_on_the_address_of_its_host() -> None:
     cluster = assemble(SPEC, FACTS, {})
     assert "address show to 10.0.0.2 " in content(cluster, "door", DROP_INS["slurmdbd"])
     assert "CommunicationParameters=NoInAddrAny\n" in content(cluster, "door", "/etc/slurm/slurmdbd.conf")
@@ -92,13 +92,13 @@ def test_slurmdbd_listens_and_is_asked_at_the_address_of_its_own_host() -> None:
         assert isinstance(command, Command) and "/dev/tcp/10.0.0.2/6819 " in " ".join(command.unless)
 
 
-def test_slurmdbd_at_an_address_of_six_speaks_six_and_without_one_listens_as_it_did() -> None:
+def test_slurmdbd_enables_ipv6_for_an_ipv6_address_and_keeps_defaults_without() -> None:
     assert "CommunicationParameters=NoInAddrAny,EnableIPv6\n" in slurmdbd_conf("n1", address="fd00::1")
     assert "CommunicationParameters" not in slurmdbd_conf("n1")
     assert "AccountingStorageHost=localhost\n" in sacctmgr_conf("reef", "c1")
 
 
-def test_a_new_address_is_a_new_unit_which_starts_the_daemon_again() -> None:
+def test_new_address_changes_the_unit_and_restarts_the_daemon() -> None:
     moved = assemble(SPEC, with_n1(addresses=(Address("eth0", "10.0.0.99", 24),)), {})
     item = asked(moved, "n1")[f"file {DROP_INS['slurmd']}"]
     assert isinstance(item, File) and item.restarts == ("slurmd",)
@@ -121,7 +121,7 @@ def test_a_new_address_is_a_new_unit_which_starts_the_daemon_again() -> None:
         ),
     ],
 )
-def test_one_host_that_cannot_has_slurm_listen_on_all_addresses_everywhere_and_is_named(
+def test_host_without_a_usable_name_or_address_makes_slurm_listen_everywhere(
     changes: dict[str, object], found: str, fix: str
 ) -> None:
     facts = with_n1(**changes)
@@ -132,7 +132,7 @@ def test_one_host_that_cannot_has_slurm_listen_on_all_addresses_everywhere_and_i
     assert told(facts) == [f"n1: {what}, found {found}, {fix}"]
 
 
-def test_a_host_that_others_reach_at_an_address_which_is_not_its_own_cannot() -> None:
+def test_host_behind_nat_makes_slurm_listen_on_all_addresses() -> None:
     behind = with_n1(addresses=())
     cluster = assemble(SPEC, behind, {"n1": "203.0.113.5"})
     assert not cluster.conf.one_address
@@ -140,7 +140,7 @@ def test_a_host_that_others_reach_at_an_address_which_is_not_its_own_cannot() ->
     assert (finding.host, finding.found) == ("n1", "others reach it at 203.0.113.5, which is not its own")
 
 
-def test_a_host_that_speaks_to_members_from_two_addresses_cannot_for_srun_answers_at_one() -> None:
+def test_host_in_two_subnets_makes_slurm_listen_on_all_addresses() -> None:
     both = (Address("eth0", "10.0.0.2", 24), Address("eth1", "192.168.1.2", 24))
     apart = with_n1(addresses=(Address("eth0", "192.168.1.11", 24),))
     facts = {**apart, "door": replace(FACTS["door"], addresses=both)}
@@ -149,7 +149,7 @@ def test_a_host_that_speaks_to_members_from_two_addresses_cannot_for_srun_answer
     ]
 
 
-def test_a_host_alone_without_any_network_listens_at_its_loopback() -> None:
+def test_single_host_without_a_network_listens_on_loopback() -> None:
     one = spec_of("cluster: reef\ncontroller: {host: {name: c1, address: 127.0.0.1}, compute: true}\n")
     cluster = assemble(one, {"c1": host_facts("c1", "10.0.0.1", addresses=())}, {"c1": "127.0.0.1"})
     assert cluster.conf.one_address and cluster.addresses == {"c1": "127.0.0.1"}
@@ -164,7 +164,7 @@ def put_in_force(cluster: Cluster) -> CurrentConf:
     return read_current_conf(replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()}))
 
 
-def test_a_host_that_does_not_answer_holds_the_move_up_and_never_takes_it_back() -> None:
+def test_silent_host_delays_the_change_and_never_reverts_the_change() -> None:
     silent = {name: fact for name, fact in FACTS.items() if name != "n1"}
     whole = assemble(SPEC, FACTS, {})
     old = replace(whole, conf=replace(whole.conf, one_address=False))
@@ -172,7 +172,7 @@ def test_a_host_that_does_not_answer_holds_the_move_up_and_never_takes_it_back()
     assert assemble(SPEC, silent, {}, put_in_force(whole)).conf.one_address
 
 
-def test_what_joins_by_itself_does_as_the_hosts_that_stay_do() -> None:
+def test_joining_node_keeps_the_listen_setting_of_the_cluster() -> None:
     """The service on the controller sees the controller alone, and chooses its address among fewer."""
     whole = assemble(SPEC, FACTS, {})
     for one_address in (True, False):
@@ -186,7 +186,7 @@ def test_what_joins_by_itself_does_as_the_hosts_that_stay_do() -> None:
 # ---- the host's own name
 
 
-def test_every_host_learns_that_its_own_name_is_its_address_before_any_daemon_starts() -> None:
+def test_own_name_resolves_to_the_host_address_before_daemons_start() -> None:
     cluster = assemble(SPEC, with_hosts(DEBIAN), {})
     member = cluster.members[2]
     command = next(item for item in documents(cluster, member)[Stage.BASE] if item.key == "command own name")
@@ -195,7 +195,7 @@ def test_every_host_learns_that_its_own_name_is_its_address_before_any_daemon_st
     assert "command own name" not in asked(assemble(SPEC, FACTS, {}), "n1")
 
 
-def test_what_a_host_calls_itself_stands_beside_its_name_on_that_host_alone_and_is_no_member() -> None:
+def test_hostname_is_an_alias_only_on_its_own_host() -> None:
     cluster = assemble(SPEC, with_n1(hostname="ip-10-0-0-11.lab"), {})
     assert "10.0.0.11  n1 ip-10-0-0-11.lab\n" in names(cluster, "n1")
     assert "ip-10-0-0-11" not in names(cluster, "c1")
@@ -203,7 +203,7 @@ def test_what_a_host_calls_itself_stands_beside_its_name_on_that_host_alone_and_
     assert addresses_in(block, HOSTS_BLOCK) == cluster.addresses
 
 
-def test_the_file_is_as_it_was_once_slurm_listens_on_all_addresses_again_and_not_before() -> None:
+def test_hosts_file_is_restored_only_after_slurm_listens_on_all_addresses() -> None:
     changed = with_hosts("#shoal 127.0.1.1 n1\n")
     changed["door"] = replace(changed["door"], hostname="localhost")
     cluster = assemble(SPEC, changed, {})
@@ -212,7 +212,7 @@ def test_the_file_is_as_it_was_once_slurm_listens_on_all_addresses_again_and_not
     assert "command own name" not in asked(assemble(SPEC, {**FACTS, "door": changed["door"]}, {}), "n1")
 
 
-def test_a_host_that_leaves_gets_its_lines_back() -> None:
+def test_removal_restores_the_hosts_file() -> None:
     assert set(host_name_removal()) <= set(removal())
 
 
@@ -239,9 +239,7 @@ HOSTS_FILES = {
 
 
 @pytest.mark.parametrize(("before", "after"), HOSTS_FILES.items())
-def test_lines_that_give_a_host_its_name_elsewhere_are_put_out_of_force_and_back(
-    tmp_path: Path, before: str, after: str
-) -> None:
+def test_conflicting_hosts_lines_are_commented_out_and_restored(tmp_path: Path, before: str, after: str) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text(before)
     for _ in range(2):  # the second time changes nothing
@@ -253,7 +251,7 @@ def test_lines_that_give_a_host_its_name_elsewhere_are_put_out_of_force_and_back
     assert hosts.read_text() == before
 
 
-def test_a_host_whose_file_is_written_anew_at_boot_puts_the_names_back_before_slurm_starts(tmp_path: Path) -> None:
+def test_names_rewritten_by_cloud_init_are_restored_at_boot_before_slurm(tmp_path: Path) -> None:
     cluster = assemble(SPEC, with_hosts(DEBIAN, **{CLOUD_INIT: FileFact(there=True)}), {})
     assert "Before=munge.service slurmdbd.service slurmctld.service slurmd.service\n" in content(
         cluster, "n1", NAMES_UNIT
@@ -273,7 +271,7 @@ def test_a_host_whose_file_is_written_anew_at_boot_puts_the_names_back_before_sl
         assert "\n127.0.1.1" not in hosts.read_text()
 
 
-def test_in_that_file_the_resolver_finds_the_address_that_slurm_is_to_listen_at(tmp_path: Path) -> None:
+def test_resolver_returns_the_listen_address_for_the_own_name(tmp_path: Path) -> None:
     """As Slurm asks: getaddrinfo of the host's own name."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")

@@ -60,18 +60,18 @@ def hang_up(listener: socket.socket) -> None:
                 call.recv(4)
 
 
-def test_a_node_that_slurm_has_given_up_and_that_answers_is_asked_again(tmp_path: Path) -> None:
+def test_node_marked_down_by_slurm_that_answers_is_resumed(tmp_path: Path) -> None:
     assert asked(tmp_path, node(GIVEN_UP, "Not responding")) == "update nodename=n1 state=resume\n"
 
 
-def test_a_container_is_asked_at_the_port_of_its_own_that_slurm_has_for_it(tmp_path: Path) -> None:
+def test_container_is_probed_on_its_own_port(tmp_path: Path) -> None:
     given_up = node(GIVEN_UP, "Not responding", "Port={} ")
     assert asked(tmp_path, given_up.format("its-own")) == "update nodename=n1 state=resume\n"
     assert asked(tmp_path, given_up.format("1")) == ""
 
 
 @pytest.mark.parametrize("slurmd", ["stopped", "off"])
-def test_one_that_does_not_answer_is_left_as_it_is(tmp_path: Path, slurmd: str) -> None:
+def test_silent_node_stays_down(tmp_path: Path, slurmd: str) -> None:
     assert asked(tmp_path, node(GIVEN_UP, "Not responding"), slurmd) == ""
 
 
@@ -85,10 +85,10 @@ def test_one_that_does_not_answer_is_left_as_it_is(tmp_path: Path, slurmd: str) 
         ("State=DOWN", "Low RealMemory"),
     ],
 )
-def test_what_somebody_else_took_down_stays_down(tmp_path: Path, state: str, reason: str) -> None:
+def test_node_set_down_by_the_operator_stays_down(tmp_path: Path, state: str, reason: str) -> None:
     assert asked(tmp_path, node(state, reason)) == ""
 
 
-def test_a_slurmctld_that_is_away_ends_nothing(tmp_path: Path) -> None:
+def test_stopped_slurmctld_does_not_end_the_program(tmp_path: Path) -> None:
     assert asked(tmp_path, "") == ""
     subprocess.run(["bash", "-n"], input=program(), text=True, check=True, timeout=60)

@@ -18,8 +18,8 @@ from shoal.agent.document import Command, Directory, Document, File, SecretRef, 
 from shoal.agent.facts import Facts, FileFact
 from shoal.network.addresses import hosts_block
 from shoal.network.wireguard import PUBLIC_KEY
+from shoal.plan.connections import Fleet
 from shoal.plan.diff import cluster_goal
-from shoal.plan.fleet import Fleet
 from shoal.plan.observe import Observation
 from shoal.plan.secret_values import add_digests, fetch_secrets
 from shoal.roles.assembly import assemble
@@ -83,7 +83,7 @@ def in_force_of(cluster: Cluster) -> Facts:
     return replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()})
 
 
-def test_slurm_is_told_of_nodes_that_are_not_there() -> None:
+def test_slurm_conf_contains_nodes_that_do_not_exist_yet() -> None:
     cluster = assemble(SPEC_LAN, FACTS, ADDRESSES)
     nodes = {node.name: node for node in cluster.conf.nodes}
     assert list(nodes) == ["n1", "cloud1", "cloud2", "cloud3", "any1", "any2"]
@@ -95,7 +95,7 @@ def test_slurm_is_told_of_nodes_that_are_not_there() -> None:
     assert set(cluster.addresses) == {"c1", "n1"}
 
 
-def test_a_machine_is_promised_to_have_what_the_smallest_of_its_offers_has_and_what_the_file_says_goes_first() -> None:
+def test_shape_is_the_minimum_of_the_offers_and_the_file_overrides() -> None:
     any_of = minimum_shape(SPEC_LAN, rented_sets(SPEC_LAN)["any"])
     a10 = minimum_shape(SPEC_LAN, rented_sets(SPEC_LAN)["cloud"])
     assert any_of.cpus <= a10.cpus and any_of.memory_mb <= a10.memory_mb
@@ -104,7 +104,7 @@ def test_a_machine_is_promised_to_have_what_the_smallest_of_its_offers_has_and_w
     assert (shape.cpus, shape.memory_mb, shape.gpus) == (2, 3072, 4)
 
 
-def test_idle_nodes_go_by_partition_and_those_that_stay_are_left_alone() -> None:
+def test_suspend_time_is_per_partition_and_permanent_nodes_are_excluded() -> None:
     conf = slurm_conf(assemble(SPEC_LAN, FACTS, ADDRESSES).conf)
     lines = {line.split()[0]: line for line in conf.splitlines() if line.startswith("PartitionName=")}
     assert " SuspendTime=600 " in lines["PartitionName=main"]
@@ -114,7 +114,7 @@ def test_idle_nodes_go_by_partition_and_those_that_stay_are_left_alone() -> None
     assert "ResumeTimeout=1800\n" in conf, "as long as the slowest provider may take"
 
 
-def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
+def test_findings_cover_unknown_shapes_and_different_idle_times() -> None:
     spec = spec_of(REEF.replace("NETWORK", "").replace("type: gpu_1x_a10, max", "type: gpu_9x_new, max"))
     assert [str(finding) for finding in rented_findings(spec)] == [
         "nodesets.cloud: nodeset `cloud`: the shape of this machine is not known, so Slurm counts on very little, "
@@ -152,9 +152,7 @@ def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
         ("sandbox", "whatever", ""),
     ],
 )
-def test_a_type_that_is_probably_misspelt_is_told_although_the_file_says_its_shape_and_one_we_do_not_know_is_not(
-    provider: str, type: str, told: str
-) -> None:
+def test_probably_misspelled_type_is_reported_and_unknown_type_is_not(provider: str, type: str, told: str) -> None:
     nodeset = f"cloud: {{provider: acme, type: '{type}', max: 3, cpus: 2, memory: 3G}}"
     text = (
         f"cluster: reef\nnetwork: wireguard\ncontroller: {{host: {{name: c1, address: 10.0.0.1}}}}\n"
@@ -166,7 +164,7 @@ def test_a_type_that_is_probably_misspelt_is_told_although_the_file_says_its_sha
     assert told in "".join(found)
 
 
-def test_a_rented_node_is_none_that_leaves() -> None:
+def test_rented_node_does_not_count_as_leaving() -> None:
     first = assemble(SPEC_LAN, FACTS, ADDRESSES)
     facts = {**FACTS, "c1": in_force_of(first)}
     goal = cluster_goal(SPEC_LAN, Observation(facts), ADDRESSES)
@@ -175,7 +173,7 @@ def test_a_rented_node_is_none_that_leaves() -> None:
     assert cluster_goal(fewer, Observation(facts), ADDRESSES).leaving == ("cloud3",)
 
 
-def test_a_node_that_joins_leaves_slurm_conf_as_it_is() -> None:
+def test_joining_node_does_not_change_slurm_conf() -> None:
     before = assemble(SPEC_LAN, FACTS, ADDRESSES)
     here = {"c1": in_force_of(before), "cloud2": host_facts("ip-10-1-2-3", "10.0.0.99")}
     after = assemble(SPEC_LAN, here, {"cloud2": "10.0.0.99"}, read_current_conf(here["c1"]))
@@ -188,7 +186,7 @@ def test_a_node_that_joins_leaves_slurm_conf_as_it_is() -> None:
     assert Stage.CONTROLLER not in documents(after, member)
 
 
-def test_on_a_network_of_our_own_members_know_the_way_to_a_node_before_it_is_there() -> None:
+def test_wireguard_addresses_of_rented_nodes_are_reserved() -> None:
     keys = {"c1": "K" * 43 + "=", "n1": "L" * 43 + "="}
     facts = {
         name: replace(
@@ -208,7 +206,7 @@ def test_on_a_network_of_our_own_members_know_the_way_to_a_node_before_it_is_the
     assert again.addresses == cluster.addresses
 
 
-def test_a_rented_node_speaks_to_the_hub_and_through_it_to_hosts_that_stay() -> None:
+def test_rented_node_reaches_permanent_hosts_through_the_hub() -> None:
     keys = {"c1": "K" * 43 + "=", "cloud1": "M" * 43 + "="}
     facts = {
         "c1": replace(FACTS["c1"], files={PUBLIC_KEY: FileFact(text=keys["c1"])}, reaches={"cloud1": "198.51.100.7"}),
@@ -229,7 +227,7 @@ def test_a_rented_node_speaks_to_the_hub_and_through_it_to_hosts_that_stay() -> 
 # What the controller gets
 
 
-def test_the_service_is_exactly_this() -> None:
+def test_service_document_matches_its_golden() -> None:
     document = (*controller_document(Stage.SERVICES), *controller_document(Stage.CONTROLLER))
     wheel = build_wheel().mark
     lines = []
@@ -244,7 +242,7 @@ def test_the_service_is_exactly_this() -> None:
     assert_golden("roles/elastic.txt", "\n".join(lines) + "\n")
 
 
-def test_keys_of_accounts_are_in_files_for_root_alone_and_in_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_keys_are_only_in_files_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMBDA_API_KEY", "secret_abcdef")
     monkeypatch.delenv("GCP_KEY", raising=False)
     given = ElasticComponent().user_secrets(SPEC_LAN)
@@ -260,7 +258,7 @@ def test_keys_of_accounts_are_in_files_for_root_alone_and_in_nothing_else(monkey
     assert folder.mode == 0o700
 
 
-def test_a_cluster_that_rents_nothing_gets_nothing_and_one_that_did_is_rid_of_it() -> None:
+def test_cluster_without_rentals_gets_no_service_and_removes_an_old_service() -> None:
     spec = spec_of("cluster: reef\ncontroller: {host: c1}\nnodesets: {lab: {hosts: [n1]}}\n")
     cluster = assemble(spec, FACTS, ADDRESSES)
     assert cluster.conf.power is None
@@ -277,7 +275,7 @@ def test_a_cluster_that_rents_nothing_gets_nothing_and_one_that_did_is_rid_of_it
 
 
 @pytest.mark.parametrize(("python", "refused"), [("3.10.12", True), ("3.11.2", False), ("3.13.5", False), ("", False)])
-def test_a_controller_whose_python_is_too_old_is_told(python: str, refused: bool) -> None:
+def test_old_python_on_the_controller_is_reported(python: str, refused: bool) -> None:
     facts = {**FACTS, "c1": replace(FACTS["c1"], python=python)}
     findings = ElasticComponent().findings(assemble(SPEC_LAN, facts, ADDRESSES))
     told = [
@@ -287,7 +285,7 @@ def test_a_controller_whose_python_is_too_old_is_told(python: str, refused: bool
     assert [str(finding) for finding in findings] == (told if refused else [])
 
 
-def test_the_programs_that_slurmctld_starts_are_there_before_it_starts() -> None:
+def test_programs_of_slurmctld_exist_before_slurmctld_starts() -> None:
     paths = [item.path for item in controller_document(Stage.SERVICES) if isinstance(item, File)]
     conf = slurm_conf(assemble(SPEC_LAN, FACTS, ADDRESSES).conf)
     started = [line.partition("=")[2] for line in conf.splitlines() if "=/usr/local/lib/shoal/" in line]
@@ -297,7 +295,7 @@ def test_the_programs_that_slurmctld_starts_are_there_before_it_starts() -> None
 # Shoal itself
 
 
-def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code() -> None:
+def test_wheel_is_reproducible() -> None:
     build_wheel.cache_clear()
     first = build_wheel()
     build_wheel.cache_clear()
@@ -312,9 +310,7 @@ def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code() -> N
     assert len(record.splitlines()) == len(names)
 
 
-async def test_shoal_is_sent_from_memory_and_leaves_no_file_where_it_is_sent_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_wheel_is_sent_from_memory_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     given = {WHEEL_SECRET: ElasticComponent().user_secrets(SPEC_LAN)[WHEEL_SECRET]}
     async with Fleet({}, FakeConnector()) as fleet:
@@ -323,7 +319,7 @@ async def test_shoal_is_sent_from_memory_and_leaves_no_file_where_it_is_sent_fro
     assert os.listdir(tmp_path) == []
 
 
-def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
+def test_installation_is_named_by_its_content_and_made_once() -> None:
     document = controller_document(Stage.SERVICES)
     [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
     place = install_prefix(SPEC_LAN)
@@ -333,7 +329,7 @@ def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
     assert install.argv[-1] == f"{sent.path}[gcp]"
 
 
-def test_what_the_service_reads_says_all_of_the_spec() -> None:
+def test_service_spec_round_trips() -> None:
     [file] = [item for item in controller_document(Stage.SERVICES) if isinstance(item, File) and item.path == SPEC]
     assert isinstance(file.content, str)
     assert type(SPEC_LAN).model_validate(json.loads(file.content)) == SPEC_LAN

@@ -32,7 +32,7 @@ def with_controller(**changes: object) -> dict[str, Facts]:
     return {**FACTS, "controller": replace(FACTS["controller"], **changes)}  # type: ignore[arg-type]
 
 
-def test_sites_are_joined_above_and_slurmctld_asks_about_every_job() -> None:
+def test_sites_share_a_top_switch_and_slurmctld_checks_every_job() -> None:
     found = conf()
     assert topology_conf(found).splitlines()[1:] == [
         "SwitchName=a Nodes=fish[1-2]",
@@ -44,7 +44,7 @@ def test_sites_are_joined_above_and_slurmctld_asks_about_every_job() -> None:
     assert switches_of_nodes(topology_conf(found)) == {"fish1": "a", "fish2": "a", "kelp1": "b"}
 
 
-def test_a_slurmctld_without_the_plugin_gets_sites_that_nothing_joins() -> None:
+def test_slurmctld_without_the_lua_plugin_gets_separate_sites() -> None:
     there = {"slurmctld": Package(installed="22.05.8")}
     found = conf(with_controller(packages=there))
     assert "shoal-sites" not in topology_conf(found)
@@ -54,7 +54,7 @@ def test_a_slurmctld_without_the_plugin_gets_sites_that_nothing_joins() -> None:
     assert not conf(with_controller(os_id="ubuntu", os_version="24.04")).spanning
 
 
-def test_what_the_user_gives_slurmctld_to_ask_stays_his() -> None:
+def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
     mine = conf(more="slurm: {options: {JobSubmitPlugins: throttle}}\n")
     assert not mine.spanning
     assert "JobSubmitPlugins=throttle\n" in slurm_settings(mine)
@@ -62,13 +62,13 @@ def test_what_the_user_gives_slurmctld_to_ask_stays_his() -> None:
     assert "SchedulerParameters=defer,bf_interval=60,max_switch_wait=31536000\n" in slurm_settings(patient)
 
 
-def test_one_site_asks_nothing() -> None:
+def test_single_site_needs_no_plugin() -> None:
     one = assemble(spec_of(TEXT.replace(", site: b", "")), FACTS, {}).conf
     assert "JobSubmitPlugins" not in slurm_settings(one)
     assert "max_switch_wait" not in slurm_settings(one)
 
 
-def test_the_script_knows_how_large_the_largest_site_is() -> None:
+def test_script_contains_the_size_of_the_largest_site() -> None:
     text = job_submit_lua(conf())
     assert "local largest_site = 2\n" in text
     assert "job.req_switch = 1\n" in text

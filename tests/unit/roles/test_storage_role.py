@@ -78,7 +78,7 @@ def packages(cluster: Cluster, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(StorageComponent().packages(cluster.spec, member, cluster.facts[name])))
 
 
-def test_a_cluster_that_asks_for_no_share_has_nothing_of_it() -> None:
+def test_cluster_without_shares_has_no_items() -> None:
     cluster = cluster_of(HEAD)
     for member in cluster.members:
         assert items(cluster, member.name) == items(cluster, member.name, UsersComponent()) == {}
@@ -87,7 +87,7 @@ def test_a_cluster_that_asks_for_no_share_has_nothing_of_it() -> None:
     assert StorageComponent().fact_files(cluster.spec) == {} and StorageComponent().filesystems(cluster.spec) == ()
 
 
-def test_the_kernel_serves_where_it_can_to_each_member_by_its_address() -> None:
+def test_kernel_nfs_server_exports_to_each_member_by_address() -> None:
     cluster = cluster_of()
     served = items(cluster, "c1")
     assert "10.0.0.11(rw" in text(served[f"file {nfs.EXPORTS}"]) and "10.0.0.12(rw" in text(
@@ -105,7 +105,7 @@ def test_the_kernel_serves_where_it_can_to_each_member_by_its_address() -> None:
     assert StorageComponent().ports(cluster.spec, cluster.members[1]) == ()
 
 
-def test_exports_of_the_hosts_own_keep_their_server_and_are_told() -> None:
+def test_existing_exports_keep_their_server_and_are_reported() -> None:
     cluster = cluster_of()
     own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="# mine\n/srv/old *(ro)\n")}
     cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=own)})
@@ -117,7 +117,7 @@ def test_exports_of_the_hosts_own_keep_their_server_and_are_told() -> None:
     )
 
 
-def test_ganesha_serves_where_the_kernel_cannot_and_takes_new_members_without_a_restart() -> None:
+def test_ganesha_serves_without_kernel_nfs_and_reloads_for_new_members() -> None:
     cluster = cluster_of(c1=FUSE)
     assert packages(cluster, "c1")[:2] == ("nfs-ganesha", "nfs-ganesha-vfs")
     conf = items(cluster, "c1")[f"file {nfs.GANESHA_CONF}"]
@@ -130,14 +130,14 @@ def test_ganesha_serves_where_the_kernel_cannot_and_takes_new_members_without_a_
     assert isinstance(conf, File) and (conf.restarts, conf.reloads) == ((), ("command reload ganesha",))
 
 
-def test_an_rpcbind_that_ran_before_stays_and_one_that_a_package_brought_goes() -> None:
+def test_running_rpcbind_stays_and_a_newly_installed_rpcbind_is_disabled() -> None:
     off = Service("rpcbind", enabled=False, running=False)
     assert items(cluster_of(), "c1")["service rpcbind"] == items(cluster_of(), "n1")["service rpcbind"] == off
     cluster = cluster_of(c1={**WHOLE, "services": {"rpcbind": "active"}})
     assert "service rpcbind" not in items(cluster, "c1")
 
 
-def test_what_the_kernels_server_would_start_beside_it_stays_off_also_at_the_next_boot() -> None:
+def test_unneeded_nfs_units_stay_disabled_after_a_reboot() -> None:
     served = items(cluster_of(), "c1")
     for unit in ("rpcbind.socket", "rpcbind.service", "rpc-statd.service"):
         drop_in = served[f"file /etc/systemd/system/{unit}.d/shoal.conf"]
@@ -149,7 +149,7 @@ def test_what_the_kernels_server_would_start_beside_it_stays_off_also_at_the_nex
         assert gone[f"file {path}"] == File(path)
 
 
-def test_an_rpcbind_that_ran_before_and_exports_of_older_versions_are_not_switched_off() -> None:
+def test_running_rpcbind_and_nfs3_exports_are_not_disabled() -> None:
     cluster = cluster_of(c1={**WHOLE, "services": {"rpcbind": "active"}})
     assert not any("rpcbind" in key or "statd" in key for key in items(cluster, "c1"))
     own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="/srv/old *(ro)\n")}
@@ -157,7 +157,7 @@ def test_an_rpcbind_that_ran_before_and_exports_of_older_versions_are_not_switch
     assert not any(key.startswith("file ") and "rpc" in key for key in items(cluster, "c1"))
 
 
-def test_each_host_mounts_in_the_way_it_can() -> None:
+def test_each_host_mounts_by_its_best_method() -> None:
     cluster = cluster_of(n1=FUSE, n2=WHOLE)
     there = items(cluster, "n2")
     assert there["mount /home"] == Mount(
@@ -177,7 +177,7 @@ def test_each_host_mounts_in_the_way_it_can() -> None:
     assert text(over_ssh[f"file {sshfs.KNOWN_HOSTS}"]).endswith("10.0.0.1 ssh-ed25519 HOSTc1\n")
 
 
-def test_a_host_that_needs_ssh_makes_a_key_once_and_one_that_does_not_makes_none() -> None:
+def test_host_that_mounts_over_ssh_generates_a_key_once() -> None:
     spec = spec_of(HEAD + "storage: {/data: {}}\n")
     member = assemble(spec, {"c1": host_facts("c1", "10.0.0.1")}, {}).members[1]
     keyless = host_facts("n1", "10.0.0.11", **FUSE)
@@ -187,7 +187,7 @@ def test_a_host_that_needs_ssh_makes_a_key_once_and_one_that_does_not_makes_none
     assert StorageComponent().prepare(spec, member, replace(keyless, filesystems=("nfs4",))) == ()
 
 
-def test_the_server_takes_each_hosts_own_key_from_its_own_address() -> None:
+def test_server_accepts_each_host_key_only_from_its_address() -> None:
     cluster = cluster_of(n1=FUSE, n2=FUSE)
     keys = text(items(cluster, "c1")[f"file {sshfs.KEYS}/{sshfs.ACCOUNT}"])
     assert keys == sshfs.render_authorized_keys(
@@ -198,7 +198,7 @@ def test_the_server_takes_each_hosts_own_key_from_its_own_address() -> None:
     assert text(items(cluster, "n2", UsersComponent())[f"file {sshfs.KEYS}/alice"]) == ""
 
 
-def test_a_host_that_does_not_answer_keeps_its_key_its_export_and_its_way() -> None:
+def test_silent_host_keeps_its_key_and_export() -> None:
     whole = cluster_of(n1=FUSE, n2=FUSE)
     path = f"{sshfs.KEYS}/{sshfs.ACCOUNT}"
     keys = text(items(whole, "c1")[f"file {path}"])
@@ -209,7 +209,7 @@ def test_a_host_that_does_not_answer_keeps_its_key_its_export_and_its_way() -> N
     assert "10.0.0.12(rw" in text(items(silent, "c1")[f"file {nfs.EXPORTS}"])
 
 
-def test_a_server_that_does_not_answer_is_told_and_its_mounts_stay_as_they_are() -> None:
+def test_silent_server_is_reported_and_its_mounts_stay() -> None:
     before = {"n2": "automount /apps\nautomount /appsold\n"}
     cluster = cluster_of(HEAD + "storage: {/apps: {kind: sshfs, host: n1}}\n", before, n1=None)
     [finding] = StorageComponent().findings(cluster)
@@ -223,7 +223,7 @@ def test_a_server_that_does_not_answer_is_told_and_its_mounts_stay_as_they_are()
     assert text(there[f"file {RECORD}"]).splitlines()[1:] == ["automount /apps"]
 
 
-def test_a_new_share_whose_server_does_not_answer_is_waited_for_by_nobody() -> None:
+def test_new_share_of_a_silent_server_is_not_mounted() -> None:
     shares = "storage: {/apps: {kind: sshfs, host: n1}, /data: {kind: nfs}}\n"
     there = items(cluster_of(HEAD + shares, n1=None), "n2")
     assert "mount /data" in there and "mount /apps" not in there
@@ -231,7 +231,7 @@ def test_a_new_share_whose_server_does_not_answer_is_waited_for_by_nobody() -> N
     assert "mount /apps" in items(cluster_of(HEAD + shares), "n2")
 
 
-def test_what_the_file_no_longer_names_is_unmounted_and_served_no_more() -> None:
+def test_removed_share_is_unmounted_and_not_exported() -> None:
     before = {"n2": "automount /old\nautomount /data\n", "c1": "mount /srv/shoal-shares/old\nserves nfs\nserves ssh\n"}
     cluster = cluster_of(HEAD + "storage: {/data: {host: n1}}\n", before, n1=WHOLE)
     there = items(cluster, "n2")
@@ -244,20 +244,20 @@ def test_what_the_file_no_longer_names_is_unmounted_and_served_no_more() -> None
     assert gone[f"file {sshfs.KEYS}/{sshfs.ACCOUNT}"] == File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
 
 
-def test_without_any_share_the_record_goes_too_and_then_nothing_is_left_to_do() -> None:
+def test_record_is_removed_with_the_last_share() -> None:
     cluster = cluster_of(HEAD, {"n2": "automount /old\n"})
     assert items(cluster, "n2")[f"file {RECORD}"] == File(RECORD)
     assert items(cluster, "n1") == {}
 
 
-def test_a_host_without_nfs_and_fuse_mounts_nothing_and_homes_are_made_on_it() -> None:
+def test_host_without_nfs_and_fuse_mounts_nothing_and_gets_local_homes() -> None:
     cluster = cluster_of(n2=POD)
     assert not [item for item in items(cluster, "n2").values() if isinstance(item, Mount)]
     assert "command make /home/alice" in items(cluster, "n2", UsersComponent())
     assert "command make /home/alice" not in items(cluster, "n1", UsersComponent())
 
 
-def test_who_copies_has_another_name_and_the_same_number_and_keeps_it() -> None:
+def test_copy_user_has_its_own_name_and_the_same_id() -> None:
     cluster = cluster_of(n2=POD)
     found = items(cluster, "c1")
     share, copy = found["user shoal-share"], found["user shoal-copy"]
@@ -271,7 +271,7 @@ def test_who_copies_has_another_name_and_the_same_number_and_keeps_it() -> None:
     assert "user shoal-copy" not in items(cluster_of(n2=FUSE), "c1")
 
 
-def test_an_sshd_that_reads_no_further_files_is_told() -> None:
+def test_sshd_without_include_is_reported() -> None:
     cluster = cluster_of()
     files = {**cluster.facts["n1"].files, "/etc/ssh/sshd_config": FileFact(text="PermitRootLogin no\n")}
     cluster = replace(cluster, facts={**cluster.facts, "n1": replace(cluster.facts["n1"], files=files)})

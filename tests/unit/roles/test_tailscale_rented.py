@@ -68,7 +68,7 @@ def key_on_controller(spec: Spec) -> File:
     return found
 
 
-def test_the_controller_has_the_key_in_a_file_that_root_alone_reads() -> None:
+def test_auth_key_file_on_the_controller_is_readable_only_by_root() -> None:
     file = key_on_controller(SPEC)
     assert (file.content, file.mode, file.owner) == (SecretRef("network.auth_key"), 0o600, "root")
     none_rented = spec_of(
@@ -77,16 +77,14 @@ def test_the_controller_has_the_key_in_a_file_that_root_alone_reads() -> None:
     assert key_on_controller(none_rented).content is None
 
 
-def test_a_cluster_that_leaves_the_tailnet_takes_the_key_away_also_where_somebody_else_had_joined_the_controller() -> (
-    None
-):
+def test_auth_key_is_removed_from_the_controller_after_leaving_the_tailnet() -> None:
     lan = spec_of(TEXT.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
     there = replace(CONTROLLER, files={CONTROLLER_KEY: FileFact(there=True)})
     cluster = assemble(lan, {"c1": there}, {"c1": "10.0.0.1"})
     assert File(CONTROLLER_KEY) in documents(cluster, cluster.controller)[Stage.SERVICES]
 
 
-def test_the_service_on_the_controller_takes_the_key_from_there() -> None:
+def test_rental_service_reads_the_auth_key_from_the_controller() -> None:
     there = controller_spec(SPEC)
     assert user_secrets(there)["network.auth_key"] == f"file:{CONTROLLER_KEY}"
     assert there.nodesets == SPEC.nodesets and there.network.tags == ("tag:slurm",)
@@ -94,7 +92,7 @@ def test_the_service_on_the_controller_takes_the_key_from_there() -> None:
     assert controller_spec(lan) is lan
 
 
-def test_a_machine_gets_the_package_from_where_the_controller_has_it_for_its_own_release() -> None:
+def test_machine_gets_the_package_source_of_the_controller_for_its_own_release() -> None:
     assert component_files(SPEC)[SOURCE] == "text"
     items = prepared(machine())
     assert list(items)[:3] == [f"file {KEYRING}", f"file {SOURCE}", "packages tailscale"]
@@ -105,7 +103,7 @@ def test_a_machine_gets_the_package_from_where_the_controller_has_it_for_its_own
     assert shared_secrets(SPEC)[KEYRING_COPY] == SharedSecret("c1", KEYRING, 0, text=False), "nobody makes one"
 
 
-def test_a_machine_that_has_the_program_or_can_get_it_gets_no_source() -> None:
+def test_machine_with_the_program_or_a_candidate_gets_no_source() -> None:
     assert f"file {SOURCE}" not in prepared(machine(packages={"tailscale": Package(candidate="1.80.2")}))
     assert f"file {SOURCE}" not in prepared(machine(tailscale={**STATUS, "BackendState": "NeedsLogin"}))
     without = prepared(machine(), replace(CONTROLLER, files={}))
@@ -114,7 +112,7 @@ def test_a_machine_that_has_the_program_or_can_get_it_gets_no_source() -> None:
     assert isinstance(package, Packages) and package.fix.startswith("add Tailscale's package source to the host")
 
 
-def test_it_joins_as_one_that_vanishes_with_the_key_in_no_argument() -> None:
+def test_machine_joins_as_ephemeral_without_the_key_in_an_argument() -> None:
     items = prepared(machine())
     join = items["command join the tailnet"]
     assert isinstance(join, Command)
@@ -123,7 +121,7 @@ def test_it_joins_as_one_that_vanishes_with_the_key_in_no_argument() -> None:
     assert prepared(machine(tailscale=STATUS)) == {}, "it is in already"
 
 
-def test_containers_do_not_join_and_want_no_key() -> None:
+def test_containers_do_not_join_and_need_no_key() -> None:
     assert rented_machines(SPEC) == ("cloud1", "cloud2")
     pods = spec_of(
         TEXT.replace("  cloud: {provider: lambda, type: gpu_1x_a10, max: 2}\n", "").replace(
@@ -148,7 +146,7 @@ def test_machines_without_a_key_or_without_tun_are_errors() -> None:
     }
 
 
-def test_a_rented_machine_is_known_and_let_in_by_its_address_in_the_tailnet() -> None:
+def test_rented_machine_is_a_member_by_its_tailnet_address() -> None:
     there = machine(tailscale={**STATUS, "TailscaleIPs": ["100.64.0.3"]})
     cluster = assemble(ONLY_MACHINES, {"c1": CONTROLLER, "cloud1": there}, {"cloud1": "203.0.113.9"})
     assert cluster.addresses == {"c1": "100.64.0.1", "cloud1": "100.64.0.3"}

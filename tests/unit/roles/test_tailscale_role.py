@@ -55,7 +55,7 @@ def argv_of(document: Document) -> tuple[str, ...]:
     return command.argv
 
 
-def test_a_new_host_is_given_the_program_the_key_and_a_place_and_the_key_goes_again() -> None:
+def test_new_host_gets_program_key_and_name_and_the_key_is_removed() -> None:
     document = prepared(facts(tailscale={}))
     assert [item.key for item in document] == [
         "packages tailscale",
@@ -78,13 +78,13 @@ def test_a_new_host_is_given_the_program_the_key_and_a_place_and_the_key_goes_ag
     assert user_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
 
 
-def test_the_key_is_in_no_argument_and_in_no_plan() -> None:
+def test_auth_key_is_in_no_argument_and_no_plan() -> None:
     wire = to_wire(prepared(facts(tailscale={})))
     assert "tskey" not in str(wire).replace("tskey-client-", "", 1)
     assert [item["secret"] for item in wire if item.get("secret")] == [True]
 
 
-def test_a_host_that_joined_is_left_alone_whoever_brought_it_there() -> None:
+def test_joined_host_is_unchanged() -> None:
     assert prepared(facts(mark=MARK)) == ()
     assert prepared(facts(mark="")) == (), "somebody did it by hand"
 
@@ -99,13 +99,13 @@ def test_a_host_that_joined_is_left_alone_whoever_brought_it_there() -> None:
     ],
     ids=["logged out", "no daemon", "other flags", "expired"],
 )
-def test_a_host_that_fell_out_or_whose_flags_changed_joins_again(fact: Facts, forced: bool) -> None:
+def test_logged_out_host_or_changed_flags_join_again(fact: Facts, forced: bool) -> None:
     document = prepared(fact)
     assert ("--force-reauth" in argv_of(document)) == forced
     assert not any(isinstance(item, Packages) for item in document), "the program is there"
 
 
-def test_without_a_key_tailscale_says_where_a_person_logs_the_host_in() -> None:
+def test_join_without_a_key_shows_the_login_url() -> None:
     spec = spec_of(REEF.replace("{kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}", "tailscale"))
     document = prepared(facts(tailscale={**STATUS, "BackendState": "NeedsLogin"}), spec)
     assert argv_of(document) == (
@@ -115,7 +115,7 @@ def test_without_a_key_tailscale_says_where_a_person_logs_the_host_in() -> None:
     assert user_secrets(spec) == {}
 
 
-def test_a_host_without_tun_gets_a_daemon_with_a_network_stack_of_its_own() -> None:
+def test_host_without_tun_uses_userspace_networking() -> None:
     document = prepared(replace(facts(tailscale={}), tun=False))
     files = {item.path: item.content for item in document if isinstance(item, File)}
     assert "FLAGS=--tun=userspace-networking --socks5-server=localhost:1055\n" in str(files[FLAGS])
@@ -124,7 +124,7 @@ def test_a_host_without_tun_gets_a_daemon_with_a_network_stack_of_its_own() -> N
     assert "--tun=userspace-networking" in service.command
 
 
-def test_slurm_waits_at_boot_for_the_address_of_a_host_that_has_joined(tmp_path: Path) -> None:
+def test_slurm_waits_at_boot_for_the_address_of_a_joined_host(tmp_path: Path) -> None:
     files = {item.path: item.content for item in prepared(facts(tailscale={})) if isinstance(item, File)}
     assert files[FLAGS] is None
     unit = tmp_path / "tailscaled.service"
@@ -137,7 +137,7 @@ def test_slurm_waits_at_boot_for_the_address_of_a_host_that_has_joined(tmp_path:
     assert subprocess.run(words).returncode == 0, "a host that has not joined has nothing to wait for"
 
 
-def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> None:
+def test_other_networks_need_no_tailscale_and_leave_a_joined_tailnet() -> None:
     lan = spec_of(REEF.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
     member = members(lan)[0]
     assert component_packages(lan, member) == () or "tailscale" not in component_packages(lan, member)
@@ -149,13 +149,13 @@ def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> 
     assert set(TailscaleComponent().removal()) <= set(found)
 
 
-def test_only_a_host_that_we_brought_into_the_tailnet_leaves_it_at_the_end() -> None:
+def test_removal_leaves_the_tailnet_only_on_hosts_that_shoal_joined() -> None:
     command = next(item for item in removal() if item.key == "command leave the tailnet")
     assert isinstance(command, Command) and command.unless == ("test", "!", "-e", JOINED)
     assert {f"file {path}" for path in (KEY, JOINED, DROP_IN, FLAGS)} <= {item.key for item in removal()}
 
 
-def test_the_addresses_of_the_tailnet_are_the_clusters() -> None:
+def test_cluster_uses_the_tailnet_addresses() -> None:
     other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
     cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {"c1": "10.0.0.1"})
     assert cluster.addresses == {"c1": "100.64.0.1", "n1": "100.64.0.2"}
@@ -175,7 +175,7 @@ def waits(cluster: Cluster, name: str, daemon: str) -> str | None:
     return str(found[0].content) if found and isinstance(found[0], File) and found[0].content else None
 
 
-def test_slurm_listens_in_the_tailnet_alone_and_its_daemons_wait_for_their_address() -> None:
+def test_slurm_listens_only_in_the_tailnet_and_daemons_wait_for_their_address() -> None:
     cluster = assemble(SPEC, both(), {})
     assert [node.address for node in cluster.conf.nodes] == ["100.64.0.2"]
     assert "NoInAddrAny,NoCtldInAddrAny" in slurm_settings(cluster.conf)
@@ -185,7 +185,7 @@ def test_slurm_listens_in_the_tailnet_alone_and_its_daemons_wait_for_their_addre
     assert "address show to 100.64.0.9 " in str(waits(moved, "n1", "slurmd")), "a new file, which restarts slurmd"
 
 
-def test_a_host_that_takes_its_own_name_for_another_address_learns_better() -> None:
+def test_wrong_own_name_in_the_hosts_file_is_corrected() -> None:
     found = both()
     debian = FileFact(text="127.0.0.1 localhost\n127.0.1.1 n1\n")
     found["n1"] = replace(found["n1"], files={**found["n1"].files, HOSTS: debian})
@@ -194,13 +194,13 @@ def test_a_host_that_takes_its_own_name_for_another_address_learns_better() -> N
     assert cluster.conf.one_address
 
 
-def test_one_host_without_an_address_of_its_own_has_slurm_listen_on_all_addresses_everywhere() -> None:
+def test_userspace_host_makes_slurm_listen_on_all_addresses() -> None:
     cluster = assemble(SPEC, both(TUN=False), {})
     assert "InAddrAny" not in slurm_settings(cluster.conf)
     assert waits(cluster, "c1", "slurmctld") is waits(cluster, "n1", "slurmd") is None
 
 
-def test_a_daemon_whose_address_does_not_come_says_so_and_is_started_again(tmp_path: Path) -> None:
+def test_daemon_without_its_address_fails_and_is_restarted(tmp_path: Path) -> None:
     text = address_wait_drop_in("192.0.2.77")
     [line] = [line for line in text.splitlines() if line.startswith("ExecStartPre=")]
     assert "$" not in line and "%" not in line, "systemd would take it for its own"
@@ -214,7 +214,7 @@ def test_a_daemon_whose_address_does_not_come_says_so_and_is_started_again(tmp_p
     assert "Restart=on-failure\n" in text and "StartLimitIntervalSec=0\n" in text
 
 
-def test_members_are_let_in_by_the_tailnet_alone() -> None:
+def test_firewall_accepts_members_only_through_the_tailnet() -> None:
     other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
     cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {})
     [rules] = [i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == "file /etc/shoal/firewall.nft"]
@@ -236,20 +236,20 @@ NOW = 1801303200.0 - 3 * 86400
 """Three days before the key of STATUS ends."""
 
 
-def test_a_key_that_ends_soon_is_found_before_it_hurts() -> None:
+def test_expiring_key_is_reported_early() -> None:
     assert findings(facts(mark=MARK, clock=NOW)) == [
         ("warning", "c1", "its key in the tailnet expires soon, and then the host is not reachable", "in 3 days")
     ]
     assert findings(facts(mark=MARK, clock=NOW - 30 * 86400)) == []
 
 
-def test_a_host_that_was_in_the_tailnet_and_is_out_is_an_error() -> None:
+def test_host_missing_from_its_tailnet_is_an_error() -> None:
     out = facts(mark=MARK, tailscale={**STATUS, "BackendState": "NeedsLogin"})
     assert findings(out) == [("error", "c1", "is not in the tailnet", "NeedsLogin")]
     assert findings(facts(mark="", tailscale={**STATUS, "BackendState": "NeedsLogin"})) == [], "it is yet to join"
 
 
-def test_a_host_for_which_apt_has_no_tailscale_is_told_how_to_get_it() -> None:
+def test_missing_tailscale_package_is_reported_with_the_fix() -> None:
     assert findings(facts(tailscale={})) == [("error", "c1", "apt has no package `tailscale`", "")]
     assert findings(facts(tailscale={}, packages={"tailscale": Package(candidate="1.80.2")})) == []
     document = prepared(facts(tailscale={}))
@@ -257,7 +257,7 @@ def test_a_host_for_which_apt_has_no_tailscale_is_told_how_to_get_it() -> None:
     assert package.fix.startswith("add Tailscale's package source to the host")
 
 
-def test_relays_strangers_and_userspace_hosts_are_told() -> None:
+def test_relays_foreign_hosts_and_userspace_networking_are_reported() -> None:
     calm = facts(mark=MARK, clock=NOW - 30 * 86400)
     relayed = facts("n1", tailscale={**STATUS, "TailscaleIPs": ["100.64.0.3"], "Self": {}}, clock=1.0)
     assert [(level, host, found) for level, host, _, found in findings(calm, relayed)] == [
@@ -269,7 +269,7 @@ def test_relays_strangers_and_userspace_hosts_are_told() -> None:
     assert [(level, found) for level, _, _, found in findings(userspace)] == [("warning", "userspace networking")]
 
 
-def test_a_new_key_of_its_own_is_asked_for_by_force() -> None:
+def test_key_rotation_forces_reauthentication() -> None:
     document = join(SPEC, members(SPEC)[0], facts(mark=MARK), again=True)
     assert "--force-reauth" in argv_of(document)
 

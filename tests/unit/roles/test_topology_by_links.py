@@ -38,18 +38,18 @@ def facts(text: str) -> dict[str, Facts]:
     return {**hosts, "c1": replace(hosts["c1"], files={LINKS: FileFact(text=text)})}
 
 
-def test_groups_of_fast_links_become_switches_that_no_job_spans() -> None:
+def test_groups_of_fast_links_become_separate_switches() -> None:
     conf = assemble(SPEC, facts(measured()), {}).conf
     assert conf.switches == (Switch("near-a1", ("a1", "a2")), Switch("near-b1", ("b1", "b2")))
     assert "SwitchName=near-a1 Nodes=a[1-2]" in topology_conf(conf)
 
 
-def test_without_a_measurement_or_with_links_that_are_alike_there_is_no_topology() -> None:
+def test_missing_or_similar_measurements_give_no_topology() -> None:
     for text in ("", "no json", measured(far=8000.0)):
         assert assemble(SPEC, facts(text), {}).conf.switches == ()
 
 
-def test_sites_that_the_file_names_win_over_what_was_measured() -> None:
+def test_configured_sites_override_measurements() -> None:
     text = """
 cluster: reef
 controller: {provider: sandbox}
@@ -64,7 +64,7 @@ nodesets:
     assert [switch.name for switch in assemble(spec_of(text), hosts, {}).conf.switches] == ["a", "b"]
 
 
-def test_a_silent_node_keeps_its_switch_and_a_leaving_one_is_no_site() -> None:
+def test_silent_node_keeps_its_switch_and_a_leaving_node_is_not_a_site() -> None:
     all_of_them = facts(measured())
     first = assemble(SPEC, all_of_them, {}).conf
     texts = {"/etc/slurm/slurm.conf": slurm_conf(first), TOPOLOGY_CONF: topology_conf(first)}
@@ -77,13 +77,13 @@ def test_a_silent_node_keeps_its_switch_and_a_leaving_one_is_no_site() -> None:
     assert assemble(smaller, facts(""), {}, before, ["b2"]).conf.switches == ()
 
 
-def test_the_measurement_is_asked_for_as_a_fact_and_goes_when_a_host_is_given_back() -> None:
+def test_measurement_is_a_fact_file_and_removed_with_the_host() -> None:
     assert fact_files(SPEC)[LINKS] == "text"
     assert f"file {LINKS}" in {item.key for item in removal()}
     assert assemble(SPEC, facts(""), {}, CurrentConf()).conf.switches == ()
 
 
-def test_nodes_are_told_how_many_sockets_fill_their_links_and_forget_it_with_the_measurement() -> None:
+def test_nodes_get_the_number_of_sockets_from_the_measurement() -> None:
     text = links_text(LinkSpeed(x, y, 20.0, 90.0, 700.0) for x in NAMES for y in NAMES if x != y)
     cluster = assemble(SPEC, facts(text), {})
     told = {m.name: LinksComponent().documents(cluster, m) for m in cluster.members}

@@ -58,14 +58,14 @@ def file(document: Document, path: str) -> File:
 # Tracking
 
 
-def test_a_cluster_without_tracking_is_asked_for_nothing() -> None:
+def test_cluster_without_tracking_has_no_items() -> None:
     part, cluster = TrackingComponent(), cluster_of()
     for name in ("c1", "n1"):
         assert asked(part, cluster, name) == ()
         assert part.ports(cluster.spec, cluster.members[0]) == ()
 
 
-def test_the_server_is_on_the_controller_and_its_port_is_guarded_there() -> None:
+def test_server_is_on_the_controller_and_its_port_is_firewalled() -> None:
     part, cluster = TrackingComponent(), cluster_of("tracking: mlflow\n")
     controller, node = cluster.members
     assert part.ports(cluster.spec, controller) == ("5000",) and part.ports(cluster.spec, node) == ()
@@ -74,21 +74,21 @@ def test_the_server_is_on_the_controller_and_its_port_is_guarded_there() -> None
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-def test_the_service_is_exactly_this(database: str) -> None:
+def test_service_document_matches_its_golden(database: str) -> None:
     document = asked(TrackingComponent(), cluster_of(f"tracking: {{database: {database}}}\n"), "c1")
     files = [item for item in document if isinstance(item, File) and isinstance(item.content, str)]
     text = "".join(f"==== {item.path} {item.owner}:{item.group} {item.mode:04o}\n{item.content}" for item in files)
     assert_golden(f"tracking/{database}.txt", "\n".join(keys(document)) + "\n" + text)
 
 
-def test_it_listens_on_the_clusters_address_alone_and_knows_its_names() -> None:
+def test_server_listens_only_on_the_cluster_address_and_allows_its_names() -> None:
     text = file(asked(TrackingComponent(), cluster_of("tracking: {port: 5050}\n"), "c1"), mlflow.UNIT).content
     assert isinstance(text, str)
     assert "--host 10.0.0.1 --port 5050 " in text
     assert "--allowed-hosts 10.0.0.1:5050,c1:5050,localhost:*,127.0.0.1:*\n" in text
 
 
-def test_passwords_are_made_on_the_host_and_filled_in_there() -> None:
+def test_passwords_are_generated_and_inserted_on_the_host() -> None:
     document = asked(TrackingComponent(), cluster_of("tracking: mlflow\n"), "c1")
     for path, word, source in (
         (mlflow.AUTH, "@PASSWORD@", mlflow.ADMIN_PASSWORD),
@@ -101,7 +101,7 @@ def test_passwords_are_made_on_the_host_and_filled_in_there() -> None:
     ]
 
 
-def test_a_server_on_another_host_gives_the_controller_the_password_of_jobs_and_no_other() -> None:
+def test_controller_gets_only_the_job_password_of_a_server_on_another_host() -> None:
     known = {mlflow.JOBS_PASSWORD: FileFact(sha256="ab")}
     part, cluster = TrackingComponent(), cluster_of("tracking: {host: n1}\n", n1={"files": known})
     document = asked(part, cluster, "c1")
@@ -113,7 +113,7 @@ def test_a_server_on_another_host_gives_the_controller_the_password_of_jobs_and_
     assert f"service {mlflow.SERVICE}" not in keys(document)
 
 
-def test_files_on_a_share_of_another_host_wait_for_its_mount_and_the_servers_user_makes_their_directory() -> None:
+def test_artifacts_on_a_remote_share_wait_for_the_mount_and_use_the_server_user() -> None:
     """Root of this host is nobody there, and what is made before the share is mounted would be hidden by it."""
     share = "storage: {/data: {host: n1}}\n"
     part, cluster = TrackingComponent(), cluster_of(share + "tracking: {artifacts: /data/mlflow}\n")
@@ -158,9 +158,7 @@ def artifacts(cluster: Cluster, host: str = "c1") -> str:
         ("tracking: mlflow\nstorage: {/home: {}, /far: {host: n1}}\n", "c1", OWN_DISK),
     ],
 )
-def test_files_of_a_new_server_go_to_the_first_share_that_its_host_keeps_for_all_to_write_to(
-    more: str, host: str, expected: str
-) -> None:
+def test_artifacts_of_a_new_server_use_the_first_local_writable_share(more: str, host: str, expected: str) -> None:
     cluster = cluster_of(more)
     assert artifacts(cluster, host) == expected
     assert TrackingComponent().findings(cluster) == ()
@@ -175,13 +173,11 @@ def test_files_of_a_new_server_go_to_the_first_share_that_its_host_keeps_for_all
         ({OWN_DISK: FileFact(there=False), RECORD: FileFact()}, ON_THE_SHARE),
     ],
 )
-def test_files_stay_where_those_of_earlier_runs_are_when_a_share_comes_later(
-    files: dict[str, FileFact], expected: str
-) -> None:
+def test_artifacts_stay_in_place_when_a_share_is_added(files: dict[str, FileFact], expected: str) -> None:
     assert artifacts(cluster_of("tracking: mlflow\n" + SHARES, c1={"files": files})) == expected
 
 
-def test_files_that_stay_off_a_share_are_told_with_the_line_that_brings_them_there() -> None:
+def test_artifacts_outside_a_share_are_reported_with_the_setting() -> None:
     cluster = cluster_of("tracking: mlflow\n" + SHARES, c1={"files": {OWN_DISK: FileFact(there=True)}})
     [finding] = TrackingComponent().findings(cluster)
     assert (finding.level, str(finding)) == (
@@ -191,7 +187,7 @@ def test_files_that_stay_off_a_share_are_told_with_the_line_that_brings_them_the
     )
 
 
-def test_a_directory_that_is_named_in_the_place_of_another_is_warned_of_with_the_command_that_carries_files() -> None:
+def test_changed_artifact_directory_is_a_warning_with_the_copy_command() -> None:
     before = {RECORD: FileFact(text="/old/files\n")}
     cluster = cluster_of("tracking: {artifacts: /new/files}\n", c1={"files": before})
     assert artifacts(cluster) == "/new/files"
@@ -203,19 +199,19 @@ def test_a_directory_that_is_named_in_the_place_of_another_is_warned_of_with_the
     )
 
 
-def test_a_server_of_somebody_else_keeps_its_files_where_it_likes() -> None:
+def test_external_server_has_no_artifact_findings() -> None:
     cluster = cluster_of("tracking: {url: https://t.example.org}\n" + SHARES)
     assert TrackingComponent().findings(cluster) == ()
     assert RECORD not in " ".join(keys(asked(TrackingComponent(), cluster, "c1")))
 
 
-def test_a_server_that_is_there_already_is_only_told_to_jobs() -> None:
+def test_external_server_only_sets_the_address_for_jobs() -> None:
     document = asked(TrackingComponent(), cluster_of("tracking: {url: https://t.example.org}\n"), "c1")
     assert file(document, mlflow.ADDRESS).content == '{"uri": "https://t.example.org"}\n'
     assert keys(document) == ["directory /etc/shoal", f"file {mlflow.ADDRESS}"]
 
 
-def test_a_server_that_the_spec_no_longer_wants_goes_and_what_it_kept_stays() -> None:
+def test_removed_server_is_stopped_and_its_data_stays() -> None:
     there = {mlflow.UNIT: FileFact(there=True), mlflow.ADDRESS: FileFact(there=True)}
     document = asked(TrackingComponent(), cluster_of(c1={"files": there}), "c1")
     assert document == (
@@ -225,7 +221,7 @@ def test_a_server_that_the_spec_no_longer_wants_goes_and_what_it_kept_stays() ->
     )
 
 
-def test_packages_come_through_the_proxy() -> None:
+def test_packages_are_installed_through_the_proxy() -> None:
     cluster = cluster_of("tracking: mlflow\nproxy: {http: 'http://p.example.org:3128'}\n")
     [install] = [
         item
@@ -236,7 +232,7 @@ def test_packages_come_through_the_proxy() -> None:
     assert install.argv[-1] == f"mlflow[auth]=={mlflow.VERSION}"
 
 
-def test_a_job_gets_the_address_and_the_password_and_without_a_server_nothing() -> None:
+def test_job_gets_address_and_password_only_with_a_server() -> None:
     assert mlflow.job_variables('{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n') == {
         "MLFLOW_TRACKING_URI": "http://10.0.0.1:5000",
         "MLFLOW_TRACKING_USERNAME": "jobs",
@@ -261,7 +257,7 @@ def test_the_program_that_makes_accounts_gets_files_and_no_password() -> None:
         (401, 1, "its accounts are those of another one"),
     ],
 )
-def test_the_account_of_jobs_is_made_or_gets_its_password(tmp_path: Path, create: int, status: int, said: str) -> None:
+def test_job_account_is_created_or_gets_its_password(tmp_path: Path, create: int, status: int, said: str) -> None:
     heard: list[tuple[str, str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -301,18 +297,18 @@ def test_the_account_of_jobs_is_made_or_gets_its_password(tmp_path: Path, create
 
 
 @pytest.mark.parametrize("name", ["c1", "n1"])
-def test_a_container_has_no_clock_of_its_own(name: str) -> None:
+def test_container_runs_no_time_service(name: str) -> None:
     cluster = cluster_of(**{name: {"files": CONTAINER}})
     assert asked(ClockComponent(), cluster, name, Stage.BASE) == ()
     other = "n1" if name == "c1" else "c1"
     assert keys(asked(ClockComponent(), cluster, other, Stage.BASE))[0] == "packages chrony"
 
 
-def test_a_host_without_systemd_counts_as_a_container() -> None:
+def test_host_without_systemd_counts_as_a_container() -> None:
     assert asked(ClockComponent(), cluster_of(n1={"init": "none"}), "n1", Stage.BASE) == ()
 
 
-def test_the_controller_serves_members_only_and_members_ask_it_too() -> None:
+def test_controller_serves_time_only_to_members() -> None:
     cluster = cluster_of()
     served = file(asked(ClockComponent(), cluster, "c1", Stage.BASE), CONF).content
     assert "allow 10.0.0.11\n" in str(served) and "bindaddress 10.0.0.1\n" in str(served)
@@ -323,14 +319,14 @@ def test_the_controller_serves_members_only_and_members_ask_it_too() -> None:
 
 
 @pytest.mark.parametrize("daemon", ["ntpsec", "ntp", "openntpd"])
-def test_a_time_daemon_that_somebody_chose_is_left_alone_and_named(daemon: str) -> None:
+def test_existing_time_daemon_is_kept_and_reported(daemon: str) -> None:
     cluster = cluster_of(n1={"services": {daemon: "active"}})
     assert asked(ClockComponent(), cluster, "n1", Stage.BASE) == ()
     [finding] = ClockComponent().findings(cluster)
     assert (finding.level, finding.host) == ("info", "n1") and daemon in finding.what
 
 
-def test_without_the_time_service_our_part_of_it_goes() -> None:
+def test_disabled_time_service_removes_the_shoal_files() -> None:
     ours = {CONF: FileFact(sha256="ab")}
     assert asked(ClockComponent(), cluster_of("time: none\n"), "n1", Stage.BASE) == ()
     assert keys(asked(ClockComponent(), cluster_of("time: none\n", n1={"files": ours}), "n1", Stage.BASE)) == [
@@ -347,7 +343,7 @@ def prepared(more: str, facts: Facts) -> Document:
     return EnvironmentsComponent().prepare(spec, cluster_of().members[1], facts)
 
 
-def test_apt_gets_its_proxy_before_anything_is_installed() -> None:
+def test_apt_gets_its_proxy_before_any_package() -> None:
     [item] = prepared("proxy: {http: 'http://p:1', no_proxy: [deb.local, 10.0.0.0/8]}\n", Facts())
     assert isinstance(item, File) and (item.path, item.content) == (
         APT_PROXY,
@@ -361,7 +357,7 @@ def test_apt_gets_its_proxy_before_anything_is_installed() -> None:
     assert prepared("proxy: {http: 'http://p:1', no_proxy: [deb.local, 10.0.0.0/8]}\n", there) == ()
 
 
-def test_apt_itself_understands_our_words(tmp_path: Path) -> None:
+def test_apt_accepts_the_proxy_settings(tmp_path: Path) -> None:
     proxy = spec_of(REEF + "proxy: {http: 'http://p:1', https: 'http://q:2', no_proxy: [deb.local]}\n").proxy
     assert proxy
     (tmp_path / "apt.conf").write_text(apt_proxy(proxy))
@@ -371,7 +367,7 @@ def test_apt_itself_understands_our_words(tmp_path: Path) -> None:
         assert f"Acquire::{line};\n" in said
 
 
-def test_a_proxy_that_the_spec_no_longer_has_goes_and_one_that_never_was_costs_nothing() -> None:
+def test_removed_proxy_is_deleted_and_an_absent_proxy_costs_nothing() -> None:
     assert prepared("", Facts()) == ()
     assert prepared("", Facts(files={APT_PROXY: FileFact()})) == ()
     assert prepared("", Facts(files={APT_PROXY: FileFact(text="old")})) == (File(APT_PROXY),)
@@ -394,9 +390,7 @@ def test_only_the_controller_of_a_cluster_with_environments_needs_venv() -> None
         ("storage: {/home: {}}\n", "/shared/environments", "c1"),
     ],
 )
-def test_an_environment_is_in_the_first_share_and_built_by_the_host_that_keeps_it(
-    storage: str, directory: str, builder: str
-) -> None:
+def test_environment_is_on_the_first_share_and_built_by_its_host(storage: str, directory: str, builder: str) -> None:
     spec = spec_of(REEF + "environments: {torch: {requirements: r.txt}}\n" + storage)
     entry = spec.environments["torch"]
     assert (directory_of(spec, entry), builder_of(spec, entry)) == (directory, builder)
@@ -404,7 +398,7 @@ def test_an_environment_is_in_the_first_share_and_built_by_the_host_that_keeps_i
     assert needs == [builder]
 
 
-def test_a_directory_that_is_named_is_the_one_and_built_by_who_keeps_it() -> None:
+def test_configured_directory_is_used_and_built_by_its_host() -> None:
     more = (
         "environments: {torch: {requirements: r.txt, directory: /data/envs}}\nstorage: {/apps: {}, /data: {host: n1}}\n"
     )

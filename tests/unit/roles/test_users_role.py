@@ -45,7 +45,7 @@ def user(cluster: Cluster, host: str, name: str) -> User:
     return found
 
 
-def test_names_numbers_and_groups_are_the_same_on_all_hosts() -> None:
+def test_names_ids_and_groups_are_equal_on_all_hosts() -> None:
     cluster = reef()
     for host in ADDRESSES:
         there = items(cluster, host)
@@ -56,7 +56,7 @@ def test_names_numbers_and_groups_are_the_same_on_all_hosts() -> None:
         assert alice.groups == (USERS_GROUP, "team", "video") or alice.groups == (USERS_GROUP, "team")
 
 
-def test_a_group_that_a_host_has_for_itself_keeps_its_number_and_is_joined_where_it_is() -> None:
+def test_system_group_keeps_its_id_and_is_joined_where_present() -> None:
     cluster = reef(n1={"groups": {"video": UnixIds(44)}})
     assert group_ids(cluster)["video"] is None
     assert "group video" not in items(cluster, "n1")
@@ -64,12 +64,12 @@ def test_a_group_that_a_host_has_for_itself_keeps_its_number_and_is_joined_where
     assert user(cluster, "c1", "alice").groups == (USERS_GROUP, "team")
 
 
-def test_a_group_keeps_the_number_it_has_and_a_new_one_takes_nobodys() -> None:
+def test_existing_group_keeps_its_id_and_a_new_group_gets_a_free_id() -> None:
     groups = {"team": UnixIds(3500), "other": UnixIds(3000), "more": UnixIds(3001)}
     assert group_ids(reef(c1={"groups": groups})) == {USERS_GROUP: 3002, "team": 3500, "video": 3003}
 
 
-def test_docker_is_for_whom_the_file_allows_it_and_by_its_group() -> None:
+def test_docker_group_is_joined_only_when_allowed() -> None:
     cluster = reef(n1={"groups": {"docker": UnixIds(998)}})
     assert "docker" in user(cluster, "n1", "bob").groups and "docker" not in user(cluster, "c1", "bob").groups
     assert user(cluster, "n1", "alice").not_in == ("docker",) and user(cluster, "n1", "bob").not_in == ()
@@ -80,7 +80,7 @@ def test_docker_is_for_whom_the_file_allows_it_and_by_its_group() -> None:
     )
 
 
-def test_keys_are_in_a_directory_of_roots_so_that_a_share_that_is_away_keeps_nobody_out() -> None:
+def test_authorized_keys_are_outside_the_home_share() -> None:
     there = items(reef(), "n1")
     keys = there[f"file {sshfs.KEYS}/alice"]
     assert isinstance(keys, File) and keys.owner == "root"
@@ -94,7 +94,7 @@ def test_keys_are_in_a_directory_of_roots_so_that_a_share_that_is_away_keeps_nob
     assert conf.accepted_by == ("/usr/sbin/sshd", "-t", "-f", "/dev/stdin")
 
 
-def test_only_a_node_that_tracks_jobs_by_cgroups_lets_in_by_job() -> None:
+def test_only_a_node_with_cgroups_restricts_logins_to_jobs() -> None:
     for host, guarded in {"c1": False, "door": False, "n1": True}.items():
         block = items(reef(n1=CGROUPS), host)[f"block jobs in {PAM}"]
         assert isinstance(block, Block) and ("pam_slurm_adopt" in block.content) is guarded
@@ -104,7 +104,7 @@ def test_only_a_node_that_tracks_jobs_by_cgroups_lets_in_by_job() -> None:
     assert not any("log in" in finding.what for finding in UsersComponent().findings(cluster))
 
 
-def test_who_is_no_user_of_the_file_is_let_in_as_before_and_a_user_needs_a_job() -> None:
+def test_only_users_of_the_file_need_a_job_to_log_in() -> None:
     assert pam_block() == (
         "account [success=1 default=ignore] pam_succeed_if.so quiet user notingroup shoal-users\n"
         "account required pam_slurm_adopt.so action_no_jobs=deny\n"
@@ -112,7 +112,7 @@ def test_who_is_no_user_of_the_file_is_let_in_as_before_and_a_user_needs_a_job()
     )
 
 
-def test_the_node_that_keeps_the_homes_lets_their_users_in_and_alone_hands_files_over() -> None:
+def test_node_that_serves_the_homes_is_open_for_logins_and_owns_the_homes() -> None:
     nfs = {"filesystems": ("nfs4", "nfsd")}
     cluster = reef(REEF + "storage: {/home: {host: n1}}\n", n1={**CGROUPS, **nfs}, c1=nfs)
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
@@ -121,7 +121,7 @@ def test_the_node_that_keeps_the_homes_lets_their_users_in_and_alone_hands_files
     assert user(cluster, "c1", "alice").owns == ()
 
 
-def test_without_cgroups_the_open_nodes_are_told() -> None:
+def test_open_nodes_without_cgroups_are_reported() -> None:
     cluster = reef(n1={"cgroup": Cgroup()})
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
     assert isinstance(block, Block) and block.content == ""
@@ -131,7 +131,7 @@ def test_without_cgroups_the_open_nodes_are_told() -> None:
     ]
 
 
-def test_a_user_who_is_no_longer_named_is_locked_and_stays_known() -> None:
+def test_removed_user_is_locked_and_stays_recorded() -> None:
     cluster = reef()
     facts = replace(cluster.facts["n1"], files={RECORD: FileFact(text="# ours\nalice 2001\ncarol 2003\n")})
     there = items(replace(cluster, facts={**cluster.facts, "n1": facts}), "n1")
@@ -145,7 +145,7 @@ def test_a_user_who_is_no_longer_named_is_locked_and_stays_known() -> None:
     assert list(there)[:2] == ["directory /etc/shoal", f"file {RECORD}"]
 
 
-def test_when_the_last_user_goes_all_are_locked_and_nobody_else_is_touched() -> None:
+def test_removing_the_last_user_locks_all_recorded_users() -> None:
     none = reef(REEF.partition("users:")[0])
     facts = replace(none.facts["n1"], files={RECORD: FileFact(text="alice 2001\n")})
     there = items(replace(none, facts={**none.facts, "n1": facts}), "n1")
@@ -154,6 +154,6 @@ def test_when_the_last_user_goes_all_are_locked_and_nobody_else_is_touched() -> 
     assert items(none, "c1") == {}
 
 
-def test_homes_are_on_the_share_that_is_for_them() -> None:
+def test_homes_are_on_the_home_share() -> None:
     assert home_of(spec_of(REEF), "alice") == "/home/alice"
     assert home_of(spec_of(REEF + "storage: {/data: {}, /shared: {homes: true}}\n"), "alice") == "/shared/alice"

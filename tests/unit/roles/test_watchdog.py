@@ -55,41 +55,41 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_machine_in_use_stays(machine: Machine) -> None:
+def test_machine_in_use_stays(machine: Machine) -> None:
     assert [machine.look(now, IDLE) for now in (1000, 5000, 90_000)] == ["", "", ""]
 
 
-def test_a_machine_whose_time_is_over_goes_whatever_it_does(machine: Machine) -> None:
+def test_machine_past_its_lifetime_powers_off(machine: Machine) -> None:
     assert machine.look(1000, IDLE, until=1001) == ""
     assert machine.look(1001, IDLE, until=1001) == "poweroff"
 
 
 @pytest.mark.parametrize("answer", [ASLEEP, GOING, UNKNOWN])
-def test_a_node_that_slurm_has_let_go_of_goes_after_a_quarter_of_an_hour(machine: Machine, answer: str) -> None:
+def test_node_removed_from_slurm_powers_off_after_the_release_timeout(machine: Machine, answer: str) -> None:
     assert machine.look(1000, answer) == ""
     assert machine.look(1000 + RELEASE_TIMEOUT_S - 1, answer) == ""
     assert machine.look(1000 + RELEASE_TIMEOUT_S, answer) == "poweroff"
 
 
-def test_a_node_that_is_taken_back_in_time_stays(machine: Machine) -> None:
+def test_node_that_returns_in_time_stays(machine: Machine) -> None:
     machine.look(1000, ASLEEP)
     machine.look(1500, IDLE)
     assert machine.look(1000 + RELEASE_TIMEOUT_S, ASLEEP) == ""
 
 
-def test_a_controller_that_is_gone_is_waited_for_an_hour(machine: Machine) -> None:
+def test_missing_controller_powers_off_after_the_controller_timeout(machine: Machine) -> None:
     assert machine.look(1000, SILENT) == ""
     assert machine.look(1000 + CONTROLLER_TIMEOUT_S - 1, SILENT) == ""
     assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == "poweroff"
 
 
-def test_a_controller_that_answers_again_is_waited_for_anew(machine: Machine) -> None:
+def test_controller_answer_resets_the_timeout(machine: Machine) -> None:
     machine.look(1000, SILENT)
     machine.look(2000, IDLE)
     assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == ""
 
 
-def test_the_watchdog_runs_every_minute() -> None:
+def test_watchdog_runs_every_minute() -> None:
     document = watchdog("cloud1", 1_800_000_000)
     assert Service(TIMER) in document
     [timer] = [item for item in document if isinstance(item, File) and item.path.endswith(TIMER)]
@@ -135,13 +135,13 @@ def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, error
         (1, "Unable to determine\nthe device handle", 15, None, "nvidia-smi: Unable to determine the device handle"),
     ],
 )
-def test_a_machine_whose_gpus_do_not_work_is_found_out(
+def test_machine_with_broken_gpus_is_reported(
     tmp_path: Path, gpus: int, answer: str | None, status: int, errors: str | None, said: str
 ) -> None:
     assert health(tmp_path, gpus, answer, status=status, errors=errors) == said
 
 
-def test_a_machine_without_a_driver_is_found_out(tmp_path: Path) -> None:
+def test_machine_without_a_driver_is_reported(tmp_path: Path) -> None:
     assert health(tmp_path, 1, None).startswith("nvidia-smi does not run: ")
 
 
@@ -171,9 +171,7 @@ WELL(cuCtxDestroy_v2)
         ({"FREE": 3}, "GPU 0 has only 3072 of 24576 MiB free"),
     ],
 )
-def test_a_gpu_that_cuda_cannot_use_is_found_out_although_the_provider_calls_it_well(
-    tmp_path: Path, values: dict[str, int], said: str
-) -> None:
+def test_gpu_unusable_by_cuda_is_reported(tmp_path: Path, values: dict[str, int], said: str) -> None:
     all_well = {"INIT": 0, "COUNT": 1, "CREATE": 0, "FREE": 24}
     defined = [f"-D{name}={value}" for name, value in {**all_well, **values}.items()]
     line = ["cc", "-shared", "-fPIC", "-w", *defined, "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
@@ -181,6 +179,6 @@ def test_a_gpu_that_cuda_cannot_use_is_found_out_although_the_provider_calls_it_
     assert health(tmp_path, 1, A10) == said
 
 
-def test_a_machine_with_half_a_driver_is_found_out(tmp_path: Path) -> None:
+def test_machine_with_an_incomplete_driver_is_reported(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_text("no library\n")
     assert health(tmp_path, 1, A10).startswith("nvidia-smi answers, and CUDA's driver cannot be loaded: ")

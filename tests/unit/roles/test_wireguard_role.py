@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import host_facts, spec_of
-from tests.unit.roles.test_documents_of_roles import shown
+from tests.unit.roles.test_role_documents import shown
 
 from shoal.agent.document import Block, Command, File, Packages
 from shoal.agent.facts import Address, Facts, FileFact
@@ -58,14 +58,14 @@ def content(cluster: Cluster, name: str, path: str) -> str:
     return item.content
 
 
-def test_what_a_hub_and_a_host_behind_nat_become() -> None:
+def test_hub_and_nat_host_match_their_goldens() -> None:
     cluster = assemble(SPEC, FACTS, {})
     for name in ("c1", "f1"):
         member = next(member for member in cluster.members if member.name == name)
         assert_golden(f"roles/wireguard-{name}.txt", shown(dict(PART.documents(cluster, member))))
 
 
-def test_a_host_without_a_key_makes_one_before_anything_else_and_one_that_has_it_prepares_nothing() -> None:
+def test_host_without_a_key_generates_a_key_first() -> None:
     member = members(SPEC)[2]
     fresh = host_facts("f1", "192.168.1.5")
     packages, _, command = PART.prepare(SPEC, member, fresh)
@@ -76,11 +76,11 @@ def test_a_host_without_a_key_makes_one_before_anything_else_and_one_that_has_it
     assert PART.prepare(spec_of(TEXT.replace("wireguard", "lan")), member, fresh) == ()
 
 
-def test_the_private_key_is_asked_of_no_host() -> None:
+def test_private_key_is_not_a_fact() -> None:
     assert PRIVATE_KEY not in {**PART.files, **PART.fact_files(SPEC)}
 
 
-def test_wireguard_go_is_for_hosts_whose_kernel_has_no_wireguard_and_the_hub_filters() -> None:
+def test_wireguard_packages_depend_on_the_kernel_and_the_hub_role() -> None:
     controller, near, far = members(SPEC)
     assert PART.packages(SPEC, near, FACTS["n1"]) == ("iproute2", "wireguard-tools")
     assert PART.packages(SPEC, far, FACTS["f1"]) == ("iproute2", "wireguard-tools", "wireguard-go")
@@ -88,7 +88,7 @@ def test_wireguard_go_is_for_hosts_whose_kernel_has_no_wireguard_and_the_hub_fil
     assert PART.packages(spec_of(TEXT.replace("wireguard", "lan")), near, None) == ()
 
 
-def test_names_nodes_and_the_firewall_follow_the_network() -> None:
+def test_names_nodes_and_firewall_use_the_network() -> None:
     cluster = assemble(SPEC, FACTS, {})
     assert cluster.addresses == {"c1": "10.77.0.1", "n1": "10.77.0.2", "f1": "10.77.0.3"}
     assert "SlurmctldHost=c1(10.77.0.1)\n" in slurm_settings(cluster.conf)
@@ -98,7 +98,7 @@ def test_names_nodes_and_the_firewall_follow_the_network() -> None:
     assert 'iifname "shoal0" ip saddr @members4' in str(rules)
 
 
-def test_slurm_listens_on_the_network_alone_also_on_a_host_that_calls_itself_otherwise() -> None:
+def test_slurm_listens_only_on_the_network_under_any_hostname() -> None:
     words = "NoInAddrAny,NoCtldInAddrAny"
     assert words in slurm_settings(assemble(SPEC, FACTS, {}).conf)
     other_name = assemble(SPEC, {**FACTS, "n1": replace(FACTS["n1"], hostname="ip-10-0-0-11")}, {})
@@ -119,7 +119,7 @@ def put_in_force(cluster: Cluster) -> dict[str, Facts]:
     return found
 
 
-def test_a_host_that_does_not_answer_changes_nothing_for_the_others() -> None:
+def test_silent_host_changes_nothing_for_the_others() -> None:
     whole = assemble(SPEC, FACTS, {})
     known = put_in_force(whole)
     silent = {name: fact for name, fact in known.items() if name != "f1"}
@@ -129,14 +129,14 @@ def test_a_host_that_does_not_answer_changes_nothing_for_the_others() -> None:
     assert again.conf.one_address
 
 
-def test_a_member_that_goes_frees_its_address_and_nobody_else_moves() -> None:
+def test_leaving_member_frees_its_address_and_the_others_do_not_move() -> None:
     before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {}))["c1"])
     less = spec_of(TEXT.replace("  lab: {hosts: [{name: n1, address: 10.0.0.11}]}\n", ""))
     found = {name: fact for name, fact in FACTS.items() if name != "n1"}
     assert assemble(less, found, {}, before).addresses == {"c1": "10.77.0.1", "f1": "10.77.0.3"}
 
 
-def test_what_stands_in_the_way_is_told() -> None:
+def test_obstacles_are_reported() -> None:
     found = {
         **FACTS,
         "n1": replace(FACTS["n1"], addresses=(Address("eth0", "10.77.3.4", 24),)),
@@ -154,7 +154,7 @@ def test_what_stands_in_the_way_is_told() -> None:
     assert PART.findings(assemble(SPEC, FACTS, {})) == ()
 
 
-def test_another_network_takes_wireguard_away_and_only_where_it_was() -> None:
+def test_another_network_removes_wireguard_only_where_present() -> None:
     lan = assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {})
     assert items(lan, "n1") == {}
     was = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, UNIT: FileFact(there=True)})}

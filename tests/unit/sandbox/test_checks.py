@@ -30,12 +30,12 @@ def texts(machine: MachineFacts = GOOD, *shapes: Shape, cache: Path = CACHE, nam
     return [f"{finding.level} {finding}" for finding in find_problems(cache, requests, machine)]
 
 
-def test_a_good_machine_has_no_findings() -> None:
+def test_suitable_machine_has_no_findings() -> None:
     shape = Shape(cpus=2, memory_mb=2000, disk_mb=500, gpus=4, cgroups=True, site="b")
     assert texts(GOOD, shape, Shape(image="sid")) == []
 
 
-def test_a_bare_machine_hears_everything_at_once() -> None:
+def test_bare_machine_gets_all_errors_at_once() -> None:
     bare = replace(GOOD, root=False, programs=frozenset(), overlay=False, cgroups=False)
     assert texts(bare) == [
         "error the sandbox needs root, run the command with sudo",
@@ -47,7 +47,7 @@ def test_a_bare_machine_hears_everything_at_once() -> None:
     ]
 
 
-def test_debootstrap_serves_in_place_of_mmdebstrap() -> None:
+def test_debootstrap_replaces_mmdebstrap() -> None:
     assert texts(replace(GOOD, programs=frozenset({*PROGRAMS, "debootstrap"}))) == []
 
 
@@ -67,50 +67,50 @@ def test_debootstrap_serves_in_place_of_mmdebstrap() -> None:
         ),
     ],
 )
-def test_a_shape_this_machine_cannot_hold_is_an_error(shape: Shape, expected: str) -> None:
+def test_shape_too_large_for_this_machine_is_an_error(shape: Shape, expected: str) -> None:
     found = texts(replace(GOOD, images=frozenset({"debian12", "debian13"})), shape)
     assert len(found) == 1
     assert found[0].startswith(f"error {expected}")
 
 
-def test_cgroups_are_for_every_image_on_a_machine_with_cgroup_v2() -> None:
+def test_cgroups_work_for_every_image_with_cgroup_v2() -> None:
     assert texts(replace(GOOD, cgroup_v2=True), Shape(image="debian13", cgroups=True)) == []
 
 
-def test_a_disk_takes_loop_devices() -> None:
+def test_disk_needs_loop_devices() -> None:
     [found] = texts(replace(GOOD, loop=False), Shape(disk_mb=100))
     assert found == (
         "error n0: `disk` needs loop devices, found no /dev/loop-control, run `modprobe loop`, or leave `disk` out"
     )
 
 
-def test_a_bad_host_name_is_an_error() -> None:
+def test_invalid_host_name_is_an_error() -> None:
     [found] = texts(GOOD, Shape(), name="Bad_")
     assert "not a host name, found 'Bad_0', use lower-case letters, digits and hyphens" in found
 
 
-def test_too_many_hosts_for_the_memory() -> None:
+def test_too_little_memory_is_an_error() -> None:
     [found] = texts(replace(GOOD, available_mb=100), Shape(), Shape())
     assert found == "error 2 hosts need 120 MB of memory, found 100 MB free, ask for fewer hosts, or free memory"
 
 
-def test_memory_that_is_promised_twice_is_a_warning() -> None:
+def test_overcommitted_memory_is_a_warning() -> None:
     [found] = texts(GOOD, Shape(memory_mb=20000), Shape(memory_mb=20000))
     assert found.startswith("warning `memory` of all hosts is 40000 MB, found 24000 MB here")
 
 
-def test_a_full_disk_counts_the_images_that_are_not_built() -> None:
+def test_disk_check_includes_unbuilt_images() -> None:
     assert texts(replace(GOOD, disk_free_mb=200), Shape()) == []
     [found] = texts(replace(GOOD, disk_free_mb=200), Shape(image="sid"))
     assert found.startswith("error the cache needs 1650 MB of disk, found 200 MB free, free some, or set SHOAL_CACHE")
 
 
-def test_a_cache_that_overlayfs_cannot_take() -> None:
+def test_cache_path_unsupported_by_overlayfs_is_an_error() -> None:
     [found] = texts(GOOD, cache=Path("/home/a:b"))
     assert found.startswith("error overlayfs cannot take this cache directory, found /home/a:b, set SHOAL_CACHE")
 
 
-def test_the_machine_under_the_tests_can_be_observed(tmp_path: Path) -> None:
+def test_this_machine_can_be_observed(tmp_path: Path) -> None:
     seen = MachineFacts.observe(tmp_path / "not" / "made" / "yet")
     assert seen.cpus >= 1
     assert seen.memory_mb > 0

@@ -37,12 +37,12 @@ def quiet(what: str, done: float) -> None:
     assert 0 <= done <= 1
 
 
-async def test_an_unknown_image_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+async def test_unknown_image_is_rejected_with_the_existing_names(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="no image 'arch'\n  fix: use one of: debian12, debian13, sid"):
         await images.ensure(tmp_path, "arch", quiet)
 
 
-async def test_two_at_once_build_once_and_get_the_same(tmp_path: Path, builds: list[str]) -> None:
+async def test_concurrent_calls_build_once_and_get_the_same_image(tmp_path: Path, builds: list[str]) -> None:
     one, two = await asyncio.gather(*(images.ensure(tmp_path, "debian12", quiet) for _ in range(2)))
     assert one == two
     assert (one / "done").exists()
@@ -53,9 +53,7 @@ async def test_two_at_once_build_once_and_get_the_same(tmp_path: Path, builds: l
     assert not images.exists(tmp_path, "sid")
 
 
-async def test_what_a_killed_build_left_is_removed_and_never_taken_for_an_image(
-    tmp_path: Path, builds: list[str]
-) -> None:
+async def test_incomplete_build_is_removed_and_never_used(tmp_path: Path, builds: list[str]) -> None:
     left = tmp_path / "images/sid/.building-1"
     left.mkdir(parents=True)
     assert not images.exists(tmp_path, "sid")
@@ -64,7 +62,7 @@ async def test_what_a_killed_build_left_is_removed_and_never_taken_for_an_image(
     assert builds == ["sid"]
 
 
-async def test_older_builds_go_unless_a_host_stands_on_them(tmp_path: Path, builds: list[str]) -> None:
+async def test_older_builds_are_removed_unless_in_use(tmp_path: Path, builds: list[str]) -> None:
     room = tmp_path / "images/sid"
     for name, hours in (("used", 5), ("unused", 5), ("young", 0)):
         (room / name).mkdir(parents=True)
@@ -77,7 +75,7 @@ async def test_older_builds_go_unless_a_host_stands_on_them(tmp_path: Path, buil
     assert {path.name for path in room.iterdir() if path.is_dir()} == {"used", "young", made.name}
 
 
-async def test_a_changed_recipe_is_another_image(
+async def test_changed_recipe_is_another_image(
     tmp_path: Path, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await images.ensure(tmp_path, "sid", quiet)
@@ -86,7 +84,7 @@ async def test_a_changed_recipe_is_another_image(
 
 
 @needs_apt
-async def test_a_proxy_of_the_machine_goes_into_the_image(
+async def test_apt_proxy_of_the_machine_is_copied_into_the_image(
     tmp_path: Path, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tmp_path / "apt.conf"

@@ -20,7 +20,7 @@ def values(proc: Path) -> dict[str, int]:
     return {name: int((proc / name).read_text()) for name in KERNEL_SETTINGS}
 
 
-def test_only_what_is_too_low_is_raised_and_all_is_put_back(proc: Path) -> None:
+def test_only_too_low_settings_are_raised_and_all_are_restored(proc: Path) -> None:
     before, first = proc / "before", values(proc)
     raise_settings(proc, before)
     assert values(proc) == {**KERNEL_SETTINGS, "fs/inotify/max_user_watches": 9999999}
@@ -30,7 +30,7 @@ def test_only_what_is_too_low_is_raised_and_all_is_put_back(proc: Path) -> None:
     assert not before.exists()
 
 
-def test_what_somebody_else_has_changed_meanwhile_stays(proc: Path) -> None:
+def test_settings_changed_meanwhile_are_kept(proc: Path) -> None:
     before = proc / "before"
     raise_settings(proc, before)
     (proc / "fs/inotify/max_user_instances").write_text("100000\n")
@@ -38,6 +38,6 @@ def test_what_somebody_else_has_changed_meanwhile_stays(proc: Path) -> None:
     assert values(proc)["fs/inotify/max_user_instances"] == 100000
 
 
-def test_putting_back_what_was_never_raised_is_no_error(proc: Path) -> None:
+def test_restore_without_raise_is_not_an_error(proc: Path) -> None:
     restore_settings(proc, proc / "before")
     assert values(proc)["net/ipv4/ip_forward"] == 0

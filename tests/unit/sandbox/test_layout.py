@@ -13,14 +13,14 @@ from shoal.spec.member import Shape
 HOST = HostRecord("n1", 253, "10.70.1.2", "/images/x", "ssh-ed25519 AAAA", Shape(gpus=2, site="b"))
 
 
-def test_names_fit_into_what_the_kernel_allows(tmp_path: Path) -> None:
+def test_names_fit_the_kernel_limits(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "a" * 40)
     assert len(layout.link(HOST)) <= 15
     assert len(layout.bridge(Site("a", 99, ""))) <= 15
     assert len(layout.namespace("h" * 40)) <= 64
 
 
-def test_names_of_two_clusters_differ_even_when_one_begins_as_the_other(tmp_path: Path) -> None:
+def test_names_of_clusters_with_a_common_prefix_differ(tmp_path: Path) -> None:
     one, two = Layout(tmp_path, "reef"), Layout(tmp_path, "reef-b")
     assert not two.prefix.startswith(one.prefix)
     assert one.bridge_prefix != two.bridge_prefix
@@ -29,14 +29,14 @@ def test_names_of_two_clusters_differ_even_when_one_begins_as_the_other(tmp_path
 
 
 @pytest.mark.parametrize("name", ["", "Reef", "a/b", "..", "-a", "a-", "a" * 41, "a b", "a;b"])
-def test_a_name_that_could_do_harm_is_refused(tmp_path: Path, name: str) -> None:
+def test_unsafe_name_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(ProviderError, match="use lower-case letters, digits and hyphens, at most 40 of them"):
         Layout(tmp_path, name)
     with pytest.raises(ProviderError, match="not a name of a sandbox host"):
         Layout(tmp_path, "reef").host_dir(name)
 
 
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_records_round_trip(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "reef")
     layout.host_dir("n1").mkdir(parents=True)
     layout.save_host(HOST)
@@ -46,7 +46,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert other_subnets(tmp_path) == ["10.70.1.0/24"]
 
 
-def test_a_half_written_record_is_no_host_and_an_unknown_key_is_tolerated(tmp_path: Path) -> None:
+def test_truncated_record_is_ignored_and_an_unknown_key_tolerated(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "reef")
     for name in ("n1", "n2"):
         layout.host_dir(name).mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_a_half_written_record_is_no_host_and_an_unknown_key_is_tolerated(tmp_pa
     assert layout.hosts() == {"n1": HOST}
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.delenv("SHOAL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -69,7 +69,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     assert cache_dir() == Path("/own")
 
 
-async def test_two_holders_of_a_cluster_take_turns(tmp_path: Path) -> None:
+async def test_lock_holders_take_turns(tmp_path: Path) -> None:
     layout, order = Layout(tmp_path, "reef"), []
 
     async def hold(name: str) -> None:
@@ -82,7 +82,7 @@ async def test_two_holders_of_a_cluster_take_turns(tmp_path: Path) -> None:
     assert order in (["one in", "one out", "two in", "two out"], ["two in", "two out", "one in", "one out"])
 
 
-async def test_who_waited_for_a_cluster_that_was_destroyed_locks_the_new_one(tmp_path: Path) -> None:
+async def test_waiting_lock_of_a_destroyed_cluster_creates_the_directory(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "reef")
     first = layout.locked()
     await first.__aenter__()
@@ -94,12 +94,12 @@ async def test_who_waited_for_a_cluster_that_was_destroyed_locks_the_new_one(tmp
     assert layout.dir.is_dir()
 
 
-async def test_a_lock_on_what_is_not_there_says_so(tmp_path: Path) -> None:
+async def test_lock_of_a_missing_directory_reports_its_absence(tmp_path: Path) -> None:
     async with locked(tmp_path / "gone") as there:
         assert not there
 
 
-def test_an_atomic_write_leaves_only_the_file(tmp_path: Path) -> None:
+def test_atomic_write_leaves_only_the_file(tmp_path: Path) -> None:
     write_atomic(tmp_path / "x", "text", 0o600)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600

@@ -28,14 +28,14 @@ blocks = st.integers(0, (1 << 14) - 1).map(lambda n: ipaddress.IPv4Network((int(
 
 
 @given(st.text(max_size=20), st.lists(blocks, max_size=50))
-def test_a_chosen_subnet_overlaps_with_none_that_is_taken(seed: str, taken: list[ipaddress.IPv4Network]) -> None:
+def test_chosen_subnet_overlaps_no_taken_subnet(seed: str, taken: list[ipaddress.IPv4Network]) -> None:
     subnet = choose_subnet(seed, taken)
     assert subnet.subnet_of(POOL)
     assert subnet.prefixlen == 24
     assert not any(subnet.overlaps(other) for other in taken)
 
 
-def test_hosts_are_never_in_the_network_that_a_cluster_makes_for_itself() -> None:
+def test_wireguard_subnet_is_never_chosen() -> None:
     private = ipaddress.IPv4Network(WIREGUARD_SUBNET)
     others = [one for one in POOL.subnets(new_prefix=16) if one != private]
     assert private.subnet_of(POOL)
@@ -43,12 +43,12 @@ def test_hosts_are_never_in_the_network_that_a_cluster_makes_for_itself() -> Non
         choose_subnet("reef", others)
 
 
-def test_the_same_cluster_gets_the_same_subnet_again() -> None:
+def test_cluster_gets_the_same_subnet_again() -> None:
     assert choose_subnet("reef/a", []) == choose_subnet("reef/a", [])
     assert choose_subnet("reef/a", []) != choose_subnet("reef/b", [])
 
 
-def test_a_network_that_covers_the_pool_leaves_no_subnet() -> None:
+def test_pool_covered_by_a_network_has_no_free_subnet() -> None:
     with pytest.raises(ProviderError, match=r"no free subnet is left in 10\.64\.0\.0/10\n  fix: take other sandbox"):
         choose_subnet("reef", [ipaddress.IPv4Network("10.0.0.0/8")])
 
@@ -59,19 +59,19 @@ def test_hosts_get_the_first_free_address_after_the_gateway() -> None:
     assert free_address(SITES[0], ["10.70.1.2", "10.70.1.4"]) == "10.70.1.3"
 
 
-def test_a_full_site_says_so() -> None:
+def test_full_site_is_an_error() -> None:
     taken = [f"10.70.1.{n}" for n in range(2, 255)]
     with pytest.raises(ProviderError, match="site a is full"):
         free_address(SITES[0], taken)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_firewall_text(count: int) -> None:
+def test_firewall_matches_its_golden(count: int) -> None:
     assert_golden(f"sandbox/{count}-sites.nft", render_table(LAYOUT, reversed(SITES[:count])))
 
 
 @pytest.mark.skipif(not shutil.which("nft"), reason="nft is not installed")
-def test_nft_accepts_the_firewall_text() -> None:
+def test_nft_accepts_the_firewall() -> None:
     done = subprocess.run(["nft", "-c", "-f", "-"], input=render_table(LAYOUT, SITES), capture_output=True, text=True)
     if "Operation not permitted" in done.stderr:
         pytest.skip("checking rules takes root")
@@ -85,7 +85,7 @@ def test_hardware_addresses_are_local_and_differ() -> None:
     assert len(one) == 17
 
 
-def test_a_container_is_reached_by_one_port_of_the_machine_and_reaches_no_site() -> None:
+def test_container_is_reachable_through_a_single_port_and_reaches_no_site() -> None:
     pods = Site("containers", 2, "10.70.3.0/24")
     pod = HostRecord("pod1", 4, "10.70.3.2", "", "", Shape(container=True))
     plain = HostRecord("n1", 5, "10.70.1.2", "", "", Shape())

@@ -25,11 +25,11 @@ def host(name: str = "n1", index: int = 0, **shape: int) -> HostRecord:
     return HostRecord(name, index, "10.70.1.2", "/image", "", Shape(**shape))  # type: ignore[arg-type]
 
 
-def test_meminfo_text() -> None:
+def test_meminfo_matches_its_golden() -> None:
     assert_golden("sandbox/meminfo", render_meminfo(1000))
 
 
-def test_gpus_have_uuids_that_are_their_own_and_stay() -> None:
+def test_gpu_uuids_are_unique_and_stable() -> None:
     texts = [render_gpus(LAYOUT, host(name, gpus=2)) for name in ("n1", "n2")]
     uuids = {line.split(", ")[1] for text in texts for line in text.splitlines()}
     assert len(uuids) == 4
@@ -38,12 +38,12 @@ def test_gpus_have_uuids_that_are_their_own_and_stay() -> None:
     assert_golden("sandbox/gpus", texts[0])
 
 
-def test_a_host_gets_as_many_cpus_as_it_asks_for() -> None:
+def test_host_gets_its_requested_cpus() -> None:
     assert len(cpus_of(host(cpus=1))) == 1
     assert cpus_of(host()) == cpus_of(host(cpus=100_000))
 
 
-def test_hierarchies_of_both_cgroup_versions_are_found() -> None:
+def test_hierarchies_of_both_cgroup_versions_are_detected() -> None:
     found = hierarchies(V1)
     assert set(found) == {"cpuacct", "freezer", "systemd", "unified"}
     assert found["cpuacct"] == Path("/sys/fs/cgroup/cpu,cpuacct")
@@ -51,7 +51,7 @@ def test_hierarchies_of_both_cgroup_versions_are_found() -> None:
     assert is_v2_only(hierarchies(V2))
 
 
-def test_limits_go_into_the_groups(tmp_path: Path) -> None:
+def test_limits_are_written_to_the_groups(tmp_path: Path) -> None:
     roots = {name: tmp_path / name for name in ("cpuset", "memory", "freezer")}
     for root in roots.values():
         root.mkdir()
@@ -67,7 +67,7 @@ def test_limits_go_into_the_groups(tmp_path: Path) -> None:
     assert groups_named("shoal-y-", roots) == []
 
 
-def test_controllers_of_cgroup_v2_are_passed_on_only_where_they_are_wanted(tmp_path: Path) -> None:
+def test_cgroup_v2_controllers_are_delegated_only_on_request(tmp_path: Path) -> None:
     group, passed_on = HostCgroups("g", {"unified": tmp_path}), tmp_path / "cgroup.subtree_control"
     group.make([0], None)
     assert not passed_on.exists()
@@ -79,7 +79,7 @@ def test_controllers_of_cgroup_v2_are_passed_on_only_where_they_are_wanted(tmp_p
     assert (tmp_path / "g/memory.max").read_text() == "max"
 
 
-def test_processes_are_those_of_all_groups_below_without_the_ones_of_other_namespaces(tmp_path: Path) -> None:
+def test_pids_include_subgroups_without_other_namespaces(tmp_path: Path) -> None:
     group = HostCgroups("g", {"freezer": tmp_path})
     (tmp_path / "g/below").mkdir(parents=True)
     (tmp_path / "g/cgroup.procs").write_text("0\n12\n")
@@ -89,7 +89,7 @@ def test_processes_are_those_of_all_groups_below_without_the_ones_of_other_names
     assert not HostCgroups("h", {"freezer": tmp_path}).alive
 
 
-def test_a_group_is_frozen_when_its_state_says_so(tmp_path: Path) -> None:
+def test_group_is_frozen_according_to_its_state(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
     state = tmp_path / "g/freezer.state"
     group = HostCgroups("g", {"freezer": tmp_path})

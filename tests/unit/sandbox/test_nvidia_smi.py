@@ -22,7 +22,7 @@ def ask(tmp_path: Path, *arguments: str, gpus: str = GPUS) -> subprocess.Complet
     )
 
 
-def test_lists_gpus_as_the_real_one_does(tmp_path: Path) -> None:
+def test_gpus_are_listed_in_the_nvidia_format(tmp_path: Path) -> None:
     assert ask(tmp_path, "-L").stdout == "GPU 0: Simulated GPU (UUID: GPU-aa)\nGPU 1: Simulated GPU (UUID: GPU-bb)\n"
 
 
@@ -35,29 +35,29 @@ def test_lists_gpus_as_the_real_one_does(tmp_path: Path) -> None:
         ("index, memory.total", "csv", "index, memory.total [MiB]"),
     ],
 )
-def test_answers_queries_in_the_order_of_the_fields(tmp_path: Path, query: str, form: str, expected: str) -> None:
+def test_query_answers_in_field_order(tmp_path: Path, query: str, form: str, expected: str) -> None:
     done = ask(tmp_path, f"--query-gpu={query}", f"--format={form}")
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == expected
 
 
-def test_refuses_a_field_it_does_not_know(tmp_path: Path) -> None:
+def test_unknown_field_is_rejected(tmp_path: Path) -> None:
     done = ask(tmp_path, "--query-gpu=index,colour", "--format=csv")
     assert (done.returncode, done.stdout) == (2, 'Field "colour" is not a valid field to query.\n')
 
 
-def test_refuses_other_options(tmp_path: Path) -> None:
+def test_other_options_are_rejected(tmp_path: Path) -> None:
     done = ask(tmp_path, "--reset")
     assert done.returncode == 2
     assert "knows -L and --query-gpu" in done.stderr
 
 
-def test_a_host_without_gpus_has_none(tmp_path: Path) -> None:
+def test_host_without_gpus_lists_none(tmp_path: Path) -> None:
     done = ask(tmp_path, "-L", gpus="")
     assert (done.returncode, done.stdout) == (6, "No devices were found\n")
 
 
-def test_the_driver_is_a_recent_one_unless_the_host_says_otherwise(tmp_path: Path) -> None:
+def test_driver_is_recent_unless_configured(tmp_path: Path) -> None:
     gpus = "0, GPU-1, Simulated GPU, 1\n1, GPU-2, Simulated GPU, 1, 470.42.01\n"
     done = ask(tmp_path, "--query-gpu=driver_version", "--format=csv,noheader", gpus=gpus)
     assert done.stdout.split() == [nvidia_smi.DRIVER, "470.42.01"]

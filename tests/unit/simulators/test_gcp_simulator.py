@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.requests import Request
-from tests.contract.renters import Clock
+from tests.contract.rental_providers import Clock
 
 from shoal_simulators.backend import NoHosts
 from shoal_simulators.gcp import GoogleComputeSimulator
@@ -75,7 +75,7 @@ def changed(*path: str, to: Any) -> dict[str, Any]:
     return dict(body)
 
 
-async def test_an_order_is_an_operation_that_ends_with_a_count_of_what_was_made(google: Google) -> None:
+async def test_order_is_an_operation_with_created_counts(google: Google) -> None:
     operation = (await google.insert()).json()
     assert (operation["kind"], operation["operationType"], operation["status"]) == (
         "compute#operation",
@@ -92,7 +92,7 @@ async def test_an_order_is_an_operation_that_ends_with_a_count_of_what_was_made(
     assert "error" not in done
 
 
-async def test_an_instance_goes_through_google_s_states_and_is_gone_at_last(google: Google) -> None:
+async def test_instance_passes_the_google_states_and_is_deleted(google: Google) -> None:
     await google.insert()
     path = f"{ZONE}/instances/a"
     shown = await google.get(path)
@@ -115,7 +115,7 @@ async def test_an_instance_goes_through_google_s_states_and_is_gone_at_last(goog
     assert await google.names() == ["b"]
 
 
-async def test_the_same_request_id_brings_the_same_operation_and_no_second_machine(google: Google) -> None:
+async def test_equal_request_id_returns_the_same_operation(google: Google) -> None:
     asked = str(uuid.uuid4())
     first = (await google.insert(requestId=asked)).json()
     second = (await google.insert(requestId=asked)).json()
@@ -123,7 +123,7 @@ async def test_the_same_request_id_brings_the_same_operation_and_no_second_machi
     assert len(google.market.instances) == 2
 
 
-async def test_a_name_that_is_there_is_a_conflict(google: Google) -> None:
+async def test_existing_name_is_a_conflict(google: Google) -> None:
     await google.insert()
     answer = await google.insert()
     assert answer.status_code == 409
@@ -152,18 +152,18 @@ async def test_a_name_that_is_there_is_a_conflict(google: Google) -> None:
         (changed("instanceProperties", "machineType", to="z9-huge"), "z9-huge"),
     ],
 )
-async def test_an_order_that_google_would_refuse_is_refused(google: Google, body: dict[str, Any], told: str) -> None:
+async def test_invalid_order_is_rejected(google: Google, body: dict[str, Any], told: str) -> None:
     answer = await google.insert(body)
     assert (answer.status_code, answer.json()["error"]["errors"][0]["reason"]) == (400, "invalid")
     assert told in answer.json()["error"]["message"]
     assert google.market.instances == {}
 
 
-async def test_a_request_id_that_is_no_uuid_is_refused(google: Google) -> None:
+async def test_invalid_request_id_is_rejected(google: Google) -> None:
     assert (await google.insert(requestId="t0ken")).status_code == 400
 
 
-async def test_without_a_minimum_it_is_all_or_none_and_what_was_made_goes_again(google: Google) -> None:
+async def test_order_without_a_minimum_is_all_or_none(google: Google) -> None:
     google.market.faults = [Fault("stockout")]
     done = await google.end_of((await google.insert()).json())
     codes = [one["code"] for one in done["error"]["errors"]]
@@ -173,7 +173,7 @@ async def test_without_a_minimum_it_is_all_or_none_and_what_was_made_goes_again(
     assert len(google.market.bill()) == 1
 
 
-async def test_with_a_minimum_the_rest_is_kept_and_an_operation_of_its_group_tells_of_the_others(
+async def test_order_with_a_minimum_keeps_the_rest_and_reports_the_failures(
     google: Google,
 ) -> None:
     google.market.faults = [Fault("quota")]
@@ -186,7 +186,7 @@ async def test_with_a_minimum_the_rest_is_kept_and_an_operation_of_its_group_tel
     assert len(await google.names()) == 1
 
 
-async def test_lists_are_filtered_and_come_in_pages(google: Google) -> None:
+async def test_lists_are_filtered_and_paged(google: Google) -> None:
     await google.insert()
     await google.insert(
         changed("perInstanceProperties", to={"c": {}, "d": {}})
@@ -201,7 +201,7 @@ async def test_lists_are_filtered_and_come_in_pages(google: Google) -> None:
     assert "nextPageToken" not in second
 
 
-async def test_the_list_of_all_zones_warns_of_those_that_have_nothing(google: Google) -> None:
+async def test_aggregated_list_warns_of_empty_zones(google: Google) -> None:
     await google.insert()
     items = (await google.get("/projects/p/aggregated/instances"))["items"]
     assert len(items["zones/us-central1-b"]["instances"]) == 2
@@ -209,7 +209,7 @@ async def test_the_list_of_all_zones_warns_of_those_that_have_nothing(google: Go
 
 
 @pytest.mark.parametrize(("action", "left"), [("STOP", ["TERMINATED"]), ("DELETE", [])])
-async def test_a_spot_machine_that_is_taken_away_stays_as_its_action_says(
+async def test_preempted_spot_machine_follows_its_termination_action(
     google: Google, action: str, left: list[str]
 ) -> None:
     scheduling = {
@@ -236,7 +236,7 @@ async def test_a_spot_machine_that_is_taken_away_stays_as_its_action_says(
     assert await google.names() == []
 
 
-async def test_a_machine_is_billed_from_when_it_runs_and_for_a_minute_at_least(google: Google) -> None:
+async def test_billing_starts_when_running_with_a_minimum_of_a_minute(google: Google) -> None:
     await google.insert(changed("perInstanceProperties", to={"a": {}}) | {"count": "1"})
     google.clock.now += 41
     await google.names()
@@ -256,7 +256,7 @@ async def test_a_machine_is_billed_from_when_it_runs_and_for_a_minute_at_least(g
         ("error-after-create", 503, "backendError"),
     ],
 )
-async def test_refusals_have_google_s_shape(google: Google, fault: str, status: int, reason: str) -> None:
+async def test_errors_have_the_google_format(google: Google, fault: str, status: int, reason: str) -> None:
     google.market.faults = [Fault(fault)]
     answer = await google.insert()
     error = answer.json()["error"]
@@ -264,7 +264,7 @@ async def test_refusals_have_google_s_shape(google: Google, fault: str, status: 
     assert len(google.market.instances) == (2 if fault == "error-after-create" else 0)
 
 
-async def test_the_keys_that_travel_with_an_order_reach_the_machine(google: Google) -> None:
+async def test_ssh_keys_of_an_order_reach_the_machine(google: Google) -> None:
     await google.insert()
     assert google.market.instances["a"].order.public_keys == ("ssh-ed25519 AAAA me",)
 
@@ -277,7 +277,7 @@ async def test_the_keys_that_travel_with_an_order_reach_the_machine(google: Goog
         ("/computeMetadata/v1/instance/preempted", "", 403, "Missing Metadata-Flavor:Google header."),
     ],
 )
-async def test_a_machine_that_is_taken_away_is_told_so_when_it_asks(
+async def test_preempted_machine_reads_the_notice_in_its_metadata(
     google: Google, path: str, flavor: str, status: int, told: str
 ) -> None:
     await google.insert()

@@ -39,7 +39,7 @@ def move(it: Market, seconds: float) -> None:
     it.update()
 
 
-def test_a_machine_has_an_address_then_is_up_then_stops_then_is_gone() -> None:
+def test_machine_passes_its_phases_in_order() -> None:
     it = market()
     one = it.order(ORDER, "m1")
     it.update()
@@ -66,7 +66,7 @@ def test_a_machine_has_an_address_then_is_up_then_stops_then_is_gone() -> None:
     ],
     ids=["by the second", "by the minute from up", "by the hour", "at least ten minutes"],
 )
-def test_a_machine_costs_what_the_providers_rule_makes_of_its_time(billing: Billing, seconds: int, usd: float) -> None:
+def test_machine_cost_follows_the_billing_rule(billing: Billing, seconds: int, usd: float) -> None:
     it = market(replace(PROFILE, billing=billing))
     it.order(ORDER, "m1")
     move(it, 60)
@@ -78,14 +78,14 @@ def test_a_machine_costs_what_the_providers_rule_makes_of_its_time(billing: Bill
     assert bill["ended"] == 1190.0
 
 
-def test_a_machine_that_never_came_up_costs_nothing_where_time_counts_from_up() -> None:
+def test_machine_that_never_started_is_free_where_billing_starts_at_boot() -> None:
     it = market(replace(PROFILE, billing=Billing(60, from_up=True)))
     it.order(ORDER, "m1")
     it.delete("m1")
     assert [(one["started"], one["usd"]) for one in it.bill()] == [(None, 0)]
 
 
-def test_there_are_only_so_many_machines_in_a_place() -> None:
+def test_capacity_of_a_region_is_limited() -> None:
     it = market()
     it.order(ORDER, "m1")
     it.order(replace(ORDER, name="b"), "m2")
@@ -99,7 +99,7 @@ def test_there_are_only_so_many_machines_in_a_place() -> None:
 
 
 @pytest.mark.parametrize("why", ["stockout", "quota", "balance", "error-before-create"])
-def test_a_refusal_makes_nothing_and_is_spent(why: str) -> None:
+def test_rejection_creates_nothing_and_is_used_up(why: str) -> None:
     it = market()
     it.faults = [Fault(why)]
     with pytest.raises(ApiRejection) as caught:
@@ -109,7 +109,7 @@ def test_a_refusal_makes_nothing_and_is_spent(why: str) -> None:
     assert it.order(ORDER, "m1").id == "m1"
 
 
-def test_an_error_after_the_create_leaves_a_machine() -> None:
+def test_error_after_create_leaves_a_machine() -> None:
     it = market()
     it.faults = [Fault("error-after-create")]
     with pytest.raises(ApiRejection):
@@ -117,7 +117,7 @@ def test_an_error_after_the_create_leaves_a_machine() -> None:
     assert list(it.instances) == ["m1"]
 
 
-def test_a_fault_may_be_for_one_type_or_place_and_for_ever() -> None:
+def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time() -> None:
     it = market()
     it.faults = [Fault("stockout", -1, type="big"), Fault("quota", 2, region="us-2")]
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_a_fault_may_be_for_one_type_or_place_and_for_ever() -> None:
     assert [fault.times for fault in it.faults] == [-1, 1]
 
 
-def test_a_machine_that_dies_is_in_error_and_costs_until_it_is_deleted() -> None:
+def test_dead_machine_is_in_error_and_costs_until_deleted() -> None:
     it = market()
     it.faults = [Fault("dies", seconds=7)]
     one = it.order(ORDER, "m1")
@@ -148,7 +148,7 @@ def test_a_machine_that_dies_is_in_error_and_costs_until_it_is_deleted() -> None
     assert it.bill()[0]["seconds"] == 100
 
 
-def test_a_machine_is_told_before_it_is_taken_away() -> None:
+def test_machine_is_warned_before_preemption() -> None:
     it = market()
     one = it.order(ORDER, "m1")
     move(it, 60)
@@ -162,7 +162,7 @@ def test_a_machine_is_told_before_it_is_taken_away() -> None:
     assert it.bill()[0]["ended"] == 1090.0
 
 
-def test_a_machine_ends_at_its_lifetime() -> None:
+def test_machine_ends_at_its_lifetime() -> None:
     it = market()
     one = it.order(replace(ORDER, lifetime=100), "m1")
     move(it, 99)
@@ -171,7 +171,7 @@ def test_a_machine_ends_at_its_lifetime() -> None:
     assert one.phase == "stopping"
 
 
-def test_a_lagging_list_shows_a_machine_late_and_too_long() -> None:
+def test_lagging_list_shows_a_machine_late_and_too_long() -> None:
     it = market()
     it.faults = [Fault("lagging-list", seconds=20)]
     it.order(ORDER, "m1")
@@ -187,7 +187,7 @@ def test_a_lagging_list_shows_a_machine_late_and_too_long() -> None:
     assert it.list_instances() == []
 
 
-def test_a_name_that_is_taken_is_refused_or_there_are_two() -> None:
+def test_duplicate_name_is_rejected_or_created_twice() -> None:
     it = market()
     it.faults = [Fault("duplicate-name")]
     it.order(ORDER, "machine-1")
@@ -199,7 +199,7 @@ def test_a_name_that_is_taken_is_refused_or_there_are_two() -> None:
     assert caught.value.reason == "duplicate-name"
 
 
-def test_a_price_change_is_what_the_machine_costs_and_not_what_was_offered() -> None:
+def test_price_change_applies_to_the_machine_and_not_to_the_offer() -> None:
     it = market()
     it.faults = [Fault("price-change")]
     assert it.price("big") == 20.0
@@ -208,7 +208,7 @@ def test_a_price_change_is_what_the_machine_costs_and_not_what_was_offered() -> 
     assert it.order(replace(ORDER, name="b"), "m2").usd_hour == 20.0
 
 
-def test_slow_unreachable_and_broken_machines_are_made_so() -> None:
+def test_slow_unreachable_and_broken_machines_can_be_created() -> None:
     it = market()
     it.faults = [Fault("slow-boot", seconds=40), Fault("never-reachable"), Fault("bad-gpu")]
     one = it.order(ORDER, "m1")
@@ -217,7 +217,7 @@ def test_slow_unreachable_and_broken_machines_are_made_so() -> None:
     assert (other.boot_seconds, other.reachable, other.gpu_works) == (60.0, True, True)
 
 
-def test_machines_and_the_bill_outlive_a_restart(tmp_path: Path) -> None:
+def test_machines_and_bill_survive_a_restart(tmp_path: Path) -> None:
     store, backend = tmp_path / "simulators" / "x.json", NoHosts()
     before = market(store=store, backend=backend)
     before.order(ORDER, "m1")
@@ -233,7 +233,7 @@ def test_machines_and_the_bill_outlive_a_restart(tmp_path: Path) -> None:
     assert [one["usd"] for one in after.bill()][1] == before.bill()[1]["usd"]
 
 
-def test_after_a_restart_a_machine_whose_host_is_gone_is_in_error(tmp_path: Path) -> None:
+def test_machine_without_its_host_is_in_error_after_a_restart(tmp_path: Path) -> None:
     class Empty(NoHosts):
         def adopt(self, ids: object) -> set[str]:
             return set()
@@ -260,19 +260,19 @@ def test_faults_are_read_from_json() -> None:
         ([{"kind": "auth", "times": "often"}], "fault 0: times must be a whole number"),
     ],
 )
-def test_an_invalid_fault_is_rejected(data: object, told: str) -> None:
+def test_invalid_fault_is_rejected(data: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_faults(data)
 
 
 @pytest.mark.parametrize("kind", sorted(SIMULATORS))
-def test_every_simulator_has_errors_of_its_own_for_what_may_befall_any_request(kind: str) -> None:
+def test_every_simulator_has_its_own_generic_errors(kind: str) -> None:
     made = find_simulator(kind)
     it = made(Market(made.profile, made.types, NoHosts()))
     reasons = [why for why in REJECTIONS if why in ("auth", "rate", "list-fails", "invalid", "not-found")]
     assert [why for why in reasons if it.error_response(why).status_code < 400] == []
 
 
-def test_every_kind_of_fault_is_documented_in_the_page_on_providers() -> None:
+def test_every_fault_kind_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "adding-a-provider.md").read_text()
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []

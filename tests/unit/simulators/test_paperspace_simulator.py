@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.contract.renters import Clock
+from tests.contract.rental_providers import Clock
 
 from shoal_simulators.backend import NoHosts
 from shoal_simulators.instances import Fault
@@ -52,7 +52,7 @@ async def space() -> AsyncIterator[Space]:
         yield Space(client, market, clock)
 
 
-async def test_a_machine_is_made_is_ready_and_is_gone_with_events_for_both(space: Space) -> None:
+async def test_machine_is_created_ready_and_deleted_with_events(space: Space) -> None:
     made = await space.create()
     machine, event = made["data"], made["event"]
     assert (machine["state"], machine["publicIp"], machine["usageRate"]) == ("provisioning", None, 0.76)
@@ -76,7 +76,9 @@ async def test_a_machine_is_made_is_ready_and_is_gone_with_events_for_both(space
     ("fault", "words"),
     [("stockout", "We are currently out of capacity"), ("quota", "You have reached your machine limit")],
 )
-async def test_what_cannot_be_had_is_told_by_the_event_and_never_listed(space: Space, fault: str, words: str) -> None:
+async def test_unavailable_machine_is_reported_by_its_event_and_never_listed(
+    space: Space, fault: str, words: str
+) -> None:
     space.market.faults = [Fault(fault)]
     made = await space.create()
     assert (made["event"]["state"], made["event"]["error"]) == ("new", None)
@@ -99,21 +101,21 @@ async def test_what_cannot_be_had_is_told_by_the_event_and_never_listed(space: S
         ({"templateId": "tilqt47t"}, "The template is not available"),
     ],
 )
-async def test_an_order_that_is_wrong_is_refused_and_says_why(space: Space, more: dict[str, Any], told: str) -> None:
+async def test_invalid_order_is_rejected_with_the_reason(space: Space, more: dict[str, Any], told: str) -> None:
     answer = await space.client.post("/machines", json=ORDER | more)
     assert (answer.status_code, answer.json()["code"]) == (400, "BAD_REQUEST")
     assert told in answer.json()["issues"][0]["message"]
     assert space.market.instances == {}
 
 
-async def test_each_family_of_gpus_has_its_own_template(space: Space) -> None:
+async def test_each_gpu_family_has_its_own_template(space: Space) -> None:
     assert (await space.create(machineType="H100", templateId="tilqt47t"))["event"]
     assert (await space.create(machineType="C5", templateId="t0nspur5"))["event"]
     templates = (await space.get("/os-templates"))["items"]
     assert {one["id"] for one in templates} >= {"tilqt47t", "t0nspur5", "twnlo3zj"}
 
 
-async def test_a_startup_script_is_a_thing_of_its_own_that_a_machine_runs(space: Space) -> None:
+async def test_startup_script_is_a_separate_resource_run_by_a_machine(space: Space) -> None:
     script = (await space.client.post("/startup-scripts", json={"name": "boot", "script": "#!/bin/sh\ntrue\n"})).json()
     assert (script["assignedMachineIds"], script["isRunOnce"]) == ([], False)
     assert "script" not in script
@@ -126,7 +128,7 @@ async def test_a_startup_script_is_a_thing_of_its_own_that_a_machine_runs(space:
     assert (await space.client.post("/startup-scripts", json={"name": "empty"})).status_code == 400
 
 
-async def test_lists_come_in_pages_and_can_be_narrowed(space: Space) -> None:
+async def test_lists_are_paged_and_filtered(space: Space) -> None:
     for name in ("a", "b", "c"):
         await space.create(name=name)
     first = await space.get("/machines", limit="2")
@@ -139,13 +141,13 @@ async def test_lists_come_in_pages_and_can_be_narrowed(space: Space) -> None:
     assert [one["machineId"] for one in (await space.get("/machine-events", machineId=machine))["items"]] == [machine]
 
 
-async def test_availability_is_what_there_is_room_for(space: Space) -> None:
+async def test_availability_follows_the_free_capacity(space: Space) -> None:
     asked = {"machineType": "A4000", "region": "East Coast (NY2)"}
     assert await space.get("/machine-availability", **asked) == {"available": True}
     assert await space.get("/machine-availability", **asked | {"region": "Mars"}) == {"available": False}
 
 
-async def test_every_hour_that_is_begun_is_billed(space: Space) -> None:
+async def test_every_started_hour_is_billed(space: Space) -> None:
     machine = (await space.create())["data"]
     space.clock.now += 3601
     await space.client.delete(f"/machines/{machine['id']}")
@@ -162,7 +164,7 @@ async def test_every_hour_that_is_begun_is_billed(space: Space) -> None:
         ("error-after-create", 500, "INTERNAL_SERVER_ERROR"),
     ],
 )
-async def test_refusals_have_paperspace_s_shape(space: Space, fault: str, status: int, code: str) -> None:
+async def test_errors_have_the_paperspace_format(space: Space, fault: str, status: int, code: str) -> None:
     space.market.faults = [Fault(fault)]
     answer = await space.client.post("/machines", json=ORDER)
     assert (answer.status_code, answer.json()["code"]) == (status, code)

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.contract.renters import CASES, Trial, trial
+from tests.contract.rental_providers import CASES, Trial, trial
 
 ORDER: dict[str, Any] = {"name": "n", "image": "debian:12", "gpu": {"id": "NVIDIA A40"}, "ports": ["22/tcp"]}
 
@@ -42,7 +42,7 @@ def without(name: str) -> dict[str, Any]:
         ({**ORDER, "cloud": "SPOT"}, "$.cloud: value must be one of 'SECURE', 'COMMUNITY'"),
     ],
 )
-async def test_a_body_that_breaks_the_contract_is_422_and_makes_nothing(
+async def test_invalid_body_is_422_and_creates_nothing(
     it: Trial, client: httpx.AsyncClient, order: dict[str, Any], told: str
 ) -> None:
     answer = await client.post("/pods", json=order)
@@ -60,7 +60,7 @@ async def test_a_body_that_breaks_the_contract_is_422_and_makes_nothing(
         ({"dataCenterIds": ["MOON-1"]}, "unknown data center MOON-1"),
     ],
 )
-async def test_an_order_against_the_rules_is_400(
+async def test_order_against_the_rules_is_400(
     it: Trial, client: httpx.AsyncClient, change: dict[str, Any], told: str
 ) -> None:
     answer = await client.post("/pods", json={**ORDER, **change})
@@ -68,7 +68,7 @@ async def test_an_order_against_the_rules_is_400(
     assert it.made == 0
 
 
-async def test_a_place_that_is_full_is_not_left_for_another(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_stockout_in_a_region_does_not_move_to_another(it: Trial, client: httpx.AsyncClient) -> None:
     it.fault("stockout", region="US-KS-2", times=-1)
     full = await client.post("/pods", json={**ORDER, "dataCenterIds": ["US-KS-2"]})
     assert full.status_code == 400
@@ -76,14 +76,14 @@ async def test_a_place_that_is_full_is_not_left_for_another(it: Trial, client: h
     assert (await client.post("/pods", json={**ORDER, "dataCenterIds": ["EU-RO-1"]})).status_code == 201
 
 
-async def test_a_pod_without_a_port_has_no_way_in(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_pod_without_a_port_has_no_ssh_address(it: Trial, client: httpx.AsyncClient) -> None:
     made = (await client.post("/pods", json=without("ports"))).json()
     it.boot()
     pod = (await client.get(f"/pods/{made['id']}")).json()
     assert (pod["status"], pod["ssh"]["direct"], pod["runtime"]) == ("RUNNING", None, None)
 
 
-async def test_a_pod_goes_through_its_states_and_is_gone_at_once(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_pod_passes_its_states_and_is_deleted_at_once(it: Trial, client: httpx.AsyncClient) -> None:
     made = (await client.post("/pods", json=ORDER)).json()
     seen = [made["status"]]
     for _ in range(5):
@@ -96,7 +96,7 @@ async def test_a_pod_goes_through_its_states_and_is_gone_at_once(it: Trial, clie
     assert (await client.delete(f"/pods/{made['id']}")).status_code == 404
 
 
-async def test_an_action_that_the_state_does_not_allow_is_a_conflict(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_action_in_a_wrong_state_is_a_conflict(it: Trial, client: httpx.AsyncClient) -> None:
     made = (await client.post("/pods", json=ORDER)).json()
     refused = await client.post(f"/pods/{made['id']}/action", json={"action": "restart"})
     assert (refused.status_code, refused.json()["detail"]) == (409, "a pod that is PROVISIONING cannot restart")
@@ -105,7 +105,7 @@ async def test_an_action_that_the_state_does_not_allow_is_a_conflict(it: Trial, 
     assert (await client.get("/pods")).json() == {"pods": []}
 
 
-async def test_every_answer_tells_the_limits(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_every_answer_has_the_rate_limit_headers(it: Trial, client: httpx.AsyncClient) -> None:
     first, second = await client.get("/pods"), await client.get("/catalog/gpus?product=POD")
     assert '"minute";r=179' in first.headers["RateLimit"]
     assert second.status_code == 400  # and still tells
@@ -113,9 +113,7 @@ async def test_every_answer_tells_the_limits(it: Trial, client: httpx.AsyncClien
     assert second.headers["RateLimit-Policy"].startswith('"minute";q=180;w=60')
 
 
-async def test_the_hundred_and_eighty_first_request_of_a_minute_is_refused(
-    it: Trial, client: httpx.AsyncClient
-) -> None:
+async def test_request_181_of_a_minute_is_rejected(it: Trial, client: httpx.AsyncClient) -> None:
     statuses = [(await client.get("/pods")).status_code for _ in range(181)]
     assert statuses == [200] * 180 + [429]
     refused = await client.get("/pods")
@@ -124,12 +122,12 @@ async def test_the_hundred_and_eighty_first_request_of_a_minute_is_refused(
     assert (await client.get("/pods")).status_code == 200
 
 
-async def test_unknown_questions_in_the_query_are_ignored(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_unknown_query_parameters_are_ignored(it: Trial, client: httpx.AsyncClient) -> None:
     await client.post("/pods", json=ORDER)
     assert len((await client.get("/pods?desiredStatus=EXITED")).json()["pods"]) == 1
 
 
-async def test_seconds_are_billed_and_nothing_more(it: Trial, client: httpx.AsyncClient) -> None:
+async def test_billing_is_per_second(it: Trial, client: httpx.AsyncClient) -> None:
     made = (await client.post("/pods", json=ORDER)).json()
     it.clock.now += 100
     await client.delete(f"/pods/{made['id']}")

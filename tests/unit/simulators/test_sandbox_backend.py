@@ -37,7 +37,7 @@ class RecordingBackend(SandboxBackend):
         self.removed.set()
 
 
-async def test_a_machine_is_removed_although_the_previous_operation_failed(
+async def test_machine_is_removed_although_the_previous_operation_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = RecordingBackend(tmp_path)
@@ -51,7 +51,7 @@ async def test_a_machine_is_removed_although_the_previous_operation_failed(
     assert "the previous operation on a machine failed: the plug is stuck" in caplog.text
 
 
-async def test_a_machine_that_is_being_made_is_given_up_and_removed(tmp_path: Path) -> None:
+async def test_machine_under_creation_is_cancelled_and_removed(tmp_path: Path) -> None:
     backend = RecordingBackend(tmp_path)
     backend.begin(MACHINE, MachineType("gpu"), Profile())
     await asyncio.sleep(0)
@@ -60,7 +60,7 @@ async def test_a_machine_that_is_being_made_is_given_up_and_removed(tmp_path: Pa
     assert backend.did == ["making", "remove"]
 
 
-async def test_one_who_never_opened_it_removes_nothing_when_it_closes(tmp_path: Path) -> None:
+async def test_unopened_backend_removes_nothing_at_close(tmp_path: Path) -> None:
     backend = SandboxBackend("lambda", "t-notice", cache=tmp_path)
     backend.store.parent.mkdir(parents=True)
     backend.store.write_text("{}")
@@ -68,7 +68,7 @@ async def test_one_who_never_opened_it_removes_nothing_when_it_closes(tmp_path: 
     assert backend.store.exists()
 
 
-async def test_an_image_that_nobody_can_build_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+async def test_unknown_image_is_rejected_before_any_creation(tmp_path: Path) -> None:
     backend = SandboxBackend("lambda", "t-notice", image="debian11", cache=tmp_path)
     with pytest.raises(ProviderError, match="the sandbox has no image 'debian11'") as caught:
         await backend.open()
@@ -76,7 +76,7 @@ async def test_an_image_that_nobody_can_build_is_refused_before_anything_is_made
     assert not backend.layout.dir.exists()
 
 
-def test_a_clouds_own_machines_on_the_clusters_bridge_are_answered_as_metadata_and_no_others(tmp_path: Path) -> None:
+def test_metadata_is_served_only_to_the_machines_of_the_cloud(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "reef")
     site = Site("a", 0, "10.64.1.0/24")
     empty = (

@@ -37,7 +37,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def test_the_bill_the_requests_and_the_faults_can_be_asked_for(client: httpx.AsyncClient) -> None:
+async def test_bill_requests_and_faults_are_readable(client: httpx.AsyncClient) -> None:
     made = await client.post("/v1/machines", json={"machines": [ORDER]})
     id = made.json()["machines"][0]["id"]
     bill = (await client.get("/_simulator/bill")).json()
@@ -51,7 +51,7 @@ async def test_the_bill_the_requests_and_the_faults_can_be_asked_for(client: htt
     assert [(await client.get("/v1/machines")).status_code for _ in range(2)] == [500, 200]
 
 
-async def test_faults_that_make_no_sense_are_refused_and_change_nothing(client: httpx.AsyncClient) -> None:
+async def test_invalid_faults_are_rejected_and_change_nothing(client: httpx.AsyncClient) -> None:
     refused = await client.put("/_simulator/faults", json=[{"kind": "meteor"}])
     assert refused.status_code == 400
     assert refused.json()["error"].startswith("fault 0: kind must be one of")
@@ -59,7 +59,7 @@ async def test_faults_that_make_no_sense_are_refused_and_change_nothing(client: 
     assert (await client.get("/_simulator/faults")).json() == []
 
 
-async def test_a_machine_is_preempted_and_killed_on_demand(client: httpx.AsyncClient) -> None:
+async def test_machine_can_be_preempted_and_killed_on_demand(client: httpx.AsyncClient) -> None:
     orders = [ORDER, {**ORDER, "token": "t2", "name": "n2"}]
     made = (await client.post("/v1/machines", json={"machines": orders})).json()["machines"]
     assert (await client.post(f"/_simulator/preempt/{made[0]['id']}")).json()["takes_away"] > 0
@@ -70,7 +70,7 @@ async def test_a_machine_is_preempted_and_killed_on_demand(client: httpx.AsyncCl
     assert (unknown.status_code, unknown.json()) == (404, {"error": "no live machine m-0"})
 
 
-async def test_a_wrong_key_is_turned_away_and_written_down_nowhere() -> None:
+async def test_wrong_key_is_rejected_and_not_recorded() -> None:
     it = simulation("the-right-one")
     async with serve(it) as url, httpx.AsyncClient(base_url=url) as client:
         for headers in ({}, {"Authorization": "Bearer the-wrong-one"}):
@@ -83,7 +83,7 @@ async def test_a_wrong_key_is_turned_away_and_written_down_nowhere() -> None:
     assert "the-right-one" not in repr(it)
 
 
-def test_a_limit_lets_a_burst_through_and_then_one_an_interval() -> None:
+def test_rate_limit_permits_a_burst_and_then_a_request_per_interval() -> None:
     limit = RateLimit(10.0, r"POST /launch", slack=10.0)
     assert [limit.admits("POST /launch", now) for now in (100.0, 100.0, 100.0, 109.0, 110.0, 115.0)] == [
         *(True, True, False),
@@ -92,7 +92,7 @@ def test_a_limit_lets_a_burst_through_and_then_one_an_interval() -> None:
     assert limit.admits("GET /list", 100.0)
 
 
-async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
+async def test_machine_asking_for_metadata_is_identified_by_its_address() -> None:
     it = simulation()
     it.metadata_at = ("10.0.0.1", 8080)
     market = it.market
@@ -112,7 +112,7 @@ async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
     assert (await asked("/v1/machines", machine.host)).status_code == 404
 
 
-async def test_a_port_in_use_is_an_error() -> None:
+async def test_port_in_use_is_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -122,7 +122,7 @@ async def test_a_port_in_use_is_an_error() -> None:
                 pass
 
 
-async def test_simulate_says_where_it_answers_and_ends_when_cancelled(tmp_path: Path) -> None:
+async def test_simulate_reports_its_url_and_ends_when_cancelled(tmp_path: Path) -> None:
     (tmp_path / "faults.json").write_text('[{"kind": "stockout", "times": -1}]')
     found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(simulate("lambda", found.set_result, faults=tmp_path / "faults.json", boot_s=3.0))
@@ -146,7 +146,7 @@ async def test_simulate_says_where_it_answers_and_ends_when_cancelled(tmp_path: 
         (None, "cannot read"),
     ],
 )
-async def test_a_file_of_faults_that_cannot_be_read_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
+async def test_unreadable_fault_file_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "faults.json"
     if text is not None:
         path.write_text(text)
@@ -154,7 +154,7 @@ async def test_a_file_of_faults_that_cannot_be_read_is_an_error(tmp_path: Path, 
         await simulate("lambda", lambda found: None, faults=path)
 
 
-async def test_a_provider_without_a_simulator_is_rejected_with_the_known_ones() -> None:
+async def test_provider_without_a_simulator_is_rejected_with_the_existing_names() -> None:
     with pytest.raises(UsageError, match="there is no simulator of 'azure'\n  fix: use one of: gcp, lambda"):
         await simulate("azure", lambda found: None)
 
@@ -165,13 +165,13 @@ async def test_sandbox_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         await simulate("lambda", lambda found: None, cluster="nobodys")
 
 
-def test_answers_are_sent_at_once() -> None:
+def test_listener_disables_nagle() -> None:
     with listen("127.0.0.1", 0) as listener:
         # asyncio turns Nagle's waiting off on sockets alone that say they are TCP's.
         assert listener.proto == socket.IPPROTO_TCP
 
 
-def test_the_command_says_in_words_what_to_do_with_it() -> None:
+def test_command_prints_how_to_use_the_simulator() -> None:
     words = [sys.executable, "-m", "shoal", "simulate", "lambda"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -186,7 +186,7 @@ def test_the_command_says_in_words_what_to_do_with_it() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_prints_its_address_and_ends_well_on_a_signal(number: signal.Signals) -> None:
+def test_command_prints_its_url_and_ends_cleanly_on_a_signal(number: signal.Signals) -> None:
     words = [sys.executable, "-m", "shoal", "simulate", "sandbox", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
         assert running.stdout is not None
@@ -201,7 +201,7 @@ def test_the_command_prints_its_address_and_ends_well_on_a_signal(number: signal
 
 
 @pytest.mark.parametrize("module", ["shoal_simulators", "uvicorn", "starlette"])
-async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+async def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("shoal_simulators", module)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)

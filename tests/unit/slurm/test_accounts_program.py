@@ -42,7 +42,7 @@ def program(tmp_path: Path) -> Program:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "shown-qos").write_text("normal|0" + "|" * 8 + "\n")
     (tmp_path / "accounts.py").write_text(
-        program_text("accounts").replace("RETRY_PAUSES_S = (2, 3, 5, 5)", "RETRY_PAUSES_S = (0, 0)")
+        program_text("slurm_accounts").replace("RETRY_PAUSES_S = (2, 3, 5, 5)", "RETRY_PAUSES_S = (0, 0)")
     )
     wanted, record = tmp_path / "wanted.json", tmp_path / "state" / "record.json"
 
@@ -64,14 +64,14 @@ def heard(place: Path) -> list[str]:
 def made_by_us(place: Path) -> None:
     """As if an earlier run had made the account, its user and the QOS."""
     (place / "state").mkdir()
-    record = {"qos": ["fast"], "accounts": ["lab"], "users": ["ann@lab"]}
+    record = {"qos": ["fast"], "slurm_accounts": ["lab"], "users": ["ann@lab"]}
     (place / "state" / "record.json").write_text(json.dumps(record))
     (place / "shown-assoc").write_text("lab||root|1" + "|" * 9 + "\nlab|ann||1" + "|" * 9 + "\n")
     (place / "shown-qos").write_text("normal|0" + "|" * 8 + "\nfast|10" + "|" * 8 + "\n")
     (place / "shown-user").write_text("ann|lab\n")
 
 
-def test_a_backup_is_made_before_the_first_change_and_only_one(program: Program, tmp_path: Path) -> None:
+def test_single_backup_is_made_before_the_first_change(program: Program, tmp_path: Path) -> None:
     assert program("check").returncode == 1 and heard(tmp_path) == []
     done = program("apply")
     assert done.returncode == 0, done.stderr
@@ -79,10 +79,10 @@ def test_a_backup_is_made_before_the_first_change_and_only_one(program: Program,
     assert first == "backup" and "backup" not in rest
     assert rest[0] == "sacctmgr -i -Q add qos fast" and any("add user ann account=lab" in line for line in rest)
     record = json.loads((tmp_path / "state" / "record.json").read_text())
-    assert record == {"qos": ["fast"], "accounts": ["lab"], "users": ["ann@lab"]}
+    assert record == {"qos": ["fast"], "slurm_accounts": ["lab"], "users": ["ann@lab"]}
 
 
-def test_without_a_backup_nothing_is_changed_and_that_is_said(program: Program, tmp_path: Path) -> None:
+def test_failed_backup_changes_nothing_and_is_reported(program: Program, tmp_path: Path) -> None:
     (tmp_path / "full").touch()
     done = program("apply")
     assert done.returncode == 1
@@ -90,9 +90,7 @@ def test_without_a_backup_nothing_is_changed_and_that_is_said(program: Program, 
     assert heard(tmp_path) == ["backup"] and not (tmp_path / "state").exists()
 
 
-def test_a_slurmdbd_that_does_not_know_gpus_yet_is_asked_again_without_a_second_backup(
-    program: Program, tmp_path: Path
-) -> None:
+def test_failed_command_is_retried_without_a_second_backup(program: Program, tmp_path: Path) -> None:
     (tmp_path / "refuses").write_text("add qos fast\n")
     done = program("apply")
     assert done.stderr == "sacctmgr add qos fast: Error with request: Job(s) active\n"
@@ -101,13 +99,13 @@ def test_a_slurmdbd_that_does_not_know_gpus_yet_is_asked_again_without_a_second_
     assert json.loads((tmp_path / "state" / "record.json").read_text())["users"] == ["ann@lab"]
 
 
-def test_what_is_so_already_is_neither_backed_up_nor_changed(program: Program, tmp_path: Path) -> None:
+def test_no_difference_needs_no_backup_and_no_change(program: Program, tmp_path: Path) -> None:
     made_by_us(tmp_path)
     assert program("check").returncode == 0, program("check").stdout
     assert program("apply").returncode == 0 and heard(tmp_path) == []
 
 
-def test_a_qos_that_jobs_have_is_not_deleted_under_them(program: Program, tmp_path: Path) -> None:
+def test_qos_used_by_jobs_is_not_deleted(program: Program, tmp_path: Path) -> None:
     made_by_us(tmp_path)
     (tmp_path / "queued").write_text("17\n18\n")
     without = "accounting: {accounts: {lab: {users: [ann]}}}\n"
@@ -123,7 +121,7 @@ def test_a_qos_that_jobs_have_is_not_deleted_under_them(program: Program, tmp_pa
     assert json.loads((tmp_path / "state" / "record.json").read_text())["qos"] == []
 
 
-def test_a_user_whom_slurm_keeps_for_their_jobs_is_told_once_with_the_remedy(program: Program, tmp_path: Path) -> None:
+def test_user_with_active_jobs_is_reported_once_with_the_fix(program: Program, tmp_path: Path) -> None:
     made_by_us(tmp_path)
     (tmp_path / "refuses").write_text("delete user ann\n")
     done = program("apply", "accounting: {accounts: {lab: {}}, qos: {fast: {priority: 10}}}\n")

@@ -62,7 +62,7 @@ def heard(place: Path) -> list[str]:
     return (place / "heard").read_text().splitlines() if (place / "heard").exists() else []
 
 
-def test_the_newest_of_each_reason_are_kept_for_root_alone(program: Program, tmp_path: Path) -> None:
+def test_newest_backups_of_each_reason_are_kept_with_mode_600(program: Program, tmp_path: Path) -> None:
     for day in range(1, 6):
         put(tmp_path, f"slurm_acct_db-2026010{day}T030000Z-daily.sql.gz", "old")
     put(tmp_path, "slurm_acct_db-20250101T000000Z-change.sql.gz", "old")
@@ -76,7 +76,7 @@ def test_the_newest_of_each_reason_are_kept_for_root_alone(program: Program, tmp
     assert (tmp_path / "backups" / name).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_dump_that_fails_leaves_nothing_and_takes_no_other_away(program: Program, tmp_path: Path) -> None:
+def test_failed_dump_leaves_no_file_and_keeps_the_others(program: Program, tmp_path: Path) -> None:
     for day in range(1, 5):
         put(tmp_path, f"slurm_acct_db-2026010{day}T030000Z-daily.sql.gz", "old")
     before = backups(tmp_path)
@@ -86,7 +86,7 @@ def test_a_dump_that_fails_leaves_nothing_and_takes_no_other_away(program: Progr
     assert backups(tmp_path) == before
 
 
-def test_a_restored_backup_takes_the_place_of_what_is_there_in_one_statement(program: Program, tmp_path: Path) -> None:
+def test_restore_replaces_the_tables_in_a_single_statement(program: Program, tmp_path: Path) -> None:
     put(tmp_path, "old.sql.gz", "CREATE TABLE reef_job_table\n-- Dump completed on 2026-01-01\n")
     done = program("restore", "old.sql.gz")
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_a_restored_backup_takes_the_place_of_what_is_there_in_one_statement(pro
         ("CREATE TABLE pets\n-- Dump completed\n", "old.sql.gz has no records of the cluster reef"),
     ],
 )
-def test_what_is_no_whole_backup_of_this_cluster_is_refused_while_slurmdbd_runs_on(
+def test_invalid_backup_is_rejected_while_slurmdbd_keeps_running(
     program: Program, tmp_path: Path, text: str, told: str
 ) -> None:
     put(tmp_path, "old.sql.gz", text)
@@ -123,7 +123,7 @@ def test_what_is_no_whole_backup_of_this_cluster_is_refused_while_slurmdbd_runs_
     assert not any("slurmdbd" in line or "RENAME" in line for line in heard(tmp_path))
 
 
-def test_without_a_backup_of_what_is_there_nothing_takes_its_place(program: Program, tmp_path: Path) -> None:
+def test_restore_needs_a_backup_of_the_current_records(program: Program, tmp_path: Path) -> None:
     put(tmp_path, "old.sql.gz", "CREATE TABLE reef_job_table\n-- Dump completed\n")
     (tmp_path / "fails").touch()
     assert program("restore", "old.sql.gz").returncode != 0
@@ -131,6 +131,6 @@ def test_without_a_backup_of_what_is_there_nothing_takes_its_place(program: Prog
 
 
 @pytest.mark.parametrize("name", ["../shadow.gz", "", ".lock", "none.sql.gz"])
-def test_a_name_that_is_no_backup_is_refused(program: Program, tmp_path: Path, name: str) -> None:
+def test_invalid_backup_name_is_rejected(program: Program, tmp_path: Path, name: str) -> None:
     assert program("restore", name).returncode == 2
     assert heard(tmp_path) == []

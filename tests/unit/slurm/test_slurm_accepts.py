@@ -58,9 +58,7 @@ BROKEN = {"KillWait": "5", "PreemptMode": "CANCEL", "JobRequeue": "0"}
         pytest.param("26.05", "26.05", marks=pytest.mark.matrix),
     ],
 )
-def test_the_contract_is_read_out_of_what_a_real_slurm_says_is_in_force(
-    release: str, name: str, tmp_path: Path
-) -> None:
+def test_contract_is_read_from_the_active_slurm_configuration(release: str, name: str, tmp_path: Path) -> None:
     if lack := real_slurm.missing():
         pytest.skip(lack)
     script = "scontrol show config; scontrol -o show partition"
@@ -75,7 +73,7 @@ def test_the_contract_is_read_out_of_what_a_real_slurm_says_is_in_force(
 
 
 @pytest.mark.parametrize(("release", "cluster"), CASES)
-def test_real_slurm_takes_the_text_and_runs_a_job(release: str, cluster: ClusterConf, tmp_path: Path) -> None:
+def test_slurm_accepts_the_configuration_and_runs_a_job(release: str, cluster: ClusterConf, tmp_path: Path) -> None:
     if lack := real_slurm.missing():
         pytest.skip(lack)
     done = real_slurm.run(release, files(cluster), SCRIPT, tmp_path)
@@ -104,9 +102,7 @@ squeue -h -j "$job" -o %T
         pytest.param("26.05", "26.05 rented", marks=pytest.mark.matrix),
     ],
 )
-def test_a_real_slurm_asks_for_rented_nodes_at_once_and_gives_them_back(
-    release: str, name: str, tmp_path: Path
-) -> None:
+def test_slurm_resumes_rented_nodes_at_once_and_suspends_them(release: str, name: str, tmp_path: Path) -> None:
     if lack := real_slurm.missing():
         pytest.skip(lack)
     done = real_slurm.run(release, files(CLUSTERS[name]), POWER_SAVING, tmp_path)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import host_facts, spec_of
-from tests.unit.roles.test_documents_of_roles import reef, shown
+from tests.unit.roles.test_role_documents import reef, shown
 
 from shoal.agent.document import Command, File, Item, Secret
 from shoal.agent.facts import FileFact
 from shoal.errors import VersionMismatch
 from shoal.plan.diff import cluster_goal
 from shoal.plan.observe import Observation
-from shoal.remote.accounts import diff_commands, list_names, minutes
+from shoal.remote.slurm_accounts import diff_commands, list_names, minutes
 from shoal.roles.accounting import SACCTMGR_CONF, AccountingComponent
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
@@ -38,7 +38,7 @@ accounting:
     fast: {priority: 10, max_time: 1-00:00:00, max_gpus_per_user: 2}
 """
 NOTHING: dict[str, Any] = {
-    "accounts": {"root": {"parent": "", "settings": {}}},
+    "slurm_accounts": {"root": {"parent": "", "settings": {}}},
     "users": {("root", "root"): {}},
     "qos": {"normal": {}},
     "defaults": {"root": "root"},
@@ -66,14 +66,14 @@ def paths(cluster: Cluster, name: str) -> dict[str, File]:
 @pytest.mark.parametrize(
     ("golden", "text"), [("accounting", BASE + "accounting: true\n"), ("accounting-accounts", BASE + ACCOUNTS)]
 )
-def test_the_host_of_the_database_is_asked_for_exactly_this(golden: str, text: str) -> None:
+def test_database_host_matches_its_golden(golden: str, text: str) -> None:
     cluster = reef(text)
     controller = documents(cluster, cluster.controller)
     ours = {Stage.SERVICES: controller[Stage.SERVICES], Stage.NODES: controller[Stage.NODES]}
     assert_golden(f"roles/{golden}.txt", shown(ours))
 
 
-def test_the_database_may_be_on_another_member_and_slurm_finds_it_there() -> None:
+def test_database_can_be_on_another_member() -> None:
     cluster = reef(BASE + "accounting: {host: n2}\n")
     assert "/etc/slurm/slurmdbd.conf" in paths(cluster, "n2")
     for name in ("c1", "n1", "door"):
@@ -82,13 +82,13 @@ def test_the_database_may_be_on_another_member_and_slurm_finds_it_there() -> Non
     assert "DbdHost=n2\n" in str(paths(cluster, "n2")["/etc/slurm/slurmdbd.conf"].content)
 
 
-def test_slurmdbds_port_is_open_to_members_where_it_is_and_known_nowhere_else() -> None:
+def test_slurmdbd_port_is_open_only_to_members_and_only_on_its_host() -> None:
     cluster = reef(BASE + "accounting: {host: n2}\n")
     assert "tcp dport { 6817, 6818, 60001-63000, 6819 } drop" in str(paths(cluster, "n2")["/etc/shoal/firewall.nft"])
     assert "6819" not in str(paths(cluster, "c1")["/etc/shoal/firewall.nft"].content)
 
 
-def test_limits_are_enforced_only_where_the_spec_says_who_may_use_the_cluster() -> None:
+def test_limits_are_enforced_only_with_configured_accounts() -> None:
     plain = str(paths(reef(BASE + "accounting: true\n"), "c1")["/etc/slurm/slurm.conf"].content)
     limited = str(paths(reef(BASE + ACCOUNTS), "c1")["/etc/slurm/slurm.conf"].content)
     assert "AccountingStorageType=accounting_storage/slurmdbd\n" in plain
@@ -97,7 +97,7 @@ def test_limits_are_enforced_only_where_the_spec_says_who_may_use_the_cluster() 
     assert "AccountingStorageEnforce=associations,limits,qos\n" in limited
 
 
-def test_the_password_is_made_on_the_host_and_files_that_get_it_are_for_their_reader_alone() -> None:
+def test_password_is_generated_on_the_host_and_its_files_are_private() -> None:
     cluster = reef(BASE + "accounting: true\n")
     [secret] = [item for item in items(cluster, "c1") if isinstance(item, Secret)]
     assert (secret.owner, secret.mode) == ("root", 0o400)
@@ -112,13 +112,13 @@ def test_the_password_is_made_on_the_host_and_files_that_get_it_are_for_their_re
     assert not any(PASSWORD_PLACEHOLDER in word for item in commands for word in (*item.argv, *item.unless, item.stdin))
 
 
-def test_a_host_that_never_had_the_database_has_nothing_to_do_without_accounting() -> None:
+def test_host_without_a_database_has_no_items_without_accounting() -> None:
     cluster = reef()
     for member in cluster.members:
         assert Stage.SERVICES not in documents(cluster, member)
 
 
-def test_a_host_that_had_the_database_stops_it_and_keeps_the_records() -> None:
+def test_removed_database_is_stopped_and_its_records_kept() -> None:
     had = {SACCTMGR_CONF: FileFact(there=True)}
     [document] = [
         document
@@ -151,12 +151,12 @@ MOVES = (
         ("", ["c1"], []),
     ],
 )
-def test_a_database_that_moves_and_leaves_its_records_is_told(text: str, hosts: list[str], told: list[str]) -> None:
+def test_moved_database_that_leaves_its_records_is_reported(text: str, hosts: list[str], told: list[str]) -> None:
     found = reef(BASE + text, **{name: {"files": HAD} for name in hosts})
     assert [str(finding) for finding in AccountingComponent().findings(found)] == told
 
 
-def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:
+def test_slurmdbd_older_than_slurmctld_is_rejected() -> None:
     spec = spec_of(BASE + "accounting: {host: n1}\n")
     addresses = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "n2": "10.0.0.12"}
     new = {"os_version": "13"}
@@ -170,11 +170,11 @@ def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:
 @pytest.mark.parametrize(
     ("memory", "buffer"), [(512, 256), (1024, 256), (3900, 512), (15900, 2048), (64000, 8192), (2_000_000, 8192)]
 )
-def test_mariadb_gets_about_an_eighth_of_the_memory(memory: int, buffer: int) -> None:
+def test_mariadb_buffer_is_about_an_eighth_of_the_memory(memory: int, buffer: int) -> None:
     assert buffer_mb(memory) == buffer
 
 
-def test_slurm_conf_says_the_same_of_accounting_to_every_release() -> None:
+def test_accounting_is_part_of_the_cluster_configuration() -> None:
     spec = spec_of(BASE + "accounting: true\n")
     facts = {name: host_facts(name, at) for name, at in {"c1": "10.0.0.1", "n1": "10.0.0.11"}.items()}
     assert assemble(spec, facts, {}).conf.accounting is not None
@@ -183,9 +183,9 @@ def test_slurm_conf_says_the_same_of_accounting_to_every_release() -> None:
 # ---- accounts
 
 
-def test_accounts_are_made_from_the_top_down_and_users_after_them() -> None:
+def test_accounts_are_created_top_down_before_their_users() -> None:
     commands = [
-        " ".join(command) for command in diff_commands(want(), {"qos": [], "accounts": [], "users": []}, NOTHING)
+        " ".join(command) for command in diff_commands(want(), {"qos": [], "slurm_accounts": [], "users": []}, NOTHING)
     ]
     assert commands == [
         "add qos fast",
@@ -207,7 +207,7 @@ def found() -> dict[str, Any]:
     plain = {"Fairshare": "1"}
     return {
         "qos": {"normal": {}, "fast": {"Priority": "10", "MaxTRESPerUser": "gres/gpu=2", "MaxWall": "1-00:00:00"}},
-        "accounts": {
+        "slurm_accounts": {
             "root": {"parent": "", "settings": plain},
             "lab": {
                 "parent": "root",
@@ -229,11 +229,11 @@ def found() -> dict[str, Any]:
     }
 
 
-def test_what_is_so_already_takes_no_command() -> None:
+def test_no_difference_needs_no_command() -> None:
     assert diff_commands(want(), list_names(want()), found()) == []
 
 
-def test_a_limit_that_is_not_in_the_file_any_more_is_taken_away() -> None:
+def test_removed_limit_is_cleared() -> None:
     later = want(ACCOUNTS.replace(", group_gpus: 4", "").replace(", default_qos: fast", "").replace("max_time: 60", ""))
     commands = [" ".join(command) for command in diff_commands(later, list_names(want()), found())]
     assert commands == [
@@ -242,9 +242,9 @@ def test_a_limit_that_is_not_in_the_file_any_more_is_taken_away() -> None:
     ]
 
 
-def test_what_the_file_no_longer_names_goes_and_what_others_made_stays() -> None:
+def test_removed_entries_are_deleted_and_foreign_entries_kept() -> None:
     there = found()
-    there["accounts"]["theirs"] = {"parent": "root", "settings": {"Fairshare": "1"}}
+    there["slurm_accounts"]["theirs"] = {"parent": "root", "settings": {"Fairshare": "1"}}
     there["users"]["eve", "theirs"] = {"Fairshare": "1"}
     later = want("accounting: {accounts: {lab: {users: [ann]}}}\n")
     commands = [" ".join(command) for command in diff_commands(later, list_names(want()), there)]
@@ -259,14 +259,14 @@ def test_what_the_file_no_longer_names_goes_and_what_others_made_stays() -> None
     assert not any("theirs" in command or "eve" in command for command in commands)
 
 
-def test_an_account_goes_after_those_inside_it() -> None:
+def test_nested_accounts_are_deleted_first() -> None:
     later = want("accounting: {accounts: {other: {users: [ann]}}}\n")
     commands = [" ".join(command) for command in diff_commands(later, list_names(want()), found())]
     gone = [command for command in commands if command.startswith("delete account")]
     assert gone == ["delete account sub cluster=reef", "delete account lab cluster=reef"]
 
 
-def test_a_user_who_goes_leaves_the_default_account_last() -> None:
+def test_default_account_of_a_removed_user_is_deleted_last() -> None:
     there = found()
     there["defaults"]["ann"] = "lab"
     later = want("accounting: {accounts: {lab: {users: [bob]}}}\n")
@@ -280,11 +280,11 @@ def test_a_user_who_goes_leaves_the_default_account_last() -> None:
     )
 
 
-def test_slurms_own_qos_is_never_deleted() -> None:
-    ours = {"qos": ["normal"], "accounts": [], "users": []}
+def test_built_in_qos_is_never_deleted() -> None:
+    ours = {"qos": ["normal"], "slurm_accounts": [], "users": []}
     assert diff_commands(want("accounting: {accounts: {lab: {}}}\n"), ours, found())[-1][:2] != ["delete", "qos"]
 
 
 @pytest.mark.parametrize(("text", "value"), [("01:30:00", 90), ("1-00:00:00", 1440), ("", None), ("00:00:30", 0.5)])
-def test_times_are_read_as_sacctmgr_writes_them(text: str, value: float | None) -> None:
+def test_sacctmgr_times_are_parsed(text: str, value: float | None) -> None:
     assert minutes(text) == value

@@ -46,38 +46,38 @@ def _with_node(**values: object) -> ClusterConf:
         lambda text: replace(BASE, options={text: "1"}),
     ],
 )
-def test_no_text_can_start_a_line_a_key_or_a_comment(build: object, text: str) -> None:
+def test_text_cannot_start_a_line_a_key_or_a_comment(build: object, text: str) -> None:
     with pytest.raises(ValueError):
         files(build(text))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("text", [text for text in INJECTIONS if text != "a=b"])
 @pytest.mark.parametrize("field", ["name", "slurm_user", "controller"])
-def test_no_setting_takes_such_text_either(field: str, text: str) -> None:
+def test_settings_reject_blanks_and_comments(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=r"slurm\.conf takes no blanks"):
         slurm_conf(replace(BASE, controller_address=None, **{field: text}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", [text for text in INJECTIONS if text])
 @pytest.mark.parametrize("field", ["hostname", "address"])
-def test_host_names_and_addresses_are_checked_as_well(field: str, text: str) -> None:
+def test_host_names_and_addresses_are_validated(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"the {'host name' if field == 'hostname' else field} of a node may not be"):
         slurm_conf(_with_node(**{field: text}))
 
 
 @pytest.mark.parametrize("key", ["NodeName", "partitionname", "Include", "Kill Wait", "X\nY", ""])
-def test_an_option_that_is_no_setting_is_refused(key: str) -> None:
+def test_invalid_option_name_is_rejected(key: str) -> None:
     with pytest.raises(ValueError, match=r"is not a setting of slurm\.conf"):
         slurm_conf(replace(BASE, options={key: "x"}))
 
 
-def test_an_option_replaces_ours_whatever_its_case() -> None:
+def test_option_overrides_the_default_in_any_case() -> None:
     text = slurm_conf(replace(BASE, options={"RETURNTOSERVICE": "1"}))
     assert "ReturnToService=1\n" in text
     assert "RETURNTOSERVICE" not in text
 
 
-def test_an_option_of_words_is_added_so_that_nodes_stay_configless() -> None:
+def test_list_option_is_appended_to_the_default() -> None:
     options = {"SlurmctldParameters": "reboot_from_controller", "CommunicationParameters": "keepalivetime=30"}
     text = slurm_conf(replace(BASE, options=options))
     ours = "enable_configless,idle_on_node_suspend,preempt_send_user_signal,cloud_reg_addrs"
@@ -85,7 +85,7 @@ def test_an_option_of_words_is_added_so_that_nodes_stay_configless() -> None:
     assert "CommunicationParameters=block_null_hash,keepaliveinterval=15,keepaliveprobes=4,keepalivetime=30\n" in text
 
 
-def test_a_partition_has_its_own_grace_and_may_be_spared() -> None:
+def test_partition_has_its_own_grace_and_can_be_exempt_from_preemption() -> None:
     partitions = (PartitionConf("long", ("n1",), grace=300), PartitionConf("calm", ("n1",), preemptable=False))
     lines = slurm_conf(replace(BASE, partitions=partitions)).splitlines()[-2:]
     assert [line.partition("MaxTime=UNLIMITED ")[2] for line in lines] == [
@@ -94,13 +94,13 @@ def test_a_partition_has_its_own_grace_and_may_be_spared() -> None:
     ]
 
 
-def test_a_partition_of_unknown_nodes_is_refused() -> None:
+def test_partition_with_unknown_nodes_is_rejected() -> None:
     broken = replace(BASE, partitions=(PartitionConf("p", ("n1", "x1", "x2")),))
     with pytest.raises(ValueError, match=r"partition p names x\[1-2\], which the cluster does not have"):
         slurm_conf(broken)
 
 
-def test_like_nodes_share_a_line_only_while_all_three_names_count_up() -> None:
+def test_equal_nodes_share_a_line_only_with_consecutive_names() -> None:
     nodes = list(ALIKE[:6])
     nodes[2] = replace(nodes[2], address="10.77.9.3")
     nodes[4] = replace(nodes[4], hostname="other")
@@ -131,7 +131,7 @@ NODES = st.lists(
 
 
 @given(NODES)
-def test_the_lines_stand_for_exactly_the_nodes(nodes: list[Node]) -> None:
+def test_node_lines_round_trip(nodes: list[Node]) -> None:
     cluster = replace(BASE, nodes=tuple(nodes), partitions=())
     back = nodes_in_conf(slurm_conf(cluster), gres_conf(cluster))
     expected = {n.name: replace(n, memory_mb=0, real_memory=real_memory(n.memory_mb)) for n in nodes}
@@ -139,7 +139,7 @@ def test_the_lines_stand_for_exactly_the_nodes(nodes: list[Node]) -> None:
 
 
 @given(NODES, st.randoms(use_true_random=False))
-def test_the_text_does_not_depend_on_the_order_of_the_nodes(nodes: list[Node], dice: object) -> None:
+def test_text_does_not_depend_on_the_order_of_the_nodes(nodes: list[Node], dice: object) -> None:
     shuffled = list(nodes)
     dice.shuffle(shuffled)  # type: ignore[attr-defined]
     one, other = (replace(BASE, nodes=tuple(order), partitions=()) for order in (nodes, shuffled))
@@ -148,11 +148,11 @@ def test_the_text_does_not_depend_on_the_order_of_the_nodes(nodes: list[Node], d
 
 
 @given(st.integers(1, 4_000_000))
-def test_the_configured_memory_is_always_below_what_the_host_has(memory: int) -> None:
+def test_configured_memory_is_always_below_the_host_memory(memory: int) -> None:
     assert 1 <= real_memory(memory) <= max(1, memory * 95 // 100)
 
 
-def test_a_node_read_back_keeps_its_memory() -> None:
+def test_parsed_node_keeps_its_memory() -> None:
     assert "RealMemory=777 " in slurm_conf(_with_node(real_memory=777))
 
 
@@ -175,25 +175,25 @@ def test_a_node_read_back_keeps_its_memory() -> None:
         ("NVIDIA", "unknown"),
     ],
 )
-def test_gpu_types_are_short(name: str, kind: str) -> None:
+def test_gpu_names_become_short_types(name: str, kind: str) -> None:
     assert gpu_type(name) == kind
 
 
 @given(st.text())
-def test_any_gpu_name_gives_a_type_that_slurm_takes(name: str) -> None:
+def test_any_gpu_name_gives_a_valid_type(name: str) -> None:
     kind = gpu_type(name)
     assert kind[0].isalpha() and kind.isascii() and kind == kind.lower()
     assert kind.replace("_", "a").isalnum()
 
 
-def test_gpu_lines_name_every_device_of_every_node() -> None:
+def test_gres_lines_contain_every_device_of_every_node() -> None:
     text = gres_conf(replace(BASE, nodes=(*ALIKE, *MOTLEY)))
     lines = [dict(part.split("=") for part in line.split()) for line in text.splitlines()[2:]]
     found = {(n, v["Type"], f) for v in lines for n in expand(v["NodeName"]) for f in expand(v["File"])}
     assert found == {(n.name, gpu.type, gpu.device) for n in (*ALIKE, *MOTLEY) for gpu in n.gpus}
 
 
-def test_cgroups_are_off_in_a_way_that_the_oldest_member_understands() -> None:
+def test_disabled_cgroups_are_valid_for_the_oldest_member() -> None:
     assert "CgroupPlugin=disabled\n" in cgroup_conf(CLUSTERS["26.05+24.11"])
     assert "CgroupPlugin=cgroup/v1\n" in cgroup_conf(CLUSTERS["23.11+22.05"])
 
@@ -203,12 +203,12 @@ def test_nothing_is_constrained_without_cgroups() -> None:
     assert text.count("=no\n") == 3
 
 
-def test_a_controller_without_an_address_is_left_to_each_member_to_resolve() -> None:
+def test_controller_without_an_address_is_resolved_by_name() -> None:
     assert "SlurmctldHost=ctl\n" in slurm_conf(replace(BASE, controller_address=None))
     assert "SlurmctldHost=box(10.77.0.1)\n" in slurm_conf(replace(BASE, controller_hostname="box"))
 
 
-def test_there_is_room_for_as_many_nodes_as_there_are() -> None:
+def test_max_node_count_covers_all_nodes() -> None:
     nodes = tuple(replace(CONTROLLER, name=f"x{i}") for i in range(1025))
     assert "MaxNodeCount=2048\n" in slurm_conf(replace(BASE, nodes=nodes, partitions=()))
 
@@ -218,12 +218,12 @@ def test_there_is_room_for_as_many_nodes_as_there_are() -> None:
 TEXT = slurm_conf(BASE)
 
 
-def test_the_same_text_costs_nothing() -> None:
+def test_equal_text_costs_nothing() -> None:
     assert change_cost(TEXT, TEXT) == "none"
     assert change_cost(TEXT, "# a remark\n\n" + TEXT) == "none"
 
 
-def test_a_changed_partition_is_taken_while_slurmctld_runs() -> None:
+def test_changed_partition_costs_a_reconfigure() -> None:
     partitions = (replace(BASE.partitions[0], max_time="60"), *BASE.partitions[1:])
     assert change_cost(TEXT, slurm_conf(replace(BASE, partitions=partitions))) == "reconfigure"
     assert change_cost(TEXT, slurm_conf(replace(BASE, partitions=BASE.partitions[:1]))) == "reconfigure"
@@ -239,7 +239,7 @@ def test_a_changed_partition_is_taken_while_slurmctld_runs() -> None:
         CLUSTERS["23.11+22.05"],
     ],
 )
-def test_a_change_of_nodes_or_settings_takes_a_restart_and_no_job(new: ClusterConf) -> None:
+def test_changed_nodes_or_settings_cost_a_restart_and_no_job(new: ClusterConf) -> None:
     assert change_cost(TEXT, slurm_conf(new)) == "restart"
     assert not loses_jobs(TEXT, slurm_conf(new))
 
@@ -253,23 +253,23 @@ def test_a_change_of_nodes_or_settings_takes_a_restart_and_no_job(new: ClusterCo
         replace(BASE, options={"StateSaveLocation": "/tmp"}),
     ],
 )
-def test_jobs_are_lost_when_their_node_or_slurmctlds_memory_goes(new: ClusterConf) -> None:
+def test_removed_node_or_lost_state_costs_jobs(new: ClusterConf) -> None:
     assert loses_jobs(TEXT, slurm_conf(new))
 
 
-def test_regrouped_lines_lose_no_job() -> None:
+def test_regrouped_lines_cost_no_job() -> None:
     nodes = [replace(node, weight=2) if node.name == "gpu05" else node for node in BASE.nodes]
     assert not loses_jobs(TEXT, slurm_conf(replace(BASE, nodes=tuple(nodes))))
 
 
-def test_nothing_is_read_out_of_a_slurm_conf_made_by_hand() -> None:
+def test_handwritten_slurm_conf_is_not_parsed() -> None:
     by_hand = "ClusterName=old\nNodeName=DEFAULT CPUs=x\nNodeName=gone[1-\nPartitionName=all Nodes=ALL\n"
     assert nodes_in_conf(by_hand, "NodeName=gone[1- Name=gpu File=/dev/nvidia0\n") == {}
     assert change_cost(by_hand, TEXT) == "restart"
     assert loses_jobs(by_hand, TEXT), "the jobs of whatever cluster that was"
 
 
-def test_the_switch_of_every_node_is_read_back_and_nothing_of_a_file_made_by_hand() -> None:
+def test_switch_of_every_node_is_parsed_only_from_a_generated_file() -> None:
     text = topology_conf(CLUSTERS["24.11"])
     assert switches_of_nodes(text) == {
         "n1": "site-a",
@@ -282,7 +282,7 @@ def test_the_switch_of_every_node_is_read_back_and_nothing_of_a_file_made_by_han
     assert switches_of_nodes("") == {}
 
 
-def test_partitions_are_read_back_by_node_in_the_order_of_the_file() -> None:
+def test_partitions_of_a_node_are_parsed_in_file_order() -> None:
     inside = parse_conf(slurm_conf(CLUSTERS["22.05"])).partitions_of_nodes()
     assert inside["n1"] == ("main", "one")
     assert inside["gpu16"] == ("main",)

@@ -8,7 +8,7 @@ from tests.goldens import HERE, assert_golden
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_every_file_of_a_cluster_is_rendered_byte_for_byte(name: str) -> None:
+def test_every_file_of_a_cluster_matches_its_golden(name: str) -> None:
     texts = files(CLUSTERS[name])
     for file, text in texts.items():
         assert_golden(f"slurm/{name}/{file}", text)

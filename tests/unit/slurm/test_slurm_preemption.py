@@ -20,20 +20,20 @@ def _settings(name: str = "22.05", **options: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_what_is_rendered_keeps_the_contract(name: str) -> None:
+def test_rendered_configuration_satisfies_the_contract(name: str) -> None:
     text = slurm_conf(CLUSTERS[name])
     assert contract_violations(parse_conf(text).settings) == []
     partitions = [line for line in text.splitlines() if line.startswith("PartitionName=")]
     assert partitions and all(f" GraceTime={contract.GRACE_S} " in line for line in partitions)
 
 
-def test_a_job_that_does_not_say_is_warned_as_the_contract_has_it() -> None:
+def test_default_signal_is_that_of_the_contract() -> None:
     job = job_from_options({"script": "train.py"})
     assert (job.signal, job.grace) == (contract.WARNING, contract.WARNING_S)
     assert contract.GRACE_S >= contract.WARNING_S, "a preempted job has as long"
 
 
-def test_the_word_for_the_user_signal_is_one_that_every_member_can_read() -> None:
+def test_user_signal_setting_is_valid_for_every_member() -> None:
     assert "preemptparameters" not in _settings("22.05")
     assert "preemptparameters" not in _settings("23.11+22.05"), "22.05 refuses a key that it does not know"
     assert "preempt_send_user_signal" in _settings("23.11+22.05")["slurmctldparameters"].split(",")
@@ -41,7 +41,7 @@ def test_the_word_for_the_user_signal_is_one_that_every_member_can_read() -> Non
     assert "preempt_send_user_signal" not in _settings("26.05+24.11")["slurmctldparameters"]
 
 
-def test_words_of_the_user_are_added_and_the_warning_stays() -> None:
+def test_user_parameters_are_appended_to_the_defaults() -> None:
     settings = _settings("26.05", PreemptParameters="youngest_first")
     assert settings["preemptparameters"] == "send_user_signal,youngest_first"
     assert contract_violations(settings) == []
@@ -71,7 +71,7 @@ def test_words_of_the_user_are_added_and_the_warning_stays() -> None:
         ),
     ],
 )
-def test_an_option_that_breaks_it_is_named_with_the_fix(options: dict[str, str], finding: str) -> None:
+def test_option_that_breaks_the_contract_is_reported_with_the_fix(options: dict[str, str], finding: str) -> None:
     assert [str(breach.finding(options, "c1")) for breach in contract_violations(_settings(**options))] == [finding]
 
 
@@ -79,11 +79,11 @@ def test_an_option_that_breaks_it_is_named_with_the_fix(options: dict[str, str],
     "options",
     [{"KillWait": "300"}, {"PreemptMode": "REQUEUE,GANG"}, {"PreemptType": "preempt/none", "PreemptMode": "OFF"}],
 )
-def test_an_option_that_takes_nothing_from_a_job_is_not_complained_of(options: dict[str, str]) -> None:
+def test_harmless_option_is_not_reported(options: dict[str, str]) -> None:
     assert contract_violations(_settings(**options)) == []
 
 
-def test_a_setting_that_no_option_explains_is_the_controllers() -> None:
+def test_unexplained_setting_is_reported_for_the_controller() -> None:
     config = "KillWait                = 10 sec\nPreemptMode             = REQUEUE\nSlurmctldParameters     = (null)\n"
     told = [str(breach.finding({"MessageTimeout": "5"}, "c1")) for breach in contract_violations(parse_config(config))]
     assert told == [
@@ -93,7 +93,7 @@ def test_a_setting_that_no_option_explains_is_the_controllers() -> None:
     ]
 
 
-def test_the_settings_of_slurm_conf_come_before_those_of_other_files() -> None:
+def test_settings_of_slurm_conf_precede_other_files() -> None:
     text = "Configuration data as of 2026-01-01\nKillWait = 30 sec\n\nCgroup Support Configuration:\nKillWait = 1\n"
     assert parse_config(text) == {"killwait": "30 sec"}
     assert contract_violations({}) == [
@@ -106,7 +106,7 @@ def test_the_settings_of_slurm_conf_come_before_those_of_other_files() -> None:
     ]
 
 
-def test_only_partitions_that_can_lose_nodes_need_a_grace() -> None:
+def test_only_preemptable_partitions_need_a_grace() -> None:
     low = PartitionState("low", "UP", nodes="n[1-4]", grace=20, preempt_mode="REQUEUE")
     high = PartitionState("high", "UP", nodes="n[4-5]", priority=10)
     assert [str(finding) for finding in partition_findings([low, high])] == [

@@ -13,7 +13,7 @@ RELEASES = {"22.05": "22.05.8", "24.11": "24.11.5", "26.05": "26.05.5"}
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_nodes_of_every_release_parse(release: str) -> None:
+def test_nodes_of_every_release_are_parsed(release: str) -> None:
     nodes = {node.name: node for node in parse_nodes((ANSWERS / release / "nodes.txt").read_text())}
     assert {name: node.state for name, node in nodes.items()} == {
         "n1": ("ALLOCATED", "DRAIN"),
@@ -32,7 +32,7 @@ def test_nodes_of_every_release_parse(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_reason_that_looks_like_keys_stays_a_reason(release: str) -> None:
+def test_reason_that_looks_like_keys_stays_a_reason(release: str) -> None:
     n2 = parse_nodes((ANSWERS / release / "nodes.txt").read_text())[1]
     assert n2.reason == "disk full=yes; call bob State=IDLE"
     assert n2.state == ("DOWN",)
@@ -41,7 +41,7 @@ def test_a_reason_that_looks_like_keys_stays_a_reason(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_jobs_of_every_release_parse(release: str) -> None:
+def test_jobs_of_every_release_are_parsed(release: str) -> None:
     jobs = {job.id: job for job in parse_jobs((ANSWERS / release / "jobs.txt").read_text())}
     assert {job.id: (job.state, job.partition, job.name) for job in jobs.values()} == {
         "1": ("RUNNING", "main", 'train = "a b" | c'),
@@ -56,7 +56,7 @@ def test_jobs_of_every_release_parse(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_partitions_of_every_release_parse(release: str) -> None:
+def test_partitions_of_every_release_are_parsed(release: str) -> None:
     main, everything = parse_partitions((ANSWERS / release / "partitions.txt").read_text())
     assert (main.name, main.state, main.default, main.nodes) == ("main", "UP", True, "n[1-3]")
     assert (main.max_time, main.default_time, main.total_nodes, main.total_cpus) == ("1-00:00:00", "01:00:00", 3, 18)
@@ -65,7 +65,7 @@ def test_partitions_of_every_release_parse(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_sinfo_and_scontrol_agree_in_one_table(release: str) -> None:
+def test_sinfo_and_scontrol_states_agree(release: str) -> None:
     nodes = {node.name: node for node in parse_nodes((ANSWERS / release / "nodes.txt").read_text())}
     for line in (ANSWERS / release / "sinfo.txt").read_text().splitlines():
         name, short, long = line.split()
@@ -96,23 +96,23 @@ def test_state_words_and_suffixes_are_translated(text: str, state: tuple[str, ..
     assert parse_state(text) == state
 
 
-def test_an_empty_cluster_has_no_nodes_partitions_and_jobs() -> None:
+def test_empty_cluster_has_no_nodes_partitions_and_jobs() -> None:
     assert parse_nodes("No nodes in the system\n") == []
     assert parse_partitions("No partitions in the system\n") == []
     assert parse_jobs("") == []
 
 
-def test_a_name_with_the_separators_in_it_neither_hides_nor_breaks_another_job() -> None:
+def test_job_name_with_separators_does_not_affect_other_jobs() -> None:
     row = "\x1e7\x1fRUNNING\x1fada\x1fmain\x1fn1\x1fNone\x1f0:01\x1f1:00\x1f1\x1f{}\n"
     jobs = parse_jobs(row.format("a\x1fb\x1ec") + row.format("plain"))
     assert [job.name for job in jobs] == ["a\x1fb", "plain"]
 
 
-def test_the_name_of_a_job_is_the_last_field_asked_for() -> None:
+def test_job_name_is_the_last_queried_field() -> None:
     assert JOBS_COMMAND[-1].endswith("\x1f%j")
 
 
-def test_a_reason_of_two_lines_belongs_to_its_node() -> None:
+def test_multi_line_reason_belongs_to_its_node() -> None:
     text = "NodeName=a State=DOWN Reason=one\ntwo [ada@2026-01-02T03:04:05]\nNodeName=b State=IDLE \n"
     first, second = parse_nodes(text)
     assert (first.reason, first.reason_by, first.reason_time) == ("one\ntwo", "ada", "2026-01-02T03:04:05")

@@ -29,13 +29,13 @@ def runs() -> list[JobUsage]:
     return parse_usage(ANSWER, now=4 * HOUR)
 
 
-def test_sacct_is_asked_for_every_run_in_the_period_and_for_times_that_need_no_zone() -> None:
+def test_sacct_query_covers_every_run_of_the_period_in_epoch_seconds() -> None:
     command = usage_command(100.4, 200)
     assert command[:3] == ("env", "SLURM_TIME_FORMAT=%s", "sacct")
     assert {"-a", "-D", "-X", "uts100", "uts200"} <= set(command)
 
 
-def test_what_never_started_used_nothing_and_what_runs_counts_up_to_now() -> None:
+def test_unstarted_jobs_use_nothing_and_running_jobs_count_until_now() -> None:
     assert [(run.id, run.gpus, run.end, run.nodes) for run in runs()] == [
         ("1", 4, 7200.0, ("gpu1", "gpu2")),
         ("4_1", 1, 4 * HOUR, ("far1",)),
@@ -52,19 +52,19 @@ def test_what_never_started_used_nothing_and_what_runs_counts_up_to_now() -> Non
         ("nodeset", [("gpu", 1, 4.0, 8.0), ("far", 1, 2.0, None)]),
     ],
 )
-def test_gpu_hours_are_summed_up_and_priced_where_a_price_is_known(by: str, expected: object) -> None:
+def test_gpu_hours_are_summed_and_priced_where_a_price_exists(by: str, expected: object) -> None:
     rows = summarize_usage(runs(), by, 0, 4 * HOUR, NODESETS, {"gpu": 2.0})  # type: ignore[arg-type]
     assert [(row.name, row.jobs, row.gpu_hours, row.cost) for row in rows] == expected
     whole = usage_total(rows, 2)
     assert (whole.jobs, whole.gpu_hours, whole.cost, whole.unpriced) == (2, 6.0, 8.0, 2.0)
 
 
-def test_only_what_lies_inside_the_period_counts() -> None:
+def test_only_usage_inside_the_period_counts() -> None:
     [row] = summarize_usage(runs()[:1], "user", 1.5 * HOUR, 1.75 * HOUR, NODESETS, {})
     assert row.gpu_hours == 1.0
 
 
-def test_a_job_over_two_nodesets_is_shared_out_over_its_nodes() -> None:
+def test_job_over_two_nodesets_is_divided_by_its_nodes() -> None:
     run = JobUsage("7", "ann", "lab", "x", 0, HOUR, ("gpu1", "far1", "lost"), cpus=3, gpus=3)
     rows = summarize_usage([run], "nodeset", 0, HOUR, NODESETS, {"gpu": 2.0, "far": 1.0})
     assert [(row.name, round(row.gpu_hours, 6), row.cost and round(row.cost, 6)) for row in rows] == [
@@ -75,23 +75,23 @@ def test_a_job_over_two_nodesets_is_shared_out_over_its_nodes() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("12h", 1e6 - 12 * HOUR), ("7d", 1e6 - 168 * HOUR), ("1w", 1e6 - 604800)])
-def test_a_time_may_be_how_long_ago(text: str, value: float) -> None:
+def test_time_can_be_relative(text: str, value: float) -> None:
     assert parse_when("--since", text, 1e6) == value
 
 
-def test_a_time_may_be_a_day_or_a_minute() -> None:
+def test_time_can_be_a_day_or_a_minute() -> None:
     day = parse_when("--since", "2026-11-01", 0)
     assert parse_when("--since", "2026-11-01T01:30", 0) - day == 1.5 * HOUR
 
 
 @pytest.mark.parametrize("text", ["yesterday", "2026-13-01", "7", "-3d", "d", "", "99999999999d"])
-def test_what_is_no_time_is_refused_with_what_is_one(text: str) -> None:
+def test_invalid_time_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_when("--until", text, 1e9)
     assert str(caught.value).startswith(f"--until {text!r} is not a time\n  fix: write 2026-11-01")
 
 
-def test_a_period_must_have_begun_and_end_later() -> None:
+def test_period_starts_in_the_past_and_ends_later() -> None:
     with pytest.raises(UsageError, match="is in the future"):
         parse_period("2999-01-01", None, 1e9, "30d")
     with pytest.raises(UsageError, match="--until 3d is not later than --since 2d"):

@@ -30,17 +30,17 @@ V = Version.parse
         ("24.11", Version(24, 11, 0)),
     ],
 )
-def test_versions_are_read_from_commands_and_packages(text: str, version: Version) -> None:
+def test_versions_are_parsed_from_commands_and_packages(text: str, version: Version) -> None:
     assert V(text) == version
 
 
 @pytest.mark.parametrize("text", ["", "slurm", "slurm 2.6.5", "122.05.8", "22.5.8", "bash: slurmd: not found"])
-def test_text_without_a_version_is_refused_with_what_was_expected(text: str) -> None:
+def test_text_without_a_version_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"no Slurm version in .*; expected text like 'slurm 22\.05\.8'"):
         V(text)
 
 
-def test_a_version_prints_as_slurm_prints_it() -> None:
+def test_version_is_printed_as_in_slurm() -> None:
     assert str(V("22.05.8-4+deb12u3")) == "22.05.8"
     assert str(V("22.05.8").release) == "22.05"
     assert V("22.05.8") < V("22.05.11") < V("23.02.0") < V("24.11.5")
@@ -70,11 +70,11 @@ TALKS = [
 
 
 @pytest.mark.parametrize(("controller", "node", "answer"), TALKS)
-def test_who_talks_to_whom(controller: str, node: str, answer: bool) -> None:
+def test_compatibility_of_controller_and_node(controller: str, node: str, answer: bool) -> None:
     assert is_compatible(V(controller), V(node)) is answer
 
 
-def test_every_release_talks_to_itself_and_to_the_one_before() -> None:
+def test_every_release_is_compatible_with_itself_and_the_previous_release() -> None:
     releases = [
         "20.11",
         "21.08",
@@ -93,7 +93,7 @@ def test_every_release_talks_to_itself_and_to_the_one_before() -> None:
     assert all(is_compatible(V(newer), V(older)) for older, newer in pairwise(releases))
 
 
-def test_features_come_and_go() -> None:
+def test_features_depend_on_the_release() -> None:
     assert [V(v).supports("cloud_reg_addrs") for v in ("22.05", "23.02", "23.11", "26.05")] == [
         True,
         True,
@@ -112,7 +112,7 @@ def test_features_come_and_go() -> None:
     assert SlurmRelease(23, 2).supports("preempt_parameters") and not SlurmRelease(22, 5).supports("preempt_parameters")
 
 
-def test_a_shared_text_goes_by_the_oldest_member() -> None:
+def test_oldest_member_decides_about_a_feature() -> None:
     mixed = [V("26.05.5"), V("24.11.5"), V("25.05.1")]
     assert all_support("cgroup_disabled", mixed)
     assert not all_support("cgroup_disabled", [*mixed, V("23.11.4")])
@@ -130,11 +130,11 @@ def test_a_shared_text_goes_by_the_oldest_member() -> None:
         ("ubuntu", "26.04", "25.11.2"),
     ],
 )
-def test_the_slurm_of_a_distribution(os_id: str, os_version: str, version: str) -> None:
+def test_packaged_version_of_a_distribution(os_id: str, os_version: str, version: str) -> None:
     assert packaged_version(os_id, os_version) == V(version)
 
 
-def test_an_unknown_distribution_has_no_known_slurm() -> None:
+def test_unknown_distribution_has_no_packaged_version() -> None:
     assert packaged_version("fedora", "42") is None
     assert packaged_version("debian", "9") is None
 
@@ -143,7 +143,7 @@ def test_hosts_inside_the_window_give_no_finding() -> None:
     assert version_findings(("ctl", V("26.05.5")), {"a": V("24.11.5"), "b": V("26.05.1")}) == []
 
 
-def test_a_newer_node_is_told_who_could_be_the_controller() -> None:
+def test_newer_node_is_reported_with_a_possible_controller() -> None:
     (finding,) = version_findings(("ctl", V("23.11.4")), {"a": V("24.11.5"), "b": V("23.11.4")})
     assert str(finding) == (
         "a: Slurm newer than the controller's, found Slurm 24.11.5; the controller ctl has 23.11.4 and talks to "
@@ -152,7 +152,7 @@ def test_a_newer_node_is_told_who_could_be_the_controller() -> None:
     )
 
 
-def test_an_older_node_is_told_what_would_do() -> None:
+def test_older_node_is_reported_with_the_accepted_releases() -> None:
     (finding,) = version_findings(("ctl", V("26.05.5")), {"a": V("22.05.8")})
     assert finding.host == "a"
     assert finding.level == "error"
@@ -164,12 +164,12 @@ def test_an_older_node_is_told_what_would_do() -> None:
     )
 
 
-def test_when_only_an_upgrade_of_the_controller_helps_it_is_named() -> None:
+def test_fix_names_a_controller_upgrade_when_nothing_else_helps() -> None:
     findings = version_findings(("ctl", V("22.05.8")), {"a": V("23.11.4")})
     assert findings[0].fix.startswith("make a the controller (its Slurm 23.11.4 talks to every other host)")
 
 
-def test_slurm_before_22_05_is_refused_with_a_way_out_on_any_host() -> None:
+def test_slurm_before_22_05_is_rejected_with_the_fix_on_any_host() -> None:
     (node,) = version_findings(("ctl", V("22.05.8")), {"old": V("21.08.5")})
     assert (node.host, node.what, node.found) == ("old", "Slurm before 22.05 is not supported", "Slurm 21.08.5")
     assert node.fix == (
@@ -180,6 +180,6 @@ def test_slurm_before_22_05_is_refused_with_a_way_out_on_any_host() -> None:
     assert controller.host == "ctl"
 
 
-def test_every_skewed_host_gets_its_own_finding() -> None:
+def test_every_incompatible_host_has_its_own_finding() -> None:
     others = {"a": V("22.05.8"), "b": V("26.05.5"), "c": V("24.11.5"), "d": V("21.08.5")}
     assert [f.host for f in version_findings(("ctl", V("24.11.5")), others)] == ["d", "a", "b"]

@@ -62,7 +62,7 @@ EDITS = {
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("name", EDITS)
-def test_only_the_host_goes(name: str, newline: str, tmp_path: Path) -> None:
+def test_only_the_host_is_removed(name: str, newline: str, tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_bytes(TEXT.replace("\n", newline).encode())
     path.chmod(0o640)
@@ -87,7 +87,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_go_is_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+def test_impossible_removal_is_rejected_and_nothing_written(name: str, tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_text(TEXT)
     with pytest.raises(UsageError) as caught:
@@ -96,7 +96,7 @@ def test_what_cannot_go_is_refused_and_nothing_is_written(name: str, tmp_path: P
     assert path.read_text() == TEXT
 
 
-def test_a_layout_that_cannot_be_cut_is_left_alone(tmp_path: Path) -> None:
+def test_unsupported_layout_is_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     text = "cluster: reef\ncontroller: {host: ctl}\nnodesets:\n  lab:\n    hosts:\n    -\n      a\n    - b\n"
     path.write_text(text)
@@ -106,7 +106,7 @@ def test_a_layout_that_cannot_be_cut_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_symbolic_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real.yaml").write_text(TEXT)
     link = tmp_path / "shoal.yaml"
     link.symlink_to("real.yaml")
@@ -119,7 +119,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-def test_any_number_of_removals_leaves_the_other_hosts(tmp_path: Path, names: list[str]) -> None:
+def test_repeated_removals_keep_the_other_hosts(tmp_path: Path, names: list[str]) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_text(TEXT)
     for name in names:

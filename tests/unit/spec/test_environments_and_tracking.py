@@ -24,12 +24,12 @@ def said(text: str) -> str:
     return "\n".join(map(str, refused.value.findings))
 
 
-def test_an_environment_has_its_defaults() -> None:
+def test_environment_has_its_defaults() -> None:
     found = spec("environments: {torch: {requirements: reqs.txt}}").environments["torch"]
     assert (found.python, found.place, found.directory) == ("python3", "shared", None)
 
 
-def test_a_version_of_python_names_the_program_of_that_name() -> None:
+def test_python_version_selects_the_versioned_program() -> None:
     assert spec('environments: {t: {lock: a.txt, python: "3.11"}}').environments["t"].python == "python3.11"
     assert spec("environments: {t: {lock: a.txt, python: /opt/p/bin/python3}}").environments["t"].python[0] == "/"
 
@@ -69,19 +69,19 @@ def test_a_version_of_python_names_the_program_of_that_name() -> None:
         ("time: ntp", "unknown time service"),
     ],
 )
-def test_what_is_wrong_is_said_with_what_to_do(text: str, words: str) -> None:
+def test_invalid_value_is_reported_with_the_fix(text: str, words: str) -> None:
     assert words in said(text)
 
 
 @pytest.mark.parametrize(
     "text", ["proxy: {http: 'http://me:hunter2@p:1'}", "tracking: {url: 'https://me:hunter2@t.org'}"]
 )
-def test_a_password_is_refused_and_not_shown(text: str) -> None:
+def test_password_is_rejected_and_not_shown(text: str) -> None:
     words = said(text)
     assert "password" in words and "hunter2" not in words
 
 
-def test_the_https_proxy_is_the_http_one_where_none_is_named() -> None:
+def test_https_proxy_defaults_to_the_http_proxy() -> None:
     proxy = spec("proxy: {http: 'http://p.org:3128', no_proxy: [localhost, 10.0.0.0/8]}").proxy
     assert proxy and proxy.variables == {
         "http_proxy": "http://p.org:3128",
@@ -90,7 +90,7 @@ def test_the_https_proxy_is_the_http_one_where_none_is_named() -> None:
     }
 
 
-def test_tracking_is_a_word_or_a_mapping() -> None:
+def test_tracking_is_a_string_or_a_mapping() -> None:
     word = spec("tracking: mlflow").tracking
     assert word and (word.kind, word.host, word.database, word.port, word.url) == ("mlflow", None, "sqlite", 5000, None)
     given = spec("tracking: {host: desktop, database: postgresql, artifacts: /shared/mlflow}").tracking

@@ -457,7 +457,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bad_file_gets_exactly_these_findings(name: str) -> None:
+def test_invalid_file_has_exactly_the_expected_findings(name: str) -> None:
     text, expected = CASES[name]
     with pytest.raises(SpecError) as caught:
         load_text(text, "s.yaml")
@@ -465,11 +465,11 @@ def test_a_bad_file_gets_exactly_these_findings(name: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_text_the_cases_start_from_loads() -> None:
+def test_base_text_of_the_cases_loads() -> None:
     assert load_text_all(GOOD, "s.yaml")[1] == []
 
 
-def test_a_nodeset_in_no_partition_is_a_warning() -> None:
+def test_nodeset_in_no_partition_is_a_warning() -> None:
     text = GOOD.replace("ctl}", "ctl, compute: true}") + "  b: {hosts: [x]}\npartitions: {main: {nodesets: [lab]}}\n"
     spec, findings = load_text_all(text, "s.yaml")
     assert list(spec.nodesets) == ["lab", "b"]
@@ -482,7 +482,7 @@ def test_a_nodeset_in_no_partition_is_a_warning() -> None:
     ]
 
 
-def test_a_grace_in_which_a_job_cannot_save_is_a_warning_where_another_partition_has_a_higher_priority() -> None:
+def test_short_grace_of_a_preemptable_partition_is_a_warning() -> None:
     text = GOOD + "partitions:\n  low: {nodesets: [lab], grace: 20}\n  high: {nodesets: [lab]PRIORITY}\n"
     assert load_text_all(text.replace("PRIORITY", ""), "s.yaml")[1] == []
     findings = load_text_all(text.replace("PRIORITY", ", priority: 10"), "s.yaml")[1]
@@ -495,14 +495,14 @@ def test_a_grace_in_which_a_job_cannot_save_is_a_warning_where_another_partition
     ]
 
 
-def test_billion_laughs_are_refused_before_anything_is_built() -> None:
+def test_alias_bomb_is_rejected_before_expansion() -> None:
     lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]
     with pytest.raises(SpecError) as caught:
         load_text("\n".join(lines), "s.yaml")
     assert "s.yaml:2:10 a1[0]: aliases are not supported, found `*a0`, write the value out" in str(caught.value)
 
 
-def test_a_file_that_is_too_large_is_refused() -> None:
+def test_too_large_file_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"^s\.yaml:1:1: the file is too large, a spec has at most 1 MiB$"):
         load_text("#" * (1024 * 1024 + 1), "s.yaml")
 
@@ -515,7 +515,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_not_text_is_refused(name: str, tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(FILES[name][0])
     with pytest.raises(SpecError) as caught:
@@ -523,13 +523,13 @@ def test_a_file_that_is_not_text_is_refused(name: str, tmp_path: Path) -> None:
     assert str(caught.value) == FILES[name][1].format(path)
 
 
-def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert load_all(path)[0].cluster == "reef"
 
 
-def test_a_file_that_is_not_there_or_not_a_file_is_a_finding(tmp_path: Path) -> None:
+def test_missing_file_or_directory_is_a_finding(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     with pytest.raises(SpecError) as caught:
         load_all(missing)[0]

@@ -104,13 +104,13 @@ def check_findings(error: SpecError) -> None:
 
 @given(st.text(max_size=300))
 @settings(max_examples=300, deadline=None)
-def test_any_text(text: str) -> None:
+def test_any_text_loads_or_has_findings(text: str) -> None:
     check(text)
 
 
 @given(st.lists(st.sampled_from([*EDITS, *WORDS, "a", "lab"]), max_size=40).map("".join))
 @settings(max_examples=400, deadline=None)
-def test_any_text_that_looks_like_yaml(text: str) -> None:
+def test_yaml_like_text_loads_or_has_findings(text: str) -> None:
     check(text)
 
 
@@ -118,7 +118,7 @@ def test_any_text_that_looks_like_yaml(text: str) -> None:
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-def test_any_bytes(tmp_path: Path, data: bytes) -> None:
+def test_any_bytes_load_or_have_findings(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(data)
     try:
@@ -139,13 +139,13 @@ def mutated(draw: st.DrawFn) -> str:
 
 @given(mutated())
 @settings(max_examples=400, deadline=None)
-def test_any_small_change_to_a_valid_spec(text: str) -> None:
+def test_small_change_to_a_valid_spec_loads_or_has_findings(text: str) -> None:
     check(text)
 
 
 @given(DATA)
 @settings(max_examples=300, deadline=None)
-def test_any_data_written_as_yaml(data: Any) -> None:
+def test_any_data_as_yaml_loads_or_has_findings(data: Any) -> None:
     check(dump(data))
 
 
@@ -153,13 +153,13 @@ def test_any_data_written_as_yaml(data: Any) -> None:
     st.dictionaries(st.sampled_from(WORDS), DATA, max_size=8), st.sampled_from(["controller", "nodesets", "partitions"])
 )
 @settings(max_examples=300, deadline=None)
-def test_any_data_inside_a_spec(data: dict[str, Any], place: str) -> None:
+def test_any_data_inside_a_spec_loads_or_has_findings(data: dict[str, Any], place: str) -> None:
     spec: dict[str, Any] = {"cluster": "reef", "controller": {"host": "ctl"}, "nodesets": {"lab": {"hosts": ["a"]}}}
     spec[place] = {"lab": data} if place != "controller" else data
     check(dump(spec))
 
 
-def test_a_word_where_a_list_belongs_is_told_and_nothing_else() -> None:
+def test_null_in_place_of_a_list_has_a_single_finding() -> None:
     check("cluster: reef\ncontroller: {host: ctl}\nnodesets: {lab: {hosts: [a]}}\npartitions: {lab: {nodesets: }}\n")
 
 

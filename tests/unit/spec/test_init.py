@@ -50,7 +50,7 @@ HOSTS = {
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_a_spec_for_given_hosts_loads_without_findings(name: str) -> None:
+def test_spec_for_hosts_loads_without_findings(name: str) -> None:
     hosts, expected = HOSTS[name]
     spec, findings = load_text_all(init_text(hosts, None, "reef"), "s.yaml")
     assert findings == []
@@ -62,13 +62,13 @@ def test_addresses_keep_their_user_and_port() -> None:
     assert [(member.user, member.port) for member in members(spec)] == [("root", 22), ("u", None)]
 
 
-def test_a_spec_for_the_sandbox_loads_without_findings() -> None:
+def test_spec_for_the_sandbox_loads_without_findings() -> None:
     spec, findings = load_text_all(init_text(None, None, "reef"), "s.yaml")
     assert findings == []
     assert [member.name for member in members(spec)] == ["controller", "fish1", "fish2"]
 
 
-def test_a_spec_loads_with_every_commented_line_switched_on() -> None:
+def test_spec_loads_with_every_commented_line_enabled() -> None:
     for hosts in (None, ["a", "b"]):
         text = init_text(hosts, None, "reef")
         for line in ("# max_time", "# cpus", "# memory", "# image", "# user", "# firewall"):
@@ -92,7 +92,7 @@ def test_every_literal_alias_of_an_ssh_config_is_a_host(tmp_path: Path) -> None:
     assert [member.name for member in members(spec)] == ["desktop", "gpu01", "gpu02", "front", "rack01"]
 
 
-def test_jump_hosts_and_git_servers_of_an_ssh_config_are_left_out_and_named(tmp_path: Path) -> None:
+def test_jump_hosts_and_git_servers_of_an_ssh_config_are_skipped_and_named(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(
         "Host door\n  HostName door.example.org\nHost github.com\n  User git\nHost work\n  HostName ssh.github.com\n"
@@ -123,7 +123,7 @@ def test_jump_hosts_and_git_servers_of_an_ssh_config_are_left_out_and_named(tmp_
     )
 
 
-def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_impossible_input_is_rejected_with_the_reason(tmp_path: Path) -> None:
     wildcards = tmp_path / "config"
     wildcards.write_text("Host *\n")
     cases: list[tuple[list[str] | None, Path | None, str, str]] = [
@@ -163,7 +163,7 @@ def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) ->
         assert str(caught.value) == expected
 
 
-def test_init_writes_the_file_once_and_never_over_another(tmp_path: Path) -> None:
+def test_init_writes_the_file_once_and_never_overwrites(tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     text = init(path, hosts=["a", "b"], cluster="reef")
     assert path.read_text() == text

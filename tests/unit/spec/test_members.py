@@ -32,7 +32,7 @@ nodesets:
 """
 
 
-def test_members_come_in_order_with_what_each_inherits() -> None:
+def test_members_are_in_order_with_inherited_values() -> None:
     lab = Path("~/.ssh/lab").expanduser()
     shape = Shape(image="debian13", cpus=2, memory_mb=2048, disk_mb=8192, gpus=1, site="b")
     compute = frozenset({"compute"})
@@ -49,14 +49,14 @@ def test_members_come_in_order_with_what_each_inherits() -> None:
     )
 
 
-def test_without_partitions_there_is_one_over_everything_that_computes() -> None:
+def test_default_partition_covers_all_compute_nodesets() -> None:
     found = partitions(load_text(TEXT, "s.yaml"))
     assert list(found) == ["main"]
     assert found["main"].nodesets == ("lab", "fish", "controller")
     assert found["main"].default
 
 
-def test_when_no_partition_is_the_default_the_first_one_is() -> None:
+def test_first_partition_is_the_default_unless_configured() -> None:
     text = TEXT + "partitions: {a: {nodesets: [lab]}, b: {nodesets: [fish, controller]}}\n"
     assert {name: found.default for name, found in partitions(load_text(text, "s.yaml")).items()} == {
         "a": True,
@@ -73,7 +73,7 @@ def test_when_no_partition_is_the_default_the_first_one_is() -> None:
     ("written", "read"),
     [("90", "90"), ("01:30:00", "01:30:00"), ("1-12:00:00", "1-12:00:00"), ("infinite", "INFINITE"), ("2-0", "2-0")],
 )
-def test_times_keep_the_spelling_slurm_reads(written: str, read: str) -> None:
+def test_times_keep_the_slurm_spelling(written: str, read: str) -> None:
     text = TEXT + f"partitions: {{a: {{nodesets: [lab, fish, controller], max_time: {written}}}}}\n"
     assert partitions(load_text(text, "s.yaml"))["a"].max_time == read
 
@@ -84,28 +84,28 @@ def test_options_of_slurm_conf_become_text() -> None:
 
 
 @pytest.mark.parametrize("key", MANAGED_SLURM_KEYS)
-def test_a_key_that_shoal_writes_is_refused_whatever_its_case(key: str) -> None:
+def test_key_written_by_shoal_is_rejected_in_any_case(key: str) -> None:
     with pytest.raises(ValidationError, match="Shoal writes this key itself"):
         default_spec().slurm.model_validate({"options": {key.upper(): "x"}})
 
 
-def test_the_default_is_a_controller_and_two_nodes_with_two_gpus() -> None:
+def test_default_spec_is_a_controller_and_two_nodes_with_two_gpus() -> None:
     found = members(default_spec())
     assert [(member.name, member.shape.gpus) for member in found] == [("controller", 0), ("fish1", 2), ("fish2", 2)]
     assert {member.provider for member in found} == {"sandbox"}
     assert [member.name for member in members(default_spec("b", nodes=3, gpus=0))][1:] == ["fish1", "fish2", "fish3"]
 
 
-def test_a_spec_is_checked_when_it_is_built_in_code_too() -> None:
+def test_spec_built_in_code_is_validated() -> None:
     with pytest.raises(ValidationError, match=r"nodesets\.a: missing key `count`"):
         Spec(cluster="reef", controller=Controller(provider="sandbox"), nodesets={"a": NodeSet(provider="sandbox")})
 
 
-def test_a_spec_cannot_be_changed() -> None:
+def test_spec_is_immutable() -> None:
     with pytest.raises(ValidationError):
         default_spec().cluster = "other"  # type: ignore[misc]
 
 
-def test_a_spec_survives_being_dumped_and_read_again() -> None:
+def test_spec_round_trips() -> None:
     spec = load_text(TEXT, "s.yaml")
     assert Spec.model_validate(spec.model_dump()) == spec

@@ -22,11 +22,11 @@ PAGE = Path(__file__).parents[3] / "docs" / "spec.md"
 MODELS: list[type[SpecModel]] = [Spec, Controller, HostEntry, Login, NodeSet, Partition, SlurmOptions]
 
 
-def test_the_page_is_made_from_the_models() -> None:
+def test_page_is_generated_from_the_models() -> None:
     assert PAGE.read_text() == spec_markdown(), "run: python -m shoal.spec.docs > docs/spec.md"
 
 
-def test_the_example_on_the_page_loads_without_findings() -> None:
+def test_example_on_the_page_loads_without_findings() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block == EXAMPLE
     assert load_text_all(block, "example")[1] == []
@@ -44,7 +44,7 @@ def test_every_field_is_documented_on_the_page_and_in_the_schema(model: type[Spe
         assert entry["properties"][name]["description"]
 
 
-def test_the_schema_takes_a_host_as_text_or_as_a_mapping() -> None:
+def test_schema_accepts_a_host_as_text_or_mapping() -> None:
     found = schema()
     assert found["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert found["required"] == ["cluster", "controller"]
@@ -53,5 +53,5 @@ def test_the_schema_takes_a_host_as_text_or_as_a_mapping() -> None:
     assert "null" not in json.dumps(found)
 
 
-def test_the_schema_text_is_the_schema() -> None:
+def test_schema_text_equals_the_schema() -> None:
     assert json.loads(schema_text()) == schema()

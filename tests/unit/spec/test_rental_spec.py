@@ -44,7 +44,7 @@ budget: {per_hour: 80, per_month: 10000.5}
 """
 
 
-def test_a_file_says_what_is_rented_where_and_for_how_much() -> None:
+def test_file_describes_rented_nodesets_and_budgets() -> None:
     spec, findings = load_text_all(GOOD, "s.yaml")
     assert findings == []
     cloud, big = rented_sets(spec).values()
@@ -60,7 +60,7 @@ def test_a_file_says_what_is_rented_where_and_for_how_much() -> None:
     assert spec.budget == Budget(per_hour=80, per_month=10000.5)
 
 
-def test_rented_nodes_are_no_members_that_anybody_reaches_before_they_are_there() -> None:
+def test_rented_nodes_are_not_members() -> None:
     spec = load_text(GOOD, "s.yaml")
     assert [member.name for member in members(spec)] == ["ctl", "gpu01"]
     rented = rented_members(spec)
@@ -69,7 +69,7 @@ def test_rented_nodes_are_no_members_that_anybody_reaches_before_they_are_there(
     assert (rented[0].features, rented[0].site, rented[0].nodeset) == (("a10",), "cloud", "cloud")
 
 
-def test_accounts_have_their_kind_and_never_a_secret() -> None:
+def test_accounts_have_their_kind_and_no_secret() -> None:
     spec = load_text(GOOD.replace("lambda: {key", "lambda: {kind: lambda, key"), "s.yaml")
     found = provider_accounts(spec)
     assert [(name, account.kind, account.key) for name, account in found.items()] == [
@@ -79,7 +79,7 @@ def test_accounts_have_their_kind_and_never_a_secret() -> None:
     assert account_settings(found["gcp"]) == {"project": "reef-1", "network": "default"}
 
 
-def test_a_sandbox_nodeset_is_rented_with_max_and_always_there_with_count() -> None:
+def test_sandbox_nodeset_is_rented_with_max_and_permanent_with_count() -> None:
     head = "cluster: reef\ncontroller: {provider: sandbox}\nproviders: {sandbox: {url: 'http://10.0.0.1:8080/'}}\n"
     spec = load_text(
         head + "nodesets: {a: {provider: sandbox, type: cpu, max: 2}, b: {provider: sandbox, count: 1}}\n", ""
@@ -233,14 +233,14 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bad_file_gets_exactly_these_findings(name: str) -> None:
+def test_invalid_file_has_exactly_the_expected_findings(name: str) -> None:
     text, expected = CASES[name]
     with pytest.raises(SpecError) as caught:
         load_text(text, "s.yaml")
     assert str(caught.value).split("\n") == expected
 
 
-def test_jobs_that_may_outlive_their_machine_and_accounts_nobody_uses_are_warnings() -> None:
+def test_job_time_above_the_lifetime_and_unused_accounts_are_warnings() -> None:
     text = (
         HEAD
         + "nodesets: {l: {provider: lambda, type: a, max: 1, lifetime: 2h}, m: {hosts: [x]}}\n"
@@ -258,7 +258,7 @@ def test_jobs_that_may_outlive_their_machine_and_accounts_nobody_uses_are_warnin
     ]
 
 
-def test_an_hours_limit_that_is_to_end_something_is_a_warning() -> None:
+def test_hourly_limit_with_end_is_a_warning() -> None:
     text = HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2}}\nbudget: {per_hour: 5, then: end}\n"
     _, findings = load_text_all(text, "s.yaml")
     assert [str(finding) for finding in findings] == [
@@ -276,20 +276,20 @@ def test_an_hours_limit_that_is_to_end_something_is_a_warning() -> None:
         ("{per_day: 5, then: end, after: 30m}", 1800),
     ],
 )
-def test_a_budget_says_how_long_machines_stay_when_it_is_spent(budget: str, seconds: int | None) -> None:
+def test_budget_sets_the_delay_before_the_end(budget: str, seconds: int | None) -> None:
     text = HEAD + LAMBDA + f"nodesets: {{l: {{provider: lambda, type: a, max: 2}}}}\nbudget: {budget}\n"
     spec, _ = load_text_all(text, "s.yaml")
     assert spec is not None and spec.budget is not None and spec.budget.end_after == seconds
 
 
-def test_a_budget_where_nothing_is_rented_is_a_warning() -> None:
+def test_budget_without_rented_nodesets_is_a_warning() -> None:
     _, findings = load_text_all(HEAD + "nodesets: {m: {hosts: [x]}}\nbudget: {per_day: 1}\n", "s.yaml")
     assert [str(finding) for finding in findings] == [
         "s.yaml:4:1 budget: nothing is rented, delete it, or give a nodeset a provider"
     ]
 
 
-def test_the_schema_knows_rented_nodesets() -> None:
+def test_schema_includes_rented_nodesets() -> None:
     text = json.dumps(schema())
     nodeset = schema()["$defs"]["NodeSet"]["properties"]
     assert (nodeset["max"]["type"], nodeset["max"]["minimum"], nodeset["max"]["maximum"]) == ("integer", 1, 1000)

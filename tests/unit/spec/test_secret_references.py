@@ -12,28 +12,26 @@ from shoal.spec.values import resolve_secret, secret_reference
 
 
 @pytest.mark.parametrize("text", ["env:TS_KEY", "file:~/.ts", "file:/etc/a b"])
-def test_a_reference_names_a_variable_or_a_file(text: str) -> None:
+def test_reference_names_a_variable_or_a_file(text: str) -> None:
     assert secret_reference(text) == text
 
 
 @pytest.mark.parametrize("value", ["tskey-auth-123", "env:", "env:1A", "file:", 5, None, "file:a\nb"])
-def test_a_secret_itself_is_refused_without_being_shown(value: object) -> None:
+def test_literal_secret_is_rejected_and_not_shown(value: object) -> None:
     with pytest.raises(PydanticCustomError) as refused:
         secret_reference(value)
     assert "write env:NAME or file:PATH" in str(refused.value)
     assert "tskey" not in str(refused.value) and "tskey" not in repr(refused.value.context)
 
 
-def test_a_secret_is_read_from_the_environment_and_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_secret_is_read_from_the_environment_or_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("A_KEY", "one")
     (tmp_path / "key").write_text("two\n")
     assert resolve_secret("env:A_KEY", "network.auth_key") == b"one"
     assert resolve_secret(f"file:{tmp_path}/key", "network.auth_key") == b"two"
 
 
-def test_a_secret_that_is_not_there_names_the_key_that_asks_and_the_fix(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_secret_is_reported_with_its_key_and_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(UsageError, match=r"network.auth_key is env:A_KEY, and A_KEY is not set\n  fix: export A_KEY"):
         resolve_secret("env:A_KEY", "network.auth_key")

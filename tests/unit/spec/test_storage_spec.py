@@ -118,19 +118,19 @@ CASES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_share_or_user_is_told_at_its_place(case: str) -> None:
+def test_invalid_share_or_user_is_reported_at_its_place(case: str) -> None:
     lines, expected = CASES[case]
     with pytest.raises(SpecError) as caught:
         load_text(f"{GOOD}{lines}\n", "s.yaml")
     assert f"s.yaml:{expected}" in [str(finding) for finding in caught.value.findings]
 
 
-def test_directories_side_by_side_or_inside_one_that_the_same_host_keeps_may_be_shared() -> None:
+def test_adjacent_or_nested_directories_of_a_host_can_be_shared() -> None:
     shares = "{/data: {}, /sets: {path: /data/sets, read_only: true}, /scratch: {host: gpu01, path: /data2}}"
     assert list(load_text(f"{GOOD}storage: {shares}\n", "s.yaml").storage) == ["/data", "/sets", "/scratch"]
 
 
-def test_a_private_key_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_private_key_is_rejected_and_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "id"
     path.write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nc2VjcmV0\n-----END OPENSSH PRIVATE KEY-----\n")
     with pytest.raises(SpecError) as caught:
@@ -139,14 +139,14 @@ def test_a_private_key_is_refused_and_not_shown(tmp_path: Path) -> None:
     assert "a private key" in said and "c2VjcmV0" not in said
 
 
-def test_a_key_file_may_hold_several_keys_and_comments(tmp_path: Path) -> None:
+def test_key_file_can_contain_several_keys_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "alice.pub"
     path.write_text(f"# alice's\n{KEY}\n\n{KEY} too\n")
     spec = load_text(f"{GOOD}users: {{alice: {{uid: 2001, keys: ['file:{path}', '{KEY}']}}}}\n", "s.yaml")
     assert spec.users["alice"].keys == (f"{KEY}\n{KEY} too", KEY)
 
 
-def test_sandbox_hosts_have_shared_in_common_already_and_a_share_there_is_refused() -> None:
+def test_shared_path_of_the_sandbox_is_rejected_as_a_share() -> None:
     text = "cluster: reef\ncontroller: {provider: sandbox, compute: true}\nstorage: {/shared: {}}\n"
     with pytest.raises(SpecError) as caught:
         load_text(text, "s.yaml")

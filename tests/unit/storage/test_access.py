@@ -25,19 +25,19 @@ POD = Facts()
         pytest.param(STAGE, WHOLE, ShareAccess("stage"), id="a copy as asked"),
     ],
 )
-def test_a_host_uses_the_best_access_it_supports(share: SharedDirectory, facts: Facts, expected: ShareAccess) -> None:
+def test_host_uses_the_best_supported_access(share: SharedDirectory, facts: Facts, expected: ShareAccess) -> None:
     assert choose_access(share, "c1", "n1", facts) == expected
 
 
-def test_the_server_of_a_share_uses_its_own_directory() -> None:
+def test_server_of_a_share_uses_its_own_directory() -> None:
     assert choose_access(NFS, "c1", "c1", POD) == ShareAccess("local")
 
 
-def test_controller_means_the_controller_whatever_its_name() -> None:
+def test_controller_keyword_resolves_to_the_controller() -> None:
     assert NFS.server("desktop") == "desktop"
     assert SharedDirectory(host="n1").server("desktop") == "n1"
 
 
-def test_ganesha_serves_where_the_kernel_has_no_nfsd() -> None:
+def test_ganesha_serves_without_kernel_nfsd() -> None:
     assert kernel_serves_nfs(WHOLE)
     assert not kernel_serves_nfs(Facts(filesystems=("nfs4",)))

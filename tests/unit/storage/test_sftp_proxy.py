@@ -113,7 +113,7 @@ def write_through_losses(share: Share, handle: bytes) -> bytes:
     return b"".join(lines)
 
 
-def test_an_open_file_survives_many_lost_connections(share: Share, tmp_path: Path) -> None:
+def test_open_file_survives_many_lost_connections(share: Share, tmp_path: Path) -> None:
     handle = share.open(tmp_path / "x", READ | WRITE | CREATE)
     whole = write_through_losses(share, handle)
     assert share.read(handle, 0, 1000) == whole == (tmp_path / "x").read_bytes()
@@ -146,7 +146,7 @@ def test_unsynced_data_is_bounded_by_a_sync(share: Share, tmp_path: Path, monkey
     assert (tmp_path / "x").stat().st_size == 1_000_000
 
 
-def test_pending_requests_get_one_reply_each(share: Share, tmp_path: Path) -> None:
+def test_pending_requests_get_a_single_reply_each(share: Share, tmp_path: Path) -> None:
     handle = share.open(tmp_path / "x", READ | WRITE | CREATE)
     blocks = range(200)
     sent = set()
@@ -162,7 +162,7 @@ def test_pending_requests_get_one_reply_each(share: Share, tmp_path: Path) -> No
     assert (tmp_path / "x").read_bytes() == b"".join(b"%0100d" % block for block in blocks)
 
 
-def test_a_repeated_request_that_succeeded_before_succeeds_again(share: Share, tmp_path: Path) -> None:
+def test_repeated_request_that_succeeded_before_succeeds_again(share: Share, tmp_path: Path) -> None:
     """The answer was lost, not the deed. Both ends are taken by hand: only so is it certain which came first."""
     place = sftp.string(os.fsencode(tmp_path / "d"))
     for kind, rest, code in [
@@ -177,14 +177,14 @@ def test_a_repeated_request_that_succeeded_before_succeeds_again(share: Share, t
     assert not sftp.succeeded_before(sftp.string(struct.pack(">BI", sftp.MKDIR, 9) + place), sftp.NO_SUCH_FILE)
 
 
-def test_a_repeated_exclusive_open_accepts_an_existing_file() -> None:
+def test_repeated_exclusive_open_accepts_an_existing_file() -> None:
     request = sftp.string(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/x") + struct.pack(">II", 0x2A, 0))
     assert struct.unpack_from(">I", sftp.without_exclusive(request), 15)[0] == 0x2A & ~EXCLUSIVE
     assert struct.unpack_from(">I", sftp.reopen_body(sftp.OpenFile(request, b"")), 6)[0] == WRITE
 
 
 @pytest.mark.parametrize(("asked", "made"), [(0o644, 0o666), (0o755, 0o777), (0o600, 0o600), (0o640, 0o640)])
-def test_files_that_others_may_read_are_writable_for_them_on_the_server(tmp_path: Path, asked: int, made: int) -> None:
+def test_files_readable_by_others_are_writable_by_them_on_the_server(tmp_path: Path, asked: int, made: int) -> None:
     flags = struct.pack(">II", WRITE | CREATE, sftp.MODE | sftp.SIZE) + struct.pack(">QI", 0, asked)
     opening = sftp.string(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/data/file") + flags)
     assert sftp.widen_mode(opening)[-4:] == struct.pack(">I", made)
@@ -192,7 +192,7 @@ def test_files_that_others_may_read_are_writable_for_them_on_the_server(tmp_path
     assert sftp.widen_mode(plain) == plain
 
 
-def test_only_the_account_of_shares_widens_modes(share: Share, tmp_path: Path) -> None:
+def test_only_the_share_account_widens_modes(share: Share, tmp_path: Path) -> None:
     assert f"{sshfs.ACCOUNT}@" == sftp.SHARED_ACCOUNT_PREFIX
     attributes = struct.pack(">II", sftp.MODE, 0o755)
     assert share.status(sftp.MKDIR, sftp.string(str(tmp_path / "own").encode()) + attributes) == sftp.OK
@@ -208,7 +208,7 @@ def test_appended_data_is_written_once_and_in_place(share: Share, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [sftp.RENAME, sftp.EXTENDED])
-def test_a_file_renamed_while_open_continues_under_its_new_name(share: Share, tmp_path: Path, kind: int) -> None:
+def test_file_renamed_while_open_continues_under_its_new_name(share: Share, tmp_path: Path, kind: int) -> None:
     handle = share.open(tmp_path / "new", WRITE | CREATE)
     assert share.write(handle, 0, b"one\n") == sftp.OK
     names = sftp.string(os.fsencode(tmp_path / "new")) + sftp.string(os.fsencode(tmp_path / "whole"))
@@ -220,7 +220,7 @@ def test_a_file_renamed_while_open_continues_under_its_new_name(share: Share, tm
     assert (tmp_path / "new").read_text() == "somebody else's"
 
 
-def test_a_file_removed_meanwhile_gives_an_error_at_once(share: Share, tmp_path: Path) -> None:
+def test_file_removed_meanwhile_gives_an_error_at_once(share: Share, tmp_path: Path) -> None:
     handle = share.open(tmp_path / "x", WRITE | CREATE)
     other = share.open(tmp_path / "y", WRITE | CREATE)
     assert share.write(handle, 0, b"kept to be written again") == sftp.OK
@@ -232,7 +232,7 @@ def test_a_file_removed_meanwhile_gives_an_error_at_once(share: Share, tmp_path:
     assert not session.unsynced and not session.sent and not session.repeated
 
 
-def test_sshfs_gets_no_reply_to_the_proxys_own_requests(share: Share, tmp_path: Path) -> None:
+def test_own_requests_of_the_proxy_are_not_answered_to_sshfs(share: Share, tmp_path: Path) -> None:
     """A sync of our own, for a file that sshfs has closed meanwhile."""
     own = struct.pack(">BI", sftp.EXTENDED, sftp.OWN_REQUESTS + 1) + sftp.string(sftp.FSYNC) + sftp.string(b"gone")
     handle = share.open(tmp_path / "x", WRITE | CREATE)
@@ -243,7 +243,7 @@ def test_sshfs_gets_no_reply_to_the_proxys_own_requests(share: Share, tmp_path: 
     assert share.sync(handle) == sftp.OK  # the first answer that comes is the one to this
 
 
-def test_a_directory_is_listed_once_across_a_lost_connection(share: Share, tmp_path: Path) -> None:
+def test_directory_is_listed_once_across_a_lost_connection(share: Share, tmp_path: Path) -> None:
     for number in range(250):  # sftp-server tells a hundred at a time
         (tmp_path / f"f{number}").touch()
     handle = share.ask(sftp.OPENDIR, sftp.string(os.fsencode(tmp_path)))[13:]

@@ -35,24 +35,24 @@ def run(tmp_path: Path, way: str, *, failing: str = "") -> tuple[int, list[str]]
     return done.returncode, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_all_shares_are_copied_before_a_job_and_writable_ones_back_after_it(tmp_path: Path) -> None:
+def test_all_shares_are_copied_before_a_job_and_writable_shares_back(tmp_path: Path) -> None:
     come = ["shoal-copy@10.0.0.1:/data/ /data/", "shoal-copy@10.0.0.2:/apps/ /apps/"]
     assert run(tmp_path, "in") == (0, come)
     assert run(tmp_path, "out") == (0, [*come, "/data/ shoal-copy@10.0.0.1:/data/"])
 
 
-def test_files_that_python_compiled_do_not_go_back() -> None:
+def test_compiled_python_files_are_not_copied_back() -> None:
     out = next(line for line in stage.render_program().splitlines() if line.strip().startswith("out.rw"))
     assert "--exclude=__pycache__/" in out
 
 
-def test_a_share_that_fails_is_reported_and_the_others_are_copied(tmp_path: Path) -> None:
+def test_failed_share_is_reported_and_the_others_copied(tmp_path: Path) -> None:
     status, calls = run(tmp_path, "in", failing="/data/")
     assert status == 1 and len(calls) == 2
 
 
 @pytest.mark.parametrize("word", ["", "on", "in out"])
-def test_any_other_argument_is_refused(tmp_path: Path, word: str) -> None:
+def test_other_arguments_are_rejected(tmp_path: Path, word: str) -> None:
     assert run(tmp_path, word) == (2, [])
 
 
@@ -61,12 +61,12 @@ def test_root_does_not_copy_where_users_can_create_links() -> None:
     assert stage.render_program().count("rsync") == 1
 
 
-def test_users_may_run_the_two_commands_as_root_and_nothing_else() -> None:
+def test_users_can_run_only_the_two_commands_as_root() -> None:
     [line] = [line for line in stage.render_sudoers("team").splitlines() if not line.startswith("#")]
     assert line == f"%team ALL=(root) NOPASSWD: {stage.PROGRAM} in, {stage.PROGRAM} out"
 
 
-def test_logins_that_copy_may_only_use_rsync_in_the_directory_of_shares() -> None:
+def test_copy_logins_are_limited_to_rsync_in_the_share_directory() -> None:
     lines = stage.sshd_block().splitlines()
     assert lines[0] == "Match User shoal-copy"
     inside = {line.strip() for line in lines[1:]}

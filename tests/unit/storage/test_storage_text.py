@@ -16,7 +16,7 @@ HEADER = "# Written by shoal; changes here are lost.\n"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"
 
 
-def test_an_export_names_each_member_alone_and_squashes_root() -> None:
+def test_export_names_each_member_and_squashes_root() -> None:
     some = [Export("/home", ("10.0.0.12", "10.0.0.2")), Export("/apps", ("10.0.0.2",), read_only=True)]
     assert nfs.render_exports(some) == (
         HEADER + "/home 10.0.0.2(rw,sync,no_subtree_check,root_squash,sec=sys) "
@@ -25,18 +25,18 @@ def test_an_export_names_each_member_alone_and_squashes_root() -> None:
     )
 
 
-def test_a_share_without_clients_is_not_exported() -> None:
+def test_share_without_clients_is_not_exported() -> None:
     assert nfs.render_exports([Export("/home", ())]) == HEADER
 
 
-def test_the_kernels_server_speaks_one_version_on_one_address() -> None:
+def test_kernel_server_uses_a_single_version_and_address() -> None:
     assert nfs.nfs_conf("10.0.0.1") == (
         HEADER + "[nfsd]\nhost=10.0.0.1\nvers2=n\nvers3=n\nvers4=y\nvers4.0=n\nvers4.1=n\nvers4.2=y\n"
         "udp=n\ntcp=y\nrdma=n\n"
     )
 
 
-def test_ganesha_answers_on_one_address_and_lets_in_members_only() -> None:
+def test_ganesha_listens_on_a_single_address_and_accepts_only_members() -> None:
     text = nfs.ganesha_conf("10.0.0.1", [Export("/srv/data", ("10.0.0.12", "10.0.0.2")), Export("/apps", (), True)])
     head, data, apps = text.split("EXPORT {\n")
     assert "    Bind_addr = 10.0.0.1;\n" in head and "    Protocols = 4;\n" in head
@@ -57,7 +57,7 @@ def test_only_a_newer_ganesha_gets_the_setting_for_containers() -> None:
     assert [nfs.supports_io_flusher(*release) for release in releases] == [False, True, True, False, True]
 
 
-def test_the_ganesha_unit_starts_neither_rpcbind_nor_statd() -> None:
+def test_ganesha_unit_starts_neither_rpcbind_nor_statd() -> None:
     unit = nfs.ganesha_unit()
     assert "rpcbind" not in unit and "lock" not in unit
     assert f"-f {nfs.GANESHA_CONF}\n" in unit
@@ -70,7 +70,7 @@ def test_both_servers_restart_until_the_host_has_its_address() -> None:
 
 
 @pytest.mark.skipif(not which("systemd-analyze"), reason="no systemd-analyze here")
-def test_systemd_verifies_the_units_without_a_warning(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units_without_a_warning(tmp_path: Path) -> None:
     """With stand-ins for the programs and units that only a server has."""
     own = {nfs.GANESHA_UNIT: nfs.ganesha_unit().replace("/usr/bin/ganesha.nfsd", "/bin/true")}
     own[nfs.SERVER_DROP_IN] = nfs.server_drop_in()
@@ -101,25 +101,25 @@ def test_nfs_mounts_are_hard_and_ignore_set_uid() -> None:
     assert nfs.mount_options(4, read_only=True).startswith("ro,")
 
 
-def test_a_members_key_is_valid_for_sftp_from_its_address_only() -> None:
+def test_member_key_is_valid_only_for_sftp_from_its_address() -> None:
     assert sshfs.render_authorized_keys([MemberKey("n2", "10.0.0.12", KEY), MemberKey("n1", "fd00::11", KEY)]) == (
         f'restrict,from="fd00::11",command="internal-sftp" {KEY} shoal n1\n'
         f'restrict,from="10.0.0.12",command="internal-sftp" {KEY} shoal n2\n'
     )
 
 
-def test_authorized_keys_are_parsed_without_the_keys_of_users() -> None:
+def test_authorized_keys_are_parsed_without_user_keys() -> None:
     keys = [MemberKey("n1", "10.0.0.11", KEY), MemberKey("n2", "10.0.0.12", KEY)]
     text = f"{KEY} alice@desk\n{KEY} shoal n3\n" + sshfs.render_authorized_keys(keys)
     assert sshfs.parse_authorized_keys(text) == {"n1": keys[0], "n2": keys[1]}
 
 
-def test_the_comment_of_a_public_key_is_removed() -> None:
+def test_comment_of_a_public_key_is_removed() -> None:
     assert sshfs.strip_comment(f"{KEY} root@n1\n") == KEY
     assert sshfs.strip_comment("") == sshfs.strip_comment("-----BEGIN OPENSSH PRIVATE KEY-----\n") == ""
 
 
-def test_the_account_of_shares_is_confined_and_other_logins_are_unchanged() -> None:
+def test_share_account_is_confined_and_other_logins_unchanged() -> None:
     lines = sshfs.sshd_conf().splitlines()
     assert lines[1] == "Match User shoal-share"
     inside = {line.strip() for line in lines[2:]}
@@ -127,7 +127,7 @@ def test_the_account_of_shares_is_confined_and_other_logins_are_unchanged() -> N
     assert all(line.startswith("    ") for line in lines[2:])
 
 
-def test_a_home_is_mounted_with_its_users_ids_and_permissions() -> None:
+def test_home_is_mounted_with_the_ids_and_permissions_of_its_user() -> None:
     options = set(sshfs.mount_options(read_only=False, owner=(2001, 2001)).split(","))
     assert {"default_permissions", "idmap=user", "uid=2001", "gid=2001", "allow_other"} <= options
     shared = set(sshfs.mount_options(read_only=True).split(","))

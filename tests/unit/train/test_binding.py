@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from shoal.train.binding import (
+from shoal.train.env import Env, read_env
+from shoal.train.errors import BindingError
+from shoal.train.gpu_binding import (
     Binding,
     GpuDevice,
     RankGpu,
@@ -25,8 +27,6 @@ from shoal.train.binding import (
     usable_minors,
     uuid_minors,
 )
-from shoal.train.env import Env, read_env
-from shoal.train.errors import BindingError
 
 ENV = read_env(
     {
@@ -69,7 +69,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_a_good_layout_passes(case: str) -> None:
+def test_good_layout_passes(case: str) -> None:
     assert check_binding(GOOD[case], ENV) is None
 
 
@@ -116,7 +116,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_layout_is_refused_with_the_flags_that_mend_it(case: str) -> None:
+def test_bad_layout_is_rejected_with_the_correct_flags(case: str) -> None:
     ranks, text = BAD[case]
     assert str(check_binding(ranks, ENV)) == text
 
@@ -128,13 +128,13 @@ def test_a_bad_layout_is_refused_with_the_flags_that_mend_it(case: str) -> None:
         ("spawn", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and spawn(nprocs=2)"),
     ],
 )
-def test_the_flags_are_those_of_the_launcher(launcher: str, fix: str) -> None:
+def test_flags_are_those_of_the_launcher(launcher: str, fix: str) -> None:
     fault = check_binding([rank_gpu(0, "GPU-a"), rank_gpu(1, "GPU-a")], replace(ENV, launcher=launcher))  # type: ignore[arg-type]
     assert fault is not None
     assert fault.fix == fix
 
 
-def test_the_only_gpu_in_sight_is_taken_else_the_one_of_the_local_rank() -> None:
+def test_only_visible_gpu_is_used_else_the_gpu_of_the_local_rank() -> None:
     third = replace(ENV, rank=2, local_rank=2, local_world_size=4)
     four = [GpuDevice(f"GPU-{letter}", minor) for minor, letter in enumerate("abcd")]
     assert choose_gpu(third, four, {}).uuid == "GPU-c"
@@ -144,7 +144,7 @@ def test_the_only_gpu_in_sight_is_taken_else_the_one_of_the_local_rank() -> None
     assert check_binding([beyond], third).what == "rank 2 has no GPU: it is local rank 2 on gpu1 and sees 2 GPUs"  # type: ignore[union-attr]
 
 
-def test_a_job_without_gpus_says_that_nothing_was_proved() -> None:
+def test_job_without_gpus_reports_that_nothing_is_proved() -> None:
     binding = Binding((rank_gpu(0, "", visible=0),))
     assert not binding.proved
     assert str(binding) == (
@@ -162,12 +162,12 @@ def test_a_job_without_gpus_says_that_nothing_was_proved() -> None:
     ],
     ids=["a batch script", "a step", "a step that only knows the batch host's", "no Slurm"],
 )
-def test_the_allocation_is_that_of_this_node(environ: dict[str, str], numbers: tuple[int, ...]) -> None:
+def test_allocation_is_that_of_this_node(environ: dict[str, str], numbers: tuple[int, ...]) -> None:
     assert choose_gpu(ENV, [GpuDevice("GPU-a", 1)], environ).allocated == numbers
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("0,1", (0, 1)), ("4-7", (4, 5, 6, 7)), ("", ()), ("GPU-a", ())])
-def test_slurms_list_of_gpus_is_read(text: str, numbers: tuple[int, ...]) -> None:
+def test_slurm_gpu_list_is_parsed(text: str, numbers: tuple[int, ...]) -> None:
     assert device_numbers(text) == numbers
 
 
@@ -194,7 +194,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nvidia_smi")
-def test_device_files_are_numbered_as_cuda_numbers_what_it_can_open(devices: Path) -> None:
+def test_device_files_are_numbered_as_in_cuda(devices: Path) -> None:
     assert usable_minors(devices) == [2, 3]
     seen = {
         "0,1": (GpuDevice("GPU-2", 2), GpuDevice("GPU-3", 3)),
@@ -209,7 +209,7 @@ def test_device_files_are_numbered_as_cuda_numbers_what_it_can_open(devices: Pat
     assert device_file_gpus({}, devices) == ()
 
 
-def test_the_drivers_table_gives_the_device_number_of_a_uuid(tmp_path: Path) -> None:
+def test_driver_table_gives_the_device_number_of_a_uuid(tmp_path: Path) -> None:
     (tmp_path / "0000:1b:00.0").mkdir()
     text = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-77\nDevice Minor: \t 5\n"
     (tmp_path / "0000:1b:00.0" / "information").write_text(text)
@@ -221,7 +221,7 @@ def prove(store: object, rank: int, world_size: int, visible: str) -> Binding:
     return prove_binding(env, store, {"CUDA_VISIBLE_DEVICES": visible}, timeout=20)
 
 
-def test_every_rank_gets_the_same_table_over_the_store() -> None:
+def test_every_rank_gets_the_same_table_from_the_store() -> None:
     store = torch.distributed.HashStore()
     with ThreadPoolExecutor() as pool:
         tables = [future.result() for future in [pool.submit(prove, store, rank, 2, "") for rank in (0, 1)]]
@@ -229,7 +229,7 @@ def test_every_rank_gets_the_same_table_over_the_store() -> None:
     assert [rank_gpu.rank for rank_gpu in tables[0].ranks] == [0, 1]
 
 
-def test_every_rank_hears_why_the_layout_is_refused() -> None:
+def test_every_rank_gets_the_reason_of_the_rejection() -> None:
     store = torch.distributed.HashStore()
     one = json.dumps({"rank": 1, "node": "gpu1", "local_rank": 1, "index": 0, "visible": 1, "uuid": "GPU-x"})
     zero = json.dumps({"rank": 0, "node": "gpu1", "local_rank": 0, "index": 0, "visible": 1, "uuid": "GPU-x"})
@@ -252,7 +252,7 @@ class _Claims:
         return getattr(self.store, name)
 
 
-def test_a_rank_that_says_nothing_about_its_gpu_is_named() -> None:
+def test_rank_that_does_not_report_its_gpu_is_named() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(BindingError) as error:
         prove_binding(replace(ENV, world_size=2), store, {}, timeout=0.2)

@@ -37,23 +37,23 @@ def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_new_directory_has_nothing_to_restore(tmp_path: Path) -> None:
+def test_new_directory_has_nothing_to_restore(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path / "none").restore(build("plain")) is None
 
 
-def test_the_last_ones_are_kept_and_older_ones_deleted(tmp_path: Path) -> None:
+def test_last_checkpoints_are_kept_and_older_checkpoints_deleted(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2, 3, 10, keep_last=2)
     assert _names(tmp_path) == ["step-10", "step-3"]
 
 
-def test_the_manifest_names_every_file_with_its_size_and_digest(tmp_path: Path) -> None:
+def test_manifest_lists_every_file_with_size_and_digest(tmp_path: Path) -> None:
     _saved(tmp_path, 4)
     manifest = files.read_manifest(tmp_path / "step-4")
     assert (manifest.step, manifest.world_size, manifest.run_id, manifest.reason) == (4, 1, "run-1", "periodic")
     assert {record.name for record in manifest.files} | {"MANIFEST.json"} == set(_names(tmp_path / "step-4"))
 
 
-def test_all_is_on_disk_before_a_checkpoint_has_its_name_and_the_name_before_save_returns(
+def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left where the machine loses power, not the process: told by the order of fsync and rename."""
@@ -79,7 +79,7 @@ def test_all_is_on_disk_before_a_checkpoint_has_its_name_and_the_name_before_sav
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "manifest"])
-def test_a_damaged_checkpoint_is_named_in_the_log_and_the_one_before_it_is_used(
+def test_damaged_checkpoint_is_logged_and_the_previous_checkpoint_used(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, digests = _saved(tmp_path, 1, 2)
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_named_in_the_log_and_the_one_before_it_is_used(
     assert _names(tmp_path) == ["step-2.1"]
 
 
-def test_a_damaged_checkpoint_does_not_count_among_the_last_that_are_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_count_for_keep_last(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2)
     (tmp_path / "step-2" / ".metadata").write_bytes(b"")
     state, checkpointer = build("plain"), Checkpointer(tmp_path, keep_last=2)
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_does_not_count_among_the_last_that_are_kept(tmp_pa
     assert _names(tmp_path) == ["step-1", "step-3"]
 
 
-def test_where_no_checkpoint_is_whole_the_run_does_not_start_over_in_silence(tmp_path: Path) -> None:
+def test_restore_fails_when_no_checkpoint_is_whole(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     (tmp_path / "step-1" / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole") as caught:
@@ -123,7 +123,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_start_over_in_silence(tmp
     assert "move the directory away" in str(caught.value)
 
 
-def test_a_manifest_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_manifest_of_a_newer_format_is_rejected_with_both_numbers(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     path = tmp_path / "step-1" / "MANIFEST.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
@@ -131,14 +131,14 @@ def test_a_manifest_of_a_later_format_is_refused_with_both_numbers(tmp_path: Pat
         Checkpointer(tmp_path).latest()
 
 
-def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path: Path) -> None:
+def test_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     state, checkpointer = build("plain"), Checkpointer(tmp_path)
     assert checkpointer.save(3, state) == checkpointer.save(3, state, reason="SIGTERM")
     assert Checkpointer(tmp_path).restore(state) == 3
     assert _names(tmp_path) == ["step-3"]
 
 
-def test_what_dead_attempts_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_attempts_are_deleted(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     for name in ("step-2.tmp-0a1b", "step-1.old-77", "notes", "step-3.tmp-mine"):
         (tmp_path / name).mkdir()
@@ -148,7 +148,7 @@ def test_what_dead_attempts_left_is_deleted_and_nothing_else(tmp_path: Path) -> 
     assert _names(tmp_path) == ["notes", "step-1", "step-3.tmp-mine"]
 
 
-def test_another_model_is_refused_with_the_tensors_that_differ(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected_with_the_different_tensors(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path).restore(build("plain", width=6))
@@ -157,14 +157,14 @@ def test_another_model_is_refused_with_the_tensors_that_differ(tmp_path: Path) -
     assert "and 6 more" in str(caught.value)
 
 
-def test_a_part_that_was_never_saved_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_part_of_a_checkpoint_is_named(tmp_path: Path) -> None:
     whole = build("plain")
     Checkpointer(tmp_path).save(1, TrainState(whole.model, whole.optimizer))
     with pytest.raises(CheckpointError, match="the scheduler: the checkpoint has none"):
         Checkpointer(tmp_path).restore(whole)
 
 
-def test_keep_last_zero_is_refused(tmp_path: Path) -> None:
+def test_keep_last_zero_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one checkpoint is kept"):
         Checkpointer(tmp_path, keep_last=0)
 
@@ -179,7 +179,7 @@ def _unreadable_for_one(rank: int, directory: str) -> str:
     return "restored"
 
 
-def test_where_one_rank_cannot_look_for_checkpoints_all_ranks_fail_and_none_waits(tmp_path: Path) -> None:
+def test_all_ranks_fail_when_a_rank_cannot_read_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     first, second = ranks(2, _unreadable_for_one, str(tmp_path))
     assert "Not a directory" in first
@@ -211,7 +211,7 @@ def _one_rank_cannot_capture(rank: int, directory: str, asynchronous: bool) -> A
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_where_one_rank_cannot_save_all_ranks_say_so_and_none_waits(tmp_path: Path, asynchronous: bool) -> None:
+def test_all_ranks_report_when_a_rank_cannot_save(tmp_path: Path, asynchronous: bool) -> None:
     said = ranks(2, _one_rank_cannot_capture, str(tmp_path), asynchronous)
     assert said == [("failed", "rank 1: RuntimeError: the loader is gone", 1)] * 2
 
@@ -241,7 +241,7 @@ def _with_positions(rank: int, directory: str, save: bool) -> Any:
         return str(error)
 
 
-def test_data_positions_of_single_ranks_come_back_to_them_and_are_refused_at_another_world_size(tmp_path: Path) -> None:
+def test_data_positions_are_per_rank_and_rejected_at_another_world_size(tmp_path: Path) -> None:
     assert ranks(2, _with_positions, str(tmp_path), True) == ["committed"] * 2
     assert ranks(2, _with_positions, str(tmp_path), False) == [1, 1]
     (said,) = ranks(1, _with_positions, str(tmp_path), False)
@@ -290,7 +290,7 @@ def _all_ranks_failed_alike_and_loudly(results: list[Any], cause: str) -> None:
 
 @needs_root
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_on_a_full_disk_training_goes_on_and_all_ranks_report_it(tmp_path: Path, asynchronous: bool) -> None:
+def test_training_continues_on_a_full_disk_and_all_ranks_report(tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "disk").mkdir()
     with _mounted("-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk")) as disk:
         results = ranks(2, _train_on_a_bad_disk, str(disk), asynchronous)
@@ -299,7 +299,7 @@ def test_on_a_full_disk_training_goes_on_and_all_ranks_report_it(tmp_path: Path,
 
 
 @needs_root
-def test_in_a_read_only_directory_training_goes_on_and_all_ranks_report_it(tmp_path: Path) -> None:
+def test_training_continues_in_a_read_only_directory_and_all_ranks_report(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     with _mounted("--bind", str(tmp_path / "disk"), str(tmp_path / "disk")) as disk:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(disk)], check=True)
@@ -311,7 +311,7 @@ def _on_private_disks(rank: int, directory: str) -> Any:
     return result.outcome, result.error
 
 
-def test_a_directory_that_the_nodes_do_not_share_is_explained(tmp_path: Path) -> None:
+def test_directory_not_shared_by_the_nodes_is_explained(tmp_path: Path) -> None:
     for outcome, error in ranks(2, _on_private_disks, str(tmp_path)):
         assert outcome == "failed"
         assert "rank 0 does not see" in error

@@ -90,7 +90,7 @@ def _whole_checkpoint_is_found(directory: Path, count: int) -> int:
     return steps.pop()
 
 
-def test_killed_at_each_file_operation_of_a_save_the_old_or_the_new_checkpoint_is_there_whole(tmp_path: Path) -> None:
+def test_kill_at_each_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     resumed_from = []
     for kill_at in range(60):
         directory = tmp_path / str(kill_at)
@@ -109,7 +109,7 @@ def test_killed_at_each_file_operation_of_a_save_the_old_or_the_new_checkpoint_i
 
 @pytest.mark.parametrize(("victim", "kill_at"), [(0, 1), (1, 1), (0, 6)])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_ranks_killed_in_the_middle_of_a_save_resume_together(
+def test_ranks_killed_during_a_save_resume_together(
     tmp_path: Path, victim: int, kill_at: int, asynchronous: bool
 ) -> None:
     statuses = _run_until_one_dies(2, _save_twice, str(tmp_path), victim, kill_at, asynchronous)

@@ -48,7 +48,7 @@ def _resume(rank: int, directory: str, kind: str, optimizer: str) -> Any:
         ("fsdp", "sgd", 0, False),
     ],
 )
-def test_losses_and_parameters_of_a_resumed_run_equal_those_of_one_never_saved(
+def test_resumed_run_equals_an_uninterrupted_run(
     tmp_path: Path, kind: str, optimizer: str, at: int, asynchronous: bool
 ) -> None:
     plain = ranks(2, _uninterrupted, kind, optimizer, 6)
@@ -86,7 +86,7 @@ def _out_of_order(rank: int, directory: str, resume: bool) -> Any:
     return digest(state)
 
 
-def test_more_than_two_ranks_sum_in_the_same_order_after_a_resume(tmp_path: Path) -> None:
+def test_sums_over_more_than_two_ranks_keep_their_order_after_a_resume(tmp_path: Path) -> None:
     assert ranks(4, _out_of_order, str(tmp_path), False) == ranks(4, _out_of_order, str(tmp_path), True)
 
 
@@ -116,7 +116,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     ("before", "after"),
     [(("ddp", 2), ("ddp", 1)), (("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("fsdp", 1)), (("fsdp", 1), ("ddp", 2))],
 )
-def test_a_checkpoint_loads_at_another_world_size_and_under_the_other_way_of_spreading(
+def test_checkpoint_loads_at_another_world_size_and_parallelism(
     tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
 ) -> None:
     written = ranks(before[1], _write, str(tmp_path), before[0])[0]

@@ -59,7 +59,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_second_job_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+def test_second_job_is_rejected_with_the_name_of_the_first(tmp_path: Path) -> None:
     first = Claim(tmp_path, FIRST, touch_period=0.05)
     assert first.take() is None
     other = Claim(tmp_path, SECOND, touch_period=0.05, takeover_timeout=LONG).take()
@@ -68,13 +68,13 @@ def test_a_second_job_is_refused_and_told_who_the_first_is(tmp_path: Path) -> No
     assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
 
 
-def test_what_a_job_that_died_left_is_taken_over_when_nothing_moves(tmp_path: Path) -> None:
+def test_claim_of_a_dead_job_is_taken_over_without_updates(tmp_path: Path) -> None:
     leave(tmp_path, FIRST)
     assert Claim(tmp_path, SECOND, touch_period=0.05, takeover_timeout=0.2).take() is None
     assert json.loads((tmp_path / CLAIM_FILE).read_text())["name"] == "job 18"
 
 
-def test_one_touch_is_no_sign_of_life(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_single_touch_does_not_count_as_alive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A cache of shared storage may show the last touch of a job late."""
     file = leave(tmp_path, FIRST)
 
@@ -88,13 +88,13 @@ def test_one_touch_is_no_sign_of_life(tmp_path: Path, caplog: pytest.LogCaptureF
     assert f"{file} was written by job 17 on n1; checking for up to 1 s whether that job runs" in caplog.text
 
 
-def test_an_old_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_old_claim_is_taken_over_at_once(tmp_path: Path) -> None:
     long_ago = time.time() - STALE_AFTER_S - 60
     os.utime(leave(tmp_path, FIRST), (long_ago, long_ago))
     assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
 
 
-def test_a_job_that_was_killed_on_the_same_node_is_not_waited_for(tmp_path: Path) -> None:
+def test_claim_of_a_job_killed_on_the_same_node_is_taken_over_at_once(tmp_path: Path) -> None:
     program = "import os, sys; from pathlib import Path; from shoal.train.checkpoint.claim import Claim\n"
     program += "Claim(Path(sys.argv[1])).take(); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG)
@@ -102,7 +102,7 @@ def test_a_job_that_was_killed_on_the_same_node_is_not_waited_for(tmp_path: Path
     assert Claim(tmp_path, takeover_timeout=LONG).take() is None
 
 
-def test_the_next_turn_of_a_job_takes_it_at_once_and_the_one_before_learns_of_it(tmp_path: Path) -> None:
+def test_requeued_job_takes_its_claim_at_once_and_the_old_run_loses_the_claim(tmp_path: Path) -> None:
     before, now = (
         Claim(tmp_path, FIRST, touch_period=0.05),
         Claim(tmp_path, ClaimOwner("reef-17", "job 17", "n2"), takeover_timeout=LONG),
@@ -114,7 +114,7 @@ def test_the_next_turn_of_a_job_takes_it_at_once_and_the_one_before_learns_of_it
     assert (tmp_path / CLAIM_FILE).exists(), "it is not the earlier turn's to take away"
 
 
-def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
+def test_concurrent_claims_have_a_single_winner(tmp_path: Path) -> None:
     claims = [
         Claim(tmp_path, ClaimOwner(f"reef-9_{n}", f"job 9_{n}", "n1"), touch_period=0.05, takeover_timeout=LONG)
         for n in range(8)
@@ -127,20 +127,20 @@ def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
         claim.release()
 
 
-def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
+def test_process_that_ends_removes_its_claim(tmp_path: Path) -> None:
     program = "import sys; from pathlib import Path; from shoal.train.checkpoint.claim import Claim\n"
     program += "Claim(Path(sys.argv[1])).take(); raise ValueError"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG, capture_output=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_to_nowhere_in_its_place_holds_nobody_up(tmp_path: Path) -> None:
+def test_dangling_link_in_place_of_the_claim_is_replaced(tmp_path: Path) -> None:
     (tmp_path / CLAIM_FILE).symlink_to(tmp_path / "nowhere")
     assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
     assert json.loads((tmp_path / CLAIM_FILE).read_text())["name"] == "job 18"
 
 
-def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
+def test_unwritable_directory_is_reported_and_does_not_stop_the_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "saved").write_text("a file")
@@ -158,21 +158,21 @@ def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
     ],
     ids=["job", "member of an array", "with a run of its own", "no job"],  # a process id differs in each test process
 )
-def test_a_job_is_the_same_over_its_turns_and_members_of_an_array_are_not(
+def test_job_identity_is_equal_over_requeues_and_different_for_array_tasks(
     environ: dict[str, str], run: str, name: str
 ) -> None:
     writer = ClaimOwner.here({**environ, "SLURMD_NODENAME": "n1"})
     assert (writer.run, str(writer)) == (run, name)
 
 
-def test_a_run_is_refused_where_another_job_trains(tmp_path: Path) -> None:
+def test_run_is_rejected_in_a_directory_claimed_by_another_job(tmp_path: Path) -> None:
     with touching(leave(tmp_path, FIRST)), pytest.raises(CheckpointError) as caught:
         next(Run(build("plain"), tmp_path, environ={"SLURM_JOB_ID": "18"}).steps(3))
     assert str(caught.value).startswith(f"job 17 on n1 writes its checkpoints to {tmp_path} now\n")
     assert "wait for its end or cancel it" in caught.value.fix
 
 
-def test_to_read_a_checkpoint_needs_no_claim_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_reading_a_checkpoint_needs_no_claim_and_deletes_nothing(tmp_path: Path) -> None:
     state = build("plain")
     for _ in Run(state, tmp_path, environ={}).steps(1):
         train_step(state)
@@ -183,7 +183,7 @@ def test_to_read_a_checkpoint_needs_no_claim_and_disturbs_nobody(tmp_path: Path)
     assert being_written.exists()
 
 
-def test_a_job_that_lost_its_directory_saves_no_more_and_says_to_whom(tmp_path: Path) -> None:
+def test_job_that_lost_its_claim_stops_saving_and_names_the_owner(tmp_path: Path) -> None:
     state, checkpointer = build("plain"), Checkpointer(tmp_path)
     checkpointer.claim({"SLURM_JOB_ID": "17"})
     Claim(tmp_path, ClaimOwner("-17", "job 17", "n2")).take()

@@ -26,7 +26,7 @@ def path(tmp_path) -> Path:
     return tmp_path / "data"
 
 
-def test_entries_are_samples_in_the_order_of_their_keys(path):
+def test_entries_are_samples_in_key_order(path):
     dataset = LmdbDataset(path)
     assert len(dataset) == 40
     assert dataset[7] == {"__key__": "0007", "value": b"value 7"}
@@ -36,13 +36,13 @@ def test_entries_are_samples_in_the_order_of_their_keys(path):
         dataset[40]
 
 
-def test_reading_leaves_no_lock_behind(path):
+def test_reading_creates_no_lock_file(path):
     LmdbDataset(path)[0]
     assert os.listdir(path) == ["data.mdb"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_open_the_environment_themselves_after_the_parent_has_read_from_it(path, workers):
+def test_workers_open_the_environment_themselves(path, workers):
     dataset = LmdbDataset(path)
     assert dataset[0]["value"] == b"value 0"
     loader = Loader(dataset, global_batch=8, workers=workers, collate=list)
@@ -51,14 +51,14 @@ def test_workers_open_the_environment_themselves_after_the_parent_has_read_from_
     assert sorted(keys) == [f"{at:04d}" for at in range(40)]
 
 
-def test_a_dataset_can_be_sent_to_another_process(path):
+def test_dataset_can_be_pickled(path):
     dataset = LmdbDataset(path)
     again = pickle.loads(pickle.dumps(dataset))
     assert again[3] == dataset[3]
     assert again.fingerprint == dataset.fingerprint
 
 
-def test_a_path_without_an_environment_is_explained(tmp_path):
+def test_missing_environment_is_explained(tmp_path):
     with pytest.raises(DataError) as caught:
         LmdbDataset(tmp_path / "nothing")
     text = str(caught.value)
@@ -66,7 +66,7 @@ def test_a_path_without_an_environment_is_explained(tmp_path):
     assert "fix: name the folder that holds data.mdb" in text
 
 
-def test_a_missing_package_is_explained_and_tar_shards_do_not_need_it(tmp_path):
+def test_missing_lmdb_package_is_explained_and_tar_shards_work_without(tmp_path):
     script = (
         "import sys; sys.modules['lmdb'] = None\n"
         "from shoal.train.data import LmdbDataset, write_shards\n"

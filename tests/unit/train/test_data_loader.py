@@ -62,7 +62,7 @@ shards = st.lists(st.integers(1, 25), min_size=1, max_size=5)
 
 @given(shards, st.integers(0, 5), st.integers(0, 3), st.integers(1, 5), st.integers(1, 4))
 @settings(deadline=None, max_examples=60)
-def test_the_global_order_depends_on_seed_and_epoch_alone(lengths, seed, epoch, world_size, part):
+def test_global_order_depends_only_on_seed_and_epoch(lengths, seed, epoch, world_size, part):
     ranks = loaders(Numbers(*lengths), world_size, world_size * part, seed=seed)
     for loader in ranks:
         loader.set_epoch(epoch)
@@ -76,7 +76,7 @@ lives = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 
 
 @given(shards, st.integers(0, 5), lives)
 @settings(deadline=None, max_examples=100)
-def test_interruptions_at_any_point_and_other_world_sizes_lose_and_repeat_nothing(lengths, seed, lives):
+def test_interruptions_and_other_world_sizes_lose_and_repeat_no_sample(lengths, seed, lives):
     dataset = Numbers(*lengths)
     state = Loader(dataset, global_batch=1, seed=seed, block=4, window=3).state_dict()
     seen: list[int] = []
@@ -94,7 +94,7 @@ def test_interruptions_at_any_point_and_other_world_sizes_lose_and_repeat_nothin
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
 @settings(deadline=None, max_examples=60)
-def test_the_weights_of_all_ranks_average_the_real_samples_once_each(samples, world_size, part):
+def test_weights_of_all_ranks_count_each_real_sample_once(samples, world_size, part):
     ranks = loaders(Numbers(samples), world_size, world_size * part)
     iterators = [iter(loader) for loader in ranks]
     total, batches = 0.0, 0
@@ -108,13 +108,13 @@ def test_the_weights_of_all_ranks_average_the_real_samples_once_each(samples, wo
     assert total == pytest.approx(sum(range(samples)), rel=1e-4)
 
 
-def test_a_last_batch_that_is_dropped_leaves_out_the_end_of_the_order():
+def test_dropped_last_batch_omits_the_end_of_the_order():
     ranks = loaders(Numbers(10), 2, 4, tail="drop")
     assert len(ranks[0]) == 2
     assert run(ranks) == SampleOrder([10], 0, 0, block=4, window=3).ids(0, 8)
 
 
-def test_a_padded_batch_is_filled_with_the_beginning_of_the_order_and_says_so():
+def test_padded_batch_repeats_the_start_of_the_order_and_masks_the_padding():
     loader = Loader(Numbers(10), global_batch=4, collate=list)
     order = SampleOrder([10], 0, 0).ids(0, 10)
     *_, (last, mask) = [(batch, loader.mask.tolist()) for batch in loader]
@@ -122,7 +122,7 @@ def test_a_padded_batch_is_filled_with_the_beginning_of_the_order_and_says_so():
     assert mask == [True, True, False, False]
 
 
-def test_each_epoch_has_its_own_order_and_follows_by_itself():
+def test_each_epoch_has_its_own_order_and_advances():
     loader = Loader(Numbers(30), global_batch=10, collate=list)
     first, second = ([id for batch in loader for id in batch] for _ in range(2))
     assert first != second
@@ -131,11 +131,11 @@ def test_each_epoch_has_its_own_order_and_follows_by_itself():
     assert loader.epoch == 1
 
 
-def test_without_shuffle_the_order_is_the_datasets():
+def test_order_without_shuffle_is_that_of_the_dataset():
     assert run(loaders(Numbers(5, 6), 1, 4, shuffle=False)) == list(range(11))
 
 
-def test_set_epoch_after_a_resume_stays_at_the_position():
+def test_set_epoch_after_a_resume_keeps_the_position():
     loader = Loader(Numbers(30), global_batch=10, collate=list)
     next(iter(loader))
     again = Loader(Numbers(30), global_batch=10, collate=list)
@@ -145,14 +145,14 @@ def test_set_epoch_after_a_resume_stays_at_the_position():
     assert len(list(again)) == 2
 
 
-def test_a_loop_that_was_left_goes_on_where_it_stopped():
+def test_interrupted_loop_continues_at_its_position():
     loader = Loader(Numbers(30), global_batch=10, collate=list)
     for _ in loader:
         break
     assert len(list(loader)) == 2
 
 
-def test_a_checkpoint_of_the_last_batch_resumes_into_the_next_epoch():
+def test_checkpoint_of_the_last_batch_resumes_in_the_next_epoch():
     loader = Loader(Numbers(20), global_batch=10, collate=list)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -162,14 +162,14 @@ def test_a_checkpoint_of_the_last_batch_resumes_into_the_next_epoch():
     assert (again.epoch, again.position) == (1, 0)
 
 
-def test_moving_the_loader_within_a_loop_over_it_is_refused():
+def test_moving_the_loader_within_its_loop_is_rejected():
     loader = Loader(Numbers(30), global_batch=10, collate=list)
     with pytest.raises(DataError, match="moved, or iterated over again, within a loop"):
         for _ in loader:
             loader.set_epoch(3)
 
 
-def test_torchs_own_random_numbers_are_left_alone():
+def test_torch_random_state_is_unchanged():
     # A resumed run iterates once more than an uninterrupted one: its dropout must not notice.
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -188,7 +188,7 @@ def number(sample: dict[str, Any]) -> tuple[int, int]:
     return int(sample["cls"]), sample["__seed__"]
 
 
-def test_workers_change_neither_order_nor_seeds_and_what_they_read_ahead_is_not_counted(data):
+def test_workers_change_neither_order_nor_seeds_and_prefetch_is_not_counted(data):
     def take(workers: int, state: dict[str, Any] | None, batches: int) -> tuple[list[Any], dict[str, Any]]:
         loader = Loader(ShardDataset(data), global_batch=8, seed=3, workers=workers, decode=number, collate=list)
         if state is not None:
@@ -209,7 +209,7 @@ def test_workers_change_neither_order_nor_seeds_and_what_they_read_ahead_is_not_
     assert len({seed for _, seed in whole}) == 50
 
 
-def test_workers_live_through_epochs_and_an_abandoned_loop(data):
+def test_workers_survive_epochs_and_an_abandoned_loop(data):
     loader = Loader(ShardDataset(data), global_batch=10, seed=3, workers=2, decode=worker_and_number, collate=list)
     alone = Loader(ShardDataset(data), global_batch=10, seed=3, decode=worker_and_number, collate=list)
     pids: set[int] = set()
@@ -243,7 +243,7 @@ def test_worker_init_runs_in_each_worker(data, tmp_path):
 
 
 @pytest.mark.parametrize("number", ["USR1", "USR2", "TERM"])
-def test_workers_outlive_the_signals_that_slurm_sends_to_every_process_of_a_job(number):
+def test_workers_survive_the_signals_of_slurm(number):
     """Sent by another process than the trainer, as slurmstepd does."""
     seen: list[int] = []
     loader = Loader(Numbers(40), global_batch=4, workers=2, prefetch=1, collate=list)
@@ -256,14 +256,14 @@ def test_workers_outlive_the_signals_that_slurm_sends_to_every_process_of_a_job(
     assert sorted(seen) == list(range(40))
 
 
-def test_seeds_of_samples_do_not_change_what_the_dataset_keeps():
+def test_sample_seeds_do_not_modify_the_dataset():
     kept = [{"x": at} for at in range(4)]
     batch = next(iter(Loader(kept, global_batch=4)))
     assert set(batch) == {"x", "__seed__"}
     assert kept == [{"x": at} for at in range(4)]
 
 
-def test_any_map_style_dataset_will_do():
+def test_any_map_style_dataset_works():
     dataset = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
     x, y = next(iter(Loader(dataset, global_batch=6)))
     assert torch.equal(x.long(), y)
@@ -271,7 +271,7 @@ def test_any_map_style_dataset_will_do():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_decoded_is_named(data, workers):
+def test_sample_that_cannot_be_decoded_is_named(data, workers):
     def decode(sample: dict[str, Any]) -> object:
         return sample["jpg"]
 
@@ -286,7 +286,7 @@ def test_a_sample_that_cannot_be_decoded_is_named(data, workers):
     ) in str(caught.value)
 
 
-def test_a_worker_that_is_killed_is_explained_and_training_can_go_on_from_the_last_batch(data, tmp_path):
+def test_killed_worker_is_explained_and_training_can_continue(data, tmp_path):
     def decode(sample: dict[str, Any]) -> int:
         if sample["__key__"] == "020" and not (tmp_path / "killed").exists():
             (tmp_path / "killed").touch()
@@ -306,7 +306,7 @@ def test_a_worker_that_is_killed_is_explained_and_training_can_go_on_from_the_la
     assert seen == list(range(50))
 
 
-def test_a_failure_in_collate_is_left_as_it_is(data):
+def test_exception_in_collate_is_unchanged(data):
     def collate(batch: list[Any]) -> None:
         raise RuntimeError("shapes differ")
 
@@ -356,13 +356,13 @@ refusals: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "text"), refusals)
-def test_what_cannot_be_is_refused_with_the_remedy(call, text):
+def test_invalid_setting_is_rejected_with_the_fix(call, text):
     with pytest.raises(DataError) as caught:
         call()
     assert str(caught.value) == text
 
 
-def test_a_position_in_other_shards_of_as_many_samples_is_refused(tmp_path: Path) -> None:
+def test_position_in_other_shards_of_equal_size_is_rejected(tmp_path: Path) -> None:
     def loader(per_shard: int) -> Loader:
         samples = ({"__key__": str(number), "cls": number} for number in range(6))
         shards = write_shards(tmp_path / str(per_shard), samples, per_shard=per_shard)
@@ -373,14 +373,14 @@ def test_a_position_in_other_shards_of_as_many_samples_is_refused(tmp_path: Path
         loader(3).load_state_dict(before)
 
 
-def test_a_rank_that_does_not_know_its_place_is_refused(monkeypatch):
+def test_rank_without_torch_distributed_is_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(DataError) as caught:
         Loader(Numbers(9), global_batch=4)
     assert "found: WORLD_SIZE=4, and torch.distributed is not initialized\n" in str(caught.value)
 
 
-def test_the_place_in_the_job_comes_from_torch_distributed(tmp_path):
+def test_rank_comes_from_torch_distributed(tmp_path):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         loader = Loader(Numbers(9), global_batch=4)

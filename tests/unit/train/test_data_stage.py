@@ -29,7 +29,7 @@ def contents(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
-def test_a_dataset_reads_the_staged_copies_with_the_shards_own_index(shards, local):
+def test_dataset_reads_staged_copies_with_the_shard_index(shards, local):
     dataset = ShardDataset(shards, stage=local)
     assert contents(local) == sorted(staged_path(shard, local).name for shard in shards)
     for shard in shards:
@@ -38,7 +38,7 @@ def test_a_dataset_reads_the_staged_copies_with_the_shards_own_index(shards, loc
     assert dataset[5]["__url__"] == str(shards[2])
 
 
-def test_a_copy_of_an_earlier_job_is_used_again_and_an_old_one_replaced(shards, local):
+def test_copy_of_an_earlier_job_is_reused_and_an_outdated_copy_replaced(shards, local):
     copies = stage(shards, local)
     inodes = [copy.stat().st_ino for copy in copies]
     content = bytearray(shards[0].read_bytes())
@@ -50,7 +50,7 @@ def test_a_copy_of_an_earlier_job_is_used_again_and_an_old_one_replaced(shards, 
     assert [copy.stat().st_ino for copy in copies[1:]] == inodes[1:]
 
 
-def test_shards_of_one_name_from_two_folders_do_not_meet(tmp_path, local):
+def test_shards_of_equal_name_from_two_directories_do_not_collide(tmp_path, local):
     a, b = (write_shards(tmp_path / name, [{"__key__": "k", "txt": name}])[0] for name in ("a", "b"))
     assert len(set(stage([a, b], local))) == 2
 
@@ -60,7 +60,7 @@ def _stage_in_process(shards: list[Path], local: Path, started: object, results:
     results.put([str(path) for path in stage(shards, local)])  # type: ignore[attr-defined]
 
 
-def test_processes_of_a_node_that_start_together_make_one_copy(shards, local):
+def test_concurrent_processes_of_a_node_make_a_single_copy(shards, local):
     context = multiprocessing.get_context("fork")
     started, results = context.Barrier(3), context.Queue()
     processes = [
@@ -82,7 +82,7 @@ def _hold_lock(path: Path, held: object) -> None:
     time.sleep(60)
 
 
-def test_a_copier_that_is_killed_holds_up_nobody_and_its_half_copy_is_not_used(shards, local):
+def test_killed_copier_blocks_no_process_and_its_partial_copy_is_not_used(shards, local):
     local.mkdir()
     target = staged_path(shards[0], local)
     half = target.with_name(f".{target.name}.partial")
@@ -104,7 +104,7 @@ def test_a_copier_that_is_killed_holds_up_nobody_and_its_half_copy_is_not_used(s
     assert not half.exists()
 
 
-def test_a_disk_without_room_leaves_shards_where_they_are(shards, local, caplog):
+def test_too_little_disk_space_leaves_shards_in_place(shards, local, caplog):
     with caplog.at_level(logging.WARNING):
         assert stage(shards, local, keep_free=1 << 60) == shards
     assert contents(local) == []
@@ -113,7 +113,7 @@ def test_a_disk_without_room_leaves_shards_where_they_are(shards, local, caplog)
 
 
 @pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="no /dev/full on this machine")
-def test_a_disk_that_fills_up_while_copying_leaves_shards_where_they_are(shards, local, caplog):
+def test_disk_full_during_the_copy_leaves_shards_in_place(shards, local, caplog):
     local.mkdir()
     target = staged_path(shards[0], local)
     target.with_name(f".{target.name}.partial").symlink_to("/dev/full")
@@ -122,13 +122,13 @@ def test_a_disk_that_fills_up_while_copying_leaves_shards_where_they_are(shards,
     assert len(contents(local)) == 2
 
 
-def test_a_folder_that_cannot_be_made_leaves_shards_where_they_are(shards, tmp_path, caplog):
+def test_unusable_directory_leaves_shards_in_place(shards, tmp_path, caplog):
     (tmp_path / "file").touch()
     assert stage(shards, tmp_path / "file" / "local") == shards
     assert "(Not a directory); reading them where they are" in caplog.text
 
 
-def test_a_shard_that_grows_while_it_is_copied_is_refused(tmp_path, local):
+def test_shard_that_grows_during_the_copy_is_rejected(tmp_path, local):
     # What is read has another length than what was announced, as /proc's files do.
     with pytest.raises(DataError) as caught:
         stage([Path("/proc/self/status")], local)

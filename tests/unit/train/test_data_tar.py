@@ -40,7 +40,7 @@ def refusal(call) -> str:
     return str(caught.value)
 
 
-def test_samples_are_those_that_webdataset_reads(tmp_path):
+def test_samples_equal_those_of_webdataset(tmp_path):
     names = [
         "a/1.jpg",
         "a/1.seg.PNG",
@@ -60,7 +60,7 @@ def test_samples_are_those_that_webdataset_reads(tmp_path):
     assert len(theirs) == 5
 
 
-def test_samples_come_in_the_order_asked_for_from_any_shard(tmp_path):
+def test_samples_are_returned_in_the_requested_order_from_any_shard(tmp_path):
     written = samples(25)
     dataset = ShardDataset(write_shards(tmp_path, written, per_shard=10))
     assert dataset.lengths == [10, 10, 5]
@@ -72,20 +72,20 @@ def test_samples_come_in_the_order_asked_for_from_any_shard(tmp_path):
         dataset[25]
 
 
-def test_only_the_fields_asked_for_are_read_also_when_far_apart(tmp_path):
+def test_only_the_requested_fields_are_read(tmp_path):
     written = [{"__key__": f"{at}", "a": f"a{at}", "big": "x" * 100_000, "b": f"b{at}"} for at in range(3)]
     dataset = ShardDataset(write_shards(tmp_path, written), fields=("b", "a"))
     assert dataset[2] == {"__key__": "2", "__url__": str(tmp_path / "shard-0000.tar"), "a": b"a2", "b": b"b2"}
     assert ShardDataset(tmp_path / "shard-0000.tar", fields=())[1].keys() == {"__key__", "__url__"}
 
 
-def test_written_shards_are_the_same_bytes_each_time_and_leave_no_draft(tmp_path):
+def test_written_shards_are_reproducible_and_leave_no_temporary_file(tmp_path):
     first, again = (write_shards(tmp_path / name, samples(5), per_shard=2) for name in ("one", "two"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [f"shard-000{at}.tar" for at in range(3)]
 
 
-def test_a_key_with_a_dot_is_refused_when_written(tmp_path):
+def test_key_with_a_dot_is_rejected_when_written(tmp_path):
     text = refusal(lambda: write_shards(tmp_path, [{"__key__": "a.b", "txt": ""}]))
     assert text == (
         "a sample cannot have the key 'a.b'\n"
@@ -94,7 +94,7 @@ def test_a_key_with_a_dot_is_refused_when_written(tmp_path):
     )
 
 
-def test_patterns_name_shards(tmp_path):
+def test_patterns_match_shards(tmp_path):
     paths = write_shards(tmp_path, samples(4), per_shard=1)
     assert ShardDataset(f"{tmp_path}/shard-{{0001..0002}}.tar").shards == paths[1:3]
     assert ShardDataset(f"{tmp_path}/shard-000{{0,3}}.tar").shards == [paths[0], paths[3]]
@@ -114,7 +114,7 @@ def test_missing_shards_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [512 + 100, 1024, 1024 + 200, 3 * 1024])
-def test_a_tar_that_is_cut_short_is_refused_wherever_it_was_cut(tmp_path, keep):
+def test_truncated_tar_is_rejected_at_any_length(tmp_path, keep):
     # Within the data, between two files, within a header, and before the mark at the end.
     shard = tar_of(tmp_path / "one.tar", ["a.txt", "b.txt", "c.txt"])
     os.truncate(shard, keep)
@@ -125,7 +125,7 @@ def test_a_tar_that_is_cut_short_is_refused_wherever_it_was_cut(tmp_path, keep):
     )
 
 
-def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
+def test_damaged_header_is_not_read_as_the_end(tmp_path):
     shard = tar_of(tmp_path / "one.tar", ["a.txt", "b.txt", "c.txt"])
     with shard.open("r+b") as file:
         file.seek(1024)
@@ -133,7 +133,7 @@ def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
     assert refusal(lambda: ShardDataset([shard])).startswith(f"shard {shard} is cut short\n")
 
 
-def test_a_file_that_is_no_tar_or_a_compressed_one_is_refused(tmp_path):
+def test_file_that_is_not_a_tar_or_compressed_is_rejected(tmp_path):
     other = tmp_path / "one.tar"
     other.write_bytes(b"hello" * 300)
     assert f"shard {other} is not a tar\n  found: " in refusal(lambda: ShardDataset([other]))
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_tar_or_a_compressed_one_is_refused(tmp_path):
     )
 
 
-def test_a_key_that_comes_twice_is_refused(tmp_path):
+def test_duplicate_key_is_rejected(tmp_path):
     shard = tar_of(tmp_path / "one.tar", ["a.txt", "b.txt", "a.cls"])
     assert refusal(lambda: ShardDataset([shard])) == (
         f"shard {shard} has the key 'a' twice\n"
@@ -157,7 +157,7 @@ def test_a_key_that_comes_twice_is_refused(tmp_path):
     )
 
 
-def test_a_sample_that_lacks_a_field_is_refused_at_the_start(tmp_path):
+def test_sample_without_a_field_is_rejected_at_the_start(tmp_path):
     shard = tar_of(tmp_path / "one.tar", ["a.jpg", "a.cls", "b.jpg", "c.jpg"])
     assert refusal(lambda: ShardDataset([shard], fields=("jpg", "cls"))) == (
         f"sample 'b' of {shard} lacks the field 'cls'\n"
@@ -166,7 +166,7 @@ def test_a_sample_that_lacks_a_field_is_refused_at_the_start(tmp_path):
     )
 
 
-def test_the_index_is_built_once_and_kept_beside_the_shard(tmp_path, monkeypatch):
+def test_index_is_built_once_and_stored_beside_the_shard(tmp_path, monkeypatch):
     (shard,) = write_shards(tmp_path, samples(3))
     built = ShardDataset([shard])
     assert (tmp_path / "shard-0000.tar.index").is_file()
@@ -174,7 +174,7 @@ def test_the_index_is_built_once_and_kept_beside_the_shard(tmp_path, monkeypatch
     assert ShardDataset([shard])[2] == built[2]
 
 
-def test_a_shard_that_was_written_again_gets_a_new_index(tmp_path):
+def test_rewritten_shard_gets_a_new_index(tmp_path):
     (shard,) = write_shards(tmp_path, samples(3))
     assert len(ShardDataset([shard])) == 3
     write_shards(tmp_path, samples(4))
@@ -184,7 +184,7 @@ def test_a_shard_that_was_written_again_gets_a_new_index(tmp_path):
 @pytest.mark.parametrize(
     "damage", [b"", b"not json\n", b"{}\n", b'{"format": "shoal-index-0", "byteorder": "little"}\n']
 )
-def test_a_bad_index_is_explained_and_built_again(tmp_path, caplog, damage):
+def test_damaged_index_is_explained_and_rebuilt(tmp_path, caplog, damage):
     (shard,) = write_shards(tmp_path, samples(3))
     kept = tmp_path / "shard-0000.tar.index"
     ShardDataset([shard])
@@ -199,7 +199,7 @@ def test_a_bad_index_is_explained_and_built_again(tmp_path, caplog, damage):
     assert kept.read_bytes() == whole
 
 
-def test_a_flipped_bit_in_an_index_is_noticed(tmp_path):
+def test_flipped_bit_in_an_index_is_detected(tmp_path):
     (shard,) = write_shards(tmp_path, samples(3))
     ShardDataset([shard])
     kept = tmp_path / "shard-0000.tar.index"
@@ -209,7 +209,7 @@ def test_a_flipped_bit_in_an_index_is_noticed(tmp_path):
     assert "found: its checksum is not the one it states" in refusal(lambda: index_module.read_index(kept))
 
 
-def test_indexes_of_shards_in_a_folder_that_cannot_be_written_are_kept_elsewhere(tmp_path, monkeypatch):
+def test_indexes_of_shards_in_an_unwritable_directory_are_stored_elsewhere(tmp_path, monkeypatch):
     (shard,) = write_shards(tmp_path / "data", samples(3))
     # Root may write anywhere, so a folder in the index's place stands for a refusal.
     (tmp_path / "data" / "shard-0000.tar.index").mkdir()
@@ -219,7 +219,7 @@ def test_indexes_of_shards_in_a_folder_that_cannot_be_written_are_kept_elsewhere
     assert len(ShardDataset([shard])) == 3
 
 
-def test_an_index_that_can_be_kept_nowhere_costs_time_but_works(tmp_path, monkeypatch, caplog):
+def test_index_that_cannot_be_stored_is_rebuilt_with_a_warning(tmp_path, monkeypatch, caplog):
     (shard,) = write_shards(tmp_path / "data", samples(3))
     (tmp_path / "data" / "shard-0000.tar.index").mkdir()
     (tmp_path / "file").touch()
@@ -228,7 +228,7 @@ def test_an_index_that_can_be_kept_nowhere_costs_time_but_works(tmp_path, monkey
     assert "set SHOAL_INDEX_DIR to a writable folder" in caplog.text
 
 
-def test_a_shard_that_changes_while_in_use_is_noticed(tmp_path):
+def test_shard_changed_while_in_use_is_detected(tmp_path):
     shards = write_shards(tmp_path, samples(4), per_shard=2)
     dataset = ShardDataset(shards)
     size = shards[0].stat().st_size
@@ -244,7 +244,7 @@ def test_a_shard_that_changes_while_in_use_is_noticed(tmp_path):
     )
 
 
-def test_many_shards_do_not_use_up_the_open_files(tmp_path):
+def test_many_shards_do_not_exhaust_open_files(tmp_path):
     dataset = ShardDataset(write_shards(tmp_path, samples(70), per_shard=1))
     before = len(os.listdir("/proc/self/fd"))
     assert [sample["cls"] for sample in dataset.__getitems__(range(70))] == [str(at).encode() for at in range(70)]
@@ -253,7 +253,7 @@ def test_many_shards_do_not_use_up_the_open_files(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_dataset_can_be_sent_to_a_worker_that_is_not_forked(tmp_path):
+def test_dataset_can_be_pickled(tmp_path):
     dataset = ShardDataset(write_shards(tmp_path, samples(3)))
     dataset[0]
     again = pickle.loads(pickle.dumps(dataset))
@@ -261,14 +261,14 @@ def test_a_dataset_can_be_sent_to_a_worker_that_is_not_forked(tmp_path):
     assert again.fingerprint == dataset.fingerprint
 
 
-def test_the_fingerprint_follows_the_data_and_not_its_place(tmp_path):
+def test_fingerprint_depends_on_the_data_and_not_on_its_path(tmp_path):
     here, there = (ShardDataset(write_shards(tmp_path / name, samples(4), per_shard=2)) for name in ("here", "there"))
     assert here.fingerprint == there.fingerprint
     assert ShardDataset(here.shards[::-1]).fingerprint != here.fingerprint
     assert ShardDataset(here.shards[:1]).fingerprint != here.fingerprint
 
 
-def test_a_large_index_keeps_its_offsets_beyond_four_gigabytes(tmp_path):
+def test_index_supports_offsets_beyond_four_gigabytes(tmp_path):
     # A sparse file stands for five gigabytes of data.
     shard = tmp_path / "large.tar"
     with shard.open("wb") as file:

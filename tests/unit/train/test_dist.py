@@ -58,7 +58,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 @needs_namespaces
 @pytest.mark.parametrize("shared", [True, False], ids=["a shared directory", "nothing shared"])
-def test_the_ranks_use_the_network_that_connects_them(hosts: TwoHosts, tmp_path: Path, shared: bool) -> None:
+def test_ranks_use_the_network_that_connects_them(hosts: TwoHosts, tmp_path: Path, shared: bool) -> None:
     more = {"SHOAL_STORE_DIR": str(tmp_path / "store")} if shared else {}
     running = [hosts.start(rank, srun(rank) | more, ONE_RANK) for rank in (0, 1)]
     said = [outcome(process)[0] for process in running]
@@ -70,7 +70,7 @@ def test_the_ranks_use_the_network_that_connects_them(hosts: TwoHosts, tmp_path:
 
 
 @needs_namespaces
-def test_a_network_that_drops_packets_is_reported_by_both_sides(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_network_that_drops_packets_is_reported_by_both_sides(hosts: TwoHosts, tmp_path: Path) -> None:
     hosts.cut()
     more = {"SHOAL_STORE_DIR": str(tmp_path / "store")}
     running = [hosts.start(rank, srun(rank) | more, RENDEZVOUS_ONLY, "15", "6") for rank in (0, 1)]
@@ -85,7 +85,7 @@ def test_a_network_that_drops_packets_is_reported_by_both_sides(hosts: TwoHosts,
 
 
 @needs_namespaces
-def test_a_missing_node_is_reported(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_missing_node_is_reported(hosts: TwoHosts, tmp_path: Path) -> None:
     addresses = "gpu1=10.231.77.1,gpu2=10.231.77.2,gpu3=10.231.77.3"
     more = {"SHOAL_STORE_DIR": str(tmp_path / "store"), "SHOAL_NODE_ADDRS": addresses}
     running = [hosts.start(rank, srun(rank, ranks=3) | more, RENDEZVOUS_ONLY, "15", "8") for rank in (0, 1)]
@@ -118,7 +118,7 @@ def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
     ],
     ids=["torchrun --standalone", "torchrun with a static rendezvous", "spawn"],
 )
-def test_the_script_runs_unchanged_under_each_launcher(launcher: str, command: list[str]) -> None:
+def test_script_runs_unchanged_under_each_launcher(launcher: str, command: list[str]) -> None:
     if "--master-port=0" in command:
         command = [*command[:1], f"--master-port={free_port()}", *command[2:]]
     said, beside = run([sys.executable, "-m", *command, str(ONE_RANK)])
@@ -131,7 +131,7 @@ def test_the_script_runs_unchanged_under_each_launcher(launcher: str, command: l
     assert re.search(r"rank +node +local rank +GPU\n0 +\S+ +0 +none\n1 +\S+ +1 +none\nNo rank has a GPU", beside)
 
 
-def test_the_script_runs_unchanged_alone_and_opens_no_port_for_it() -> None:
+def test_script_runs_unchanged_alone_without_opening_a_port() -> None:
     said, _ = run([sys.executable, str(ONE_RANK)])
     assert [(found["launcher"], found["total"], found["port"]) for found in said] == [("python", 1.0, 0)]
 
@@ -144,7 +144,7 @@ def free_port() -> int:
             return port
 
 
-def test_signals_to_the_process_that_spawned_reach_its_ranks_and_their_exit_code_comes_back(tmp_path: Path) -> None:
+def test_spawn_forwards_signals_to_its_ranks_and_returns_their_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, signal, sys, time\n"
@@ -165,7 +165,7 @@ def test_signals_to_the_process_that_spawned_reach_its_ranks_and_their_exit_code
     assert process.returncode == 75
 
 
-def test_spawn_on_two_nodes_counts_through_and_refuses_several_starts_on_one() -> None:
+def test_spawn_numbers_ranks_over_nodes_and_rejects_several_starts_per_node() -> None:
     one = srun(1)
     told = child_variables(read_env(one), 1, 2, 0, "/tmp/unused")
     env = read_env(one | told)
@@ -180,7 +180,7 @@ def test_spawn_on_two_nodes_counts_through_and_refuses_several_starts_on_one() -
     )
 
 
-def test_what_the_user_set_stays_and_an_interface_that_is_not_there_is_refused() -> None:
+def test_user_variables_are_kept_and_a_missing_interface_is_rejected() -> None:
     env, met = read_env(srun(0)), Rendezvous("127.0.0.1", 1, "127.0.0.1")
     environ = {"NCCL_SOCKET_IFNAME": "^docker0"}
     assert use_interface(env, met, environ) == "lo"
@@ -194,7 +194,7 @@ def test_what_the_user_set_stays_and_an_interface_that_is_not_there_is_refused()
     assert refusal.value.fix == "unset SHOAL_INTERFACE: the interface is then chosen by the route to rank 0"
 
 
-def test_a_tunnel_gets_more_sockets_than_nccl_would_open() -> None:
+def test_tunnel_gets_more_sockets_than_the_nccl_default() -> None:
     assert nccl_gloo_variables("wg-not-a-card")["NCCL_NSOCKS_PERTHREAD"] == "4"
     assert "NCCL_NSOCKS_PERTHREAD" not in nccl_gloo_variables("lo")
 
@@ -202,11 +202,11 @@ def test_a_tunnel_gets_more_sockets_than_nccl_would_open() -> None:
 @pytest.mark.parametrize(
     ("host", "own"), [("127.0.1.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False)]
 )
-def test_addresses_that_mean_this_host_everywhere_are_known(host: str, own: bool) -> None:
+def test_loopback_addresses_are_detected(host: str, own: bool) -> None:
     assert is_loopback(host) is own
 
 
-def test_the_kernel_is_asked_for_the_way_to_another_host() -> None:
+def test_route_to_another_host_comes_from_the_kernel() -> None:
     assert source_address("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") == ""
@@ -221,7 +221,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_ranks_of_a_node_share_its_cpus() -> None:
+def test_ranks_of_a_node_share_its_cpus() -> None:
     cpus = len(os.sched_getaffinity(0))
     alone = read_env({})
     set_threads(alone, {})
@@ -235,7 +235,7 @@ def test_the_ranks_of_a_node_share_its_cpus() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_rank_that_srun_left_with_one_of_many_cpus_is_told_how_to_get_them(
+def test_rank_bound_to_a_single_cpu_by_srun_is_warned_with_the_fix(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})

@@ -161,7 +161,7 @@ PLACES: dict[str, tuple[Mapping[str, str], tuple[object, ...]]] = {
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_the_place_of_a_process_is_read_from_its_launcher(case: str) -> None:
+def test_rank_is_read_from_the_variables_of_its_launcher(case: str) -> None:
     environ, expected = PLACES[case]
     env = read_env(environ)
     assert (
@@ -334,45 +334,45 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_variables_that_contradict_each_other_are_refused_with_the_remedy(case: str) -> None:
+def test_contradicting_variables_are_rejected_with_the_fix(case: str) -> None:
     environ, text = CONTRADICTIONS[case]
     with pytest.raises(EnvError) as refusal:
         read_env(environ)
     assert str(refusal.value) == text
 
 
-def test_every_launcher_of_the_table_is_met_in_the_cases() -> None:
+def test_every_launcher_has_a_case() -> None:
     met = {read_env(environ).launcher for environ, _ in PLACES.values()}
     assert met == {launcher.name for launcher in LAUNCHERS} | {"python"}
 
 
-def test_a_batch_script_of_many_tasks_is_told_to_use_srun(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_script_with_many_tasks_is_warned_to_use_srun(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal.train"):
         read_env(BATCH)
     assert "the job has 4 tasks, but this process is none of them: start it with srun" in caplog.text
 
 
-def test_the_nodes_of_all_ranks_are_known_under_srun() -> None:
+def test_nodes_of_all_ranks_are_available_under_srun() -> None:
     env = read_env(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"})
     assert [env.node_of(rank) for rank in range(4)] == ["gpu01", "gpu01", "gpu01", "gpu02"]
     dealt = read_env(SRUN | {"SLURM_DISTRIBUTION": "cyclic"})
     assert [dealt.node_of(rank) for rank in range(4)] == ["gpu01", "gpu02", "gpu01", "gpu02"]
 
 
-def test_under_torchrun_the_node_of_another_rank_is_not_guessed() -> None:
+def test_node_of_another_rank_is_empty_under_torchrun() -> None:
     assert read_env(IN_ONE_TASK | TORCHRUN).node_of(0) == ""
 
 
-def test_an_address_that_slurm_gives_as_a_name_is_looked_up_and_loopback_left_out() -> None:
+def test_node_address_that_is_a_name_is_resolved_without_loopback() -> None:
     env = read_env(SRUN | {"SHOAL_NODE_ADDRS": "gpu01=localhost,gpu02=100.64.0.2"})
     assert (env.addresses_of("gpu01"), env.addresses_of("gpu02")) == ([], ["100.64.0.2"])
 
 
-def test_without_slurm_the_node_is_the_host() -> None:
+def test_node_is_the_hostname_without_slurm() -> None:
     assert read_env({}).node == socket.gethostname()
 
 
-def test_each_start_of_a_job_has_a_key_of_its_own_that_its_ranks_share() -> None:
+def test_each_start_of_a_job_has_its_own_key_shared_by_its_ranks() -> None:
     other_rank = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "gpu01"}
     assert read_env(SRUN).key == read_env(other_rank).key
     starts = [SRUN, SRUN | {"SLURM_RESTART_COUNT": "1"}, SRUN | {"SLURM_STEP_ID": "1"}, SRUN | {"SLURM_JOB_ID": "72"}]
@@ -380,25 +380,25 @@ def test_each_start_of_a_job_has_a_key_of_its_own_that_its_ranks_share() -> None
     assert len({read_env(environ).key for environ in starts}) == len(starts)
 
 
-def test_the_ranks_of_mpirun_share_a_key_though_its_daemons_sit_in_different_steps() -> None:
+def test_mpirun_ranks_share_a_key_over_different_steps() -> None:
     on_the_first_node = BATCH | MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     elsewhere = IN_ONE_TASK | MPIRUN | {"SLURM_CLUSTER_NAME": ""}
     assert read_env(on_the_first_node).key == read_env(elsewhere).key
 
 
-def test_restarts_of_slurm_and_of_torchrun_add_up() -> None:
+def test_restart_counts_of_slurm_and_torchrun_add_up() -> None:
     assert read_env(IN_ONE_TASK | TORCHRUN | {"SLURM_RESTART_COUNT": "2"}).restart_count == 3
 
 
-def test_reading_the_environment_does_not_wait_for_torch() -> None:
+def test_reading_the_environment_does_not_import_torch() -> None:
     program = "import sys, shoal.train.env as e; e.read_env({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(("text", "counts"), [("2(x3),1", (2, 2, 2, 1)), ("4", (4,)), ("1,2(x2)", (1, 2, 2))])
-def test_tasks_per_node_are_read_as_slurm_writes_them(text: str, counts: tuple[int, ...]) -> None:
+def test_slurm_tasks_per_node_are_parsed(text: str, counts: tuple[int, ...]) -> None:
     assert tasks_per_node(text) == counts
 
 
-def test_tasks_dealt_in_turn_skip_the_nodes_that_are_full() -> None:
+def test_cyclic_tasks_skip_full_nodes() -> None:
     assert place_tasks((3, 1), "cyclic") == (0, 1, 0, 0)

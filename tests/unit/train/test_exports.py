@@ -16,7 +16,7 @@ PUBLIC = [
 """What scripts may import from shoal.train. A new name here is documented in docs/training.md."""
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names_are_complete() -> None:
     assert shoal.train.__all__ == PUBLIC
     assert dir(shoal.train) == sorted(PUBLIC)
 
@@ -26,11 +26,11 @@ def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(shoal.train, name).__name__ == name
 
 
-def test_there_is_no_other_name() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'shoal\.train' has no attribute 'Lodaer'"):
         shoal.train.Lodaer  # noqa: B018
 
 
-def test_what_needs_no_torch_does_not_wait_for_it() -> None:
+def test_parts_without_torch_do_not_import_torch() -> None:
     program = "import sys; from shoal.train import Progress, TrainError, tracker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

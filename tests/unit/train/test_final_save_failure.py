@@ -33,7 +33,7 @@ def train(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=LIMIT)
 
 
-def test_the_script_goes_on_to_its_end_and_its_status_says_that_it_is_not_saved(tmp_path: Path) -> None:
+def test_script_continues_and_exits_with_the_unsaved_status(tmp_path: Path) -> None:
     done = train(tmp_path, "pass")
     assert done.returncode == EXIT_UNSAVED
     assert (tmp_path / "elsewhere/model.pt").exists(), "the state could be saved by other means"
@@ -48,7 +48,7 @@ def test_the_script_goes_on_to_its_end_and_its_status_says_that_it_is_not_saved(
 
 
 @pytest.mark.parametrize(("then", "status"), [("raise ValueError('later')", 1), ("sys.exit(3)", EXIT_UNSAVED)])
-def test_a_script_that_fails_later_fails_as_it_would_have(tmp_path: Path, then: str, status: int) -> None:
+def test_script_that_fails_later_keeps_its_own_status(tmp_path: Path, then: str, status: int) -> None:
     done = train(tmp_path, then)
     assert done.returncode == status
     assert ("ValueError: later" in done.stderr) is (status == 1)

@@ -37,7 +37,7 @@ def busy(ending: threading.Event, as_named: str) -> threading.Thread:
     return thread
 
 
-def test_the_end_waits_for_a_thread_of_gloo_that_is_at_work() -> None:
+def test_exit_waits_for_a_busy_gloo_thread() -> None:
     ending = threading.Event()
     thread = busy(ending, GLOO_THREAD)
     waiting = threading.Thread(target=wait_for_gloo_threads, args=(60.0,))
@@ -50,7 +50,7 @@ def test_the_end_waits_for_a_thread_of_gloo_that_is_at_work() -> None:
     assert not waiting.is_alive()
 
 
-def test_the_end_waits_for_no_other_thread_and_not_for_ever() -> None:
+def test_exit_waits_for_no_other_thread_and_only_for_the_timeout() -> None:
     ending = threading.Event()
     other = busy(ending, "something-else")
     wait_for_gloo_threads(60.0)  # would not be back within the time of this test
@@ -61,6 +61,6 @@ def test_the_end_waits_for_no_other_thread_and_not_for_ever() -> None:
         thread.join(30)
 
 
-def test_torch_calls_its_threads_as_we_think() -> None:
+def test_gloo_thread_has_the_expected_name() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
     assert GLOO_THREAD in done.stdout, done.stderr

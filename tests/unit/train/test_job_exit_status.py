@@ -22,14 +22,14 @@ from shoal.train.tracking import tracker
         (SystemExit(85), "FAILED"),
     ],
 )
-def test_the_run_is_scheduled_again_or_killed(tmp_path: Path, error: SystemExit, status: str) -> None:
+def test_run_status_is_scheduled_or_killed(tmp_path: Path, error: SystemExit, status: str) -> None:
     with pytest.raises(type(error)), tracker(directory=tmp_path, env=read_env({}), environ={}, system_every=0):
         raise error
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["status"] for record in records if "status" in record] == ["RUNNING", status]
 
 
-def test_progress_says_that_a_job_is_done_or_goes_on_later_and_nothing_new_of_one_that_failed(tmp_path: Path) -> None:
+def test_progress_state_is_done_stopped_or_unchanged_after_a_failure(tmp_path: Path) -> None:
     def state_after(error: BaseException | None) -> str:
         progress = Progress(2, env=read_env({}), directory=tmp_path, write=lambda line: None)
         try:

@@ -28,5 +28,5 @@ assert "pt_gloo_runloop\\n" in threads, threads
 """
 
 
-def test_a_model_that_is_freed_after_the_last_collective_does_not_hang() -> None:
+def test_model_freed_after_the_last_collective_does_not_hang() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], timeout=600, check=True)

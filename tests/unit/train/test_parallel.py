@@ -55,7 +55,7 @@ def _parallel_parameters(rank: int, kind: str, options: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True, "compile": "eager"}])
-def test_two_ranks_reach_the_parameters_of_one_process(kind: str, options: dict[str, Any]) -> None:
+def test_two_ranks_reach_the_parameters_of_a_single_process(kind: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     alone = Plain().double()
     _steps(alone, *_batch())
@@ -70,7 +70,7 @@ def _layout(rank: int) -> Any:
     return local, sum(p.numel() for p in model.parameters()), [isinstance(b, FSDPModule) for b in model.blocks]
 
 
-def test_fsdp_shards_each_block_and_each_rank_holds_its_part() -> None:
+def test_fsdp_shards_each_block_over_the_ranks() -> None:
     (first, whole, wrapped), (second, _, _) = ranks(2, _layout)
     assert wrapped == [True, True]
     assert first + second == whole
@@ -88,13 +88,13 @@ def _precision(rank: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_mixed_precision_computes_in_bf16_and_keeps_parameters_and_gradients_in_float32(kind: str) -> None:
+def test_mixed_precision_computes_in_bf16_and_keeps_float32_parameters(kind: str) -> None:
     for computed, parameters, gradients in ranks(2, _precision, kind):
         assert computed == torch.bfloat16
         assert parameters == gradients == {torch.float32}
 
 
-def test_blocks_are_the_members_of_the_outermost_lists_and_share_no_parameter() -> None:
+def test_blocks_are_members_of_the_outermost_lists_without_shared_parameters() -> None:
     net = Net()
     assert list(blocks(net)) == list(net.blocks)
     row = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -105,12 +105,12 @@ def test_blocks_are_the_members_of_the_outermost_lists_and_share_no_parameter() 
     assert list(blocks(nn.Linear(2, 2))) == []
 
 
-def test_before_init_the_error_names_the_call() -> None:
+def test_parallelize_before_init_names_the_missing_call() -> None:
     with pytest.raises(ParallelError, match=r"not initialized\n  fix: call shoal.train.init\(\) first"):
         parallelize(Net(), "ddp")
 
 
-def test_an_unknown_kind_and_precision_are_named() -> None:
+def test_unknown_kind_and_precision_are_named() -> None:
     with pytest.raises(ParallelError, match="knows 'ddp' and 'fsdp', not 'zero'"):
         parallelize(Net(), "zero")  # type: ignore[arg-type]
     with pytest.raises(ParallelError, match="mixed_precision is 'int3'"):
@@ -128,7 +128,7 @@ def _refusals(rank: int) -> list[str]:
     return said
 
 
-def test_a_model_without_anything_to_train_or_to_recompute_is_refused() -> None:
+def test_model_without_trainable_parameters_or_blocks_is_rejected() -> None:
     (said,) = ranks(1, _refusals)
     assert "no parameter of the model requires a gradient" in said[0]
     assert "activation_checkpointing needs blocks to recompute, but the model has none" in said[1]

@@ -50,7 +50,7 @@ def traces(place: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_any_script_leaves_its_start_and_a_few_steps(tmp_path: Path) -> None:
+def test_any_script_has_traces_of_its_start_and_a_few_steps(tmp_path: Path) -> None:
     printed = profiled(tmp_path, TRAIN.format(after=""), ENOUGH, SLURM_RESTART_COUNT="2")
     assert f"done __main__ ['sub/train.py', '{ENOUGH}'] {tmp_path}/sub" in printed, "it runs as python would run it"
     found = traces(tmp_path)
@@ -60,7 +60,7 @@ def test_any_script_leaves_its_start_and_a_few_steps(tmp_path: Path) -> None:
     assert len(steps) == ACTIVE_STEPS, "the rest of a long run is not in it"
 
 
-def test_the_librarys_steps_count_where_a_script_has_two_optimizer_steps_in_each(tmp_path: Path) -> None:
+def test_library_steps_count_for_a_script_with_two_optimizer_steps(tmp_path: Path) -> None:
     script = "from shoal.train.progress import Progress\nprogress = Progress()\n" + TRAIN.format(
         after="optimizer.step(); progress.step(step)"
     )
@@ -69,18 +69,18 @@ def test_the_librarys_steps_count_where_a_script_has_two_optimizer_steps_in_each
     assert steps.count("Optimizer.step#SGD.step") == 2 * ACTIVE_STEPS
 
 
-def test_a_script_without_steps_is_traced_from_its_start_to_its_end(tmp_path: Path) -> None:
+def test_script_without_steps_is_traced_as_a_whole(tmp_path: Path) -> None:
     profiled(tmp_path, "import torch\ntorch.ones(3).cumsum(0)\n")
     assert "aten::cumsum" in traces(tmp_path)["rank-3.0.start.json.gz"]
 
 
-def test_a_script_that_fails_fails_as_it_would_and_leaves_what_there_is(tmp_path: Path) -> None:
+def test_failed_script_keeps_its_status_and_its_partial_trace(tmp_path: Path) -> None:
     printed = profiled(tmp_path, TRAIN.format(after="sys.exit(7) if step == 5 else None"), ENOUGH, status=7)
     assert "done" not in printed
     assert [name for name in traces(tmp_path)["rank-3.0.steps.json.gz"] if name.startswith("ProfilerStep#")]
 
 
-def test_a_process_that_the_script_starts_is_traced_from_its_first_step(tmp_path: Path) -> None:
+def test_child_process_of_the_script_is_traced_from_its_first_step(tmp_path: Path) -> None:
     script = """
 import os
 from shoal.train.profile import step
@@ -94,19 +94,19 @@ for number in range({enough}):
     assert list(traces(tmp_path)) == ["rank-1.0.steps.json.gz"]
 
 
-def test_a_python_without_torch_runs_the_script_all_the_same(tmp_path: Path) -> None:
+def test_script_runs_without_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('none here')\n")
     printed = profiled(tmp_path, "print('done')", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     assert printed == "done\nshoal: --profile torch: this Python has no torch; the script runs without it\n"
 
 
-def test_a_place_that_cannot_be_written_does_not_stop_the_script(tmp_path: Path) -> None:
+def test_unwritable_directory_does_not_stop_the_script(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file where the directory should be")
     printed = profiled(tmp_path, TRAIN.format(after=""), ENOUGH)
     assert "done __main__" in printed and "shoal: --profile torch: [Errno 17] File exists" in printed
 
 
-def test_without_the_variable_a_step_costs_a_look_and_leaves_nothing(tmp_path: Path) -> None:
+def test_step_without_the_variable_does_nothing(tmp_path: Path) -> None:
     code = "import sys\nfrom shoal.train.profile import step\nstep('run')\nprint('torch' in sys.modules)"
     env = {name: value for name, value in os.environ.items() if name != "SHOAL_PROFILE"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -49,7 +49,7 @@ def read(directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_speed_eta_and_mfu_come_out_of_what_was_done(tmp_path: Path) -> None:
+def test_speed_eta_and_mfu_are_computed(tmp_path: Path) -> None:
     clock, lines = Clock(), list[str]()
     env = replace(ENV, world_size=4, restart_count=2)
     progress = Progress(
@@ -68,7 +68,7 @@ def test_speed_eta_and_mfu_come_out_of_what_was_done(tmp_path: Path) -> None:
     assert lines[0] == "step 1/1000  loss 0.5"
 
 
-def test_lines_come_often_at_first_then_once_a_minute() -> None:
+def test_lines_are_frequent_at_first_then_once_a_minute() -> None:
     clock, lines = Clock(), list[str]()
     progress = Progress(env=ENV, environ={}, write=lines.append, clock=clock)
     run(progress, clock, 0, 60, 1)
@@ -78,14 +78,14 @@ def test_lines_come_often_at_first_then_once_a_minute() -> None:
     assert len(lines) - early in (10, 11)
 
 
-def test_a_fast_loop_writes_the_file_rarely_and_reads_the_loss_no_more_often(tmp_path: Path) -> None:
+def test_fast_loop_rarely_writes_the_file_and_rarely_reads_the_loss(tmp_path: Path) -> None:
     clock, loss = Clock(), Loss(1.0)
     progress = Progress(env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
     run(progress, clock, 0, 10_000, 0.001, loss)
     assert loss.reads <= 6
 
 
-def test_a_loss_that_gradients_hang_on_is_read_without_them(tmp_path: Path) -> None:
+def test_loss_is_detached_from_its_graph(tmp_path: Path) -> None:
     weight = torch.ones(1, requires_grad=True)
     loss = (weight * 3).sum()
     whole = weakref.ref(loss)
@@ -96,7 +96,7 @@ def test_a_loss_that_gradients_hang_on_is_read_without_them(tmp_path: Path) -> N
     assert whole() is None, "what it was computed from is not kept"
 
 
-def test_speed_follows_the_last_minute(tmp_path: Path) -> None:
+def test_speed_covers_the_last_minute(tmp_path: Path) -> None:
     clock = Clock()
     progress = Progress(env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
     run(progress, clock, 0, 100, 1)
@@ -104,7 +104,7 @@ def test_speed_follows_the_last_minute(tmp_path: Path) -> None:
     assert read(tmp_path)["steps_per_second"] == pytest.approx(0.25, rel=0.1)
 
 
-def test_a_resumed_job_counts_its_own_steps_only(tmp_path: Path) -> None:
+def test_resumed_job_counts_only_its_own_steps(tmp_path: Path) -> None:
     clock = Clock()
     progress = Progress(1000, env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
     run(progress, clock, 900, 931, 2)
@@ -114,7 +114,7 @@ def test_a_resumed_job_counts_its_own_steps_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["done", "stopped"])
-def test_the_end_is_written_at_once(tmp_path: Path, state: Any) -> None:
+def test_end_is_written_at_once(tmp_path: Path, state: Any) -> None:
     clock, lines = Clock(), list[str]()
     progress = Progress(10, env=ENV, directory=tmp_path, write=lines.append, clock=clock)
     run(progress, clock, 1, 6, 0.1)
@@ -126,33 +126,33 @@ def test_the_end_is_written_at_once(tmp_path: Path, state: Any) -> None:
     assert read(tmp_path)["step"] == 5
 
 
-def test_the_last_step_is_shown_whenever_it_comes() -> None:
+def test_last_step_is_always_shown() -> None:
     clock, lines = Clock(), list[str]()
     run(Progress(10, env=ENV, environ={}, write=lines.append, clock=clock), clock, 1, 11, 0.01)
     assert lines[-1].startswith("step 10/10  loss 0.5")
 
 
-def test_a_loss_that_is_not_finite_is_said_and_the_file_stays_json(tmp_path: Path) -> None:
+def test_non_finite_loss_is_reported_and_the_file_stays_valid_json(tmp_path: Path) -> None:
     lines = list[str]()
     Progress(env=ENV, directory=tmp_path, write=lines.append).step(1, float("nan"))
     assert (read(tmp_path)["loss"], read(tmp_path)["diverged"]) == (None, True)
     assert lines == ["step 1  loss is not finite"]
 
 
-def test_other_ranks_show_nothing(tmp_path: Path) -> None:
+def test_other_ranks_print_nothing(tmp_path: Path) -> None:
     progress = Progress(env=replace(ENV, rank=1), directory=tmp_path, write=pytest.fail)
     progress.step(1, 0.5)
     progress.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_job_directory_is_where_it_lies_and_one_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+def test_file_is_in_the_job_directory_and_a_missing_directory_is_ignored(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "gone"):
         Progress(env=ENV, environ={"SHOAL_JOB_DIR": str(place)}, write=lambda line: None).step(1, 0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
 
 
-def test_a_line_names_only_what_is_known() -> None:
+def test_line_contains_only_available_values() -> None:
     numbers = {"step": 50, "total_steps": 200, "loss": 0.123456, "samples_per_second": 12345.6, "mfu": 0.412}
     assert format_line({**numbers, "eta_seconds": 93784}) == (
         "step 50/200  loss 0.1235  12,346 samples/s  MFU 41.2%  ETA 1-02:03:04"

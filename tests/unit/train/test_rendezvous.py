@@ -82,7 +82,7 @@ def close(rendezvous: Rendezvous) -> None:
         rendezvous.listener.close()
 
 
-def test_all_ranks_learn_one_port_on_which_rank_zero_listens(exchange_of: ExchangeOf) -> None:
+def test_all_ranks_get_a_single_port_on_which_rank_0_listens(exchange_of: ExchangeOf) -> None:
     envs = [rank_of(rank, world_size=4) for rank in range(4)]
     with ThreadPoolExecutor() as pool:
         waiting = [start(pool, env, exchange_of(env), make_timer()) for env in reversed(envs)]
@@ -113,7 +113,7 @@ def test_missing_ranks_are_named_with_their_node_before_and_at_the_timeout(excha
     )
 
 
-def test_without_rank_zero_the_error_names_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_missing_rank_0_is_reported_with_the_searched_directory(tmp_path: Path) -> None:
     env = rank_of(3, world_size=4, nodes=2)
     with pytest.raises(RendezvousError) as error:
         join_rendezvous(env, FileExchange(tmp_path, env.key), on_loopback, make_timer(timeout=1, report_after=9))
@@ -125,7 +125,7 @@ def test_without_rank_zero_the_error_names_where_it_was_looked_for(tmp_path: Pat
     )
 
 
-def test_without_rank_zero_and_a_shared_directory_the_ports_are_summarized() -> None:
+def test_missing_rank_0_without_shared_storage_is_reported_with_its_ports() -> None:
     env = rank_of(1, job="without-rank-zero")
     with pytest.raises(RendezvousError) as error:
         join_rendezvous(env, by_ports(env), on_loopback, make_timer(timeout=4, report_after=9))
@@ -151,7 +151,7 @@ def test_different_world_sizes_fail_at_once(exchange_of: ExchangeOf) -> None:
     )
 
 
-def test_two_processes_with_one_rank_fail_at_once(tmp_path: Path) -> None:
+def test_duplicate_rank_fails_at_once(tmp_path: Path) -> None:
     zero = rank_of(0, world_size=4, nodes=2)
     here, there = rank_of(3, world_size=4, nodes=2), rank_of(3, world_size=4, nodes=2)
     object.__setattr__(there, "node", "gpu9")
@@ -161,7 +161,7 @@ def test_two_processes_with_one_rank_fail_at_once(tmp_path: Path) -> None:
     assert errors == {"two processes have rank 3"}
 
 
-def test_a_rank_that_connected_and_ended_is_named(tmp_path: Path) -> None:
+def test_rank_that_connected_and_ended_is_named(tmp_path: Path) -> None:
     env = rank_of(0, world_size=3)
     exchange = FileExchange(tmp_path, env.key)
     with ThreadPoolExecutor() as pool:
@@ -178,7 +178,7 @@ def test_a_rank_that_connected_and_ended_is_named(tmp_path: Path) -> None:
     assert error.found == "ranks 1, 2 on gpu1: missing\n  rank 1 was connected and ended (process 77 on gpu1)"
 
 
-def test_an_address_left_by_an_earlier_start_is_passed_over(tmp_path: Path) -> None:
+def test_stale_address_of_an_earlier_start_is_skipped(tmp_path: Path) -> None:
     zero, one = rank_of(0), rank_of(1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # another program has that port now
         FileExchange(tmp_path, one.key).publish([Endpoint("127.0.0.1", silent.getsockname()[1], "old")])
@@ -189,7 +189,7 @@ def test_an_address_left_by_an_earlier_start_is_passed_over(tmp_path: Path) -> N
             close(first.result())
 
 
-def test_a_process_without_the_nonce_is_not_taken_for_rank_zero(tmp_path: Path) -> None:
+def test_process_without_the_nonce_is_not_accepted_as_rank_0(tmp_path: Path) -> None:
     """A program on the old port that answers as rank 0 would, without the nonce."""
     zero, one = rank_of(0), rank_of(1)
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor() as pool:
@@ -203,7 +203,7 @@ def test_a_process_without_the_nonce_is_not_taken_for_rank_zero(tmp_path: Path) 
         close(first.result())
 
 
-def test_the_published_file_is_private_and_removed_after_the_rendezvous(tmp_path: Path) -> None:
+def test_published_file_is_private_and_removed_after_the_rendezvous(tmp_path: Path) -> None:
     env = rank_of(0)
     exchange = FileExchange(tmp_path, env.key)
     exchange.publish([Endpoint("127.0.0.1", 1, "nonce")])
@@ -214,7 +214,7 @@ def test_the_published_file_is_private_and_removed_after_the_rendezvous(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_connection_without_the_nonce_is_refused(tmp_path: Path) -> None:
+def test_connection_without_the_nonce_is_rejected(tmp_path: Path) -> None:
     env = rank_of(0)
     exchange = FileExchange(tmp_path, env.key)
     with ThreadPoolExecutor() as pool:
@@ -233,7 +233,7 @@ def test_a_connection_without_the_nonce_is_refused(tmp_path: Path) -> None:
         assert isinstance(waiting.exception(), RendezvousError)
 
 
-def test_other_programs_on_the_jobs_ports_are_passed_over() -> None:
+def test_other_programs_on_the_job_ports_are_skipped() -> None:
     """The first ports of the list belong to a silent program, one that sends a greeting, and another job."""
     zero, one, stranger = rank_of(0), rank_of(1), rank_of(0, job="another")
     row = candidate_ports(zero.key)
@@ -272,7 +272,7 @@ def test_ports_differ_between_jobs_and_stay_below_the_ephemeral_range() -> None:
     assert all(port in address_exchange.PORT_RANGE and port < 32_768 for row in rows for port in row)
 
 
-def test_rank_zero_publishes_its_configured_address_first() -> None:
+def test_rank_0_publishes_its_configured_address_first() -> None:
     assert own_addresses(rank_of(0, nodes=2, world_size=2)) != ["127.0.0.1"]
     env = rank_of(0, nodes=2, world_size=2)
     addresses = {"gpu1": "192.0.2.77", "gpu2": "192.0.2.78"}
@@ -281,7 +281,7 @@ def test_rank_zero_publishes_its_configured_address_first() -> None:
 
 
 @pytest.mark.parametrize("exchange", ["file", "ports"])
-def test_fifty_jobs_start_at_once_on_one_node_without_mixing(exchange: str, tmp_path: Path) -> None:
+def test_fifty_concurrent_jobs_on_a_node_do_not_mix(exchange: str, tmp_path: Path) -> None:
     program = Path(__file__).with_name("fifty_jobs.py")
     ended = subprocess.run(
         [sys.executable, str(program), exchange, str(tmp_path)],

@@ -36,25 +36,25 @@ def _slurm(tmp_path: Path, state: str = "RUNNING", reason: str = "None", status:
         ({"SLURM_JOB_ID": "21", "SLURM_HET_JOB_ID": "20"}, "20"),
     ],
 )
-def test_the_job_is_named_as_scontrol_wants_it(environ: dict[str, str], name: str) -> None:
+def test_job_has_the_id_that_scontrol_expects(environ: dict[str, str], name: str) -> None:
     assert requeue_job_id(environ) == name
 
 
 @pytest.mark.parametrize(("state", "reason"), [("RUNNING", "None"), ("COMPLETING", "TimeLimit")])
-def test_a_running_job_and_one_at_its_time_limit_are_requeued(tmp_path: Path, state: str, reason: str) -> None:
+def test_running_job_and_job_at_its_time_limit_are_requeued(tmp_path: Path, state: str, reason: str) -> None:
     environ = {"PATH": _slurm(tmp_path, state, reason), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "requeued"
     assert (tmp_path / "asked").read_text() == "show job 7\nrequeue 7\n"
 
 
-def test_the_answer_is_heard_although_slurm_ends_the_jobs_processes_at_once(tmp_path: Path) -> None:
+def test_answer_is_read_although_slurm_kills_the_job_at_once(tmp_path: Path) -> None:
     environ = {"PATH": f"{_slurm(tmp_path)}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(scontrol.read_text().replace("exit 0\n", 'kill -TERM "$$"; exit 0\n'))
     assert requeue(environ=environ) == "requeued"
 
 
-def test_a_job_that_slurm_has_requeued_is_not_requeued_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_requeued_job_is_not_requeued_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = _slurm(tmp_path, "COMPLETING", "None")  # its first turn ends, and Slurm counts no restart
     assert requeue(environ={"PATH": path, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}) == "cancelled"
     scontrol = tmp_path / "scontrol"
@@ -65,20 +65,22 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
-def test_a_cancelled_job_does_not_come_back(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_cancelled_job_is_not_requeued(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"PATH": _slurm(tmp_path, state), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "cancelled"
     assert (tmp_path / "asked").read_text() == "show job 7\n"
     assert "job 7 was cancelled and is not requeued" in caplog.text
 
 
-def test_a_refusal_is_reported_in_slurms_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scontrol_error_is_quoted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"PATH": _slurm(tmp_path, status=1), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "failed"
     assert "cannot requeue job 7: Requested operation is presently disabled" in caplog.text
 
 
-def test_without_scontrol_it_is_left_to_the_batch_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_scontrol_leaves_the_requeue_to_the_batch_script(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert requeue(environ={"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}) == "failed"
     assert "no scontrol on this node" in caplog.text
     assert requeue(environ={}) == "failed"

@@ -33,7 +33,7 @@ def _train(rank: int, directory: str, kind: str, signal_at: int | None, asynchro
 
 
 @pytest.mark.parametrize(("kind", "asynchronous"), [("ddp", True), ("fsdp", False)])
-def test_a_signal_to_one_rank_costs_no_step_and_changes_no_bit(tmp_path: Path, kind: str, asynchronous: bool) -> None:
+def test_signal_to_a_rank_loses_no_step_and_changes_no_bit(tmp_path: Path, kind: str, asynchronous: bool) -> None:
     whole = ranks(2, _train, str(tmp_path / "whole"), kind, None, asynchronous)
     stopped = ranks(2, _train, str(tmp_path / "cut"), kind, 4, asynchronous)
     (newest, *_) = files.committed(tmp_path / "cut")
@@ -47,9 +47,7 @@ def test_a_signal_to_one_rank_costs_no_step_and_changes_no_bit(tmp_path: Path, k
         assert resumed[rank][2] == whole[rank][2]
 
 
-def test_a_run_that_has_ended_does_nothing_when_started_again_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_completed_run_does_nothing_when_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = build("plain")
     assert [train_step(state) and step for step in Run(state, tmp_path, environ={}).steps(3)] == [0, 1, 2]
     final = digest(state)
@@ -61,7 +59,7 @@ def test_a_run_that_has_ended_does_nothing_when_started_again_and_says_so(
     assert told in caplog.text
 
 
-def test_the_job_says_where_its_checkpoints_are_and_which_run_it_is(tmp_path: Path) -> None:
+def test_job_environment_sets_checkpoint_directory_and_run_id(tmp_path: Path) -> None:
     state = build("plain")
     state.run_id = ""
     environ = {"SHOAL_JOB_DIR": str(tmp_path), "SHOAL_RUN_ID": "cluster-7"}
@@ -70,7 +68,7 @@ def test_the_job_says_where_its_checkpoints_are_and_which_run_it_is(tmp_path: Pa
     assert files.read_manifest(tmp_path / "checkpoints" / "step-1").run_id == "cluster-7"
 
 
-def test_a_signal_at_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
+def test_signal_at_the_last_step_lets_the_run_complete(tmp_path: Path) -> None:
     state = build("plain")
     for step in Run(state, tmp_path, environ={}).steps(2):
         train_step(state)
@@ -79,7 +77,7 @@ def test_a_signal_at_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
     assert [path.name for path in files.committed(tmp_path)] == ["step-2"]
 
 
-def test_a_cancelled_job_saves_and_leaves_as_sigterm_would(tmp_path: Path) -> None:
+def test_cancelled_job_saves_and_exits_with_the_sigterm_status(tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$1" = show ] && echo "JobState=CANCELLED Reason=None"\n')
     (tmp_path / "scontrol").chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
@@ -94,7 +92,7 @@ def test_a_cancelled_job_saves_and_leaves_as_sigterm_would(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("saved_before", [False, True])
-def test_a_stop_that_cannot_be_saved_requeues_only_where_the_next_turn_begins_further_on(
+def test_unsaved_stop_requeues_only_with_an_earlier_checkpoint(
     tmp_path: Path, saved_before: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
@@ -117,7 +115,7 @@ def test_a_stop_that_cannot_be_saved_requeues_only_where_the_next_turn_begins_fu
     assert (told in caplog.text) is not saved_before
 
 
-def test_a_run_that_goes_on_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resumed_run_logs_its_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for again in (False, True):
         state = build("plain")
         for _ in Run(state, tmp_path, environ={}).steps(1):

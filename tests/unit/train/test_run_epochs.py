@@ -50,7 +50,7 @@ def _train(run: Run, signal_after: int | None = None, said: Callable[[str], obje
 
 
 @pytest.mark.parametrize("steps", range(1, EPOCHS * BATCHES))
-def test_a_signal_at_any_step_costs_no_step_and_no_end_of_an_epoch(tmp_path: Path, steps: int) -> None:
+def test_signal_at_any_step_loses_no_step_and_no_epoch_end(tmp_path: Path, steps: int) -> None:
     whole: list[str] = []
     _train(_run(tmp_path / "whole"), said=whole.append)
     cut: list[str] = []
@@ -63,13 +63,13 @@ def test_a_signal_at_any_step_costs_no_step_and_no_end_of_an_epoch(tmp_path: Pat
     assert whole[BATCHES] == "epoch 0" and whole[-1] == "epoch 2" and len(whole) == EPOCHS * (BATCHES + 1)
 
 
-def test_the_last_step_of_all_is_saved_once_and_a_second_start_does_nothing(tmp_path: Path) -> None:
+def test_last_step_is_saved_once_and_a_second_start_does_nothing(tmp_path: Path) -> None:
     _train(_run(tmp_path, save_every=6))
     assert sorted(path.name for path in files.committed(tmp_path)) == ["step-12", "step-6"]
     assert _train(_run(tmp_path, save_every=6)) == []
 
 
-def test_an_inner_loop_that_is_left_early_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+def test_early_break_of_the_inner_loop_continues_with_the_next_epoch(tmp_path: Path) -> None:
     run, seen = _run(tmp_path), []
     for epoch in run.epochs(EPOCHS):
         for batch in run.batches():
@@ -80,7 +80,7 @@ def test_an_inner_loop_that_is_left_early_goes_on_with_the_next_epoch(tmp_path: 
     assert seen == [(0, 0, 2)] + [(1, 1, 2)] * BATCHES + [(2, 2, 2)] * BATCHES
 
 
-def test_data_without_epochs_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_data_without_epochs_is_rejected(tmp_path: Path) -> None:
     run = Run(TrainState(nn.Linear(1, 1)), tmp_path, environ={})
     with pytest.raises(TypeError, match=r"needs a shoal.train.Loader as TrainState.data, not None"):
         next(run.epochs(1))

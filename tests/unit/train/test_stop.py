@@ -33,7 +33,7 @@ def _stopper(grace: float | None = None, **environ: str) -> Stopper:
     return Stopper(grace, environ=environ)
 
 
-def test_without_a_signal_nothing_stops() -> None:
+def test_no_signal_means_no_stop() -> None:
     stopper = _stopper()
     assert stopper.agree(1) is None
     assert stopper.received_signal == ""
@@ -41,7 +41,7 @@ def test_without_a_signal_nothing_stops() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-def test_each_signal_stops_at_the_next_boundary_and_is_named(number: signal.Signals) -> None:
+def test_each_signal_stops_at_the_next_step_and_is_named(number: signal.Signals) -> None:
     stopper = _stopper(100.0)
     signal.raise_signal(number)
     stop = stopper.agree(7, save_seconds=3.0)
@@ -51,7 +51,7 @@ def test_each_signal_stops_at_the_next_boundary_and_is_named(number: signal.Sign
     assert stop.seconds_left is not None and 0 < stop.seconds_left <= 100
 
 
-def test_a_save_longer_than_what_is_left_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_save_longer_than_the_time_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     stopper = _stopper(SHOAL_GRACE_SECONDS="10")
     signal.raise_signal(signal.SIGUSR1)
     stop = stopper.agree(1, save_seconds=60.0)
@@ -60,7 +60,7 @@ def test_a_save_longer_than_what_is_left_is_said(caplog: pytest.LogCaptureFixtur
     assert "a save takes 60.0 s, more than the time left; saving anyway" in caplog.text
 
 
-def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_one() -> None:
+def test_sigterm_leaves_kill_wait_and_a_plain_warning_an_unknown_time() -> None:
     stopper = _stopper()
     signal.raise_signal(signal.SIGUSR1)
     assert stopper.agree(1) == Stop(1, "SIGUSR1", None, 0.0)
@@ -72,12 +72,12 @@ def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= KILL_WAIT_S
 
 
-def test_every_process_between_slurm_and_the_script_passes_on_what_the_script_waits_for() -> None:
+def test_every_process_between_slurm_and_the_script_forwards_the_stop_signals() -> None:
     assert set(node.STOP_SIGNALS) >= set(contract.STOP_SIGNALS)
     assert multiprocess.STOP_SIGNALS == contract.STOP_SIGNALS
 
 
-def test_the_end_of_the_time_limit_stops_without_any_signal_while_a_save_still_fits() -> None:
+def test_time_limit_stops_without_a_signal_while_a_save_still_fits() -> None:
     save = 20.0
     stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + SAVE_MARGIN_S + 3600)))
     assert stopper.agree(1, save_seconds=save) is None
@@ -88,7 +88,7 @@ def test_the_end_of_the_time_limit_stops_without_any_signal_while_a_save_still_f
     assert stop is not None and stop.reason == "time limit"
 
 
-def test_the_time_limit_shortens_a_longer_grace_and_counts_no_more_once_it_is_past() -> None:
+def test_time_limit_shortens_the_grace_and_is_ignored_once_past() -> None:
     stopper = _stopper(600.0, SLURM_JOB_END_TIME=str(int(time.time() + 60)))
     signal.raise_signal(signal.SIGUSR2)
     stop = stopper.agree(1)
@@ -101,14 +101,12 @@ def test_the_time_limit_shortens_a_longer_grace_and_counts_no_more_once_it_is_pa
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left > 60
 
 
-def test_a_grace_that_is_no_number_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_grace_is_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     _stopper(SHOAL_GRACE_SECONDS="soon").close()
     assert "SHOAL_GRACE_SECONDS='soon' is ignored: not a number of seconds" in caplog.text
 
 
-def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warning_during_startup_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert _received_signal(tmp_path, 2) == ""
@@ -127,7 +125,7 @@ def _received_signal(directory: Path, restart: int) -> str:
     return stopper.received_signal
 
 
-def test_a_warning_before_the_start_has_less_of_its_time_left(tmp_path: Path) -> None:
+def test_warning_before_the_start_has_less_time_left(tmp_path: Path) -> None:
     (tmp_path / "stop.0").write_text(f"{int(signal.SIGUSR2)}\n")
     os.utime(tmp_path / "stop.0", (time.time() - 45, time.time() - 45))
     stopper = _stopper(SHOAL_JOB_DIR=str(tmp_path), SHOAL_GRACE_SECONDS="60")
@@ -136,7 +134,7 @@ def test_a_warning_before_the_start_has_less_of_its_time_left(tmp_path: Path) ->
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= 15
 
 
-def test_a_handler_that_was_there_before_is_still_called() -> None:
+def test_previous_signal_handler_is_still_called() -> None:
     called: list[int] = []
     original = signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
     try:
@@ -150,7 +148,7 @@ def test_a_handler_that_was_there_before_is_still_called() -> None:
         signal.signal(signal.SIGUSR1, original)
 
 
-def test_outside_the_main_thread_it_says_why_it_cannot_be_made() -> None:
+def test_stopper_outside_the_main_thread_raises_with_the_reason() -> None:
     said: list[str] = []
 
     def make() -> None:
@@ -176,7 +174,7 @@ def _signal_one_rank(rank: int, victim: int) -> Any:
     return None
 
 
-def test_all_ranks_stop_at_the_same_step_where_one_of_them_got_the_signal() -> None:
+def test_all_ranks_stop_at_the_same_step_after_a_signal_to_a_single_rank() -> None:
     results = ranks(2, _signal_one_rank, 1)
     assert results == [(Stop(4, "SIGUSR1", None, 1.0), ""), (Stop(4, "SIGUSR1", None, 1.0), "SIGUSR1")]
 
@@ -250,7 +248,7 @@ def _signalled_trainer(tmp_path: Path, number: signal.Signals, protect: str, con
     ("number", "context"),
     [(signal.SIGTERM, "fork"), (signal.SIGUSR1, "spawn"), (signal.SIGTERM, "spawn"), (signal.SIGUSR2, "fork")],
 )
-def test_data_workers_survive_a_signal_to_the_whole_process_group_and_end_with_their_trainer(
+def test_data_workers_survive_a_group_signal_and_end_with_their_trainer(
     tmp_path: Path, number: signal.Signals, context: str
 ) -> None:
     output, errors, status = _signalled_trainer(tmp_path, number, "protected", context)
@@ -259,14 +257,14 @@ def test_data_workers_survive_a_signal_to_the_whole_process_group_and_end_with_t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_forked_workers_of_any_loader_survive_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_forked_workers_of_any_loader_survive_the_signal(tmp_path: Path, number: signal.Signals) -> None:
     output, errors, status = _signalled_trainer(tmp_path, number, "bare", "fork")
     assert f"stopped for {number.name}\nover\n" in output, errors
     assert status == 0
 
 
 @pytest.mark.parametrize(("protect", "context"), [("bare", "spawn"), ("closed", "fork")])
-def test_without_the_protection_the_workers_die_first(tmp_path: Path, protect: str, context: str) -> None:
+def test_unprotected_workers_die_first(tmp_path: Path, protect: str, context: str) -> None:
     output, errors, status = _signalled_trainer(tmp_path, signal.SIGTERM, protect, context)
     assert "stopped for" not in output
     # The trainer may just be reading from the one that dies.
@@ -274,7 +272,7 @@ def test_without_the_protection_the_workers_die_first(tmp_path: Path, protect: s
     assert status != 0
 
 
-def test_other_children_of_a_rank_are_left_alone() -> None:
+def test_other_children_of_a_rank_are_unchanged() -> None:
     program = """
 import os, signal
 from shoal.train.stop import Stopper

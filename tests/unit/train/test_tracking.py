@@ -59,7 +59,7 @@ def metrics(directory: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(r["step"], r["metrics"]) for r in records(directory / "tracking/metrics.jsonl") if "metrics" in r]
 
 
-def test_without_a_server_everything_is_in_json_lines(start: Start, tmp_path: Path) -> None:
+def test_records_are_json_lines_without_a_server(start: Start, tmp_path: Path) -> None:
     with start(params={"lr": 0.1, "net": {"depth": 3}}) as track:
         track.log({"loss": 0.5, "n": 3}, step=1)
         track.log({"loss": float("nan"), "a": float("inf"), "b": float("-inf")}, step=2)
@@ -72,7 +72,7 @@ def test_without_a_server_everything_is_in_json_lines(start: Start, tmp_path: Pa
     assert [r["status"] for r in found if "status" in r] == ["RUNNING", "FINISHED"]
 
 
-def test_a_run_has_parameters_metrics_facts_and_files_on_the_server(
+def test_run_on_the_server_has_parameters_metrics_tags_and_artifacts(
     start: Start, mlflow: FakeMlflow, tmp_path: Path
 ) -> None:
     plot = tmp_path / "loss.png"
@@ -95,7 +95,7 @@ def test_a_run_has_parameters_metrics_facts_and_files_on_the_server(
     assert mlflow.experiments == {"digits": "1"}
 
 
-def test_the_batch_script_is_attached(
+def test_batch_script_is_attached(
     start: Start, mlflow: FakeMlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scontrol = tmp_path / "bin/scontrol"
@@ -110,7 +110,7 @@ def test_the_batch_script_is_attached(
     assert list(mlflow.files.values()) == [b"#SBATCH -N2\n"]
 
 
-def test_a_requeued_job_goes_on_in_the_same_run(start: Start, mlflow: FakeMlflow) -> None:
+def test_requeued_job_continues_the_same_run(start: Start, mlflow: FakeMlflow) -> None:
     for attempt in range(3):
         track = start(mlflow.uri, replace(ALONE, restart_count=attempt), params={"lr": 1})
         for step in range(attempt * 10, attempt * 10 + 10):
@@ -121,7 +121,7 @@ def test_a_requeued_job_goes_on_in_the_same_run(start: Start, mlflow: FakeMlflow
     assert mlflow.the_run()["tags"]["shoal.restarts"] == "2"
 
 
-def test_a_run_is_found_again_when_the_directory_is_lost(start: Start, mlflow: FakeMlflow, tmp_path: Path) -> None:
+def test_run_is_resumed_when_the_directory_is_lost(start: Start, mlflow: FakeMlflow, tmp_path: Path) -> None:
     for attempt in ("a", "b"):
         track = start(mlflow.uri, directory=tmp_path / attempt)
         track.log({attempt: 1}, step=1)
@@ -129,9 +129,7 @@ def test_a_run_is_found_again_when_the_directory_is_lost(start: Start, mlflow: F
     assert {row[0] for row in mlflow.the_run()["metrics"]} == {"a", "b"}
 
 
-def test_steps_done_again_after_a_restart_are_recorded_once_if_they_come_out_the_same(
-    start: Start, tmp_path: Path
-) -> None:
+def test_repeated_equal_steps_after_a_restart_are_recorded_once(start: Start, tmp_path: Path) -> None:
     first = start()
     for step in range(10):
         first.log({"loss": step / 2, "speed": step}, step=step)
@@ -146,7 +144,7 @@ def test_steps_done_again_after_a_restart_are_recorded_once_if_they_come_out_the
     assert [step for step, values in metrics(tmp_path) if values["speed"] < 0] == list(range(6, 14))
 
 
-def test_only_rank_0_records_metrics_and_only_the_first_of_a_node_its_system(
+def test_only_rank_0_records_metrics_and_only_local_rank_0_system_metrics(
     start: Start, mlflow: FakeMlflow, tmp_path: Path
 ) -> None:
     tracks = []
@@ -166,7 +164,7 @@ def test_only_rank_0_records_metrics_and_only_the_first_of_a_node_its_system(
     assert (tracks[1].directory, tracks[3].directory) == (None, None)
 
 
-def test_system_metrics_go_on_counting_after_a_restart(start: Start, tmp_path: Path) -> None:
+def test_system_metrics_continue_their_count_after_a_restart(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "tracking/system-n1.jsonl"
     path.parent.mkdir()
     path.write_text('{"t":1,"step":41,"metrics":{"system/n1/x":1}}\n')
@@ -177,7 +175,7 @@ def test_system_metrics_go_on_counting_after_a_restart(start: Start, tmp_path: P
     assert [r["step"] for r in records(path) if "step" in r][:3] == [41, 42, 43]
 
 
-def test_the_same_number_twice_in_a_millisecond_is_two_records(start: Start, tmp_path: Path) -> None:
+def test_equal_values_within_a_millisecond_are_two_records(start: Start, tmp_path: Path) -> None:
     track = start()
     for _ in range(200):
         track.log({"loss": 1.0}, step=5)
@@ -188,7 +186,7 @@ def test_the_same_number_twice_in_a_millisecond_is_two_records(start: Start, tmp
     assert [t for t, _ in rows] == sorted(t for t, _ in rows)
 
 
-def test_a_server_that_is_down_all_the_time_costs_no_record_and_the_command_sends_them_later(
+def test_unreachable_server_loses_no_record_and_the_command_sends_them_later(
     start: Start,
     mlflow: FakeMlflow,
     tmp_path: Path,
@@ -212,7 +210,7 @@ def test_a_server_that_is_down_all_the_time_costs_no_record_and_the_command_send
     assert mlflow.the_run()["info"]["status"] == "FINISHED"
 
 
-def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str], start: Start) -> None:
+def test_command_reports_missing_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], start: Start) -> None:
     assert send([str(tmp_path)]) == 1
     assert "has no run.json: it is not the tracking directory of a job" in capsys.readouterr().err
     start().close()
@@ -220,7 +218,7 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the job had no tracking server: name one with --uri" in capsys.readouterr().err
 
 
-def test_a_job_killed_in_mid_run_goes_on_where_it_was(mlflow: FakeMlflow, tmp_path: Path) -> None:
+def test_job_killed_midway_continues_its_run(mlflow: FakeMlflow, tmp_path: Path) -> None:
     program = (
         "import sys, itertools; from shoal.train.tracking import tracker\n"
         "track = tracker(uri=sys.argv[1], directory=sys.argv[2], system_every=0)\n"
@@ -251,7 +249,7 @@ def test_a_job_killed_in_mid_run_goes_on_where_it_was(mlflow: FakeMlflow, tmp_pa
     assert mlflow.rows() == {(step, step / 4): 1 for step in range(20_001)}
 
 
-def test_a_script_that_ends_without_closing_is_marked_by_how_it_ended(mlflow: FakeMlflow, tmp_path: Path) -> None:
+def test_unclosed_run_gets_the_status_of_its_script(mlflow: FakeMlflow, tmp_path: Path) -> None:
     program = "import sys; from shoal.train.tracking import tracker; tracker(uri=sys.argv[1], directory=sys.argv[2])\n"
     for number, (end, status) in enumerate([("", "FINISHED"), ("1/0", "FAILED")]):
         command = [sys.executable, "-c", program + end, mlflow.uri, str(tmp_path / str(number))]
@@ -264,15 +262,13 @@ def test_a_script_that_ends_without_closing_is_marked_by_how_it_ended(mlflow: Fa
     ("error", "status"),
     [(ValueError(), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "FAILED"), (SystemExit(0), "FINISHED")],
 )
-def test_a_with_block_marks_the_run_by_how_it_ended(
-    start: Start, tmp_path: Path, error: BaseException, status: str
-) -> None:
+def test_with_block_sets_the_status_of_the_run(start: Start, tmp_path: Path, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)), start():
         raise error
     assert records(tmp_path / "tracking/metrics.jsonl")[-1]["status"] == status
 
 
-def test_what_is_no_number_or_no_file_is_said_once_and_stops_nothing(
+def test_invalid_number_or_file_is_logged_once_and_ignored(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     track = start()
@@ -289,16 +285,14 @@ def test_what_is_no_number_or_no_file_is_said_once_and_stops_nothing(
     assert metrics(tmp_path) == [(step, {"good": 1.0}) for step in range(3)]
 
 
-def test_an_address_that_is_no_server_keeps_records_on_disk(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_uri_keeps_records_on_disk(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     track = start("sqlite:///m.db")
     track.log({"loss": 1}, step=1)
     assert "must begin with http:// or https://, not 'sqlite'; records stay on disk" in caplog.text
     assert metrics(tmp_path) == [(1, {"loss": 1.0})]
 
 
-def test_a_directory_that_cannot_be_made_is_replaced_loudly(
+def test_unusable_directory_is_replaced_with_an_error_log(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -311,7 +305,7 @@ def test_a_directory_that_cannot_be_made_is_replaced_loudly(
     assert any("metrics" in record for record in records(track.directory / "metrics.jsonl"))
 
 
-def test_a_password_in_the_address_reaches_no_file_and_no_log(
+def test_password_in_the_uri_is_in_no_file_and_no_log(
     start: Start, mlflow: FakeMlflow, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri = mlflow.uri.replace("http://", "http://ann:hunter2@")
@@ -324,9 +318,7 @@ def test_a_password_in_the_address_reaches_no_file_and_no_log(
     assert json.loads((tmp_path / "tracking/run.json").read_text())["uri"] == mlflow.uri
 
 
-def test_a_directory_of_another_run_is_left_alone(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_directory_of_another_run_is_unchanged(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start().close()
     before = (tmp_path / "tracking/metrics.jsonl").read_bytes()
     second = start(environ={"SLURM_JOB_ID": "18"})
@@ -348,11 +340,11 @@ def test_a_directory_of_another_run_is_left_alone(
         ({"TORCHELASTIC_RUN_ID": "a'b"}, "a_b"),
     ],
 )
-def test_a_run_is_named_by_its_job(environ: dict[str, str], expected: str) -> None:
+def test_run_is_named_by_its_job(environ: dict[str, str], expected: str) -> None:
     assert run_id(environ) == expected
 
 
-def test_after_close_nothing_is_recorded_and_nothing_breaks(start: Start, tmp_path: Path) -> None:
+def test_nothing_is_recorded_after_close(start: Start, tmp_path: Path) -> None:
     track = start()
     assert track.close()
     size = (tmp_path / "tracking/metrics.jsonl").stat().st_size
@@ -364,7 +356,7 @@ def test_after_close_nothing_is_recorded_and_nothing_breaks(start: Start, tmp_pa
     assert (tmp_path / "tracking/metrics.jsonl").stat().st_size == size
 
 
-def test_a_forked_child_that_ends_does_not_end_the_run(tmp_path: Path) -> None:
+def test_forked_child_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
     program = (
         "import os, sys; from shoal.train.tracking import tracker\n"
         "track = tracker(directory=sys.argv[1], system_every=0)\n"

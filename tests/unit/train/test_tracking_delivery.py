@@ -61,9 +61,7 @@ def each_once(first: int, last: int) -> dict[tuple[int, float], int]:
 @pytest.mark.parametrize(
     "on", ["", "experiments/create", "runs/create", "set-tag", "log-batch", "search", "get-by-name"]
 )
-def test_a_request_that_fails_in_any_way_loses_and_doubles_nothing(
-    mlflow: FakeMlflow, spool: Spool, fault: str, on: str
-) -> None:
+def test_failed_request_loses_and_duplicates_nothing(mlflow: FakeMlflow, spool: Spool, fault: str, on: str) -> None:
     record(spool, 0, 30)
     mlflow.fault_on, mlflow.faults = on, [fault]
     assert ship_all(shipping(mlflow, spool.path))
@@ -71,7 +69,7 @@ def test_a_request_that_fails_in_any_way_loses_and_doubles_nothing(
     assert len(mlflow.runs) == 1
 
 
-def test_a_long_series_of_faults_while_records_keep_coming(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_many_faults_with_concurrent_records_lose_and_duplicate_nothing(mlflow: FakeMlflow, spool: Spool) -> None:
     mlflow.faults = ["drop", "500", "ok", "refuse", "drop", "ok", "ok", "drop", "drop", "500", "ok", "drop"] * 3
     sending = shipping(mlflow, spool.path)
     for start in range(0, 300, 10):
@@ -81,14 +79,14 @@ def test_a_long_series_of_faults_while_records_keep_coming(mlflow: FakeMlflow, s
     assert len(mlflow.active_runs()) == 1
 
 
-def test_a_server_that_stores_and_answers_too_late_has_everything_once(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_late_answer_after_storing_duplicates_nothing(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 10)
     mlflow.fault_on, mlflow.faults = "log-batch", ["hang"]
     assert ship_all(shipping(mlflow, spool.path, timeout=3)) == [f"{mlflow.uri}: timed out"]
     assert mlflow.rows() == each_once(0, 10)
 
 
-def test_a_server_that_is_down_and_comes_back_in_mid_run(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_server_that_returns_midway_gets_all_records(mlflow: FakeMlflow, spool: Spool) -> None:
     sending = shipping(mlflow, spool.path)
     record(spool, 0, 10)
     ship_all(sending)
@@ -102,9 +100,7 @@ def test_a_server_that_is_down_and_comes_back_in_mid_run(mlflow: FakeMlflow, spo
     assert mlflow.rows() == each_once(0, 30)
 
 
-def test_a_sender_killed_between_storing_and_remembering_sends_again_and_doubles_nothing(
-    mlflow: FakeMlflow, spool: Spool
-) -> None:
+def test_sender_killed_before_storing_its_position_duplicates_nothing(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 10)
     ship_all(shipping(mlflow, spool.path))
     spool.path.with_name("metrics.jsonl.sent").unlink()
@@ -113,7 +109,7 @@ def test_a_sender_killed_between_storing_and_remembering_sends_again_and_doubles
     assert mlflow.rows() == each_once(0, 12)
 
 
-def test_what_was_acknowledged_is_not_sent_again(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_acknowledged_records_are_not_sent_again(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 10)
     ship_all(shipping(mlflow, spool.path))
     mlflow.requests.clear()
@@ -121,7 +117,7 @@ def test_what_was_acknowledged_is_not_sent_again(mlflow: FakeMlflow, spool: Spoo
     assert not [path for path in mlflow.requests if "log-batch" in path]
 
 
-def test_batches_stay_within_what_mlflow_takes(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_batches_stay_within_the_mlflow_limits(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 2500)
     spool.append({"t": 1, "step": 0, "metrics": {f"m{n}": float(n) for n in range(2500)}})
     spool.append({"t": 1, "params": {f"p{n}": "x" * 9000 for n in range(250)}})
@@ -135,13 +131,13 @@ def test_batches_stay_within_what_mlflow_takes(mlflow: FakeMlflow, spool: Spool)
     assert (run["tags"]["t0"], len(run["tags"]["t149"])) == ("last", 8000)
 
 
-def test_numbers_that_json_does_not_have_arrive(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_non_json_numbers_arrive(mlflow: FakeMlflow, spool: Spool) -> None:
     spool.append({"t": 1, "step": 1, "metrics": {"loss": "NaN"}})
     ship_all(shipping(mlflow, spool.path))
     assert mlflow.rows() == {(1, "NaN"): 1}
 
 
-def test_one_bad_entry_does_not_hold_up_or_lose_the_others(
+def test_invalid_entry_does_not_delay_or_lose_the_others(
     mlflow: FakeMlflow, spool: Spool, caplog: pytest.LogCaptureFixture
 ) -> None:
     record(spool, 0, 20)
@@ -155,7 +151,7 @@ def test_one_bad_entry_does_not_hold_up_or_lose_the_others(
     assert "the server rejected metric INVALID_PARAMETER_VALUE: Invalid value 'bad#name'" in caplog.text
 
 
-def test_a_parameter_that_changed_with_a_restart_becomes_a_tag(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_parameter_changed_by_a_restart_becomes_a_tag(mlflow: FakeMlflow, spool: Spool) -> None:
     for value in ("0.1", "0.1", "0.2"):
         spool.append({"t": 1, "params": {"lr": value}})
     ship_all(shipping(mlflow, spool.path))
@@ -163,7 +159,7 @@ def test_a_parameter_that_changed_with_a_restart_becomes_a_tag(mlflow: FakeMlflo
     assert mlflow.the_run()["tags"]["param.lr"] == "0.2"
 
 
-def test_lines_that_are_no_records_are_passed_over(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_invalid_lines_are_skipped(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 2)
     with spool.path.open("a") as file:
         file.write("\x00\x00\n[1]\n")
@@ -172,7 +168,7 @@ def test_lines_that_are_no_records_are_passed_over(mlflow: FakeMlflow, spool: Sp
     assert mlflow.rows() == each_once(0, 4)
 
 
-def test_a_server_that_lost_its_database_gets_everything_again(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_server_that_lost_its_database_gets_everything_again(mlflow: FakeMlflow, spool: Spool) -> None:
     sending = shipping(mlflow, spool.path)
     record(spool, 0, 10)
     ship_all(sending)
@@ -183,7 +179,7 @@ def test_a_server_that_lost_its_database_gets_everything_again(mlflow: FakeMlflo
     assert mlflow.rows() == each_once(0, 20)
 
 
-def test_a_run_that_somebody_deleted_is_explained(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_deleted_run_is_explained(mlflow: FakeMlflow, spool: Spool) -> None:
     sending = shipping(mlflow, spool.path)
     record(spool, 0, 1)
     ship_all(sending)
@@ -194,7 +190,7 @@ def test_a_run_that_somebody_deleted_is_explained(mlflow: FakeMlflow, spool: Spo
         sending.deliver()
 
 
-def test_another_node_waits_for_the_run_that_rank_0_makes(mlflow: FakeMlflow, spool: Spool, tmp_path: Path) -> None:
+def test_another_node_waits_for_the_run_created_by_rank_0(mlflow: FakeMlflow, spool: Spool, tmp_path: Path) -> None:
     other = Spool(tmp_path / "system-n2.jsonl")
     other.append({"t": 1, "step": 0, "metrics": {"system/n2/cpu": 5.0}})
     node = shipping(mlflow, other.path, create=False)
@@ -211,7 +207,7 @@ def test_another_node_waits_for_the_run_that_rank_0_makes(mlflow: FakeMlflow, sp
     assert len(mlflow.runs) == 1
 
 
-def test_a_second_run_that_a_late_server_made_is_deleted_at_the_end(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_second_run_created_by_a_late_server_is_deleted_at_the_end(mlflow: FakeMlflow, spool: Spool) -> None:
     sending = shipping(mlflow, spool.path)
     record(spool, 0, 3)
     ship_all(sending)
@@ -225,9 +221,7 @@ def test_a_second_run_that_a_late_server_made_is_deleted_at_the_end(mlflow: Fake
     assert mlflow.rows() == each_once(0, 3)
 
 
-def test_an_artifact_store_that_fails_does_not_hold_metrics_back(
-    mlflow: FakeMlflow, spool: Spool, tmp_path: Path
-) -> None:
+def test_failed_artifact_store_does_not_delay_metrics(mlflow: FakeMlflow, spool: Spool, tmp_path: Path) -> None:
     (tmp_path / "plot.png").write_bytes(b"plot")
     artifacts = Spool(tmp_path / "artifacts.jsonl")
     artifacts.append({"t": 1, "artifact": {"path": "plots/loss 1.png", "file": "plot.png"}})
@@ -243,7 +237,7 @@ def test_an_artifact_store_that_fails_does_not_hold_metrics_back(
     assert mlflow.files == {f"1/{id}/artifacts/plots/loss 1.png": b"plot"}
 
 
-def test_a_server_without_an_artifact_proxy_leaves_the_file_where_it_is(mlflow: FakeMlflow, tmp_path: Path) -> None:
+def test_server_without_an_artifact_proxy_leaves_the_file_in_place(mlflow: FakeMlflow, tmp_path: Path) -> None:
     mlflow.artifact_root = "s3://bucket"
     artifacts = Spool(tmp_path / "artifacts.jsonl")
     artifacts.append({"t": 1, "artifact": {"path": "a", "file": "a"}})
@@ -256,7 +250,7 @@ def test_a_server_without_an_artifact_proxy_leaves_the_file_where_it_is(mlflow: 
     ("status", "text"),
     [(401, "MLFLOW_TRACKING_USERNAME"), (403, "--allowed-hosts"), (404, "not an MLflow server"), (302, "answers 302")],
 )
-def test_a_server_that_turns_us_away_is_asked_again_later_with_a_hint(
+def test_rejected_request_is_retried_later_with_a_hint(
     mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, status: int, text: str
 ) -> None:
     monkeypatch.setattr(mlflow, "handle", lambda request: (request.send_response(status), request.end_headers()))
@@ -264,7 +258,7 @@ def test_a_server_that_turns_us_away_is_asked_again_later_with_a_hint(
         MlflowClient(mlflow.uri, {}).get("experiments/get-by-name", experiment_name="x")
 
 
-def test_a_password_goes_to_the_server_and_nowhere_else(mlflow: FakeMlflow) -> None:
+def test_password_is_sent_only_to_the_server(mlflow: FakeMlflow) -> None:
     host = mlflow.uri.removeprefix("http://")
     server = MlflowClient(f"http://ann:s%40cret@{host}/", {})
     assert server.uri == mlflow.uri
@@ -276,18 +270,18 @@ def test_a_password_goes_to_the_server_and_nowhere_else(mlflow: FakeMlflow) -> N
 
 
 @pytest.mark.parametrize("uri", ["sqlite:///a.db", "./mlruns", "http://", "http://a:pw@h:port/"])
-def test_an_address_that_is_no_server_is_refused_without_repeating_it(uri: str) -> None:
+def test_invalid_uri_is_rejected_without_its_value(uri: str) -> None:
     with pytest.raises(ValueError, match="the tracking address") as error:
         split_uri(uri)
     assert "pw" not in str(error.value)
 
 
-def test_the_pause_grows_to_a_minute_and_jobs_do_not_come_back_together() -> None:
+def test_pause_grows_to_a_minute_with_jitter() -> None:
     assert [retry_pause(n, lambda: 1.0) for n in (1, 2, 3, 7, 5000)] == [1, 2, 4, 60, 60]
     assert retry_pause(3, lambda: 0.0) == 2
 
 
-def test_flush_gives_up_on_a_server_that_is_down_and_keeps_the_records(
+def test_flush_stops_for_an_unreachable_server_and_keeps_the_records(
     mlflow: FakeMlflow, spool: Spool, caplog: pytest.LogCaptureFixture
 ) -> None:
     mlflow.stop()
@@ -301,7 +295,7 @@ def test_flush_gives_up_on_a_server_that_is_down_and_keeps_the_records(
     assert mlflow.rows() == each_once(0, 5)
 
 
-def test_flush_waits_no_longer_than_it_was_told_for_a_server_that_hangs(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_flush_of_a_hanging_server_ends_at_its_timeout(mlflow: FakeMlflow, spool: Spool) -> None:
     mlflow.faults = ["hang"]
     record(spool, 0, 5)
     background = DeliveryThread([spool], shipping(mlflow, spool.path, timeout=20))
@@ -310,7 +304,7 @@ def test_flush_waits_no_longer_than_it_was_told_for_a_server_that_hangs(mlflow: 
     mlflow.release.set()
 
 
-def test_an_answer_nobody_expected_ends_no_thread(
+def test_unexpected_answer_does_not_end_the_thread(
     mlflow: FakeMlflow, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = mlflow._experiments_get_by_name
@@ -324,7 +318,7 @@ def test_an_answer_nobody_expected_ends_no_thread(
     assert mlflow.rows() == each_once(0, 5)
 
 
-def test_two_senders_at_once_send_a_spool_once(mlflow: FakeMlflow, spool: Spool) -> None:
+def test_concurrent_senders_send_a_spool_once(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 5)
     mlflow.fault_on, mlflow.faults = "log-batch", ["hang"]
     background = DeliveryThread([spool], shipping(mlflow, spool.path, timeout=20))

@@ -97,7 +97,7 @@ def send_all(directory: Path) -> None:
     pytest.fail("not sent")
 
 
-def test_a_server_killed_and_restarted_in_mid_run_has_every_metric_once(real: RealMlflow, tmp_path: Path) -> None:
+def test_server_killed_and_restarted_midway_has_every_metric_once(real: RealMlflow, tmp_path: Path) -> None:
     first = start(real, tmp_path)
     for step in range(500):
         first.log({"loss": 1 / (step + 1)}, step=step)
@@ -133,7 +133,7 @@ def test_a_server_killed_and_restarted_in_mid_run_has_every_metric_once(real: Re
     assert "Names may only contain" in json.loads(line)["answer"]
 
 
-def test_the_answers_that_the_small_server_imitates(real: RealMlflow) -> None:
+def test_mlflow_answers_match_the_test_server(real: RealMlflow) -> None:
     server = MlflowClient(real.uri, {}, 60)
     with pytest.raises(RequestRejected) as missing:
         server.get("experiments/get-by-name", experiment_name="nothing")

@@ -26,14 +26,14 @@ def steps(path: Path) -> list[int]:
     return [record["step"] for _, record in read_spool(path, size=1 << 30) if record]
 
 
-def test_a_record_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
+def test_record_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "s")
     spool.append({"step": 1, "name": "größe\n"})
     assert (tmp_path / "s").read_text() == '{"step":1,"name":"größe\\n"}\n'
     spool.close()
 
 
-def test_a_torn_last_line_is_passed_over_and_the_next_start_goes_on_behind_it(tmp_path: Path) -> None:
+def test_truncated_last_line_is_skipped_and_the_next_start_appends(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_bytes(b'{"step":1}\n{"step":2,"x\r')
     assert steps(path) == [1]
@@ -44,7 +44,7 @@ def test_a_torn_last_line_is_passed_over_and_the_next_start_goes_on_behind_it(tm
     assert json.loads(path.read_bytes().split(b"\n")[-2]) == {"step": 3}
 
 
-def test_an_unfinished_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
+def test_unfinished_line_is_read_once_complete(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_bytes(b'{"step":1}\n{"step"')
     ((end, record),) = read_spool(path)
@@ -54,13 +54,13 @@ def test_an_unfinished_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
     assert [record for _, record in read_spool(path, end)] == [{"step": 2}]
 
 
-def test_a_line_longer_than_the_read_size_is_read_whole(tmp_path: Path) -> None:
+def test_line_longer_than_the_read_size_is_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text(json.dumps({"step": 1, "x": "y" * 5000}) + "\n")
     assert [record["step"] for _, record in read_spool(path, size=100) if record] == [1]
 
 
-def test_a_process_killed_at_any_moment_leaves_every_record_it_was_told_is_written(tmp_path: Path) -> None:
+def test_process_killed_at_any_time_keeps_every_acknowledged_record(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from shoal.train.tracking.spool import Spool\n"
         "spool = Spool(Path(sys.argv[1])); n = int(sys.argv[2])\n"
@@ -84,7 +84,7 @@ def test_a_process_killed_at_any_moment_leaves_every_record_it_was_told_is_writt
         expected = len(found)
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_nothing_once_there_is_room(tmp_path: Path) -> None:
+def test_disk_full_within_a_line_loses_nothing_once_space_is_free(tmp_path: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path; from shoal.train.tracking.spool import Spool\n"
         "spool = Spool(Path(sys.argv[1]))\n"
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_nothing_once_there_i
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_loud_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_is_logged_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
     spool = Spool(Path("/dev/full"))
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_a_full_disk_is_loud_once_and_raises_nothing(caplog: pytest.LogCaptureFi
     assert spool._lost == 2
 
 
-def test_the_tail_begins_at_a_whole_record(tmp_path: Path) -> None:
+def test_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(100)))
     assert [record["step"] for record in read_tail(path, 40)] == [97, 98, 99]
@@ -122,7 +122,7 @@ def test_the_tail_begins_at_a_whole_record(tmp_path: Path) -> None:
     assert read_tail(tmp_path / "none", 10) == []
 
 
-def test_what_was_sent_belongs_to_one_run_and_to_a_spool_of_that_length(tmp_path: Path) -> None:
+def test_delivery_position_is_valid_only_for_its_run_and_spool_length(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_bytes(b"{}\n" * 10)
     assert read_position(path, "a") == 0

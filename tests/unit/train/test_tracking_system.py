@@ -28,12 +28,12 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path / "proc"
 
 
-def test_counters_leave_loopback_and_idle_time_out(proc: Path, tmp_path: Path) -> None:
+def test_counters_exclude_loopback_and_idle_time(proc: Path, tmp_path: Path) -> None:
     assert read_counters(proc) == KernelCounters(busy=150, total=1000, received=4_000_000, sent=6_000_000)
     assert read_counters(tmp_path / "none") == KernelCounters(0, 0, 0, 0)
 
 
-def test_rates_are_since_the_last_reading_and_the_network_since_the_first() -> None:
+def test_cpu_rate_is_since_the_last_reading_and_network_since_the_first() -> None:
     first, before, now = (
         KernelCounters(0, 0, 0, 0),
         KernelCounters(50, 100, 5_000_000, 0),
@@ -47,7 +47,7 @@ def test_rates_are_since_the_last_reading_and_the_network_since_the_first() -> N
     assert rates(now, now, first) == {}
 
 
-def test_memory_is_what_is_not_available(proc: Path) -> None:
+def test_memory_usage_is_total_minus_available(proc: Path) -> None:
     assert memory((proc / "meminfo").read_text()) == {
         "system_memory_usage_megabytes": 768.0,
         "system_memory_usage_percentage": 75.0,
@@ -55,7 +55,7 @@ def test_memory_is_what_is_not_available(proc: Path) -> None:
     assert memory("") == {}
 
 
-def test_gpus_leave_out_what_they_do_not_tell() -> None:
+def test_gpu_values_that_are_unavailable_are_omitted() -> None:
     assert gpus("0, 87, 1000, 4000, 250.5\n1, [N/A], 2000, 4000, [N/A]\nNo devices were found\n") == {
         "gpu_0_utilization_percentage": 87.0,
         "gpu_0_memory_usage_megabytes": 1048.6,
@@ -74,7 +74,7 @@ def test_gpus_leave_out_what_they_do_not_tell() -> None:
         ("#!/bin/sh\necho 0,1,2,3,4\n", None),
     ],
 )
-def test_a_node_says_why_it_has_no_gpu_metrics(
+def test_missing_gpu_metrics_are_explained(
     proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, tag: str | None
 ) -> None:
     (tmp_path / "bin").mkdir()

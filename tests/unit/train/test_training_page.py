@@ -39,7 +39,7 @@ def in_order(script: str) -> str:
     return script
 
 
-def test_the_change_to_a_plain_script_is_under_ten_lines_as_the_page_says() -> None:
+def test_documented_change_has_eight_new_lines() -> None:
     [diff] = blocks(TRAINING, "diff")
     new = [line for line in diff.splitlines() if line.startswith("+")]
     gone = [line for line in diff.splitlines() if re.match(r"-.", line)]
@@ -47,7 +47,7 @@ def test_the_change_to_a_plain_script_is_under_ten_lines_as_the_page_says() -> N
     assert "Eight new lines in place of eleven" in TRAINING.read_text()
 
 
-def test_the_data_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
+def test_documented_data_code_reads_each_sample_once(tmp_path: Path) -> None:
     section = TRAINING.read_text().partition("## Data\n")[2].partition("\n## ")[0]
     lines = [line.removeprefix("    ") for line in section.splitlines() if not line or line.startswith("    ")]
     shards = write_shards(
@@ -83,7 +83,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return {line: losses(line, in_order(changed_script()), place / str(at)) for at, line in enumerate(lines)}
 
 
-def test_without_shuffling_the_changed_script_has_the_losses_of_the_plain_one(
+def test_changed_script_without_shuffle_has_the_losses_of_the_plain_script(
     changed: dict[str, list[float]], tmp_path: Path
 ) -> None:
     plain = losses(DDP, in_order(plain_script()), tmp_path / "plain")
@@ -91,7 +91,7 @@ def test_without_shuffling_the_changed_script_has_the_losses_of_the_plain_one(
     assert plain[-1] < plain[0] / 2
 
 
-def test_every_command_that_needs_no_cluster_runs_the_changed_script(changed: dict[str, list[float]]) -> None:
+def test_every_local_command_runs_the_changed_script(changed: dict[str, list[float]]) -> None:
     assert len(changed) == 3
     for command, found in changed.items():
         assert found == pytest.approx(changed[DDP], rel=1e-3), f"{command}: one global batch, for any number of ranks"

@@ -21,7 +21,7 @@ from shoal.cloud.providers.api import (
 )
 from shoal.errors import ProviderError
 from shoal.hosts.api import Result
-from shoal.remote.ledger_rows import NO_LEDGER
+from shoal.remote.rental_ledger import NO_LEDGER
 from shoal.verbs.context import Context
 from shoal.verbs.rentals import PROGRAM, LedgerRental
 from shoal_simulators.fake_host import FakeConnector, FakeHost
@@ -48,7 +48,7 @@ def context(text: str = RENTING, ledger: FakeHost | None = None) -> Context:
 
 
 def ledger_row(rental: LedgerRental) -> dict[str, object]:
-    """A rental as `ledger_rows.py` prints it."""
+    """A rental as `rental_ledger.py` prints it."""
     names = ("token", "node", "account", "id", "state", "age", "of_now")
     return {name: getattr(rental, name) for name in names}
 

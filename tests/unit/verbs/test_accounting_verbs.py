@@ -65,7 +65,7 @@ def shown(show: object, value: object) -> str:
 # ---- usage
 
 
-async def test_use_is_asked_of_slurmdbd_and_summed_up() -> None:
+async def test_usage_is_read_from_slurmdbd_and_summed() -> None:
     made = world()
     line = "\x1f".join(("1", "ann", "lab", "1000", "4600", "n1", "cpu=4,gres/gpu=2", "train")) + "\n"
     answer(made, "env", with_=line.encode())
@@ -74,7 +74,7 @@ async def test_use_is_asked_of_slurmdbd_and_summed_up() -> None:
     assert result.total.jobs == 1
 
 
-async def test_rented_nodes_count_for_their_nodeset_whether_they_are_up_or_not() -> None:
+async def test_rented_nodes_count_for_their_nodeset_in_any_state() -> None:
     made = world(RENTS + "providers: {lambda: {key: env:KEY}}\n")
     line = "\x1f".join(("1", "ann", "lab", "1000", "4600", "cloud[1-2]", "cpu=4,gres/gpu=2", "train")) + "\n"
     answer(made, "env", with_=line.encode())
@@ -82,7 +82,7 @@ async def test_rented_nodes_count_for_their_nodeset_whether_they_are_up_or_not()
     assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("cloud", 2.0, 1.5)]
 
 
-async def test_use_without_accounting_is_refused_with_the_way_to_it() -> None:
+async def test_usage_without_accounting_is_rejected_with_the_fix() -> None:
     with pytest.raises(UsageError) as caught:
         await usage(context_of(world(LAB)), "user", None, None)
     assert str(caught.value) == (
@@ -91,12 +91,12 @@ async def test_use_without_accounting_is_refused_with_the_way_to_it() -> None:
     )
 
 
-async def test_a_wrong_way_to_sum_up_is_refused_with_those_there_are() -> None:
+async def test_unknown_grouping_is_rejected() -> None:
     with pytest.raises(UsageError, match="--by host is not a grouping"):
         await usage(context_of(world()), "host", None, None)
 
 
-async def test_a_slurmdbd_that_is_away_is_told() -> None:
+async def test_silent_slurmdbd_is_reported() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
     answer(made, *PING_COMMAND, with_=Result(1, stderr=b"sacctmgr: error: n2:6819: Connection refused\n"))
     with pytest.raises(SlurmError) as caught:
@@ -111,7 +111,7 @@ async def test_a_slurmdbd_that_is_away_is_told() -> None:
     assert not any(argv[0] == "env" for argv in made.hosts["c1"].argvs)  # sacct would wait for minutes
 
 
-def test_hours_without_a_price_are_named_apart() -> None:
+def test_hours_without_a_price_are_shown_separately() -> None:
     rows = (UsageRow("ann", 2, 8.0, 4.0, 10.0), UsageRow("bob", 1, 1.0, 3.0, None, 3.0))
     whole = UsageRow("total", 3, 9.0, 7.0, 10.0, 3.0)
     text = shown(show_usage, UsageResult("reef", "user", 0, 100, rows, whole))
@@ -120,7 +120,7 @@ def test_hours_without_a_price_are_named_apart() -> None:
     assert "no usage" in shown(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
 
 
-def test_without_any_price_there_is_no_column_for_the_cost() -> None:
+def test_no_cost_column_without_prices() -> None:
     row = UsageRow("17", 1, 1.0, 3.0, None, 3.0, "ann: [red]x")
     text = shown(show_usage, UsageResult("reef", "job", 0, 100, (row,), row))
     assert "cost" not in text and "ann: [red]x" in text
@@ -140,7 +140,7 @@ async def test_backups_are_listed_newest_first() -> None:
     assert "on c1; `shoal restore NAME` restores one" in shown(show_restore, result)
 
 
-async def test_a_backup_that_is_not_there_is_refused_and_nothing_is_touched() -> None:
+async def test_missing_backup_is_rejected_and_nothing_changes() -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=LIST)
     with pytest.raises(UsageError) as caught:
@@ -149,7 +149,7 @@ async def test_a_backup_that_is_not_there_is_refused_and_nothing_is_touched() ->
     assert (DATABASE_PROGRAM, "restore", "../etc/passwd") not in made.hosts["c1"].argvs
 
 
-async def test_the_latest_is_put_back_and_what_was_there_is_named() -> None:
+async def test_latest_backup_is_restored_and_the_previous_records_are_named() -> None:
     made = world()
     told = {"n": LIST}
     answer(made, DATABASE_PROGRAM, "list", with_=lambda call: told["n"])
@@ -167,7 +167,7 @@ async def test_the_latest_is_put_back_and_what_was_there_is_named() -> None:
     assert "the previous records are in slurm_acct_db-3-restore.sql.gz" in shown(show_restore, result)
 
 
-async def test_a_slurmctld_that_does_not_start_again_after_the_restore_is_told() -> None:
+async def test_slurmctld_that_does_not_start_after_a_restore_is_reported() -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=LIST)
     answer(made, DATABASE_PROGRAM, "restore", with_=b"")
@@ -181,7 +181,7 @@ async def test_a_slurmctld_that_does_not_start_again_after_the_restore_is_told()
     )
 
 
-async def test_a_backup_that_cannot_be_read_is_told_with_what_became_of_the_records() -> None:
+async def test_unreadable_backup_is_reported_with_the_state_of_the_records() -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=LIST)
     answer(made, DATABASE_PROGRAM, "restore", with_=Result(1, stderr=b"gzip: unexpected end of file\n"))
@@ -192,7 +192,7 @@ async def test_a_backup_that_cannot_be_read_is_told_with_what_became_of_the_reco
 
 
 @pytest.mark.parametrize(("said", "asked"), [(b"activating\n", 3), (b"active\n", 20)], ids=["it ends", "it hangs"])
-async def test_a_slurmdbd_that_does_not_take_the_backup_is_told_with_the_way_back(said: bytes, asked: int) -> None:
+async def test_backup_rejected_by_slurmdbd_is_reported_with_the_fix(said: bytes, asked: int) -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST)
     answer(made, DATABASE_PROGRAM, "restore", with_=b"")
@@ -206,7 +206,7 @@ async def test_a_slurmdbd_that_does_not_take_the_backup_is_told_with_the_way_bac
     assert made.hosts["c1"].argvs.count(SLURMDBD_COMMAND) == asked
 
 
-async def test_no_backup_and_no_database_are_told_apart() -> None:
+async def test_missing_backup_differs_from_missing_database() -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=b"")
     with pytest.raises(ShoalError, match="there is no backup yet"):
@@ -235,7 +235,7 @@ async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str
 # ---- how it does
 
 
-async def test_status_asks_the_host_of_the_database() -> None:
+async def test_status_queries_the_database_host() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
     answer(made, *ACCOUNTING_COMMAND, with_=b"active\nfailed\nsuccess\n1000.5\n", host="n2")
     async with made.fleet() as fleet:
@@ -245,7 +245,7 @@ async def test_status_asks_the_host_of_the_database() -> None:
     assert accounting_line(told).startswith("accounting: [red]slurmdbd is failed[/], on n2; [yellow]newest backup ")
 
 
-async def test_check_says_that_the_database_is_down_and_that_its_backup_is_old() -> None:
+async def test_check_reports_a_stopped_database_and_an_old_backup() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
     facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
     async with made.fleet() as fleet:
@@ -263,7 +263,7 @@ async def test_check_says_that_the_database_is_down_and_that_its_backup_is_old()
     assert "; [yellow]newest backup 1970-" in accounting_line(AccountingHealth("n2", "active", "active", 86400.0))
 
 
-async def test_a_backup_that_failed_last_night_is_told_however_new_the_last_one_is() -> None:
+async def test_failed_nightly_backup_is_reported_even_with_a_recent_backup() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
     facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
     answer(made, *ACCOUNTING_COMMAND, with_=f"active\nactive\nexit-code\n{time.time() - 60}\n".encode(), host="n2")
@@ -278,7 +278,7 @@ async def test_a_backup_that_failed_last_night_is_told_however_new_the_last_one_
     )
 
 
-async def test_a_host_that_does_not_answer_stops_no_status() -> None:
+async def test_silent_database_host_does_not_stop_status() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
     made.hosts["n2"].unreachable = Unreachable("n2", "no route")
     async with made.fleet() as fleet:
@@ -293,7 +293,7 @@ async def test_a_host_that_does_not_answer_stops_no_status() -> None:
 # ---- keys, as a person sees them
 
 
-def test_a_rotation_says_for_how_long_slurm_failed_and_who_was_left() -> None:
+def test_rotation_reports_the_failure_time_of_slurm_and_the_missing_hosts() -> None:
     done = RotatedKey("munge", ("c1", "n1"), False, 0.25, {"c1": 0.25}, 40, 1.23)
     text = shown(show_keys, KeysResult("reef", (done,), {"n2": Unreachable("n2", "does not answer")}))
     assert "munge: a new key on c1,n1" in text
@@ -306,7 +306,7 @@ def test_a_rotation_says_for_how_long_slurm_failed_and_who_was_left() -> None:
 # ---- another host for the database
 
 
-async def test_a_database_leaves_its_records_behind_only_when_that_is_said() -> None:
+async def test_database_moves_without_its_records_only_on_request() -> None:
     made = lab(BOOKS)
     assert (await up(context_for(made), AT_ONCE)).whole
     made.look_again()

@@ -55,7 +55,7 @@ def near_and_far(one: str, other: str) -> dict[str, float]:
     return {"rtt_ms": 0.1, "mbit": 20.0 if "n2" in (one, other) else 9000.0}
 
 
-async def test_every_pair_is_measured_in_both_directions_and_kept_on_the_controller() -> None:
+async def test_every_pair_is_measured_both_ways_and_stored_on_the_controller() -> None:
     world = lab()
     result = await bench_links(measuring(world, near_and_far))
     assert result.whole and result.hosts == ("c1", "n1", "n2")
@@ -69,7 +69,7 @@ async def test_every_pair_is_measured_in_both_directions_and_kept_on_the_control
     assert "n1" not in world.applied(), "nothing is changed on the others"
 
 
-async def test_the_programs_are_ended_and_run_without_root() -> None:
+async def test_probe_programs_run_without_root_and_are_ended() -> None:
     world = lab()
     await bench_links(measuring(world, near_and_far))
     calls = [call for host in world.hosts.values() for call in host.calls if program_text("link_probe") in call.argv]
@@ -77,7 +77,7 @@ async def test_the_programs_are_ended_and_run_without_root() -> None:
     assert all(call.killed and not call.root for call in calls)
 
 
-async def test_what_was_measured_before_stays_when_some_hosts_are_measured_again() -> None:
+async def test_earlier_measurements_stay_when_some_hosts_are_measured_again() -> None:
     world = lab()
     context = measuring(world, near_and_far)
     before = links_text(
@@ -90,7 +90,7 @@ async def test_what_was_measured_before_stays_when_some_hosts_are_measured_again
     assert found == {("c1", "n2"): 5.0, ("n1", "n2"): 20.0, ("n2", "n1"): 20.0}
 
 
-async def test_a_link_that_does_not_stand_is_told_and_stops_no_other() -> None:
+async def test_failed_link_is_reported_and_stops_no_other() -> None:
     def speed(one: str, other: str) -> Mapping[str, Any]:
         return {"problem": "no answer within 5 s"} if (one, other) == ("n1", "n2") else near_and_far(one, other)
 
@@ -101,7 +101,7 @@ async def test_a_link_that_does_not_stand_is_told_and_stops_no_other() -> None:
     ]
 
 
-async def test_a_host_that_does_not_answer_drops_out() -> None:
+async def test_unreachable_host_drops_out() -> None:
     world = lab()
     context = measuring(world, near_and_far)
     world.hosts["n2"].unreachable = True
@@ -109,7 +109,7 @@ async def test_a_host_that_does_not_answer_drops_out() -> None:
     assert result.hosts == ("c1", "n1") and list(result.failures) == ["n2"] and not result.whole
 
 
-async def test_one_host_alone_and_a_cluster_that_is_not_up_are_refused() -> None:
+async def test_single_host_or_cluster_without_addresses_is_rejected() -> None:
     with pytest.raises(UsageError, match="n1 alone has no link to measure"):
         await bench_links(measuring(lab(), near_and_far), "n1")
     with pytest.raises(ShoalError, match="c1, n1, n2 has no address in the cluster yet") as refused:
@@ -117,7 +117,7 @@ async def test_one_host_alone_and_a_cluster_that_is_not_up_are_refused() -> None
     assert refused.value.hint == "run `shoal up` first"
 
 
-async def test_a_host_without_python_is_told_what_it_needs() -> None:
+async def test_host_without_python_is_reported_with_the_fix() -> None:
     world = lab()
     context = measuring(world, near_and_far)
 
@@ -152,7 +152,7 @@ LINKED = (
 )
 
 
-def test_the_matrices_show_every_direction_and_what_they_come_to() -> None:
+def test_matrices_show_every_direction_and_the_groups() -> None:
     result = LinksResult("reef", ("a", "b", "c"), LINKED, (("a", "b"), ("c",)), {"d": Unreachable("d", "no route")})
     assert [line.split() for line in shown(result).splitlines()][:10] == [
         ["bandwidth", "from", "row", "to", "column,", "bits", "per", "second"],
@@ -171,7 +171,7 @@ def test_the_matrices_show_every_direction_and_what_they_come_to() -> None:
     assert "near each other: a,b | c" in shown(result)
 
 
-def test_a_matrix_too_wide_for_the_terminal_is_shown_in_pieces_and_whole() -> None:
+def test_wide_matrix_is_split_and_complete() -> None:
     hosts = tuple(f"node{number:02}" for number in range(1, 17))
     links = tuple(LinkSpeed(one, other, 0.25, 94.25) for one in hosts for other in hosts if one != other)
     text = shown(LinksResult("reef", hosts, links, (hosts,)), width=80)
@@ -183,14 +183,14 @@ def test_a_matrix_too_wide_for_the_terminal_is_shown_in_pieces_and_whole() -> No
     assert rows == list(hosts) * len(heads)
 
 
-def test_there_are_colours_on_a_terminal_only() -> None:
+def test_colors_are_used_only_on_a_terminal() -> None:
     result = LinksResult("reef", ("a", "b", "c"), LINKED, (("a", "b", "c"),))
     assert "\x1b[" in shown(result, colours=True)
     assert "\x1b[" not in shown(result)
     assert "no host is far from the others" in shown(result)
 
 
-def test_the_slowest_speed_and_the_longest_way_are_red() -> None:
+def test_slowest_speed_and_longest_round_trip_are_red() -> None:
     links = (LinkSpeed("a", "b", 0.2, 9000.0), LinkSpeed("b", "a", 30.0, 50.0))
     text = shown(LinksResult("reef", ("a", "b"), links, (("a", "b"),)), colours=True)
     white_on_red = "\x1b[37;41m"
@@ -198,7 +198,7 @@ def test_the_slowest_speed_and_the_longest_way_are_red() -> None:
     assert f"{white_on_red}9.00G" not in text and f"{white_on_red} 0.20" not in text
 
 
-def test_the_slowest_is_hottest_and_links_that_are_alike_are_all_good() -> None:
+def test_slowest_link_is_hottest_and_similar_links_are_all_good() -> None:
     assert heat(10, 10, 10000) == 0 and heat(10000, 10, 10000) == len(HEAT) - 1
     assert 0 < heat(300, 10, 10000) < len(HEAT) - 1
     assert heat(100, 100, 190) == len(HEAT) - 1
@@ -208,5 +208,5 @@ def test_the_slowest_is_hottest_and_links_that_are_alike_are_all_good() -> None:
 @pytest.mark.parametrize(
     ("mbit", "text"), [(0.5, "0.50M"), (9.412, "9.41M"), (94.2, "94.2M"), (941, "941M"), (9412, "9.41G"), (1e5, "100G")]
 )
-def test_speeds_are_short(mbit: float, text: str) -> None:
+def test_speeds_have_short_units(mbit: float, text: str) -> None:
     assert speed_text(mbit) == text

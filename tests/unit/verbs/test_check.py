@@ -19,7 +19,7 @@ from shoal.verbs.up import plan
 from shoal_simulators.fake_provider import FakeProvider
 
 
-async def test_check_finds_nothing_on_a_cluster_that_is_up() -> None:
+async def test_check_of_a_running_cluster_has_no_findings() -> None:
     world = lab()
     context = await raised(world)
     before = {name: len(agent.requests) for name, agent in world.agents.items()}
@@ -28,7 +28,7 @@ async def test_check_finds_nothing_on_a_cluster_that_is_up() -> None:
         assert {request["op"] for request in agent.requests[before[name] :]} <= {"facts", "check", "reach", "exit"}
 
 
-async def test_check_says_all_that_is_wrong_the_worst_first() -> None:
+async def test_check_reports_all_problems_worst_first() -> None:
     world = lab(n1={"disks": (Disk("/", 20_000, 300), Disk("/data", 20_000, 300))})
     context = await raised(world)
     world.hosts["n2"].unreachable = True
@@ -49,7 +49,7 @@ async def test_check_says_all_that_is_wrong_the_worst_first() -> None:
     ("state", "what"),
     [("failed", "slurmctld does not run (failed)"), ("active", "slurmctld does not answer")],
 )
-async def test_a_controller_whose_slurmctld_is_dead_is_an_error(state: str, what: str) -> None:
+async def test_dead_slurmctld_is_an_error(state: str, what: str) -> None:
     world = lab()
     context = await raised(world)
     world.slurm.broken = "Unable to contact slurm controller\n"
@@ -60,7 +60,7 @@ async def test_a_controller_whose_slurmctld_is_dead_is_an_error(state: str, what
     ]
 
 
-async def test_a_node_that_is_new_in_the_file_is_a_change_and_no_error() -> None:
+async def test_new_node_in_the_file_is_a_change_and_not_an_error() -> None:
     world = lab()
     await raised(world)
     wider = context_of(world, LAB.replace("controller: {", "controller: {compute: true, "))
@@ -69,7 +69,7 @@ async def test_a_node_that_is_new_in_the_file_is_a_change_and_no_error() -> None
     ]
 
 
-async def test_check_of_a_sandbox_that_is_not_there_says_what_is_in_its_way() -> None:
+async def test_check_of_a_missing_sandbox_reports_its_obstacles() -> None:
     sandbox = Sandbox()
     sandbox.provider.findings = [Finding("error", "not root", fix="run it with sudo")]
     assert [(finding.level, str(finding)) for finding in await check(sandbox.context())] == [
@@ -78,7 +78,7 @@ async def test_check_of_a_sandbox_that_is_not_there_says_what_is_in_its_way() ->
     ]
 
 
-async def test_check_without_the_controller_still_says_what_it_saw() -> None:
+async def test_check_without_the_controller_reports_its_other_findings() -> None:
     world = lab(n1={"disks": (Disk("/var", 20_000, 300),)})
     world.hosts["c1"].unreachable = True
     assert [finding.host for finding in await check(context_of(world))] == ["c1", "n1"]
@@ -93,7 +93,7 @@ async def test_check_names_each_host_outside_the_version_window() -> None:
     ]
 
 
-async def test_a_provider_that_cannot_say_what_it_has_is_an_error_and_not_an_empty_cluster() -> None:
+async def test_provider_that_cannot_list_its_instances_is_an_error() -> None:
     class Mute(FakeProvider):
         async def instances(self, cluster: str) -> list[Any]:
             raise ProviderError("the sandbox's records cannot be read")

@@ -18,17 +18,17 @@ TOO_SHORT = (
 )
 
 
-async def test_an_option_that_breaks_the_contract_is_told_before_it_is_in_force() -> None:
+async def test_option_that_breaks_the_contract_is_reported_by_plan() -> None:
     world = lab(SHORT)
     assert TOO_SHORT in [str(finding) for finding in (await plan(context_of(world))).findings]
 
 
-async def test_it_is_told_once_and_as_long_as_it_is_in_force() -> None:
+async def test_contract_violation_is_reported_once_while_active() -> None:
     context = await raised(lab(SHORT))
     assert [(finding.level, str(finding)) for finding in await check(context)] == [("warning", TOO_SHORT)]
 
 
-async def test_what_runs_and_the_file_does_not_say_is_found_at_the_controller() -> None:
+async def test_violation_outside_the_file_is_reported_for_the_controller() -> None:
     world = lab(SHORT)
     await raised(world, SHORT)
     found = [str(finding) for finding in await check(context_of(world, LAB))]
@@ -38,7 +38,7 @@ async def test_what_runs_and_the_file_does_not_say_is_found_at_the_controller() 
     )
 
 
-async def test_a_short_grace_is_a_warning_where_a_higher_partition_shares_nodes() -> None:
+async def test_short_grace_is_a_warning_when_a_higher_partition_shares_nodes() -> None:
     text = LAB.replace("default: true}", "default: true, grace: 10}")
     assert spec_of(text).partitions["main"].grace == 10
     alone = await check(await raised(lab(text)))
@@ -50,7 +50,7 @@ async def test_a_short_grace_is_a_warning_where_a_higher_partition_shares_nodes(
     ]
 
 
-async def test_a_short_grace_in_the_file_does_not_hide_that_of_another_partition() -> None:
+async def test_short_grace_in_the_file_does_not_hide_another_partition() -> None:
     text = LAB.replace("default: true}", "default: true, grace: 10}") + "  urgent: {nodesets: [lab], priority: 10}\n"
     context = await raised(lab(text))
     [running] = await check(context)
@@ -59,7 +59,7 @@ async def test_a_short_grace_in_the_file_does_not_hide_that_of_another_partition
         assert await check(replace(context, warnings=(warning,))) == [warning, running][: 1 + found]
 
 
-async def test_a_slurm_that_does_not_tell_its_settings_is_an_error() -> None:
+async def test_slurm_without_readable_settings_is_an_error() -> None:
     world = lab()
     context = await raised(world)
     asked = world.slurm.scontrol

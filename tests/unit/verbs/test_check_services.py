@@ -13,7 +13,7 @@ SERVED = LAB + "tracking: {url: http://10.9.9.9:5000}\nenvironments: {torch: {re
 TOLD = mlflow.address_file("http://10.9.9.9:5000", ours=False).encode()
 
 
-async def test_a_tracking_server_that_does_not_answer_is_an_error_and_an_environment_to_build_is_told() -> None:
+async def test_silent_tracking_server_and_unbuilt_environment_are_reported() -> None:
     world = lab(SERVED)
     await raised(world, SERVED)
     answers = world.hosts["c1"].answers

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from tests.contract.renters import KEY
+from tests.contract.rental_providers import KEY
 from tests.unit.plan.fake_world import World, host_facts, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
 from tests.unit.verbs.fake_renters import ledger_row
@@ -99,7 +99,7 @@ def remember(name: str = "c1", address: str = "10.0.0.1") -> None:
 
 
 @pytest.mark.parametrize("text", [STAYS, MOVED], ids=["stays in the cluster", "left the file"])
-async def test_the_old_service_ends_and_its_ledger_goes_on_before_the_new_one_begins(text: str) -> None:
+async def test_old_service_stops_and_its_ledger_moves_before_the_new_service_starts(text: str) -> None:
     world = moving(text)
     old = Old(world)
     remember()
@@ -114,7 +114,7 @@ async def test_the_old_service_ends_and_its_ledger_goes_on_before_the_new_one_be
 
 
 @pytest.mark.parametrize("text", [STAYS, MOVED], ids=["stays in the cluster", "left the file"])
-async def test_while_machines_are_rented_nothing_changes_and_the_way_is_told(text: str) -> None:
+async def test_controller_move_is_rejected_while_machines_are_rented(text: str) -> None:
     world = moving(text)
     old = Old(world, machines=(UP, ORDERED))
     remember()
@@ -131,7 +131,7 @@ async def test_while_machines_are_rented_nothing_changes_and_the_way_is_told(tex
     assert (old.did, len(taken(world))) == (["stop", "give"], 1)
 
 
-async def test_what_it_ordered_until_it_was_stopped_starts_it_again() -> None:
+async def test_order_made_before_the_stop_restarts_the_old_service() -> None:
     world = moving()
     old = Old(world)
     old.on_stop = (ORDERED,)
@@ -140,7 +140,7 @@ async def test_what_it_ordered_until_it_was_stopped_starts_it_again() -> None:
     assert (old.did, taken(world)) == (["stop", "start"], [])
 
 
-async def test_a_ledger_that_cannot_be_carried_leaves_the_old_service_at_work() -> None:
+async def test_failed_ledger_copy_restarts_the_old_service() -> None:
     world = moving()
     old = Old(world)
     world.hosts["c2"].answers = {**world.hosts["c2"].answers, PROGRAM: Result(1, stderr=b"Traceback\nOSError: full\n")}
@@ -151,7 +151,7 @@ async def test_a_ledger_that_cannot_be_carried_leaves_the_old_service_at_work() 
     assert "service shoal-elastic" not in world.agents["c2"].items
 
 
-async def test_an_old_controller_that_does_not_answer_ends_it_and_left_alone_it_is_told() -> None:
+async def test_unreachable_old_controller_stops_the_move_unless_forced() -> None:
     world = moving(MOVED)
     remember()
     world.connector = FakeConnector(*world.hosts.values(), FakeHost(Target("c1"), unreachable=True))
@@ -168,7 +168,7 @@ async def test_an_old_controller_that_does_not_answer_ends_it_and_left_alone_it_
     assert told.fix == "switch it off, or run on it, as root: systemctl disable --now shoal-elastic"
 
 
-async def test_a_host_that_is_another_clusters_by_now_is_left_alone() -> None:
+async def test_host_of_another_cluster_is_unchanged() -> None:
     world = moving(MOVED)
     old = Old(world, cluster="other", machines=(UP,))
     remember()
@@ -177,7 +177,7 @@ async def test_a_host_that_is_another_clusters_by_now_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "c1"}', '{"name": "c2", "address": "10.0.0.2"}'])
-async def test_a_record_that_says_nothing_or_the_same_host_stands_in_nobodys_way(text: str) -> None:
+async def test_invalid_or_current_record_does_not_block_up(text: str) -> None:
     world = moving(MOVED)
     (state_directory("reef")).mkdir(parents=True, exist_ok=True)
     (state_directory("reef") / RECORD).write_text(text)
@@ -185,7 +185,7 @@ async def test_a_record_that_says_nothing_or_the_same_host_stands_in_nobodys_way
     assert taken(world) == []
 
 
-async def test_plan_says_that_it_moves_and_what_stands_in_the_way() -> None:
+async def test_plan_reports_the_move_and_its_obstacles() -> None:
     world = moving()
     old = Old(world)
     [told] = [one for one in (await plan(context_of(world))).findings if one.host == "c1"]

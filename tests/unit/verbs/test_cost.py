@@ -51,7 +51,7 @@ def shown(result: CostResult) -> list[str]:
     return [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()]
 
 
-async def test_the_controller_is_asked_as_root_and_the_files_limits_stand_beside() -> None:
+async def test_cost_runs_as_root_on_the_controller_and_includes_the_limits() -> None:
     made = world(encode(COSTS).encode())
     result = await cost(Context(made.spec, connector=made.connector))
     assert result == CostResult("reef", COSTS, Budget(per_hour=20, per_month=500))
@@ -59,20 +59,20 @@ async def test_the_controller_is_asked_as_root_and_the_files_limits_stand_beside
     assert tuple(call.argv) == COMMAND and call.root
 
 
-async def test_another_month_is_asked_for_by_name() -> None:
+async def test_month_is_passed_to_the_controller() -> None:
     made = world(encode(COSTS).encode())
     await cost(Context(made.spec, connector=made.connector), "2026-10")
     assert made.hosts["c1"].calls[-1].argv[-2:] == ("--month", "2026-10")
 
 
 @pytest.mark.parametrize("month", ["2026", "2026-13", "10-2026", "last; rm -rf /"])
-async def test_what_is_no_month_is_refused(month: str) -> None:
+async def test_invalid_month_is_rejected(month: str) -> None:
     with pytest.raises(UsageError) as caught:
         await asked(b"", month)
     assert str(caught.value) == f"--month {month} is not a month\n  fix: write it as 2026-11"
 
 
-async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
+async def test_cluster_without_rentals_is_reported() -> None:
     with pytest.raises(UsageError) as caught:
         await asked(b"", text=LAB)
     assert str(caught.value) == ("cluster reef rents no machines\n  fix: `shoal usage` shows what your own GPUs cost")
@@ -93,13 +93,13 @@ async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
         (Result(0, b""), "cannot read the costs on c1: no output\n  fix: run `shoal up`"),
     ],
 )
-async def test_a_controller_that_cannot_tell_says_why(answer: Result, said: str) -> None:
+async def test_controller_error_is_reported(answer: Result, said: str) -> None:
     with pytest.raises(LedgerError) as caught:
         await asked(answer)
     assert str(caught.value) == said
 
 
-def test_a_person_reads_the_sums_and_who_had_what() -> None:
+def test_screen_shows_sums_users_and_jobs() -> None:
     result = CostResult("reef", COSTS, Budget(per_hour=40, per_month=500), {"burst": Budget(per_month=300)})
     assert shown(result) == [
         "reef: 1 machine",
@@ -120,7 +120,7 @@ def test_a_person_reads_the_sums_and_who_had_what() -> None:
     ]
 
 
-def test_what_is_not_in_the_sums_is_said() -> None:
+def test_amounts_missing_from_the_sums_are_reported() -> None:
     odd = CostReport(1.0, "2026-11", 0, 0, 0, 0, unpriced=("burst1",), unattributed="scontrol does not answer")
     assert shown(CostResult("reef", odd))[-2:] == [
         "not included, because the price is unknown: burst1",
@@ -128,7 +128,7 @@ def test_what_is_not_in_the_sums_is_said() -> None:
     ]
 
 
-def test_scripts_get_dollars() -> None:
+def test_json_amounts_are_in_dollars() -> None:
     found = cost_json(CostResult("reef", COSTS, Budget(per_month=500)))
     assert (found["per_hour"], found["total"], found["idle"]) == (31.92, 100.10, 15.02)
     assert found["jobs"][0] == {"id": "7", "user": "ann", "name": "train", "usd": 60.05}

@@ -17,7 +17,7 @@ def _kept(state: Path) -> bool:
     return state.exists()
 
 
-async def test_down_is_refused_while_jobs_run() -> None:
+async def test_down_is_rejected_while_jobs_run() -> None:
     world = lab()
     context = await raised(world)
     world.slurm.jobs |= {"7": "n1", "8_2": "n2"}
@@ -29,7 +29,7 @@ async def test_down_is_refused_while_jobs_run() -> None:
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 
 
-async def test_down_releases_hosts_and_forgets_their_keys(state: Path) -> None:
+async def test_down_releases_hosts_and_deletes_their_keys(state: Path) -> None:
     world = lab()
     context = await raised(world)
     result = await down(context)
@@ -40,7 +40,7 @@ async def test_down_releases_hosts_and_forgets_their_keys(state: Path) -> None:
         assert agent.items["block members in /etc/hosts"]["content"] == ""
 
 
-async def test_down_with_a_host_away_releases_the_others_and_keeps_the_keys(state: Path) -> None:
+async def test_down_with_an_unreachable_host_releases_the_others_and_keeps_the_keys(state: Path) -> None:
     world = lab()
     context = await raised(world)
     world.hosts["n2"].unreachable = True
@@ -55,7 +55,7 @@ async def test_down_with_a_host_away_releases_the_others_and_keeps_the_keys(stat
     assert _kept(state)
 
 
-async def test_down_removes_what_the_provider_made_and_needs_no_cluster_to_be_there() -> None:
+async def test_down_deletes_provider_hosts_and_accepts_a_missing_cluster() -> None:
     sandbox = Sandbox()
     assert await down(sandbox.context()) == DownResult("reef")
     await up(sandbox.context(), AT_ONCE)

@@ -92,7 +92,7 @@ class Hosts:
         return lambda call: self.looks[name].encode()
 
 
-async def test_an_environment_is_made_on_the_controller_and_put_in_force(tmp_path: Path) -> None:
+async def test_environment_is_built_on_the_controller_and_published(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path)
     result = await build(hosts.context)
     assert (result.failures, result.fresh, result.findings) == ({}, ("torch",), ())
@@ -105,7 +105,7 @@ async def test_an_environment_is_made_on_the_controller_and_put_in_force(tmp_pat
     assert listed.state == "changed"
 
 
-async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_path: Path) -> None:
+async def test_build_error_is_reported_and_nothing_published(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, {"event": "failed", "what": "uv cannot resolve the packages: no", "fix": "correct it"})
     with pytest.raises(ShoalError) as error:
         await build(hosts.context)
@@ -115,7 +115,7 @@ async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_pa
     assert hosts.names == b""
 
 
-async def test_what_a_package_bound_to_one_place_is_warned_of_and_does_not_keep_it_from_being_in_force(
+async def test_files_bound_to_a_path_are_a_warning_and_the_environment_is_published(
     tmp_path: Path,
 ) -> None:
     hosts = Hosts(tmp_path, {**MADE, "bound": [["bin/fix-it", "/opt/ci/bin/python"]]})
@@ -130,7 +130,7 @@ async def test_what_a_package_bound_to_one_place_is_warned_of_and_does_not_keep_
     assert listed.made == result.made[0]
 
 
-async def test_an_environment_moves_with_the_directory_it_is_in(tmp_path: Path) -> None:
+async def test_environment_follows_its_directory(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path)
     await build(hosts.context)
     moved = spec_of(REEF.replace("reqs.txt", "reqs.txt, directory: /data/environments"))
@@ -147,7 +147,7 @@ async def test_an_environment_moves_with_the_directory_it_is_in(tmp_path: Path) 
         ({"n1": "env 3.11\n", "n2": "env 3.13\n"}, "warning", "have no Python 3.11 to run it, found Python 3.13"),
     ],
 )
-async def test_nodes_that_cannot_use_it_are_named_and_if_none_can_it_is_not_in_force(
+async def test_incompatible_nodes_are_named_and_nothing_is_published_if_all_are(
     tmp_path: Path, looks: dict[str, str], level: str, words: str
 ) -> None:
     hosts = Hosts(tmp_path, looks=looks)
@@ -156,7 +156,7 @@ async def test_nodes_that_cannot_use_it_are_named_and_if_none_can_it_is_not_in_f
     assert bool(hosts.names) == (level == "warning")
 
 
-def test_a_node_says_why_the_python_of_an_environment_does_not_start(tmp_path: Path) -> None:
+def test_node_reports_why_the_environment_python_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / MARK).touch()
     python = tmp_path / "bin" / "python"
@@ -173,15 +173,13 @@ def test_a_node_says_why_the_python_of_an_environment_does_not_start(tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "words"), [("tor", "did you mean `torch`?"), ("xyz", "known: torch")])
-async def test_an_environment_that_the_spec_does_not_have_is_refused(tmp_path: Path, name: str, words: str) -> None:
+async def test_unknown_environment_is_rejected(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(UsageError, match="has no environment") as error:
         await build(Hosts(tmp_path).context, [name])
     assert words in str(error.value)
 
 
-async def test_a_share_that_does_not_answer_is_named_when_environments_are_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_share_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(program: FakeProgram) -> int:
         await asyncio.Event().wait()
         return 0
@@ -195,13 +193,13 @@ async def test_a_share_that_does_not_answer_is_named_when_environments_are_looke
     )
 
 
-async def test_a_spec_without_environments_says_how_to_have_some(tmp_path: Path) -> None:
+async def test_spec_without_environments_is_reported_with_the_fix(tmp_path: Path) -> None:
     context = replace(Hosts(tmp_path).context, known=spec_of(REEF.partition("environments")[0]))
     with pytest.raises(UsageError, match="the spec has no environments"):
         await build(context)
 
 
-async def test_a_job_finds_its_environment_once_it_is_built_and_while_the_file_is_the_same(tmp_path: Path) -> None:
+async def test_job_needs_a_built_and_current_environment(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path)
     async with await hosts.context.connections() as fleet:
         with pytest.raises(UsageError, match="environment torch is not built yet"):
@@ -218,7 +216,7 @@ async def test_a_job_finds_its_environment_once_it_is_built_and_while_the_file_i
             await job_environment(hosts.context, fleet, "torch")
 
 
-def test_an_old_environment_stays_for_a_job_for_a_process_and_for_a_while() -> None:
+def test_old_environment_in_use_or_recent_is_kept() -> None:
     kept = [
         StoredEnvironment("a", 9999, False),
         StoredEnvironment("b", 9999, True),
@@ -232,7 +230,7 @@ def test_an_old_environment_stays_for_a_job_for_a_process_and_for_a_while() -> N
     }
 
 
-def test_a_job_notes_its_environment_where_slurm_keeps_it() -> None:
+def test_job_comment_with_an_environment_round_trips() -> None:
     for note in (
         JobComment("a1", "b2"),
         JobComment("a1", "b2", "torch"),
@@ -242,7 +240,7 @@ def test_a_job_notes_its_environment_where_slurm_keeps_it() -> None:
         assert JobComment.parse(str(note)) == note
 
 
-def test_a_batch_script_has_the_environment_before_all_else_that_is_on_the_path() -> None:
+def test_batch_script_puts_the_environment_first_on_the_path() -> None:
     job = ResolvedJob(JobSpec(script="train.py", python="/e/ab12/bin/python"), "main", 1, 0, 1, 1)
     script = sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b", ".", "/e/ab12"))
     assert "#SBATCH --comment=shoal:c0de/11b@ab12\n" in script
@@ -251,7 +249,7 @@ def test_a_batch_script_has_the_environment_before_all_else_that_is_on_the_path(
     assert "VIRTUAL_ENV" not in sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b"))
 
 
-def test_a_node_tells_what_it_has() -> None:
+def test_node_inspection_is_parsed() -> None:
     assert parse_inspection("env 3.11\narchive\ndriver 580.95.05\n") == NodeEnvironment("3.11", True, "580.95.05")
     assert parse_inspection("env missing\n") == NodeEnvironment("missing")
     assert parse_inspection("") == NodeEnvironment("missing")
@@ -263,7 +261,7 @@ def shown(show: Any, *values: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_screens_of_environments() -> None:
+def test_environment_screens_show_state_and_cleanup() -> None:
     made = BuiltEnvironment.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0"})
     text = shown(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
     assert "torch: built; 1 package, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/ab12" in text
@@ -285,7 +283,7 @@ def status_with(**more: Any) -> ClusterStatus:
     return ClusterStatus("reef", "c1", "22.05.8", (), (), (), **more)
 
 
-async def test_clocks_are_told_against_the_controllers_and_who_does_not_answer_is_left_out() -> None:
+async def test_clock_offsets_are_relative_to_the_controller_and_skip_silent_hosts() -> None:
     class Answering:
         def __init__(self, offset: float) -> None:
             self.offset = offset
@@ -305,13 +303,13 @@ async def test_clocks_are_told_against_the_controllers_and_who_does_not_answer_i
     assert await clocks(Hosts(), ["n1"], "c1") == Clocks()  # type: ignore[arg-type]
 
 
-def test_clocks_that_agree_are_a_line_and_one_that_does_not_is_named() -> None:
+def test_equal_clocks_are_a_single_line_and_a_different_clock_is_named() -> None:
     text = shown(show_services, status_with(clocks=Clocks({"n1": 0.02, "n2": -3.21}, ("n1",))))
     assert text == "\nclocks: within 0.02 s of c1's, n2 -3.2 s; n1: containers, on their machine's clock\n"
     assert shown(show_services, status_with(clocks=Clocks())) == shown(show_services, status_with()) == ""
 
 
-async def test_a_tracking_server_is_asked_by_the_controller() -> None:
+async def test_tracking_server_is_probed_from_the_controller() -> None:
     spec = spec_of(REEF + "tracking: mlflow\n")
     told = b'{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n'
     for answer, well in ((b"200\n", True), (b"<urlopen error refused>\n", False)):
@@ -347,7 +345,7 @@ async def opened(more: str, host: FakeHost, **options: Any) -> list[WebPage]:
     return pages
 
 
-async def test_the_page_is_at_the_near_end_and_the_password_is_told_to_who_asks() -> None:
+async def test_page_url_is_local_and_the_password_shown_on_request() -> None:
     server = mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")
     unit = mlflow.unit(server).encode()
     answers = {("cat", mlflow.UNIT): unit, ("cat", mlflow.ADMIN_PASSWORD): b"secret\n", ("python3",): b"200\n"}
@@ -358,7 +356,7 @@ async def test_the_page_is_at_the_near_end_and_the_password_is_told_to_who_asks(
     assert (page.url, page.password) == ("http://127.0.0.1:99", "secret")
 
 
-async def test_a_server_that_is_down_is_told_before_a_tunnel_is_opened() -> None:
+async def test_stopped_server_is_reported_before_a_tunnel_opens() -> None:
     unit = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
     host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, ("python3",): b"Connection refused\n"})
     context = Context(spec_of(REEF + "tracking: mlflow\n"), connector=FakeConnector(host))
@@ -370,12 +368,12 @@ async def test_a_server_that_is_down_is_told_before_a_tunnel_is_opened() -> None
     )
 
 
-async def test_without_a_server_there_is_no_page() -> None:
+async def test_no_server_means_no_page() -> None:
     assert await opened("tracking: mlflow\n", Tunnel(Target("c1"), {})) == []
     assert await opened("", Tunnel(Target("c1"), {})) == []
 
 
-async def test_a_server_that_is_elsewhere_needs_no_tunnel_and_an_unknown_page_is_refused() -> None:
+async def test_external_server_needs_no_tunnel_and_an_unknown_page_is_rejected() -> None:
     context = Context(spec_of(REEF + "tracking: {url: https://t.example.org}\n"), connector=FakeConnector())
     pages: list[WebPage] = []
     await ui(context, "mlflow", pages.append)

@@ -15,7 +15,7 @@ from shoal.verbs.exec import execute, forget_host, ssh_command
 from shoal_simulators.fake_host import FakeProgram
 
 
-async def test_exec_groups_hosts_whose_output_and_status_are_equal() -> None:
+async def test_exec_groups_hosts_with_equal_output_and_status() -> None:
     world = lab()
     for name, answer in {"c1": b"6.1\n", "n1": b"6.1\n", "n2": Result(1, b"6.1\n")}.items():
         world.hosts[name].answers = {("uname", "-r"): answer}
@@ -24,7 +24,7 @@ async def test_exec_groups_hosts_whose_output_and_status_are_equal() -> None:
     assert result.worst == 1
 
 
-async def test_exec_keeps_the_hosts_that_did_not_answer() -> None:
+async def test_exec_reports_unreachable_hosts() -> None:
     world = lab()
     world.hosts["n1"].answers = {("true",): b""}
     world.hosts["n2"].unreachable = True
@@ -35,7 +35,7 @@ async def test_exec_keeps_the_hosts_that_did_not_answer() -> None:
     assert world.hosts["c1"].calls == []
 
 
-async def test_exec_says_that_the_time_was_the_users_own() -> None:
+async def test_exec_timeout_names_the_timeout_option() -> None:
     world = lab()
 
     async def sleep(program: FakeProgram) -> int:
@@ -59,17 +59,17 @@ async def test_exec_says_that_the_time_was_the_users_own() -> None:
         (["no-such-program", "a b"], ""),
     ],
 )
-async def test_a_shell_line_given_as_one_word_is_told_how_to_be_one(argv: list[str], hint: str) -> None:
+async def test_shell_line_as_a_single_argument_gets_a_hint(argv: list[str], hint: str) -> None:
     result = await execute(context_of(lab()), argv, "n1", None, root=True, timeout=None)
     assert (result.worst, result.hint) == (127, hint)
 
 
-async def test_exec_without_a_command_is_refused() -> None:
+async def test_exec_without_a_command_is_rejected() -> None:
     with pytest.raises(UsageError, match="exec needs a command\n  fix: shoal exec -- uptime"):
         await execute(context_of(lab()), [], None, None, root=True, timeout=None)
 
 
-async def test_the_ssh_command_has_everything_the_file_says_and_only_this_clusters_keys(state: Path) -> None:
+async def test_ssh_command_has_the_configured_options_and_the_cluster_keys(state: Path) -> None:
     text = "cluster: reef\ncontroller: {host: {name: c1, address: 10.0.0.1}, user: bob, port: 2222, identity: /k/id}\n"
     world = World(spec_of(text + "nodesets: {lab: {hosts: [n1]}}\n"), {"c1": host_facts("c1", "10.0.0.1")})
     assert await ssh_command(context_of(world), "c1", ["squeue", "--me"]) == [
@@ -93,13 +93,13 @@ async def test_the_ssh_command_has_everything_the_file_says_and_only_this_cluste
         ),
     ],
 )
-async def test_an_option_after_the_host_of_ssh_is_refused(word: str, text: str) -> None:
+async def test_option_after_the_ssh_host_is_rejected(word: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         await ssh_command(context_of(lab()), "c1", [word])
     assert str(caught.value) == text
 
 
-def test_a_host_key_can_be_forgotten(state: Path) -> None:
+def test_host_key_can_be_forgotten(state: Path) -> None:
     (state / "known_hosts").write_text("c1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIEZg\n")
     assert forget_host(context_of(lab()), "c1") is True
     assert forget_host(context_of(lab()), "c1") is False

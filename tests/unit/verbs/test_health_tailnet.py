@@ -37,7 +37,7 @@ def shown(view: TailnetView) -> str:
     return out.getvalue()
 
 
-async def test_every_member_has_its_way_and_a_key_that_ends_soon_is_told() -> None:
+async def test_members_have_their_connection_and_an_expiring_key_is_reported() -> None:
     host = FakeHost("c1", {STATUS_COMMAND: json.dumps(STATUS).encode()})
     view = tailnet_members(CONTEXT, await tailnet_view(CONTEXT, host), NODES, now=EXPIRES_SOON_S)
     assert view == TailnetView(
@@ -57,7 +57,7 @@ async def test_every_member_has_its_way_and_a_key_that_ends_soon_is_told() -> No
     )
 
 
-async def test_a_controller_that_fell_out_or_whose_tailscale_is_silent_is_told_so() -> None:
+async def test_logged_out_or_silent_controller_is_reported() -> None:
     out = FakeHost("c1", {STATUS_COMMAND: json.dumps({"BackendState": "NeedsLogin"}).encode()})
     view = tailnet_members(CONTEXT, await tailnet_view(CONTEXT, out), NODES)
     assert view is not None
@@ -66,7 +66,7 @@ async def test_a_controller_that_fell_out_or_whose_tailscale_is_silent_is_told_s
     assert await tailnet_view(CONTEXT, silent) == Tailnet(problem="failed to connect to local tailscaled")
 
 
-async def test_other_networks_are_not_asked() -> None:
+async def test_other_networks_are_not_queried() -> None:
     lan = Context(spec_of(REEF.replace("network: tailscale\n", "")))
     host = FakeHost("c1", {})
     assert await tailnet_view(lan, host) is None and host.calls == []

@@ -19,24 +19,24 @@ def controller(answer: Result | bytes) -> FakeHost:
     return FakeHost(Target("c1"), {("sh",): lambda call: answer})
 
 
-def test_members_are_known_by_name_and_by_when_they_were_heard() -> None:
+def test_members_have_names_and_handshake_ages() -> None:
     view = parse_handshakes(TEXT)
     assert view.heard == {"n1": 10, "n2": None, "n3": 500}
     assert view.quiet == ("n2", "n3")
 
 
-async def test_only_a_wireguard_cluster_is_asked() -> None:
+async def test_only_a_wireguard_cluster_is_queried() -> None:
     assert await wireguard_view(spec_of(LAB), controller(b"")) is None
     assert await wireguard_view(WIREGUARD, controller(TEXT.encode())) == parse_handshakes(TEXT)
 
 
-async def test_an_interface_that_is_gone_is_told() -> None:
+async def test_missing_interface_is_reported() -> None:
     said = b"Unable to access interface: No such device\n"
     view = await wireguard_view(WIREGUARD, controller(Result(1, stderr=said)))
     assert view == WireGuardView(problem="Unable to access interface: No such device")
 
 
-def test_the_line_names_who_is_quiet_and_for_how_long() -> None:
+def test_line_names_quiet_members_and_their_silence() -> None:
     assert wireguard_line(parse_handshakes(TEXT)) == (
         "wireguard: [yellow]not heard from n2 (never), n3 (8 min)[/]; 1 other was heard from recently"
     )

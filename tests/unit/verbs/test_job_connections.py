@@ -31,14 +31,14 @@ async def test_all_hosts_of_a_small_cluster_are_connected_and_closed() -> None:
     assert all(host.closed for host in connector.hosts.values())
 
 
-async def test_of_a_large_cluster_only_the_controller_is_connected() -> None:
+async def test_only_the_controller_of_a_large_cluster_is_connected() -> None:
     context, connector = reef(MAX_EAGER_HOSTS)
     async with connect(context) as connections:
         assert await connections.slurm == ["nodes", "partitions"]
     assert {name for name, host in connector.hosts.items() if host.connects} == {"c1"}
 
 
-async def test_connections_can_be_closed_before_slurm_has_answered() -> None:
+async def test_connections_can_be_closed_before_slurm_answers() -> None:
     context, _ = reef()
     async with connect(context) as connections:
         assert not connections.slurm.done()
@@ -56,14 +56,14 @@ HEAVY = (
 """What reads and judges the file, and what `up` and `down` know: a tenth of a second each, or more."""
 
 
-def test_running_a_job_and_showing_it_loads_nothing_of_what_builds_clusters() -> None:
+def test_run_does_not_import_cluster_building_modules() -> None:
     used = "shoal.cli.app, shoal.cli.run_command, shoal.verbs.run, shoal.cli.job_screens"
     program = f"import sys, {used}, shoal.sandbox.provider; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert [name for name in HEAVY if name in done.stdout.split()] == []
 
 
-def test_showing_jobs_and_logs_does_not_load_pydantic() -> None:
+def test_jobs_and_logs_do_not_import_pydantic() -> None:
     used = "shoal.cli.app, shoal.cli.job_commands, shoal.verbs.jobs, shoal.verbs.logs, shoal.cli.job_screens"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {used}; print(*sys.modules)"],

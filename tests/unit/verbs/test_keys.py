@@ -87,7 +87,7 @@ def keys_of(world: World) -> set[bytes]:
     return {agent.secrets[MUNGE_KEY] for agent in world.agents.values()}
 
 
-async def test_all_hosts_get_one_new_key_and_nothing_of_it_stays_behind() -> None:
+async def test_all_hosts_get_the_same_new_key_and_no_temporary_file_remains() -> None:
     world = cluster()
     result = await rotate(context_of(world), "munge")
     [key] = result.rotated
@@ -96,7 +96,7 @@ async def test_all_hosts_get_one_new_key_and_nothing_of_it_stays_behind() -> Non
     assert not any(MUNGE_KEY_NEXT in agent.secrets for agent in world.agents.values())
 
 
-async def test_seconds_in_which_slurm_failed_are_told_by_host() -> None:
+async def test_slurm_failure_time_is_reported_per_host() -> None:
     [key] = (await rotate(context_of(cluster()), "all")).rotated
     assert key.failed_seconds == 1.5
     assert key.failed_by_host == {"c1": 1.5, "n1": 1.5, "n2": 1.5}
@@ -104,14 +104,14 @@ async def test_seconds_in_which_slurm_failed_are_told_by_host() -> None:
     assert key.slowest_answer == 0.5
 
 
-async def test_no_job_starts_while_the_keys_change() -> None:
+async def test_no_job_starts_during_a_rotation() -> None:
     world = cluster()
     await rotate(context_of(world), "munge")
     assert rotation.PAUSE_COMMAND in world.hosts["c1"].argvs
 
 
 @pytest.mark.parametrize("done", [(), ("n1",), ("n1", "c1")])
-async def test_a_rotation_that_was_killed_is_finished_with_the_key_it_had_begun_with(done: tuple[str, ...]) -> None:
+async def test_killed_rotation_continues_with_its_key(done: tuple[str, ...]) -> None:
     world = cluster(**dict.fromkeys(done, b"begun"))
     world.agents["c1"].secrets[MUNGE_KEY_NEXT] = b"begun"
     [key] = (await rotate(context_of(world), "munge")).rotated
@@ -120,14 +120,14 @@ async def test_a_rotation_that_was_killed_is_finished_with_the_key_it_had_begun_
     assert MUNGE_KEY_NEXT not in world.agents["c1"].secrets
 
 
-async def test_a_host_that_was_left_behind_gets_the_controllers_key() -> None:
+async def test_host_with_an_old_key_gets_the_key_of_the_controller() -> None:
     world = cluster(b"new", n2=b"old")
     [key] = (await rotate(context_of(world), "munge")).rotated
     assert key.finished
     assert keys_of(world) == {b"new"}
 
 
-async def test_nothing_changes_while_a_host_does_not_answer() -> None:
+async def test_nothing_changes_while_a_host_is_unreachable() -> None:
     world = cluster()
     world.hosts["n2"].unreachable = True
     with pytest.raises(ShoalError) as caught:
@@ -139,7 +139,7 @@ async def test_nothing_changes_while_a_host_does_not_answer() -> None:
     assert keys_of(world) == {b"old"}
 
 
-async def test_a_host_that_does_not_answer_may_be_left_and_is_named() -> None:
+async def test_unreachable_host_can_be_skipped_and_is_named() -> None:
     world = cluster()
     world.hosts["n2"].unreachable = True
     result = await rotate(context_of(world), "munge", leave_unreachable=True)
@@ -148,7 +148,7 @@ async def test_a_host_that_does_not_answer_may_be_left_and_is_named() -> None:
     assert world.agents["n1"].secrets == world.agents["c1"].secrets != world.agents["n2"].secrets
 
 
-async def test_a_host_whose_munged_refuses_the_controllers_message_is_told() -> None:
+async def test_host_that_rejects_the_controller_credential_is_reported() -> None:
     world = cluster()
     refused = Result(15, stderr=b"unmunge: Error: Invalid credential\n")
     world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("unmunge",): refused}
@@ -158,7 +158,7 @@ async def test_a_host_whose_munged_refuses_the_controllers_message_is_told() -> 
     assert MUNGE_KEY_NEXT in world.agents["c1"].secrets
 
 
-async def test_a_host_that_cannot_write_the_key_stops_the_run_and_the_next_one_goes_on() -> None:
+async def test_host_that_cannot_write_the_key_stops_the_rotation_for_the_next_run() -> None:
     world = cluster()
     world.agents["n1"].failing[f"file {MUNGE_KEY}"] = "no space left"
     with pytest.raises(ShoalError, match=r"the rotation is not finished: n1: file /etc/munge/munge.key: no space left"):
@@ -170,7 +170,7 @@ async def test_a_host_that_cannot_write_the_key_stops_the_run_and_the_next_one_g
     assert keys_of(world) == {begun}
 
 
-async def test_what_is_no_key_is_refused_with_those_there_are() -> None:
+async def test_unknown_key_is_rejected_with_the_existing_names() -> None:
     with pytest.raises(UsageError) as caught:
         await rotate(context_of(cluster()), "kerberos")
     assert str(caught.value).startswith("there is no key 'kerberos'\n  fix: use one of munge, ")
@@ -196,7 +196,7 @@ def renting(*states: str, text: str = RENTING) -> World:
 
 
 @pytest.mark.parametrize("key", ["munge", "all"])
-async def test_nothing_changes_while_a_rented_node_is_up_or_comes(key: str) -> None:
+async def test_nothing_changes_while_a_rented_node_is_up_or_starting(key: str) -> None:
     world = renting("IDLE+CLOUD", "IDLE+CLOUD+POWERED_DOWN", "ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP")
     with pytest.raises(ShoalError) as caught:
         await rotate(context_of(world), key, leave_unreachable=True)
@@ -212,24 +212,24 @@ async def test_nothing_changes_while_a_rented_node_is_up_or_comes(key: str) -> N
 @pytest.mark.parametrize(
     "state", ["IDLE+CLOUD", "MIXED+CLOUD+POWERED_DOWN", "DOWN+CLOUD+NOT_RESPONDING", "IDLE+CLOUD+POWER_DOWN"]
 )
-async def test_a_rented_node_counts_as_up_unless_its_machine_is_gone_or_goes_and_no_job_wakes_it(state: str) -> None:
+async def test_rented_node_counts_as_up_unless_released_and_without_jobs(state: str) -> None:
     with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(renting(state)), "munge")
 
 
-async def test_a_rented_node_that_the_file_no_longer_names_counts_too() -> None:
+async def test_rented_node_removed_from_the_file_counts() -> None:
     with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(renting("IDLE+CLOUD", text=LAB)), "munge")
 
 
-async def test_rented_nodes_without_a_machine_keep_nobody_from_a_new_key() -> None:
+async def test_rented_nodes_without_a_machine_do_not_block_a_rotation() -> None:
     world = renting("IDLE+CLOUD+POWERED_DOWN", "IDLE+CLOUD+POWERING_DOWN", "DOWN+CLOUD+POWERED_DOWN")
     [key] = (await rotate(context_of(world), "munge")).rotated
     assert key.hosts == ("c1", "n1", "n2")
     assert len(keys_of(world)) == 1 and keys_of(world) != {b"old"}
 
 
-async def test_machines_that_come_up_meanwhile_wait_until_the_keys_are_changed() -> None:
+async def test_joins_are_paused_before_the_node_query_until_the_rotation_ends() -> None:
     """Before it is asked which nodes are up, so that none joins between the two."""
     world = renting("IDLE+CLOUD+POWERED_DOWN")
     await rotate(context_of(world), "munge")
@@ -237,14 +237,14 @@ async def test_machines_that_come_up_meanwhile_wait_until_the_keys_are_changed()
     assert (did[:2], did[-1], did.count(RELEASED)) == ([HELD, NODES_COMMAND], RELEASED, 1)
 
 
-async def test_a_rotation_that_is_refused_lets_machines_join_again() -> None:
+async def test_rejected_rotation_resumes_joins() -> None:
     world = renting("IDLE+CLOUD")
     with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(world), "munge")
     assert world.hosts["c1"].argvs[-1] == RELEASED
 
 
-async def test_a_controller_that_cannot_hold_machines_back_keeps_its_keys() -> None:
+async def test_failed_pause_of_joins_keeps_the_keys() -> None:
     world = renting("IDLE+CLOUD+POWERED_DOWN")
     full = Result(1, stderr=b"touch: cannot touch: No space left on device\n")
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, HELD: full}
@@ -257,7 +257,7 @@ async def test_a_controller_that_cannot_hold_machines_back_keeps_its_keys() -> N
     assert keys_of(world) == {b"old"}
 
 
-async def test_a_slurmctld_that_does_not_say_which_rented_nodes_are_up_stops_the_rotation() -> None:
+async def test_silent_slurmctld_stops_the_rotation() -> None:
     world = renting()
     silent = Result(1, stderr=b"slurm_load_node error: Unable to contact slurm controller (connect failure)\n")
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: silent}
@@ -270,7 +270,7 @@ async def test_a_slurmctld_that_does_not_say_which_rented_nodes_are_up_stops_the
     assert keys_of(world) == {b"old"}
 
 
-async def test_a_cluster_that_was_taken_down_gets_no_new_key() -> None:
+async def test_cluster_without_configuration_gets_no_new_key() -> None:
     world = cluster()
     gone = Result(1, stderr=f"scontrol: fatal: {NO_CONFIGURATION}\n".encode())
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: gone}
@@ -291,21 +291,21 @@ def probes(*answered: int) -> list[Probe]:
     ("answered", "seconds"),
     [((1, 1, 1), 0.0), ((1, 0, 1), 0.5), ((1, 0, 0, 1), 1.5), ((0, 1, 0, 0), 2.0), ((), 0.0), ((0,), 0.5)],
 )
-def test_time_without_an_answer_counts_from_question_to_question(answered: tuple[int, ...], seconds: float) -> None:
+def test_failure_time_counts_between_probes(answered: tuple[int, ...], seconds: float) -> None:
     assert failed_seconds(probes(*answered)) == seconds
 
 
-def test_the_host_that_waited_longest_counts() -> None:
+def test_longest_failure_counts() -> None:
     assert Probes({"a": probes(1, 0, 1), "b": probes(0, 0, 0)}).failed_seconds == 2.5
     assert Probes().failed_seconds == 0.0
 
 
 @pytest.mark.parametrize("line", ["", "Welcome to n1", "1.0 2.0", "a b c"])
-def test_what_a_login_script_prints_is_no_probe(line: str) -> None:
+def test_output_of_login_scripts_is_not_a_probe(line: str) -> None:
     assert parse_probe(line) is None
 
 
-def test_a_comma_in_a_number_is_a_point() -> None:
+def test_decimal_comma_is_parsed() -> None:
     assert parse_probe("1,5 2,5 0") == Probe(1.5, 2.5, True)
 
 
@@ -349,7 +349,7 @@ def slurm_cluster(text: str = LAB, **keys: bytes) -> tuple[World, list[list[str]
     return world, given
 
 
-async def test_a_new_key_of_slurms_own_verifies_first_then_signs_then_is_alone() -> None:
+async def test_new_slurm_key_verifies_first_then_signs_then_replaces() -> None:
     world, given = slurm_cluster()
     [key] = (await rotate(context_of(world), "slurm")).rotated
     assert (key.hosts, key.finished) == (("c1", "n1", "n2"), False)
@@ -360,7 +360,7 @@ async def test_a_new_key_of_slurms_own_verifies_first_then_signs_then_is_alone()
 
 
 @pytest.mark.parametrize("committed", [False, True])
-async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the_same_key(committed: bool) -> None:
+async def test_killed_slurm_key_rotation_continues_with_its_key(committed: bool) -> None:
     world, given = slurm_cluster(**({"c1": b"begun\n"} if committed else {}))
     world.agents["c1"].secrets[NEXT_KEY] = b"begun\n"
     [key] = (await rotate(context_of(world), "slurm")).rotated
@@ -369,7 +369,7 @@ async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the
     assert given[-1] == ["@KEY@"]
 
 
-async def test_a_slurmd_that_has_not_read_slurms_new_key_keeps_the_old_one_in_use(
+async def test_slurmd_without_the_new_key_keeps_the_old_key_signing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rotation_slurm, "RECONFIGURE_TIMEOUT_S", 0.0)
@@ -384,7 +384,7 @@ async def test_a_slurmd_that_has_not_read_slurms_new_key_keeps_the_old_one_in_us
 BOOKS_AT_THE_DOOR = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\naccounting: {host: door}\n"
 
 
-async def test_a_login_host_that_has_the_database_restarts_both_daemons_with_the_key() -> None:
+async def test_login_host_with_the_database_restarts_both_daemons() -> None:
     world, _ = slurm_cluster(BOOKS_AT_THE_DOOR)
     restart = ("systemctl", "restart", "sackd", "slurmdbd")
     world.hosts["door"].answers = {**world.hosts["door"].answers, restart: b""}
@@ -392,7 +392,7 @@ async def test_a_login_host_that_has_the_database_restarts_both_daemons_with_the
     assert world.hosts["door"].argvs.count(restart) == 3
 
 
-async def test_a_daemon_that_does_not_restart_with_the_key_is_told() -> None:
+async def test_failed_daemon_restart_is_reported() -> None:
     world, given = slurm_cluster(BOOKS_AT_THE_DOOR)
     failed = Result(1, stderr=b"Job for slurmdbd.service failed.\n")
     world.hosts["door"].answers = {**world.hosts["door"].answers, ("systemctl", "restart"): failed}
@@ -405,7 +405,7 @@ async def test_a_daemon_that_does_not_restart_with_the_key_is_told() -> None:
     assert given == [["@KEY@", "@NEXT@"]]
 
 
-async def test_where_munge_signs_slurm_has_no_key_to_rotate() -> None:
+async def test_munge_cluster_has_no_slurm_key_to_rotate() -> None:
     with pytest.raises(UsageError) as caught:
         await rotate(context_of(cluster()), "slurm")
     assert str(caught.value) == ("cluster reef has no key of auth/slurm\n  fix: write `auth: slurm` into the file")
@@ -439,7 +439,7 @@ def mesh(*, begun: bool = False) -> tuple[World, list[tuple[str, str]]]:
     return world, done
 
 
-async def test_every_host_makes_its_new_wireguard_key_before_any_puts_it_in_place() -> None:
+async def test_all_hosts_generate_wireguard_keys_before_any_installs_a_key() -> None:
     world, done = mesh()
     [key] = (await rotate(context_of(world), "wireguard")).rotated
     assert (key.key, key.hosts, key.finished) == ("wireguard", ("c1", "n1", "n2"), False)
@@ -452,7 +452,7 @@ async def test_every_host_makes_its_new_wireguard_key_before_any_puts_it_in_plac
         assert f"file {PEERS}" in agent.items
 
 
-async def test_a_container_that_a_tunnel_leads_into_has_no_wireguard_key_and_is_left_alone() -> None:
+async def test_container_behind_a_tunnel_is_skipped() -> None:
     world, done = mesh()
     world.agents["n2"].facts = replace(world.agents["n2"].facts, tun=False, init="")
     [key] = (await rotate(context_of(world), "wireguard")).rotated
@@ -461,7 +461,7 @@ async def test_a_container_that_a_tunnel_leads_into_has_no_wireguard_key_and_is_
     assert "n2" not in world.applied()
 
 
-async def test_a_rotation_of_wireguard_keys_that_was_killed_makes_no_further_keys() -> None:
+async def test_killed_wireguard_rotation_generates_no_further_keys() -> None:
     world, done = mesh(begun=True)
     [key] = (await rotate(context_of(world), "wireguard")).rotated
     assert key.finished
@@ -469,7 +469,7 @@ async def test_a_rotation_of_wireguard_keys_that_was_killed_makes_no_further_key
     assert [script for _, script in done][:3] == [INSTALL_NEXT] * 3
 
 
-async def test_no_private_key_is_ever_an_argument_or_leaves_its_host() -> None:
+async def test_private_key_is_never_an_argument_and_never_leaves_its_host() -> None:
     world, _ = mesh()
     await rotate(context_of(world), "wireguard")
     asked = [request for agent in world.agents.values() for request in agent.requests if request["op"] == "secret"]
@@ -478,7 +478,7 @@ async def test_no_private_key_is_ever_an_argument_or_leaves_its_host() -> None:
     assert all("wireguard.key" not in " ".join(call).split("cat ")[-1] for call in printed)
 
 
-async def test_a_cluster_without_wireguard_has_no_such_key() -> None:
+async def test_cluster_without_wireguard_has_no_wireguard_key() -> None:
     with pytest.raises(UsageError) as caught:
         await rotate(context_of(cluster()), "wireguard")
     assert str(caught.value) == ("cluster reef has no WireGuard keys\n  fix: it needs `network: wireguard` in the file")

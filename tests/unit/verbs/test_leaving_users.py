@@ -37,7 +37,7 @@ def locked(world: World) -> set[str]:
     return {name for name, agent in world.agents.items() if agent.items["user bob"].get("locked")}
 
 
-async def test_a_user_with_jobs_is_locked_and_told_of_while_the_jobs_go_on() -> None:
+async def test_user_with_jobs_is_locked_with_a_warning_and_the_jobs_continue() -> None:
     world = await with_jobs_of_both()
     context = context_of(world, LAB + ALICE)
     shown = await plan(context)
@@ -50,7 +50,7 @@ async def test_a_user_with_jobs_is_locked_and_told_of_while_the_jobs_go_on() -> 
     assert not any("delete" in str(change.action) for change in shown.changes)
 
 
-async def test_who_is_locked_already_is_not_told_of_again() -> None:
+async def test_locked_user_is_not_reported_again() -> None:
     world = await with_jobs_of_both()
     context = context_of(world, LAB + ALICE)
     await up(context, AT_ONCE)
@@ -59,13 +59,13 @@ async def test_who_is_locked_already_is_not_told_of_again() -> None:
     assert again.unchanged and warnings_of(again.findings) == []
 
 
-async def test_a_user_without_jobs_leaves_in_silence() -> None:
+async def test_user_without_jobs_is_removed_without_a_warning() -> None:
     world = await with_jobs_of_both()
     world.slurm.jobs = {"6": "n1", "8": "n2"}
     assert warnings_of((await plan(context_of(world, LAB + ALICE))).findings) == []
 
 
-async def test_a_home_is_not_taken_from_under_a_users_jobs_unless_that_is_allowed() -> None:
+async def test_home_of_a_user_with_jobs_stays_mounted_without_permission() -> None:
     world = await with_jobs_of_both(OVER_SSH)
     context = context_of(world, LAB + ALICE + OVER_SSH)
     shown = await plan(context)
@@ -82,7 +82,7 @@ async def test_a_home_is_not_taken_from_under_a_users_jobs_unless_that_is_allowe
     assert locked(world) == {"c1", "n1", "n2"}
 
 
-async def test_over_ssh_too_a_user_without_jobs_leaves_at_once() -> None:
+async def test_user_without_jobs_is_removed_at_once_with_sshfs_homes() -> None:
     world = await with_jobs_of_both(OVER_SSH)
     world.slurm.jobs = {"8": "n2"}
     assert (await up(context_of(world, LAB + ALICE + OVER_SSH), AT_ONCE)).whole

@@ -42,7 +42,7 @@ async def brought(text: str, world: World | None = None) -> World:
         ("{kind: sshfs, host: n1, path: /srv/data}", "the file has /srv/data of n1"),
     ],
 )
-async def test_a_share_that_moves_is_refused_before_anything_changes(share: str, told: str) -> None:
+async def test_moved_share_is_rejected_before_any_change(share: str, told: str) -> None:
     world = await brought(KEPT)
     moved = lab(LAB + f"storage: {{/data: {share}}}\n")
     for name, agent in world.agents.items():
@@ -56,7 +56,7 @@ async def test_a_share_that_moves_is_refused_before_anything_changes(share: str,
     assert f"{what}, {FIX}" in [str(finding) for finding in (await plan(context)).findings]
 
 
-async def test_one_that_was_taken_out_first_may_return_on_another_host() -> None:
+async def test_removed_share_can_return_on_another_host() -> None:
     without = await brought(LAB, await brought(KEPT))
     there = await brought(KEPT.replace("host: n1", "host: n2"), without)
     record = there.agents["n2"].items[f"file {RECORD}"]["content"]

@@ -24,7 +24,7 @@ async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
     assert world.slurm.states == {"n2": "IDLE+DRAIN"}
 
 
-async def test_nodes_cannot_be_drained_or_resumed_while_slurmctld_does_not_run() -> None:
+async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped() -> None:
     world = lab()
     context = await raised(world)
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, b"failed\n")}
@@ -34,13 +34,13 @@ async def test_nodes_cannot_be_drained_or_resumed_while_slurmctld_does_not_run()
     assert world.slurm.updates == []
 
 
-async def test_a_host_that_does_not_compute_is_no_node() -> None:
+async def test_host_without_the_compute_role_is_not_a_node() -> None:
     with pytest.raises(UsageError) as caught:
         await drain_nodes(context_of(lab()), "c1,n1", "")
     assert str(caught.value) == "not a compute node: c1\n  fix: name a node that `shoal status` lists"
 
 
-async def test_a_removed_node_leaves_the_file_slurm_and_nothing_of_ours_behind(tmp_path: Path) -> None:
+async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(tmp_path: Path) -> None:
     world = lab()
     await raised(world)
     file = tmp_path / "shoal.yaml"
@@ -53,7 +53,7 @@ async def test_a_removed_node_leaves_the_file_slurm_and_nothing_of_ours_behind(t
     assert world.agents["n2"].items["file /etc/munge/munge.key"]["content"] is None
 
 
-async def test_a_node_with_jobs_stays_as_it_is_until_they_have_ended(tmp_path: Path) -> None:
+async def test_node_with_jobs_is_unchanged_until_they_end(tmp_path: Path) -> None:
     world = lab()
     await raised(world)
     world.slurm.jobs["7"] = "n2"
@@ -64,7 +64,7 @@ async def test_a_node_with_jobs_stays_as_it_is_until_they_have_ended(tmp_path: P
     assert world.agents["n2"].items["service slurmd"]["running"] is True
 
 
-async def test_a_node_can_only_be_taken_out_of_a_file() -> None:
+async def test_remove_needs_a_file() -> None:
     with pytest.raises(UsageError) as caught:
         await remove_node(context_of(lab()), "n2", AT_ONCE)
     assert str(caught.value) == (
@@ -79,7 +79,7 @@ async def test_a_node_can_only_be_taken_out_of_a_file() -> None:
         ("c1", "not a compute node: c1\n  fix: name a node that `shoal status` lists"),
     ],
 )
-async def test_only_one_node_is_removed_at_a_time(host: str, text: str, tmp_path: Path) -> None:
+async def test_only_a_single_node_is_removed_at_a_time(host: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "shoal.yaml"
     file.write_text(LAB)
     with pytest.raises(UsageError) as caught:

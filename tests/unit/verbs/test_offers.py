@@ -32,7 +32,7 @@ def text_of(result: OffersResult, width: int = 160) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-async def test_offers_of_all_providers_come_cheapest_first_with_prices_from_the_table_where_they_tell_none() -> None:
+async def test_offers_of_all_providers_are_cheapest_first_with_table_prices() -> None:
     renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3, SPOT])})
     result = await offers(context(), Query(gpu="h100", gpus=8), opened=renters)
     assert [(one.type, one.market, one.usd_hour, one.as_of) for one in result.offers] == [
@@ -44,7 +44,7 @@ async def test_offers_of_all_providers_come_cheapest_first_with_prices_from_the_
     assert result.failures == {}
 
 
-async def test_what_was_not_asked_for_is_left_out_whatever_a_provider_lists() -> None:
+async def test_unmatched_offers_are_omitted() -> None:
     renters = opener(**{"lambda": FakeRenter([H100, A10]), "cloud": FakeRenter([A3, SPOT])})
     found = (await offers(context(), Query(gpu="A10"), opened=renters)).offers
     assert [one.type for one in found] == ["gpu_1x_a10"]
@@ -54,7 +54,7 @@ async def test_what_was_not_asked_for_is_left_out_whatever_a_provider_lists() ->
     assert [one.region for one in found] == ["us-east-1"]
 
 
-async def test_what_cannot_be_had_now_comes_last_and_what_has_no_price_before_it() -> None:
+async def test_unavailable_offers_are_last_after_unpriced_offers() -> None:
     out = replace(A10, region="us-west-1", available="no", usd_hour=0.5)
     odd = Offer("lambda", "gpu_1x_moon", "us-west-1", gpu="Moon", gpus=1, available="yes")
     renters = opener(**{"lambda": FakeRenter([out, odd, A10]), "cloud": FakeRenter()})
@@ -66,7 +66,7 @@ async def test_what_cannot_be_had_now_comes_last_and_what_has_no_price_before_it
     ]
 
 
-async def test_where_there_is_no_price_the_table_says_that_no_budget_rents_it() -> None:
+async def test_unpriced_offers_are_marked_as_outside_any_budget() -> None:
     unpriced = Offer("cloud", "g2-standard-8", "us-central1", "us-central1-a", gpu="L4", gpus=1, available="unknown")
     both = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter([unpriced])})
     shown = text_of(await offers(context(), Query(), opened=both))
@@ -78,7 +78,7 @@ async def test_where_there_is_no_price_the_table_says_that_no_budget_rents_it() 
     assert "?" not in text_of(await offers(context(), Query(), opened=priced))
 
 
-async def test_a_provider_that_is_down_is_told_and_hides_nobody() -> None:
+async def test_unavailable_provider_is_reported_beside_the_others() -> None:
     lambda_, cloud = FakeRenter([H100]), FakeRenter(down=True)
     result = await offers(context(), Query(), opened=opener(**{"lambda": lambda_, "cloud": cloud}))
     assert [one.type for one in result.offers] == ["gpu_8x_h100_sxm5"]
@@ -88,7 +88,7 @@ async def test_a_provider_that_is_down_is_told_and_hides_nobody() -> None:
     assert (lambda_.closed, cloud.closed) == (1, 1)
 
 
-async def test_a_provider_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_provider_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts.ask_all, "__defaults__", (accounts.rental_provider, 0.01))
     renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter(slow=True)})
     result = await offers(context(), Query(), opened=renters)
@@ -96,7 +96,7 @@ async def test_a_provider_that_never_answers_is_given_up(monkeypatch: pytest.Mon
     assert str(result.failures["cloud"]) == "cloud does not answer within 0 s\n  fix: try again later"
 
 
-async def test_only_the_named_providers_are_asked_by_account_or_by_kind() -> None:
+async def test_only_named_providers_are_queried_by_account_or_kind() -> None:
     lambda_, cloud = FakeRenter([H100]), FakeRenter([A3])
     renters = opener(**{"lambda": lambda_, "cloud": cloud})
     for word in ("cloud", "gcp"):
@@ -108,7 +108,7 @@ async def test_only_the_named_providers_are_asked_by_account_or_by_kind() -> Non
     assert str(caught.value) == "cluster reef has no provider account azure\n  fix: use one of lambda, cloud"
 
 
-async def test_prices_that_a_provider_told_are_kept_for_when_it_does_not() -> None:
+async def test_provider_prices_are_stored() -> None:
     told = replace(H100, usd_hour=20.0)
     renters = opener(**{"lambda": FakeRenter([told]), "cloud": FakeRenter()})
     await offers(context(), Query(), opened=renters)
@@ -116,7 +116,7 @@ async def test_prices_that_a_provider_told_are_kept_for_when_it_does_not() -> No
     assert found is not None and found.usd_hour == 20.0
 
 
-async def test_the_prices_of_a_simulator_are_not_kept() -> None:
+async def test_simulator_prices_are_not_stored() -> None:
     text = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:PATH, url: 'http://127.0.0.1:1'}")
     renters = opener(**{"lambda": FakeRenter([replace(H100, usd_hour=20.0)]), "cloud": FakeRenter()})
     await offers(context(text), Query(), opened=renters)
@@ -124,7 +124,7 @@ async def test_the_prices_of_a_simulator_are_not_kept() -> None:
     assert found is not None and found.usd_hour == 31.92
 
 
-async def test_a_cluster_without_accounts_is_told_how_to_name_one() -> None:
+async def test_cluster_without_accounts_is_reported_with_the_fix() -> None:
     with pytest.raises(UsageError) as caught:
         await offers(context(LAB), Query())
     assert str(caught.value) == (
@@ -133,7 +133,7 @@ async def test_a_cluster_without_accounts_is_told_how_to_name_one() -> None:
     )
 
 
-async def test_a_key_that_is_not_there_is_that_accounts_problem_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_key_affects_only_its_account(monkeypatch: pytest.MonkeyPatch) -> None:
     text = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:SHOAL_TEST_KEY}")
     renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3])})
     result = await offers(context(text), Query(), opened=renters)
@@ -148,7 +148,7 @@ async def test_a_key_that_is_not_there_is_that_accounts_problem_alone(monkeypatc
     assert (made.usable[1].kind, made.usable[1].settings) == ("gcp", {"project": "p"})
 
 
-async def test_the_table_says_where_for_how_much_and_of_when_the_price_is() -> None:
+async def test_table_shows_region_price_and_date() -> None:
     renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3])})
     result = await offers(context(), Query(), opened=renters)
     lines = [" ".join(line.split()) for line in text_of(result).splitlines()]
@@ -160,7 +160,7 @@ async def test_the_table_says_where_for_how_much_and_of_when_the_price_is() -> N
     assert json.loads(dump(result))["offers"][1]["as_of"] == "2026-09-26"
 
 
-def test_the_same_machine_in_several_places_is_one_row_and_in_a_narrow_terminal_what_is_alike_is_told_once() -> None:
+def test_equal_machines_share_a_row_and_a_narrow_table_omits_repeated_values() -> None:
     found = OffersResult("reef", (A10, replace(A10, region="us-south-1"), H100))
     wide = text_of(found).splitlines()
     assert len(wide) == 3 and f"{A10.region}, us-south-1" in wide[1]
@@ -170,7 +170,7 @@ def test_the_same_machine_in_several_places_is_one_row_and_in_a_narrow_terminal_
     assert [line.split()[0] for line in narrow[3:]] == [A10.type, H100.type]
 
 
-def test_a_long_table_is_cut_and_says_so() -> None:
+def test_long_table_is_truncated_with_a_hint() -> None:
     many = tuple(replace(A10, type=f"t{number}") for number in range(ROWS + 3))
     assert text_of(OffersResult("reef", many)).endswith("and 3 more; --json shows all")
     assert text_of(OffersResult("reef", ())) == "no such offers"

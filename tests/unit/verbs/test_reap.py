@@ -41,7 +41,7 @@ def held(id: str, state: str = "made", age: float = 0.0) -> LedgerRental:
     )
 
 
-async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None:
+async def test_only_machines_with_the_cluster_tag_are_deleted() -> None:
     lambda_ = FakeRenter(machines=[machine("a"), machine("b", "burst2"), machine("c", cluster="other")])
     cloud = FakeRenter(machines=[machine("d", state="stopped")])
     result = await reaped(**{"lambda": lambda_, "cloud": cloud})
@@ -51,7 +51,7 @@ async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None
     assert (lambda_.closed, cloud.closed) == (1, 1)
 
 
-async def test_what_a_client_lists_of_others_is_never_touched() -> None:
+async def test_listed_machines_of_other_clusters_are_never_deleted() -> None:
     class Lists(FakeRenter):
         async def instances(self, cluster: str) -> list[RentedInstance]:
             await super().instances(cluster)
@@ -65,7 +65,7 @@ async def test_what_a_client_lists_of_others_is_never_touched() -> None:
     assert (ids(result.gone), result.clean, everybodys.machines) == ([("lambda", "a")], True, theirs)
 
 
-async def test_a_client_with_a_bug_is_told_of_and_keeps_no_other_account_from_being_cleared() -> None:
+async def test_client_exception_is_reported_and_the_other_accounts_cleared() -> None:
     class Broken(FakeRenter):
         async def instances(self, cluster: str) -> list[RentedInstance]:
             raise KeyError("items")
@@ -78,7 +78,7 @@ async def test_a_client_with_a_bug_is_told_of_and_keeps_no_other_account_from_be
     }
 
 
-async def test_looking_touches_nothing() -> None:
+async def test_preview_deletes_nothing() -> None:
     lambda_ = FakeRenter(machines=[machine("a")])
     time = NoSleep()
     renters = clouds(**{"lambda": lambda_, "cloud": FakeRenter(down=True)})
@@ -89,31 +89,31 @@ async def test_looking_touches_nothing() -> None:
     assert time.slept == 0
 
 
-async def test_it_goes_on_until_the_lists_are_clean() -> None:
+async def test_reap_repeats_until_the_lists_are_empty() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], lag=1, deletes_that_fail=2)
     result = await reaped(**{"lambda": lambda_})
     assert result.clean and ids(result.gone) == [("lambda", "a")]
     assert lambda_.deleted == ["a"]  # what is going is not asked to go with every preview
 
 
-async def test_a_machine_that_says_it_goes_and_stays_is_deleted_again() -> None:
+async def test_machine_that_stays_is_deleted_again() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], lag=20)
     assert (await reaped(**{"lambda": lambda_})).clean
     assert lambda_.deleted == ["a", "a", "a", "a"]
 
 
-async def test_a_machine_that_a_lagging_list_shows_late_goes_too() -> None:
+async def test_machine_listed_late_is_deleted() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], hidden=1)
     result = await reaped(**{"lambda": lambda_})
     assert ids(result.gone) == [("lambda", "a")]
 
 
-async def test_a_list_that_fails_now_and_then_is_asked_again() -> None:
+async def test_failed_list_is_retried() -> None:
     result = await reaped(**{"lambda": FakeRenter(machines=[machine("a")], lists_that_fail=2)})
     assert result.clean and len(result.gone) == 1
 
 
-async def test_a_provider_that_cannot_be_asked_is_told_and_does_not_keep_the_others() -> None:
+async def test_unreachable_provider_is_reported_and_the_others_cleared() -> None:
     cloud = FakeRenter(machines=[machine("d")], down=True)
     result = await reaped(**{"lambda": FakeRenter(machines=[machine("a")]), "cloud": cloud})
     assert ids(result.gone) == [("lambda", "a")]
@@ -121,7 +121,7 @@ async def test_a_provider_that_cannot_be_asked_is_told_and_does_not_keep_the_oth
     assert result.failures["cloud"].message == "cloud: cannot be reached: connection refused"
 
 
-async def test_one_that_goes_silent_halfway_leaves_what_it_last_listed_as_remaining() -> None:
+async def test_provider_lost_midway_leaves_its_last_list_as_remaining() -> None:
     class Silent(FakeRenter):
         async def delete(self, instances):  # type: ignore[no-untyped-def]
             self.down = True
@@ -132,7 +132,7 @@ async def test_one_that_goes_silent_halfway_leaves_what_it_last_listed_as_remain
     assert list(result.failures) == ["lambda"]
 
 
-async def test_what_stays_in_spite_of_all_is_told_with_the_providers_words() -> None:
+async def test_remaining_machine_is_reported_with_the_provider_message() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], deletes_that_fail=1000)
     result = await reaped(**{"lambda": lambda_})
     assert ids(result.remaining) == [("lambda", "a")]
@@ -141,7 +141,7 @@ async def test_what_stays_in_spite_of_all_is_told_with_the_providers_words() -> 
     )
 
 
-async def test_a_key_that_may_not_delete_is_told_at_once() -> None:
+async def test_key_without_delete_permission_is_reported_at_once() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], refuses=FailureKind.AUTH)
     result = await reaped(**{"lambda": lambda_})
     assert str(result.failures["lambda"]) == "you may not delete\n  fix: check that the key is valid and may delete"
@@ -164,9 +164,7 @@ async def test_a_key_that_may_not_delete_is_told_at_once() -> None:
         ([replace(held("a"), account="another")], 5),
     ],
 )
-async def test_an_empty_list_is_believed_when_no_order_is_recent_or_its_time_is_over(
-    known: list[LedgerRental] | None, seconds: float
-) -> None:
+async def test_empty_list_is_accepted_without_recent_orders(known: list[LedgerRental] | None, seconds: float) -> None:
     for verb in (preview, reap):
         time = NoSleep()
         one = context(ONE_ACCOUNT, controller(known))
@@ -175,27 +173,27 @@ async def test_an_empty_list_is_believed_when_no_order_is_recent_or_its_time_is_
         assert (list(result.failures), time.slept) == (doubted, seconds), verb
 
 
-async def test_a_machine_that_the_list_shows_minutes_late_goes_too() -> None:
+async def test_machine_listed_minutes_late_is_deleted() -> None:
     for known in (None, [held("a", "intended")]):
         late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
         result = await reap(context(ledger=controller(known)), clouds(**{"lambda": late}), Polling(sleep=NoSleep()))
         assert (ids(result.gone), result.clean) == ([("lambda", "a")], True)
 
 
-async def test_looking_finds_what_turns_up_late_and_leaves_it() -> None:
+async def test_preview_reports_late_machines_and_keeps_them() -> None:
     late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
     seen = await preview(context(ledger=controller(None)), clouds(**{"lambda": late}), Polling(sleep=NoSleep()))
     assert (ids(seen.found), late.deleted) == ([("lambda", "a")], [])
 
 
-async def test_an_order_whose_machine_was_seen_is_waited_for_no_longer() -> None:
+async def test_order_with_a_listed_machine_is_not_awaited() -> None:
     time = NoSleep()
     lambda_ = FakeRenter(machines=[machine("a")], abilities=GRACE)
     result = await reap(context(ledger=controller([held("a")])), clouds(**{"lambda": lambda_}), Polling(sleep=time))
     assert (ids(result.gone), time.slept < 60) == ([("lambda", "a")], True)
 
 
-async def test_while_it_waits_it_says_for_how_long() -> None:
+async def test_wait_shows_its_remaining_time() -> None:
     said: list[str] = []
 
     class Listening(NoProgress):
@@ -217,7 +215,7 @@ def struck(host: FakeHost) -> list[dict[str, list[object]]]:
     return [ended for call in host.calls if (ended := json.loads(call.stdin)["ended"])]
 
 
-async def test_what_is_proved_gone_is_struck_off_the_ledger_and_nothing_else() -> None:
+async def test_only_proved_releases_are_ended_in_the_ledger() -> None:
     host = controller(
         [held("a", "joined"), held("b", "intended"), held("c", "failed"), replace(held("d"), account="cloud")]
     )
@@ -235,14 +233,14 @@ async def test_what_is_proved_gone_is_struck_off_the_ledger_and_nothing_else() -
 
 
 @pytest.mark.parametrize("state", ["intended", "made", "joined"])
-async def test_looking_strikes_nothing_off_the_ledger(state: str) -> None:
+async def test_preview_does_not_change_the_ledger(state: str) -> None:
     host = controller([held("a", state)])
     seen = await preview(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
     assert (seen.found, struck(host)) == ((), [])
 
 
 @pytest.mark.parametrize("state", ["made", "joined", "releasing"])
-async def test_a_machine_that_only_the_ledger_has_remains_as_the_key_may_be_another_teams(state: str) -> None:
+async def test_machine_only_in_the_ledger_remains(state: str) -> None:
     host = controller([held("i-1", state), held("b", "intended")])
     for verb in (preview, reap):
         result = await verb(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
@@ -256,7 +254,7 @@ async def test_a_machine_that_only_the_ledger_has_remains_as_the_key_may_be_anot
     assert struck(host) == [], "nor is an order proved to have made nothing, by a list that may be another's"
 
 
-async def test_forced_it_is_struck_off_and_told() -> None:
+async def test_force_ends_the_ledger_row_with_a_report() -> None:
     host = controller([held("i-1", "joined"), held("b", "intended")])
     result = await reap(context(ledger=host), clouds(), Polling(sleep=NoSleep()), force=True)
     assert (result.clean, result.remaining, result.failures) == (True, (), {})
@@ -267,7 +265,7 @@ async def test_forced_it_is_struck_off_and_told() -> None:
     assert set(told) == {"token-i-1", "token-b"}
 
 
-async def test_what_was_listed_and_deleted_is_proved_gone_also_beside_one_that_was_not() -> None:
+async def test_listed_and_deleted_machine_is_ended_beside_an_unlisted_machine() -> None:
     host = controller([held("a", "joined"), held("i-1", "joined"), held("b", "intended")])
     renters = clouds(**{"lambda": FakeRenter(machines=[machine("a")])})
     result = await reap(context(ledger=host), renters, Polling(sleep=NoSleep()))
@@ -276,13 +274,13 @@ async def test_what_was_listed_and_deleted_is_proved_gone_also_beside_one_that_w
     assert set(told) == {"token-a"}
 
 
-async def test_a_machine_whose_delete_its_provider_has_taken_is_proved_gone() -> None:
+async def test_machine_with_an_accepted_delete_is_ended() -> None:
     host = controller([held("a", "releasing", age=86400)])
     result = await reap(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
     assert result.clean and [set(told) for told in struck(host)] == [{"token-a"}]
 
 
-async def test_machines_of_an_account_that_the_file_does_not_have_keep_it_from_being_clean() -> None:
+async def test_machines_of_an_account_missing_from_the_file_are_reported() -> None:
     host = controller([replace(held("i-9", "joined"), account="tide")])
     for verb in (preview, reap):
         result = await verb(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
@@ -321,11 +319,11 @@ def shown(show: object, value: object) -> str:
         ),
     ],
 )
-def test_the_last_line_says_whether_it_is_done(result: ReapResult, said: str) -> None:
+def test_last_line_shows_the_result(result: ReapResult, said: str) -> None:
     assert shown(show_reap, result).splitlines()[-1].endswith(f"reef: {said}")
 
 
-def test_a_person_sees_what_is_about_to_go() -> None:
+def test_preview_screen_shows_the_machines() -> None:
     text = shown(show_preview, ReapPreview("reef", (replace(machine("i-1", zone=""), account="lambda"),)))
     assert text.splitlines()[1].split() == ["lambda", "i-1", "burst1", "gpu_1x_a10", "us-west-1", "active", "$1.29"]
     assert shown(show_preview, ReapPreview("reef", ())) == "reef: no provider lists a machine of this cluster\n"

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.contract.renters import CASES, KEY, Trial, trial
+from tests.contract.rental_providers import CASES, KEY, Trial, trial
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 from tests.unit.verbs.fake_renters import ledger_row
@@ -60,7 +60,7 @@ async def time_passes(cloud: Trial) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_down_gives_back_what_is_rented_and_touches_nobody_elses() -> None:
+async def test_down_releases_rented_machines_of_this_cluster_only() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         [machine] = await cloud.listed("reef")
@@ -74,7 +74,7 @@ async def test_down_gives_back_what_is_rented_and_touches_nobody_elses() -> None
         assert SERVICE[0] in world.hosts["c1"].argvs
 
 
-async def test_a_provider_that_cannot_be_asked_keeps_the_controller_at_work() -> None:
+async def test_unreachable_provider_keeps_the_controller_running() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         cloud.fault("list-fails", -1)
@@ -91,9 +91,7 @@ async def test_a_provider_that_cannot_be_asked_keeps_the_controller_at_work() ->
 
 
 @pytest.mark.parametrize("ending", [asyncio.CancelledError(), RuntimeError("a bug")])
-async def test_whatever_ends_the_giving_back_the_service_is_started_again(
-    ending: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_interrupted_release_restarts_the_service(ending: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C cancels; what is rented by then must not be left to itself."""
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
@@ -110,7 +108,7 @@ async def test_whatever_ends_the_giving_back_the_service_is_started_again(
         assert "service slurmd" in world.agents["n1"].items
 
 
-async def test_a_second_cancel_does_not_keep_the_service_from_being_started_again() -> None:
+async def test_second_cancel_does_not_prevent_the_service_restart() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         waits, starting, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -137,7 +135,7 @@ async def test_a_second_cancel_does_not_keep_the_service_from_being_started_agai
             await work
 
 
-async def test_a_service_that_cannot_be_stopped_ends_it_and_forced_it_is_told() -> None:
+async def test_service_that_cannot_be_stopped_ends_down_unless_forced() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         world.hosts["c1"].answers |= {SERVICE[0]: Result(1, stderr=b"Failed to stop: Connection timed out\n")}
@@ -159,7 +157,7 @@ async def test_a_service_that_cannot_be_stopped_ends_it_and_forced_it_is_told() 
         assert (len(forced.given_back), forced.released) == (1, ("c1", "n1", "n2"))
 
 
-async def test_a_controller_that_never_had_the_service_needs_no_force() -> None:
+async def test_controller_without_the_service_needs_no_force() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
@@ -169,7 +167,7 @@ async def test_a_controller_that_never_had_the_service_needs_no_force() -> None:
         assert (result.findings, len(result.given_back)) == ((), 1)
 
 
-async def test_a_service_that_does_not_start_again_is_told_where_machines_are_left() -> None:
+async def test_failed_service_restart_is_reported_when_machines_remain() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         cloud.fault("list-fails", -1)
@@ -179,7 +177,7 @@ async def test_a_service_that_does_not_start_again_is_told_where_machines_are_le
         assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in str(caught.value)
 
 
-async def test_a_machine_that_only_the_ledger_has_keeps_the_controller_and_forced_it_is_told() -> None:
+async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         alone = LedgerRental("t0ken9", "cloud2", account="acme", id="i-9", state="joined", age=0.0)
@@ -220,7 +218,7 @@ LEFT = (
 )
 
 
-async def test_down_is_refused_for_machines_of_an_account_that_left_the_file_and_forced_they_are_told() -> None:
+async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced() -> None:
     world = lab()
     await raised(world)
     says(world, ONE | ORDERED)
@@ -239,7 +237,7 @@ async def test_down_is_refused_for_machines_of_an_account_that_left_the_file_and
 
 
 @pytest.mark.parametrize("text", [LAB, OTHER], ids=["rents nothing", "rents elsewhere"])
-async def test_up_is_refused_before_any_host_is_changed_and_plan_says_the_same(
+async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = lab()
@@ -259,7 +257,7 @@ async def test_up_is_refused_before_any_host_is_changed_and_plan_says_the_same(
     assert (f"{told.what}: {told.found}", told.host) == (LEFT, "c1")
 
 
-async def test_up_that_leaves_them_strikes_them_off_so_that_they_count_no_more() -> None:
+async def test_up_with_leave_rented_ends_the_ledger_rows() -> None:
     world = lab()
     await raised(world)
     says(world, ONE)
@@ -270,7 +268,7 @@ async def test_up_that_leaves_them_strikes_them_off_so_that_they_count_no_more()
     assert json.loads(call.stdin) == {"ended": {"t1": ["joined", 0.0]}}
 
 
-async def test_what_is_ordered_while_up_takes_the_account_away_is_told() -> None:
+async def test_order_made_while_up_removes_the_account_is_reported() -> None:
     world = lab()
     await raised(world)
     says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
@@ -288,7 +286,7 @@ async def test_what_is_ordered_while_up_takes_the_account_away_is_told() -> None
     ]
 
 
-async def test_what_is_ordered_while_up_moves_the_account_is_told() -> None:
+async def test_order_made_while_up_moves_the_account_is_reported() -> None:
     world, before = lab(), rented_lab("http://10.0.0.1:1")
     await raised(world, before)
     says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
@@ -304,7 +302,7 @@ async def test_what_is_ordered_while_up_moves_the_account_is_told() -> None:
     ]
 
 
-async def test_what_the_service_orders_once_it_has_the_moved_account_is_fine() -> None:
+async def test_order_made_with_the_moved_account_is_accepted() -> None:
     world, before = lab(), rented_lab("http://10.0.0.1:1")
     await raised(world, before)
     says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
@@ -314,7 +312,7 @@ async def test_what_the_service_orders_once_it_has_the_moved_account_is_fine() -
     assert "cost money" not in str(result.findings)
 
 
-async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() -> None:
+async def test_machines_of_a_configured_account_do_not_block_up() -> None:
     world = lab()
     await raised(world)
     says(world, ONE | ORDERED, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
@@ -332,9 +330,7 @@ async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() 
     ],
     ids=["another place", "another project", "another project as a setting", "no nodeset"],
 )
-async def test_an_account_that_is_another_one_and_a_file_that_rents_nothing_forget_machines_too(
-    text: str, why: str
-) -> None:
+async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(text: str, why: str) -> None:
     world = lab()
     await raised(world)
     says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {"project": "p1"}}})
@@ -343,7 +339,7 @@ async def test_an_account_that_is_another_one_and_a_file_that_rents_nothing_forg
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "project: p1, "), ("p1", ""), ("p1", "settings: {project: p1}, ")])
-async def test_a_project_that_is_written_out_or_left_to_the_key_is_the_same_account(before: str, after: str) -> None:
+async def test_explicit_and_implicit_project_are_the_same_account(before: str, after: str) -> None:
     world = lab()
     await raised(world)
     settings = {"project": before} if before else {}
@@ -353,7 +349,7 @@ async def test_a_project_that_is_written_out_or_left_to_the_key_is_the_same_acco
 
 
 @pytest.mark.parametrize("text", ["", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}'])
-async def test_a_status_that_nobody_can_read_stands_in_nobodys_way(text: str) -> None:
+async def test_unreadable_status_does_not_block_up(text: str) -> None:
     world = lab()
     await raised(world)
     agent = world.agents["c1"]
@@ -361,7 +357,7 @@ async def test_a_status_that_nobody_can_read_stands_in_nobodys_way(text: str) ->
     assert (await up(context_of(world, LAB), AT_ONCE)).findings == ()
 
 
-async def test_a_nodeset_that_may_have_fewer_machines_says_what_becomes_of_them() -> None:
+async def test_smaller_nodeset_is_reported_with_the_released_machines() -> None:
     world = lab()
     before = rented_lab("http://10.0.0.1:1")
     await raised(world, before)
@@ -372,7 +368,7 @@ async def test_a_nodeset_that_may_have_fewer_machines_says_what_becomes_of_them(
     assert not [finding for finding in fewer.findings if finding.host.startswith("cloud")]
 
 
-async def test_a_job_on_a_rented_node_that_goes_keeps_up_from_taking_it_away() -> None:
+async def test_job_on_a_removed_rented_node_blocks_up() -> None:
     """Its machine is given back as soon as the service has the new file."""
     world = lab()
     before = rented_lab("http://10.0.0.1:1")
@@ -392,7 +388,7 @@ async def test_a_job_on_a_rented_node_that_goes_keeps_up_from_taking_it_away() -
 SAID = {
     "at": 1000.0,
     "problem": "",
-    "accounts": {"acme": "", "other": "the key is not accepted"},
+    "slurm_accounts": {"acme": "", "other": "the key is not accepted"},
     "jobs": {"7": "acme us-1 out of gpu-2, trying other us-2"},
     "machines": {
         f"t0ken{number}": {
@@ -412,7 +408,7 @@ async def view(text: str | None, now: float = 1060.0) -> RentedView | None:
     return await rented_view(spec_of(rented_lab("http://10.0.0.1:1")), host, lambda: now)
 
 
-async def test_status_tells_every_machine_what_it_costs_and_what_is_wrong() -> None:
+async def test_status_shows_every_machine_its_cost_and_problems() -> None:
     found = await view(json.dumps(SAID))
     assert found is not None and found.waiting == {"7": "acme us-1 out of gpu-2, trying other us-2"}
     assert list(rented_lines(found)) == [
@@ -433,11 +429,11 @@ async def test_status_tells_every_machine_what_it_costs_and_what_is_wrong() -> N
         (json.dumps(SAID), 1600.0, "shoal-elastic has written no status for 10 minutes; run `shoal up`"),
     ],
 )
-async def test_a_service_that_says_nothing_is_told_of(text: str | None, now: float, problem: str) -> None:
+async def test_silent_service_is_reported(text: str | None, now: float, problem: str) -> None:
     found = await view(text, now)
     assert found is not None and found.problem == problem
     assert f"rented: [red]{problem}[/]" in list(rented_lines(found))
 
 
-async def test_a_cluster_that_rents_nothing_has_nothing_to_tell() -> None:
+async def test_cluster_without_rentals_has_no_rented_view() -> None:
     assert await rented_view(spec_of(LAB), FakeHost(Target("c1"), {})) is None

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.contract.renters import CASES, KEY, trial
+from tests.contract.rental_providers import CASES, KEY, trial
 from tests.unit.verbs.test_rentals import SERVICE, a_cluster, quickly, time_passes
 
 from shoal.hosts.api import Process, Target
@@ -54,7 +54,7 @@ async def watching(seconds: str) -> Process:
     return watch
 
 
-def test_who_is_cut_off_has_the_host_start_it_again(systemctl: Path) -> None:
+def test_lost_connection_restarts_the_service(systemctl: Path) -> None:
     async def cut_off() -> None:
         await (await watching("600")).wait()  # which closes its input, as a lost connection does
 
@@ -62,7 +62,7 @@ def test_who_is_cut_off_has_the_host_start_it_again(systemctl: Path) -> None:
     assert started(systemctl) == ["start shoal-elastic"]
 
 
-def test_who_is_not_heard_of_any_more_is_not_waited_for_for_ever(systemctl: Path) -> None:
+def test_silent_connection_restarts_the_service_after_the_timeout(systemctl: Path) -> None:
     async def silent() -> list[str]:
         watch = await watching("0.1")
         told = await asyncio.to_thread(started, systemctl)
@@ -72,7 +72,7 @@ def test_who_is_not_heard_of_any_more_is_not_waited_for_for_ever(systemctl: Path
     assert asyncio.run(silent()) == ["start shoal-elastic"]
 
 
-def test_who_ends_as_meant_leaves_it_as_it_is(systemctl: Path) -> None:
+def test_normal_end_does_not_restart_the_service(systemctl: Path) -> None:
     async def as_meant() -> int:
         watch = await watching("600")
         await watch.write(rentals.NO_RESTART)
@@ -89,7 +89,7 @@ async def watch(program: FakeProgram) -> int:
     return 0
 
 
-async def test_the_watch_is_told_that_it_is_to_stay_so_whatever_ended_the_work() -> None:
+async def test_watch_ends_without_a_restart_also_after_an_exception() -> None:
     host = FakeHost("c1", {WATCH: watch})
     async with rentals.restart_if_disconnected(host) as watched:
         assert watched
@@ -99,7 +99,7 @@ async def test_the_watch_is_told_that_it_is_to_stay_so_whatever_ended_the_work()
     assert [call.stdin for call in host.calls] == [rentals.NO_RESTART, rentals.NO_RESTART]
 
 
-async def test_down_is_watched_before_it_stops_what_rents() -> None:
+async def test_down_starts_the_watch_before_stopping_the_service() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         world.hosts["c1"].answers |= {WATCH: watch}
@@ -112,7 +112,7 @@ async def test_down_is_watched_before_it_stops_what_rents() -> None:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-async def test_who_leaves_down_at_once_is_told_what_is_left_and_how_to_go_on(watched: bool) -> None:
+async def test_immediate_exit_of_down_shows_remaining_machines_and_the_next_command(watched: bool) -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         [machine] = await cloud.listed("reef")

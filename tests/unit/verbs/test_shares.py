@@ -13,7 +13,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import FileFact
 from shoal.hosts.api import Result, Target
-from shoal.plan.fleet import Connections
+from shoal.plan.connections import Connections
 from shoal.remote import python_command
 from shoal.roles.shares import RECORD
 from shoal.verbs import shares
@@ -60,14 +60,14 @@ def fleet(*hosts: FakeHost) -> Connections:
     return Connections({host.name: Target(host.name) for host in hosts}, FakeConnector(*hosts))
 
 
-def test_room_and_quotas_are_read_from_what_the_server_says() -> None:
+def test_free_space_and_quotas_are_parsed() -> None:
     assert parse_df(DF) == (504000, 490000)
     assert parse_df("df: /srv/data: No such file or directory\n") is None
     assert parse_quotas(DF + QUOTA) == {"alice": (2048, 5120), "bob": (3072, 2048)}
     assert parse_quotas(DF) == {}
 
 
-def test_quotas_are_asked_of_the_file_system_that_the_directory_is_in(tmp_path: Path) -> None:
+def test_quotas_are_read_for_the_mount_point_of_the_directory(tmp_path: Path) -> None:
     """repquota takes a mount point or a device, and says nothing of any other directory."""
     (tmp_path / "df").write_text(f"#!/bin/sh\ncat <<'END'\n{DF}END\n")
     (tmp_path / "repquota").write_text(f'#!/bin/sh\n[ "$*" = "-u -O csv -- /dev/sda1" ] && cat <<"END"\n{QUOTA}END\n')
@@ -78,14 +78,14 @@ def test_quotas_are_asked_of_the_file_system_that_the_directory_is_in(tmp_path: 
     assert subprocess.run(look, env=env, capture_output=True, text=True, check=True).stdout == DF + QUOTA
 
 
-def test_a_directory_that_is_not_there_yet_is_told_as_nothing(tmp_path: Path) -> None:
+def test_missing_directory_gives_no_output(tmp_path: Path) -> None:
     said = subprocess.run(
         ["sh", "-c", shares.SPACE_SCRIPT, "sh", str(tmp_path / "no")], capture_output=True, check=False
     )
     assert said.returncode != 0 and said.stdout == b""
 
 
-async def test_every_share_is_asked_of_the_host_that_keeps_it() -> None:
+async def test_every_share_is_queried_on_its_server() -> None:
     async with fleet(FakeHost("c1", {("sh",): (DF + QUOTA).encode()}), FakeHost("n1", {("sh",): b""})) as hosts:
         home, data = await share_states(SPEC, hosts)
     assert (home.where, home.server, home.total_mb, home.free_mb) == ("/home", "c1", 504000, 490000)
@@ -93,7 +93,7 @@ async def test_every_share_is_asked_of_the_host_that_keeps_it() -> None:
     assert data == ShareState("/data", "sshfs", "n1", trouble="not on n1 yet; run `shoal up`")
 
 
-async def test_a_server_that_hangs_or_is_gone_or_not_made_is_said_and_not_waited_for(
+async def test_silent_unreachable_or_uncreated_server_is_reported_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shares, "SHARE_TIMEOUT_S", 0.05)
@@ -106,7 +106,7 @@ async def test_a_server_that_hangs_or_is_gone_or_not_made_is_said_and_not_waited
         assert (await share_states(SPEC, hosts))[1].trouble == "its host is not made yet"
 
 
-def test_how_each_host_has_a_share_is_said_with_what_keeps_it_from_better() -> None:
+def test_access_of_each_host_is_reported_with_the_limitation() -> None:
     facts = {
         "c1": host_facts("c1", "10.0.0.1"),
         "n1": host_facts("n1", "10.0.0.11", filesystems=("nfs4",), fuse=True),
@@ -121,7 +121,7 @@ def test_how_each_host_has_a_share_is_said_with_what_keeps_it_from_better() -> N
     ]
 
 
-async def test_a_share_that_does_not_answer_is_found_where_it_is_mounted_and_nowhere_else(
+async def test_silent_share_is_reported_only_where_mounted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = {RECORD: FileFact(text="# ours\nautomount /home/alice\nmount /srv/x\n")}
@@ -148,7 +148,7 @@ async def told_of_home(*kernel_has: str) -> list[str]:
         return [f"{finding.level}: {finding}" for finding in await unservable_share_findings(SPEC, facts, hosts)]
 
 
-async def test_a_share_that_ganesha_serves_to_nobody_is_told_with_who_misses_it() -> None:
+async def test_share_that_ganesha_cannot_serve_is_reported_with_the_affected_hosts() -> None:
     why = "/home is on overlayfs, which has no file handles for nfs-ganesha"
     assert await told_of_home("nfs4") == [
         f"error: c1: /home is not served by NFS, and n[1-2] cannot mount it, found {why}, set `path` to "
@@ -157,7 +157,7 @@ async def test_a_share_that_ganesha_serves_to_nobody_is_told_with_who_misses_it(
     assert await told_of_home() == [f"info: c1: /home is not served by NFS, found {why}"]
 
 
-async def test_the_kernels_own_server_and_one_that_hangs_are_not_asked_for_handles(
+async def test_kernel_server_and_hanging_server_are_not_probed_for_handles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shares, "SHARE_TIMEOUT_S", 0.05)
@@ -168,6 +168,6 @@ async def test_the_kernels_own_server_and_one_that_hangs_are_not_asked_for_handl
         assert await unservable_share_findings(SPEC, {"c1": host_facts("c1", "10.0.0.1", filesystems=())}, hosts) == []
 
 
-def test_handles_are_asked_of_each_directory_and_one_that_is_not_there_yet_is_not_spoken_of() -> None:
+def test_file_handles_are_probed_and_a_missing_directory_is_skipped() -> None:
     line = [sys.executable, *python_command("probes", "handles", "/proc", "/dev/shm", "/not/there")[1:]]
     assert subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout == "/proc proc\n"

@@ -28,7 +28,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shoal.yaml"
 
 
-def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
+def test_cached_hosts_equal_those_of_the_spec(file: Path) -> None:
     read, recalled = open_hosts(file), open_hosts(file)
     assert not isinstance(read.known, CachedSpec) and isinstance(recalled.known, CachedSpec)
     assert (recalled.cluster, recalled.members, recalled.file) == (read.cluster, read.members, file)
@@ -39,14 +39,14 @@ def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("storage", "shares"), [("", False), ("storage: {/data: {kind: nfs}}\n", True)])
-def test_whether_it_has_shares_is_recalled(file: Path, storage: str, shares: bool) -> None:
+def test_presence_of_shares_is_cached(file: Path, storage: str, shares: bool) -> None:
     file.write_text(MIXED + storage)
     read, recalled = open_hosts(file), open_hosts(file)
     assert isinstance(recalled.known, CachedSpec)
     assert read.shares is recalled.shares is shares
 
 
-def test_a_file_that_has_changed_is_read(file: Path) -> None:
+def test_changed_file_is_read_again(file: Path) -> None:
     open_hosts(file)
     file.write_text(MIXED.replace("n[1-2]", "n[1-3]"))
     assert "n3" in [member.name for member in open_hosts(file).members]
@@ -60,21 +60,21 @@ def test_a_file_that_has_changed_is_read(file: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"of": 1}', '{"of": "x", "cluster": "reef", "members": [1]}'])
-def test_what_somebody_else_left_there_is_passed_over(file: Path, text: str) -> None:
+def test_invalid_cache_is_ignored(file: Path, text: str) -> None:
     open_hosts(file)
     [kept] = state_directory().glob("hosts-*.json")
     kept.write_text(text)
     assert len(open_hosts(file).members) == 5
 
 
-def test_two_files_of_the_same_text_are_two(file: Path) -> None:
+def test_files_with_equal_text_have_separate_caches(file: Path) -> None:
     other = file.with_name("other.yaml")
     other.write_text(MIXED)
     open_hosts(file), open_hosts(other)
     assert len(list(state_directory().glob("hosts-*.json"))) == 2
 
 
-def test_the_sandbox_without_a_file_is_recalled_by_its_name(file: Path) -> None:
+def test_sandbox_without_a_file_is_cached_by_name(file: Path) -> None:
     file.unlink()
     for name in ("one", "two", "one", None):
         context = open_hosts(None, name)
@@ -83,7 +83,7 @@ def test_the_sandbox_without_a_file_is_recalled_by_its_name(file: Path) -> None:
         open_hosts(None, "a b")
 
 
-def test_where_nothing_can_be_kept_the_file_is_read_every_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_reads_the_file_every_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(file))  # which is no directory
     for _ in range(2):
         assert len(open_hosts(file).members) == 5

@@ -16,7 +16,7 @@ from shoal.verbs.status import status
 from shoal_simulators.fake_host import FakeHost, FakeProgram
 
 
-async def test_status_is_what_slurm_says() -> None:
+async def test_status_shows_the_slurm_state() -> None:
     world = lab()
     context = await raised(world)
     world.slurm.jobs["7"] = "n1"
@@ -32,7 +32,7 @@ async def test_status_is_what_slurm_says() -> None:
     assert (found.absent, found.extra) == ((), ())
 
 
-async def test_status_names_nodes_that_only_the_file_or_only_slurm_has() -> None:
+async def test_status_names_nodes_missing_in_the_file_or_in_slurm() -> None:
     world = lab()
     await raised(world)
     other = context_of(world, LAB.replace("name: n2, address: 10.0.0.12", "name: n3, address: 10.0.0.13"))
@@ -40,7 +40,7 @@ async def test_status_names_nodes_that_only_the_file_or_only_slurm_has() -> None
     assert (found.absent, found.extra) == (("n3",), ("n2",))
 
 
-async def test_status_before_there_is_a_slurm_says_so() -> None:
+async def test_status_without_slurm_is_an_error() -> None:
     world = lab()
     world.hosts["c1"].answers = {}
     with pytest.raises(SlurmError) as caught:
@@ -48,7 +48,7 @@ async def test_status_before_there_is_a_slurm_says_so() -> None:
     assert str(caught.value) == "c1 has no Slurm yet\n  fix: run `shoal up`"
 
 
-async def test_status_of_a_cluster_that_was_taken_down_says_so() -> None:
+async def test_status_of_a_removed_cluster_is_an_error() -> None:
     world = lab()
     said = b"scontrol: error: fetch_config: DNS SRV lookup failed\n" + NO_CONFIGURATION.encode()
     world.hosts["c1"].answers = {("scontrol",): Result(1, b"", said), ("systemctl",): b"inactive\n"}
@@ -58,7 +58,7 @@ async def test_status_of_a_cluster_that_was_taken_down_says_so() -> None:
 
 
 @pytest.mark.parametrize("state", ["failed", "inactive", "activating"])
-async def test_status_says_at_once_that_slurmctld_does_not_run(state: str) -> None:
+async def test_status_reports_a_stopped_slurmctld_at_once(state: str) -> None:
     world = lab()
     context = await raised(world)
     asked = len(world.hosts["c1"].calls)
@@ -72,7 +72,7 @@ async def test_status_says_at_once_that_slurmctld_does_not_run(state: str) -> No
     assert [call.argv[0] for call in world.hosts["c1"].calls[asked:]] == ["scontrol", "systemctl"]
 
 
-async def test_a_slurmctld_that_hangs_is_the_one_who_does_not_answer() -> None:
+async def test_hanging_slurmctld_is_reported() -> None:
     async def hang(program: FakeProgram) -> int:
         await asyncio.sleep(3600)
         return 0
@@ -85,7 +85,7 @@ async def test_a_slurmctld_that_hangs_is_the_one_who_does_not_answer() -> None:
     )
 
 
-async def test_status_of_a_slurm_that_does_not_answer_says_what_it_said() -> None:
+async def test_status_quotes_the_slurm_error() -> None:
     world = lab()
     context = await raised(world)
     world.slurm.broken = "slurm_load_node error: Unable to contact slurm controller (connect failure)\n"

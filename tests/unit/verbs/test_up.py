@@ -12,7 +12,7 @@ from shoal.spec.finding import Finding
 from shoal.verbs.up import UpResult, plan, up
 
 
-async def test_up_says_what_it_changed_and_the_next_one_that_there_was_nothing() -> None:
+async def test_up_reports_its_changes_and_a_second_up_reports_none() -> None:
     world = lab()
     context = context_of(world)
     first = await up(context, AT_ONCE)
@@ -24,7 +24,7 @@ async def test_up_says_what_it_changed_and_the_next_one_that_there_was_nothing()
     assert second.whole and second.unchanged
 
 
-async def test_up_with_one_host_away_brings_up_the_others_and_says_so() -> None:
+async def test_up_changes_the_others_and_reports_an_unreachable_host() -> None:
     world = lab()
     world.hosts["n2"].unreachable = True
     result = await up(context_of(world), AT_ONCE)
@@ -43,7 +43,7 @@ async def test_up_without_the_controller_stops_at_once() -> None:
     assert world.applied() == []
 
 
-async def test_up_ends_no_running_job_unless_that_is_allowed() -> None:
+async def test_up_ends_no_running_job_without_permission() -> None:
     world = lab()
     await raised(world)
     world.slurm.jobs["7"] = "n1"
@@ -59,7 +59,7 @@ async def test_up_ends_no_running_job_unless_that_is_allowed() -> None:
     assert "ClusterName=atoll" in world.slurm.conf
 
 
-async def test_a_partition_with_jobs_is_taken_away_only_when_that_is_allowed() -> None:
+async def test_partition_with_jobs_is_removed_only_with_permission() -> None:
     world = lab()
     await raised(world, LAB + "  side: {nodesets: [lab]}\n")
     world.slurm.jobs["7"] = "n1"  # in `main`
@@ -77,7 +77,7 @@ async def test_a_partition_with_jobs_is_taken_away_only_when_that_is_allowed() -
     assert "PartitionName=main" not in world.slurm.conf
 
 
-async def test_the_plan_for_a_sandbox_that_is_not_there_is_to_make_it() -> None:
+async def test_plan_of_a_missing_sandbox_creates_the_hosts() -> None:
     sandbox = Sandbox()
     made = await plan(sandbox.context())
     assert [(change.host, change.action) for change in made.changes] == [
@@ -88,7 +88,7 @@ async def test_the_plan_for_a_sandbox_that_is_not_there_is_to_make_it() -> None:
     assert sandbox.provider.clusters == {}
 
 
-async def test_up_makes_the_hosts_that_are_missing_and_starts_those_that_stopped() -> None:
+async def test_up_creates_missing_hosts_and_starts_stopped_hosts() -> None:
     sandbox = Sandbox()
     result = await up(sandbox.context(), AT_ONCE)
     assert result.created == ("controller", "fish1", "fish2")
@@ -99,7 +99,7 @@ async def test_up_makes_the_hosts_that_are_missing_and_starts_those_that_stopped
     assert [one.state for one in await sandbox.provider.instances("reef")] == ["running"] * 3
 
 
-async def test_the_plan_for_a_host_more_also_says_what_happens_to_those_that_are_there() -> None:
+async def test_plan_with_a_new_host_includes_changes_of_the_others() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
     sandbox.world.look_again()
@@ -111,7 +111,7 @@ async def test_the_plan_for_a_host_more_also_says_what_happens_to_those_that_are
     ]
 
 
-async def test_a_host_that_the_spec_no_longer_names_is_drained_and_deleted() -> None:
+async def test_host_removed_from_the_spec_is_drained_and_deleted() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
     sandbox.world.look_again()
@@ -123,7 +123,7 @@ async def test_a_host_that_the_spec_no_longer_names_is_drained_and_deleted() -> 
     assert sandbox.world.slurm.nodes == ["fish1"]
 
 
-async def test_a_host_with_jobs_is_not_deleted() -> None:
+async def test_host_with_jobs_is_not_deleted() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
     sandbox.world.look_again()
@@ -133,7 +133,7 @@ async def test_a_host_with_jobs_is_not_deleted() -> None:
     assert len(await sandbox.provider.instances("reef")) == 3
 
 
-async def test_what_stands_in_a_providers_way_is_said_before_it_begins() -> None:
+async def test_provider_obstacles_are_reported_before_creation() -> None:
     sandbox = Sandbox()
     missing = Finding("error", "systemd-nspawn is not installed", fix="apt-get install systemd-container")
     sandbox.provider.findings = [missing, Finding("warning", "little memory")]

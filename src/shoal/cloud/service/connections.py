@@ -16,7 +16,7 @@ from shoal.errors import Unreachable
 from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.local import LocalConnector
 from shoal.hosts.ssh import SshConnector
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 
 CONNECT_TIMEOUT_S = 4.0
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.rental import Rental
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.leader import Leadership
 from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.scheduling import STEP_WAIT_S, Clock
 from shoal.cloud.service.slurm import QueuedJob, Slurm
 from shoal.errors import SlurmError

@@ -25,7 +25,7 @@ from shoal.cloud.service.settings import KNOWN_HOSTS, ServiceSettings
 from shoal.errors import HostError, ShoalError
 from shoal.hosts.api import Connector
 from shoal.plan.apply import prepare
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.observe import observe
 from shoal.plan.progress import NoProgress
 from shoal.plan.secret_values import fetch_secrets

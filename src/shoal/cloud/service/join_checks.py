@@ -10,7 +10,7 @@ from shoal.agent.facts import Facts, FileFact
 from shoal.cloud.service.context import UNFIT_PREFIX
 from shoal.hosts.api import Host
 from shoal.network.wireguard import PEERS, peers_conf, peers_in
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Fleet
 from shoal.plan.reachability import connection_addresses
 from shoal.remote import python_command
 from shoal.roles.assembly import assemble

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cloud.service.account import AccountClient
+from shoal.cloud.service.provider_account import AccountClient
 
 log = logging.getLogger("shoal.elastic")
 

@@ -18,7 +18,7 @@ from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.rental import LIVE, OrderBlock, Rental, RentalState, price_of, prices_text
 from shoal.cloud.service.scheduling import MAX_DELAY_S, is_due
 from shoal.errors import LedgerError
-from shoal.remote.ledger_rows import LOCK_TIMEOUT_S
+from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
 
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 

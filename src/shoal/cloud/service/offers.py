@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RequestOutcome
 from shoal.cloud.providers.http import ApiError
 from shoal.cloud.rental import OrderBlock
-from shoal.cloud.service.account import MAX_FAILURES, UNREACHABLE_PAUSE_S, error_text
 from shoal.cloud.service.context import ServiceContext, log
+from shoal.cloud.service.provider_account import MAX_FAILURES, UNREACHABLE_PAUSE_S, error_text
 from shoal.cloud.service.scheduling import is_due
 from shoal.spec.rental import OfferChoice, RentedSet
 

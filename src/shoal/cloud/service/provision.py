@@ -16,11 +16,11 @@ from shoal.cloud.providers.api import FailureKind, Offer, RentalOrder, RequestOu
 from shoal.cloud.providers.http import gather_all
 from shoal.cloud.rental import Rental
 from shoal.cloud.service import offers as choose
-from shoal.cloud.service.account import MAX_FAILURES, UNREACHABLE_PAUSE_S, AccountClient, error_text
 from shoal.cloud.service.boot import boot_script
 from shoal.cloud.service.budget import BudgetGuard
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
 from shoal.cloud.service.offers import OfferCatalog
+from shoal.cloud.service.provider_account import MAX_FAILURES, UNREACHABLE_PAUSE_S, AccountClient, error_text
 from shoal.cloud.service.scheduling import BackgroundCalls
 from shoal.cloud.service.slurm import format_reason, is_registered, wants_machine
 from shoal.cloud.service.slurm_requests import PowerRequest

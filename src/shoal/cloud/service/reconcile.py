@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from shoal.cloud.providers.api import FailureKind, RentedInstance
 from shoal.cloud.rental import Rental, price_of
 from shoal.cloud.service import slurm
-from shoal.cloud.service.account import LOST_ORDER_SEARCH_S, AccountClient
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S, AccountClient
 from shoal.cloud.service.scheduling import is_due
 from shoal.slurm.state import NodeState
 

@@ -18,8 +18,8 @@ from types import MappingProxyType
 
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.rental import Rental
-from shoal.cloud.service.account import DELETE_RETRY_S, AccountClient
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.provider_account import DELETE_RETRY_S, AccountClient
 from shoal.cloud.service.scheduling import BackgroundCalls, is_due
 from shoal.cloud.service.slurm import QueuedJob, format_reason, is_registered, reason_text, retry_time, set_by_us
 from shoal.contract import GRACE_S

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.cloud.providers.api import RentedInstance
-from shoal.cloud.service.account import AccountClient
 from shoal.cloud.service.boot import NodeBooter
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.provision import Provisioner
 from shoal.cloud.service.reconcile import reconcile, without_slurm
 from shoal.cloud.service.release import InstanceReleaser, end_machines

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.errors import UsageError
-from shoal.remote.ledger_move import in_charge_since
+from shoal.remote.rental_ledger_move import in_charge_since
 from shoal.roles.elastic import LEADER_SINCE, SETTINGS, STATE
 from shoal.spec.model import Spec
 

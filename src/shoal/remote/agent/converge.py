@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from _collections_abc import Callable, Iterator
 
-from shoal.remote.agent.accounts import ACCOUNT_KINDS
 from shoal.remote.agent.context import (
     OPERATOR_LEFT,
     ConvergeContext,
@@ -27,6 +26,7 @@ from shoal.remote.agent.services import (
     restore_files_on_failure,
     start_again,
 )
+from shoal.remote.agent.unix_accounts import ACCOUNT_KINDS
 
 
 def check_command(item: Item, context: ConvergeContext) -> ItemChange | None:

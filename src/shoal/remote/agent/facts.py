@@ -7,7 +7,6 @@ import struct
 import sys
 import time
 
-from shoal.remote.agent.accounts import accounts, group_of, remote_mounts, user_of
 from shoal.remote.agent.context import ConvergeContext, Item, has_systemd
 from shoal.remote.agent.fast_stdlib import loads
 from shoal.remote.agent.file_io import read_bytes, read_text, sha256
@@ -15,6 +14,7 @@ from shoal.remote.agent.network import addresses, firewall
 from shoal.remote.agent.packages import package_facts, package_manager
 from shoal.remote.agent.running import disk_space, last_lines, run, which
 from shoal.remote.agent.services import service_facts
+from shoal.remote.agent.unix_accounts import accounts, group_of, remote_mounts, user_of
 
 
 def gather_facts(ask: Item, context: ConvergeContext) -> Item:
@@ -34,8 +34,8 @@ def gather_facts(ask: Item, context: ConvergeContext) -> Item:
         "memory_mb": memory_mb(),
         "gpus": gpus(),
         "disks": disks(),
-        "tun": can_open("/dev/net/tun"),
-        "fuse": may_mount() and can_open("/dev/fuse"),
+        "tun": can_open_device("/dev/net/tun"),
+        "fuse": may_mount() and can_open_device("/dev/fuse"),
         "filesystems": filesystems(ask.get("filesystems") or [], uname.release),
         "modules": [name for name in ask.get("modules") or [] if has_module(name, uname.release)],
         "cgroup": cgroup(),
@@ -172,7 +172,7 @@ def has_module(name: str, release: str) -> bool:
     return any(f"/{name}.ko" in read_text(folder + table) for table in ("modules.builtin", "modules.dep"))
 
 
-def can_open(path: str) -> bool:
+def can_open_device(path: str) -> bool:
     try:
         os.close(os.open(path, os.O_RDWR))
     except OSError:

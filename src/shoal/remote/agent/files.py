@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 
-from shoal.remote.agent.accounts import group_of, user_of
 from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, clear_due, record_due
 from shoal.remote.agent.file_io import file_status, read_bytes, read_text, remove, sha256, temporary_name, write_atomic
 from shoal.remote.agent.running import Failure, advice, most_relevant_line, run, run_checked, which
+from shoal.remote.agent.unix_accounts import group_of, user_of
 
 WRITTEN_BY_SHOAL = b"Written by shoal"
 DIFF_LINES = 10000

@@ -83,7 +83,7 @@ def make_automount(item: Item) -> str:
     where, (path, text) = item["where"], mount_record(item)
     name = unit_name(where)
     same = recorded(item, path) == text
-    watched = has_autofs()
+    watched = can_automount()
     unit = name + (".automount" if watched else ".mount")
     if not item["mounted"] or not same:
         run(["systemctl", "disable", *(["--now"] if watched else []), "--", unit], timeout=30.0)
@@ -133,7 +133,7 @@ def mount_record(item: Item) -> tuple[str, str]:
         # No limit: readers of the share wait for as long as its server is away.
         after = "[Unit]\nWants=network-online.target\nAfter=network-online.target\n\n"
         text = text.replace("[Mount]", after + "[Mount]") + "TimeoutSec=infinity\n"
-        if not has_autofs():
+        if not can_automount():
             return path, text + WANTED
         watch = f"# Made by shoal\n[Automount]\nWhere={fields['where']}\n\n[Install]\nWantedBy=remote-fs.target\n"
         return path, text + UNIT_SEPARATOR + watch
@@ -157,7 +157,7 @@ HELP: dict[tuple[str, int], str] = {}
 """The help text of programs, read once for all the homes of a host."""
 
 
-def has_autofs() -> bool:
+def can_automount() -> bool:
     """Whether systemd can mount on first access. In a container it often cannot, and mounts at start."""
     return os.path.exists("/dev/autofs")
 

@@ -45,7 +45,7 @@ async def lab_with_file(tmp_path: Path) -> tuple[World, Context, Path]:
 # ---- node remove
 
 
-async def test_a_node_with_jobs_stays_in_the_file_and_the_next_run_goes_on(tmp_path: Path) -> None:
+async def test_node_with_jobs_stays_in_the_file_until_a_later_run(tmp_path: Path) -> None:
     world, context, file = await lab_with_file(tmp_path)
     world.slurm.jobs["7"] = "n2"
     result = await remove_node(context, "n2", AT_ONCE)
@@ -75,7 +75,7 @@ class KilledIn(NoProgress):
 
 
 @pytest.mark.parametrize("moment", ["connect and look", "jobs on leaving nodes", "controller", "hosts released"])
-async def test_killed_at_any_moment_the_next_run_takes_the_node_out(moment: str, tmp_path: Path) -> None:
+async def test_next_run_removes_the_node_after_a_kill_at_any_time(moment: str, tmp_path: Path) -> None:
     world, context, file = await lab_with_file(tmp_path)
     with pytest.raises(Killed):
         await remove_node(replace(context, progress=KilledIn(moment)), "n2", AT_ONCE)
@@ -88,7 +88,7 @@ async def test_killed_at_any_moment_the_next_run_takes_the_node_out(moment: str,
     assert file.read_text() == WITHOUT_N2
 
 
-async def test_a_node_that_does_not_answer_stays_in_the_file_with_the_ways_out(tmp_path: Path) -> None:
+async def test_unreachable_node_stays_in_the_file_with_the_fix(tmp_path: Path) -> None:
     world, context, file = await lab_with_file(tmp_path)
     world.hosts["n2"].unreachable = True
     result = await remove_node(context, "n2", AT_ONCE)
@@ -100,7 +100,7 @@ async def test_a_node_that_does_not_answer_stays_in_the_file_with_the_ways_out(t
     assert (world.slurm.nodes, file.read_text()) == (["n1"], LAB)
 
 
-async def test_what_others_write_into_the_file_meanwhile_stays(tmp_path: Path) -> None:
+async def test_concurrent_edits_of_the_file_are_kept(tmp_path: Path) -> None:
     _, context, file = await lab_with_file(tmp_path)
 
     class Edits(NoProgress):
@@ -112,7 +112,7 @@ async def test_what_others_write_into_the_file_meanwhile_stays(tmp_path: Path) -
     assert file.read_text() == WITHOUT_N2 + "# a note\n"
 
 
-async def test_a_lent_host_taken_out_of_the_file_by_hand_is_a_warning_in_plan_and_up() -> None:
+async def test_existing_host_removed_from_the_file_by_hand_is_a_warning() -> None:
     world = lab()
     await raised(world)
     said = (
@@ -142,7 +142,7 @@ class Elsewhere:
         return context_of(self.world, text, providers=lambda name: self.cloud, registry=lambda: ("cloud",))
 
 
-async def test_hosts_of_a_provider_that_the_file_does_not_name_are_planned_away_and_deleted() -> None:
+async def test_provider_hosts_missing_from_the_file_are_planned_and_deleted() -> None:
     it = Elsewhere()
     assert (await up(it.context(), AT_ONCE)).whole
     it.world.look_again()
@@ -153,7 +153,7 @@ async def test_hosts_of_a_provider_that_the_file_does_not_name_are_planned_away_
     assert it.cloud.clusters == {}
 
 
-async def test_down_deletes_hosts_of_a_provider_that_the_file_no_longer_names() -> None:
+async def test_down_deletes_provider_hosts_missing_from_the_file() -> None:
     it = Elsewhere()
     await it.stray()
     result = await down(it.context())
@@ -161,7 +161,7 @@ async def test_down_deletes_hosts_of_a_provider_that_the_file_no_longer_names() 
     assert it.cloud.clusters == {}
 
 
-async def test_a_new_controller_does_not_delete_the_hosts_of_another_unasked() -> None:
+async def test_new_controller_does_not_delete_hosts_of_another_without_permission() -> None:
     it = Elsewhere()
     await it.stray()
     assert (await plan(it.context())).cost is Cost.JOBS
@@ -175,7 +175,7 @@ async def test_a_new_controller_does_not_delete_the_hosts_of_another_unasked() -
     assert (await up(it.context(), AT_ONCE, allow_job_loss=True)).removed == ("gpu1", "gpu2")
 
 
-async def test_a_provider_that_the_file_does_not_name_and_that_cannot_be_asked_is_a_warning() -> None:
+async def test_unreachable_provider_outside_the_file_is_a_warning() -> None:
     class Mute(FakeProvider):
         async def instances(self, cluster: str) -> list[Any]:
             raise ProviderError("no account", hint="log in to it")
@@ -188,7 +188,7 @@ async def test_a_provider_that_the_file_does_not_name_and_that_cannot_be_asked_i
     assert (await down(it.context())).findings == (said,)
 
 
-async def test_the_same_name_at_two_providers_is_two_hosts() -> None:
+async def test_equal_names_at_two_providers_are_two_hosts() -> None:
     sandbox, cloud = Sandbox(), FakeProvider()
     both = {"sandbox": sandbox.provider, "cloud": cloud}
     context = replace(sandbox.context(), providers=lambda name: both[name], registry=lambda: tuple(both))
@@ -199,7 +199,7 @@ async def test_the_same_name_at_two_providers_is_two_hosts() -> None:
     assert (planned.create, planned.delete) == ((), (("cloud", "fish1"),))
 
 
-async def test_a_host_that_is_to_be_of_another_shape_is_a_warning_in_plan_up_and_check() -> None:
+async def test_changed_shape_is_a_warning_in_plan_up_and_check() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
     sandbox.world.look_again()
@@ -218,7 +218,7 @@ async def test_a_host_that_is_to_be_of_another_shape_is_a_warning_in_plan_up_and
 # ---- hosts that cannot be made
 
 
-async def test_a_host_that_cannot_be_made_does_not_stop_the_others() -> None:
+async def test_failed_host_creation_does_not_stop_the_others() -> None:
     sandbox = Sandbox()
     sandbox.provider.failing["fish2"] = "no capacity"
     result = await up(sandbox.context(), AT_ONCE)
@@ -232,7 +232,7 @@ async def test_a_host_that_cannot_be_made_does_not_stop_the_others() -> None:
     assert (again.created, again.whole) == (("fish2",), True)
 
 
-async def test_a_controller_that_cannot_be_made_ends_the_run() -> None:
+async def test_failed_controller_creation_ends_the_run() -> None:
     sandbox = Sandbox()
     sandbox.provider.failing["controller"] = "no capacity"
     with pytest.raises(HostError, match="controller: sandbox could not make it: no capacity"):
@@ -240,7 +240,7 @@ async def test_a_controller_that_cannot_be_made_ends_the_run() -> None:
     assert sandbox.world.applied() == []
 
 
-async def test_a_provider_that_can_make_nothing_ends_the_run() -> None:
+async def test_provider_that_cannot_create_ends_the_run() -> None:
     class Closed(FakeProvider):
         async def create(self, *args: Any) -> list[Any]:
             raise ProviderError("closed for the night")
@@ -249,7 +249,7 @@ async def test_a_provider_that_can_make_nothing_ends_the_run() -> None:
         await up(Context(default_spec("reef"), providers=lambda name: Closed()), AT_ONCE)
 
 
-async def test_without_the_controller_every_failure_is_told() -> None:
+async def test_controller_failure_lists_every_failure() -> None:
     world = lab()
     world.hosts["c1"].unreachable = world.hosts["n2"].unreachable = True
     for verb in (up, plan):
@@ -265,7 +265,7 @@ async def test_without_the_controller_every_failure_is_told() -> None:
 # ---- down, when it cannot ask
 
 
-async def test_down_is_refused_when_the_controller_does_not_answer() -> None:
+async def test_down_is_rejected_when_the_controller_is_unreachable() -> None:
     world = lab()
     context = await raised(world)
     world.hosts["c1"].unreachable = True
@@ -279,7 +279,7 @@ async def test_down_is_refused_when_the_controller_does_not_answer() -> None:
     assert (await down(context, force=True)).released == ("n1", "n2")
 
 
-async def test_down_is_refused_when_slurmctld_does_not_answer() -> None:
+async def test_down_is_rejected_when_slurmctld_is_silent() -> None:
     world = lab()
     context = await raised(world)
     world.slurm.broken = "Unable to contact slurm controller"
@@ -292,7 +292,7 @@ async def test_down_is_refused_when_slurmctld_does_not_answer() -> None:
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 
 
-async def test_down_is_refused_when_slurmctld_does_not_run() -> None:
+async def test_down_is_rejected_when_slurmctld_is_stopped() -> None:
     world = lab()
     context = await raised(world)
     facts = world.agents["c1"].facts
@@ -301,7 +301,7 @@ async def test_down_is_refused_when_slurmctld_does_not_run() -> None:
         await down(context)
 
 
-async def test_down_needs_no_force_where_slurm_never_was_or_is_gone() -> None:
+async def test_down_needs_no_force_without_slurm() -> None:
     world = lab()
     assert (await down(context_of(world))).released == ("c1", "n1", "n2")
     await raised(world)
@@ -312,7 +312,7 @@ async def test_down_needs_no_force_where_slurm_never_was_or_is_gone() -> None:
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "CONFIGURING"])
-async def test_down_is_refused_for_jobs_that_hold_nodes_and_do_not_run(state: str) -> None:
+async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(state: str) -> None:
     world = lab()
     context = await raised(world)
     world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": state}
@@ -322,7 +322,7 @@ async def test_down_is_refused_for_jobs_that_hold_nodes_and_do_not_run(state: st
     assert (await down(context)).released == ("c1", "n1", "n2")
 
 
-async def test_a_sandbox_that_is_switched_off_is_taken_away_without_force() -> None:
+async def test_stopped_sandbox_is_deleted_without_force() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
     sandbox.world.look_again()

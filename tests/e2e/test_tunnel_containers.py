@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.lent import Lent, lent_hosts
+from tests.e2e.existing_hosts import Lent, lent_hosts
 from tests.sandbox_faults import SandboxFaults
 
 from shoal.sandbox.layout import cache_dir
@@ -78,7 +78,7 @@ def ran(cluster: Cluster, script: str, *options: str) -> str:
     return cluster.on("pod", "cat", "/tmp/out")
 
 
-def test_it_joins_and_how_others_confine_jobs_stays_as_it_is(cluster: Cluster) -> None:
+def test_container_joins_and_job_confinement_of_the_others_stays(cluster: Cluster) -> None:
     states = cluster.states()
     assert "IDLE" in states["pod"] and "IDLE" in states["pod2"]
     conf = cluster.on("ctl", "cat", "/etc/slurm/slurm.conf")
@@ -90,30 +90,30 @@ def test_it_joins_and_how_others_confine_jobs_stays_as_it_is(cluster: Cluster) -
     assert cluster.json("up", timeout=100)["unchanged"]
 
 
-def test_slurm_listens_for_it_on_the_controllers_loopback_alone(cluster: Cluster) -> None:
+def test_container_port_listens_only_on_the_controller_loopback(cluster: Cluster) -> None:
     [line] = [line for line in cluster.on("ctl", "ss", "-ltnH").splitlines() if ":29001" in line]
     assert line.split()[3] == "127.0.0.1:29001"
 
 
-def test_the_tunnels_key_opens_nothing_else(cluster: Cluster) -> None:
+def test_tunnel_key_permits_nothing_else(cluster: Cluster) -> None:
     ssh = "ssh -F /etc/shoal/tunnels/pod.conf -o ClearAllForwardings=yes tunnel"
     assert cluster.on("ctl", "sh", "-c", f"{ssh} cat /etc/munge/munge.key | wc -c").strip() == "0"
     other = "ssh -F /etc/shoal/tunnels/pod.conf -o ClearAllForwardings=yes -W 127.0.0.1:22 tunnel < /dev/null"
     assert "prohibited" in cluster.on("ctl", "sh", "-c", f"{other} 2>&1", status=None)
 
 
-def test_a_batch_job_runs_steps_inside_and_has_its_gpus(cluster: Cluster) -> None:
+def test_batch_job_runs_steps_in_the_container_with_its_gpus(cluster: Cluster) -> None:
     said = ran(cluster, JOB, "--ntasks=2", "--gpus=2").splitlines()
     assert sorted(said) == ["gpus 0,1", "task 0 of 2 on pod", "task 1 of 2 on pod"]
 
 
-def test_a_share_is_copied_through_the_tunnel_and_results_come_back(cluster: Cluster) -> None:
+def test_share_is_copied_through_the_tunnel_and_results_return(cluster: Cluster) -> None:
     cluster.on("ctl", "sh", "-c", "echo from the controller > /data/in; chmod 666 /data/in")
     assert ran(cluster, COPYING) == "from the controller\n"
     assert cluster.on("ctl", "cat", "/data/out") == "back\n"
 
 
-def test_a_job_that_ends_while_the_tunnel_is_cut_counts_as_done_when_it_is_back(cluster: Cluster) -> None:
+def test_job_that_ends_while_the_tunnel_is_cut_completes_after_reconnection(cluster: Cluster) -> None:
     faults = SandboxFaults(cache_dir())
     wrap = "srun echo begun; sleep 3; echo ended while cut off"
     job = cluster.on("ctl", "sbatch", "--parsable", "-p", "pods", "-w", "pod", "-o", "/tmp/cut", "--wrap", wrap).strip()
@@ -130,7 +130,7 @@ def test_a_job_that_ends_while_the_tunnel_is_cut_counts_as_done_when_it_is_back(
     assert "task 1 of 2 on pod" in ran(cluster, JOB, "--ntasks=2")
 
 
-def test_a_new_connection_ends_one_that_the_container_has_not_missed_yet(cluster: Cluster) -> None:
+def test_new_tunnel_connection_ends_a_stale_connection(cluster: Cluster) -> None:
     """As the service does before it connects: the old one would keep the ports."""
     holding = "pgrep -P $(systemctl show -p MainPID --value shoal-tunnel@pod) ssh; true"
     before = cluster.on("ctl", "sh", "-c", holding).strip()
@@ -140,7 +140,7 @@ def test_a_new_connection_ends_one_that_the_container_has_not_missed_yet(cluster
     assert "task 1 of 2 on pod" in ran(cluster, JOB, "--ntasks=2")
 
 
-def test_it_leaves_and_nothing_of_it_stays(cluster: Cluster, lent: Lent) -> None:
+def test_node_remove_leaves_nothing_in_the_container(cluster: Cluster, lent: Lent) -> None:
     assert cluster.json("node", "remove", "pod", timeout=150)["removed"] == ["pod"]
     conf = cluster.on("ctl", "cat", "/etc/slurm/slurm.conf")
     assert "NodeName=pod " not in conf and "NodeName=pod2 " in conf

@@ -24,7 +24,7 @@ run_interruptible(work())
 """
 
 
-def test_the_second_one_says_what_is_left_and_ends_with_the_status_of_an_interrupt() -> None:
+def test_second_ctrl_c_reports_remaining_work_and_exits_130() -> None:
     process = subprocess.Popen([sys.executable, "-c", WORK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in ("begun\n", "told to stop\n"):

@@ -46,7 +46,7 @@ def state_of(cluster: Cluster, job: str) -> str:
         ("{KillWait: soon}", 'KillWait value "soon" is not a valid number', "correct or delete slurm.options.KillWait"),
     ],
 )
-def test_what_slurm_cannot_read_is_found_by_check_and_never_put_in_place(
+def test_option_slurm_cannot_read_is_reported_by_check_and_not_applied(
     cluster: Cluster, job: str, options: str, complaint: str, advice: str
 ) -> None:
     before = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
@@ -67,7 +67,7 @@ def test_what_slurm_cannot_read_is_found_by_check_and_never_put_in_place(
     assert "no changes" in cluster.shoal("up").stdout
 
 
-def test_what_slurmctld_does_not_start_with_is_taken_back(cluster: Cluster, job: str) -> None:
+def test_option_that_stops_slurmctld_is_rolled_back(cluster: Cluster, job: str) -> None:
     """A plugin that is not there: the file can be read, and slurmctld ends all the same."""
     before = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
     options = "{PreemptType: preempt/nope}"

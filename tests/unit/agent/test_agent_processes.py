@@ -23,7 +23,7 @@ BUSY = "while :; do :; done"
     ],
     ids=["asleep", "busy", "a child of its is busy"],
 )
-def test_a_process_is_at_work_while_it_or_one_of_its_session_wants_the_cpu(script: str, works: bool) -> None:
+def test_process_is_busy_while_its_session_uses_the_cpu(script: str, works: bool) -> None:
     process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
     try:
         for _ in range(600):  # all of them are, while they start
@@ -37,7 +37,7 @@ def test_a_process_is_at_work_while_it_or_one_of_its_session_wants_the_cpu(scrip
         process.wait()
 
 
-def test_a_process_that_no_signal_ends_is_waited_for_a_moment_only() -> None:
+def test_unkillable_process_is_awaited_only_for_the_timeout() -> None:
     """One that lives stands for one that hangs in the kernel, on a share whose server is away."""
     process = subprocess.Popen(["sleep", "600"])
     try:

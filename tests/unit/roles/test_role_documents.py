@@ -77,11 +77,11 @@ def document_of(cluster: Cluster, name: str) -> str:
         ("compute-without-firewall", "n1", REEF + "firewall: false\n"),
     ],
 )
-def test_a_host_is_asked_for_exactly_this(golden: str, name: str, text: str) -> None:
+def test_host_document_matches_its_golden(golden: str, name: str, text: str) -> None:
     assert_golden(f"roles/{golden}.txt", document_of(reef(text, n1={"gpus": gpus(2)}), name))
 
 
-def test_what_slurm_refuses_is_told_by_the_key_in_the_file() -> None:
+def test_slurm_error_points_to_the_key_in_the_file() -> None:
     cluster = reef(REEF + "slurm: {options: {PreemptType: preempt/none, KillWait: 60}}\n")
     assert advice(cluster) == (
         ("PreemptType", "correct or delete slurm.options.PreemptType in the cluster's file"),
@@ -95,24 +95,24 @@ def test_what_slurm_refuses_is_told_by_the_key_in_the_file() -> None:
         assert (conf.accepted_by, conf.advice) == (READ_CONF, advice(cluster))
 
 
-def test_two_sites_are_two_switches_and_a_job_spans_them_only_when_it_says_so() -> None:
+def test_two_sites_match_their_golden() -> None:
     spec = spec_of(TWO_SITES)
     names = ("controller", "fish1", "fish2", "kelp1")
     facts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}
     assert_golden("roles/two-sites.txt", document_of(assemble(spec, facts, {}), "controller"))
 
 
-def test_a_host_that_leaves_is_asked_for_exactly_this() -> None:
+def test_removal_matches_its_golden() -> None:
     assert_golden("roles/removal.txt", shown({Stage.NODES: removal()}))
 
 
-def test_a_node_without_a_gpu_has_no_rule_for_one() -> None:
+def test_node_without_gpus_has_no_gpu_device_rule() -> None:
     cluster = reef(n1={"gpus": gpus(2)})
     assert 'KERNEL=="nvidia[0-9]*", MODE="0666"' in document_of(cluster, "n1")
     assert 'KERNEL=="nvidia' not in document_of(cluster, "n2")
 
 
-def test_no_document_holds_the_munge_key_but_by_its_digest() -> None:
+def test_documents_contain_the_munge_key_only_by_digest() -> None:
     cluster = reef()
     for member in cluster.members:
         for document in documents(cluster, member).values():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.e2e.cluster import taken_down
-from tests.matrix.cells import Cell, Matrix, Outcome, Stopped, judge
+from tests.matrix.stopped_jobs import Cell, Matrix, Outcome, Stopped, judge
 
 pytestmark = pytest.mark.sandbox
 
@@ -38,18 +38,18 @@ def outcomes(cluster: Matrix, request: pytest.FixtureRequest) -> dict[Cell, Outc
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_stopped_job_loses_no_step_and_learns_the_same_bit_for_bit(outcomes: dict[Cell, Outcome], cell: Cell) -> None:
+def test_stopped_job_loses_no_step_and_trains_bit_for_bit_equal(outcomes: dict[Cell, Outcome], cell: Cell) -> None:
     outcome = outcomes[cell]
     assert outcome.problems == ()
     assert outcome.lost == 0
     assert outcome.resumed_at == outcome.stopped_at
 
 
-def test_a_preempted_job_is_warned_by_the_signal_it_asked_for(outcomes: dict[Cell, Outcome]) -> None:
+def test_preempted_job_gets_its_requested_signal(outcomes: dict[Cell, Outcome]) -> None:
     assert outcomes[PREEMPTED].reason == "SIGUSR1"
 
 
-def test_a_running_cluster_that_breaks_the_contract_is_found_by_check(cluster: Matrix) -> None:
+def test_check_reports_a_cluster_that_breaks_the_preemption_contract(cluster: Matrix) -> None:
     less = "jobs have less time to save after SIGTERM than they count on"
     lost = "a preempted job does not save its work and start again"
     assert not {less, lost} & {*_findings(cluster)}

@@ -31,7 +31,7 @@ from shoal.roles.environments import directory_of
 from shoal.roles.rented import rented_containers
 from shoal.spec.model import Spec
 
-log = logging.getLogger("shoal.cloud.service.job_files")
+log = logging.getLogger("shoal.cloud.service.job_file_copier")
 
 PROGRAM = Path(job_file_transfer.__file__).read_text()
 SCAN_INTERVAL_S = 1.0

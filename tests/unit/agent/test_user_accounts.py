@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.remote.agent import accounts
+from shoal.remote.agent import unix_accounts
 from shoal.remote.agent.running import Failure
 
 DAEMON = pwd.getpwnam("daemon")
@@ -25,44 +25,44 @@ def world(*items: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("uid", [58123, DAEMON.pw_uid])
-def test_an_account_of_the_hosts_own_is_not_made_a_persons(uid: int) -> None:
+def test_system_account_is_not_reused_for_a_user(uid: int) -> None:
     person = user("daemon", uid)
     with pytest.raises(Failure) as caught:
-        accounts.check_user(person, world(person))
+        unix_accounts.check_user(person, world(person))
     assert str(caught.value) == (
         f"user daemon is this host's own, with id {DAEMON.pw_uid}, and programs of it run as that; choose another name"
     )
 
 
-def test_neither_is_its_group() -> None:
+def test_system_group_is_not_reused_for_a_user() -> None:
     group, gid = {"kind": "group", "name": "video", "gid": 58123}, grp.getgrnam("video").gr_gid
     with pytest.raises(Failure) as caught:
-        accounts.check_group(group, world(group, user("video", 58123)))
+        unix_accounts.check_group(group, world(group, user("video", 58123)))
     assert str(caught.value).startswith(f"group video is this host's own, with id {gid}, and programs of it run as")
 
 
-def test_an_id_that_somebody_has_is_refused_by_name() -> None:
+def test_conflicting_id_is_reported_with_its_owner() -> None:
     person = user("shoal-test-user", DAEMON.pw_uid)
     with pytest.raises(Failure) as caught:
-        accounts.check_user(person, world(person))
+        unix_accounts.check_user(person, world(person))
     assert str(caught.value).startswith(
         f"the id {DAEMON.pw_uid} wanted for user shoal-test-user belongs to user daemon on this host; give daemon "
     )
 
 
-def test_who_is_there_already_keeps_further_groups_and_may_log_in_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_user_keeps_extra_groups_and_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     there = SimpleNamespace(pw_uid=2001, pw_gid=2001, pw_dir="/home/ann", pw_shell="/bin/sh")
     ran: list[list[str]] = []
-    monkeypatch.setattr(accounts, "user_of", lambda name: there)
-    monkeypatch.setattr(accounts, "run_checked", lambda argv, what: ran.append(argv))
-    assert accounts.make_user(user("ann", 2001, groups=("team",)), world()) == ""
+    monkeypatch.setattr(unix_accounts, "user_of", lambda name: there)
+    monkeypatch.setattr(unix_accounts, "run_checked", lambda argv, what: ran.append(argv))
+    assert unix_accounts.make_user(user("ann", 2001, groups=("team",)), world()) == ""
     [argv] = ran
     assert argv[0] == "usermod" and argv[-1] == "ann" and "--append" in argv
     assert argv[argv.index("--groups") + 1] == "team" and argv[argv.index("--expiredate") + 1] == ""
 
 
-def test_who_leaves_is_locked_and_nobody_else_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "expired", lambda name: False)
-    change = accounts.check_user(user("daemon", DAEMON.pw_uid, locked=True), world())
+def test_removed_user_is_locked_only_under_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_accounts, "expired", lambda name: False)
+    change = unix_accounts.check_user(user("daemon", DAEMON.pw_uid, locked=True), world())
     assert change is not None and change.action == "lock user daemon"
-    assert accounts.check_user(user("daemon", 58123, locked=True), world()) is None
+    assert unix_accounts.check_user(user("daemon", 58123, locked=True), world()) is None

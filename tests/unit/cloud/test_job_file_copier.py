@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cloud.service import job_files
-from shoal.cloud.service.job_files import ContainerJob, JobFileCopier, parse_jobs, parse_note
+from shoal.cloud.service import job_file_copier
+from shoal.cloud.service.job_file_copier import ContainerJob, JobFileCopier, parse_jobs, parse_note
 from shoal.hosts.api import Result, Target
 from shoal.jobs import staging
 from shoal.jobs.record import JobComment
@@ -57,7 +57,7 @@ def test_only_jobs_of_shoal_run_in_the_jobs_directory_have_a_note(said: str, not
 
 
 def test_ssh_uses_the_rental_key_and_no_secret_is_an_argument() -> None:
-    assert job_files.ssh("pods1")[:5] == [
+    assert job_file_copier.ssh("pods1")[:5] == [
         "ssh",
         "-F",
         "/etc/shoal/tunnels/pods1.conf",
@@ -74,8 +74,8 @@ class Scene:
         self.queue, self.comment, self.asked, self.cut = "", "", 0, False
         self.present = {"pods1"}
         monkeypatch.setattr(staging, "MARKS", str(self.marks))
-        monkeypatch.setattr(job_files, "SCAN_INTERVAL_S", 0.05)
-        monkeypatch.setattr(job_files, "RETRY_PAUSE_S", 0.2)
+        monkeypatch.setattr(job_file_copier, "SCAN_INTERVAL_S", 0.05)
+        monkeypatch.setattr(job_file_copier, "RETRY_PAUSE_S", 0.2)
         for path in ("code/c0de.tar", "lib/11b/start.py"):
             self.write(self.controller / path, path)
         self.container.mkdir()
@@ -134,7 +134,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path, monkeypatch)
 
 
-async def test_a_job_gets_its_code_and_its_files_are_fetched_before_it_ends(scene: Scene) -> None:
+async def test_job_gets_its_bundle_and_its_files_are_fetched_before_the_end(scene: Scene) -> None:
     scene.start()
     async with scene.running():
         await until((scene.container / "7/sent/.ready").exists)
@@ -153,7 +153,7 @@ async def test_a_job_gets_its_code_and_its_files_are_fetched_before_it_ends(scen
         assert not (scene.marks / "7").exists()
 
 
-async def test_a_requeued_job_gets_what_it_wrote_before(scene: Scene) -> None:
+async def test_requeued_job_gets_its_earlier_files(scene: Scene) -> None:
     scene.start()
     async with scene.running():
         await until((scene.container / "7/sent/.ready").exists)
@@ -165,7 +165,7 @@ async def test_a_requeued_job_gets_what_it_wrote_before(scene: Scene) -> None:
         assert (scene.container / "7/checkpoints/step-1/x").read_text() == "1"
 
 
-async def test_a_lost_connection_is_retried(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+async def test_lost_connection_is_retried(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.cut = True
     scene.start()
     async with scene.running():
@@ -174,7 +174,7 @@ async def test_a_lost_connection_is_retried(scene: Scene, caplog: pytest.LogCapt
         await until((scene.container / "7/sent/.ready").exists)
 
 
-async def test_files_are_fetched_of_a_job_that_slurm_no_longer_lists(scene: Scene) -> None:
+async def test_files_of_an_unlisted_job_are_fetched(scene: Scene) -> None:
     scene.start()
     async with scene.running():
         await until((scene.container / "7/sent/.ready").exists)
@@ -184,7 +184,7 @@ async def test_files_are_fetched_of_a_job_that_slurm_no_longer_lists(scene: Scen
         assert (scene.controller / "7/rank-0.0.log").read_text() == "1.0 late\n"
 
 
-async def test_a_job_whose_files_cannot_be_sent_ends_with_the_cause(scene: Scene) -> None:
+async def test_job_with_unsendable_files_ends_with_the_cause(scene: Scene) -> None:
     (scene.controller / "code/c0de.tar").unlink()
     scene.write(scene.controller / "7/submission", "of another job")
     scene.write(scene.controller / "7.before-first/submission", "in the way")
@@ -194,7 +194,7 @@ async def test_a_job_whose_files_cannot_be_sent_ends_with_the_cause(scene: Scene
         assert (scene.container / "7/sent/.failed").read_text().endswith("/7: Directory not empty\n")
 
 
-async def test_copying_stops_when_the_container_is_gone(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+async def test_copying_stops_when_the_container_disappears(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.cut = True
     scene.start()
     async with scene.running():
@@ -203,7 +203,7 @@ async def test_copying_stops_when_the_container_is_gone(scene: Scene, caplog: py
         await until(lambda: "job 7: pods1 is gone; files not fetched yet are lost" in caplog.text)
 
 
-async def test_a_job_not_submitted_by_shoal_run_is_left_alone(scene: Scene) -> None:
+async def test_job_not_submitted_by_shoal_run_is_ignored(scene: Scene) -> None:
     scene.start(comment="mine")
     async with scene.running():
         await until(lambda: scene.asked > 3)
@@ -225,7 +225,7 @@ class Environment:
 
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch, python: Path, version: str) -> None:
         self.local = place / "local"
-        monkeypatch.setattr(job_files, "LOCAL_DIRECTORY", str(self.local))
+        monkeypatch.setattr(job_file_copier, "LOCAL_DIRECTORY", str(self.local))
         (place / "e44/bin").mkdir(parents=True)
         (place / "e44" / MARK).touch()
         (place / "e44/bin/python").symlink_to(python)
@@ -236,7 +236,7 @@ class Environment:
             archive.add(place / "e44", "e44")
 
 
-async def test_an_environment_is_copied_before_the_job_starts(
+async def test_environment_is_copied_before_the_job_starts(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = Environment(tmp_path, monkeypatch, PYTHON, platform.python_version())
@@ -246,7 +246,7 @@ async def test_an_environment_is_copied_before_the_job_starts(
     assert (environment.local / "e44/bin/python").exists()
 
 
-async def test_an_archive_that_others_could_have_written_is_not_unpacked(
+async def test_archive_in_a_writable_directory_is_not_unpacked(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = Environment(tmp_path, monkeypatch, PYTHON, platform.python_version())
@@ -257,7 +257,7 @@ async def test_an_archive_that_others_could_have_written_is_not_unpacked(
     assert not environment.local.exists()
 
 
-async def test_a_job_whose_environment_cannot_run_there_ends_with_the_cause(
+async def test_job_with_an_unusable_environment_ends_with_the_cause(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Environment(tmp_path, monkeypatch, Path("/opt/gone/bin/python3.1"), "3.1.0")

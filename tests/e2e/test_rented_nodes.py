@@ -11,7 +11,19 @@ from collections.abc import Iterator
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.simulated import UNFINISHED, Cloud, apart, asleep, bill, ended, preempt, printed, renting, state, submit
+from tests.e2e.simulated_clouds import (
+    UNFINISHED,
+    Cloud,
+    apart,
+    asleep,
+    bill,
+    ended,
+    preempt,
+    printed,
+    renting,
+    state,
+    submit,
+)
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
@@ -36,7 +48,7 @@ def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
         yield cluster, urls["sandbox"]
 
 
-def test_a_job_wakes_two_nodes_computes_and_they_go(rented: tuple[Cluster, str]) -> None:
+def test_job_starts_two_rented_nodes_and_they_are_released(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
     assert asleep(cluster)
     assert bill(url)["machines"] == []
@@ -48,13 +60,13 @@ def test_a_job_wakes_two_nodes_computes_and_they_go(rented: tuple[Cluster, str])
     cluster.wait("its nodes go", lambda: ended(url), seconds=240)
 
 
-def test_the_ledger_agrees_with_the_providers_bill(rented: tuple[Cluster, str]) -> None:
+def test_ledger_agrees_with_the_bill_of_the_provider(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
     cluster.wait("their end is known", lambda: cluster.json("cost")["machines"] == 0, seconds=120)
     assert apart(cluster, url, "burst") == ""
 
 
-def test_a_spot_machine_that_is_taken_away_warns_its_job_in_time(rented: tuple[Cluster, str]) -> None:
+def test_job_on_a_preempted_spot_machine_is_warned_in_time(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
     # What `shoal run` leaves on its jobs says that this one takes the signal and saves.
     waits = "echo up; trap 'echo saved; exit 0' USR1; while :; do sleep 0.2; done"
@@ -66,7 +78,7 @@ def test_a_spot_machine_that_is_taken_away_warns_its_job_in_time(rented: tuple[C
     cluster.wait("its machine goes", lambda: ended(url), seconds=120)
 
 
-def test_keys_are_read_by_root_alone(rented: tuple[Cluster, str]) -> None:
+def test_provider_keys_are_readable_only_by_root(rented: tuple[Cluster, str]) -> None:
     cluster, _ = rented
     assert cluster.on("controller", "grep", "-rl", KEY, "/etc/shoal/elastic")
     look = f"grep -rl {KEY} / --include=* --exclude-dir=proc --exclude-dir=sys 2>/dev/null"
@@ -76,13 +88,13 @@ def test_keys_are_read_by_root_alone(rented: tuple[Cluster, str]) -> None:
     assert "python" in told and KEY not in told
 
 
-def test_nodes_that_have_gone_sleep_without_a_mark_of_the_past(rented: tuple[Cluster, str]) -> None:
+def test_released_nodes_return_to_power_saving_without_flags(rented: tuple[Cluster, str]) -> None:
     cluster, _ = rented  # the tests before this one used the time in which Slurm lets them rest
     cluster.wait("all nodes sleep", lambda: asleep(cluster), seconds=240)
 
 
 @pytest.mark.matrix  # tests/unit/cloud/test_service_restart.py has every step of it
-def test_a_service_that_is_killed_again_and_again_rents_nothing_twice_and_leaves_nothing(
+def test_service_killed_repeatedly_orders_nothing_twice_and_leaves_no_machine(
     rented: tuple[Cluster, str],
 ) -> None:
     cluster, url = rented
@@ -98,7 +110,7 @@ def test_a_service_that_is_killed_again_and_again_rents_nothing_twice_and_leaves
     assert all(one["ended"] for one in machines)
 
 
-def test_a_stockout_is_told_on_the_job(rented: tuple[Cluster, str]) -> None:
+def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
     faults = json.dumps([{"kind": "stockout", "times": -1}]).encode()
     ask = urllib.request.Request(f"{url}/_simulator/faults", faults, method="PUT")

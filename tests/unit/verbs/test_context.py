@@ -21,7 +21,7 @@ def names(hosts: str | None, nodeset: str | None = None) -> list[str]:
     return [member.name for member in LAB_CONTEXT.choose(hosts, nodeset)]
 
 
-def test_hosts_are_chosen_by_hostlist_and_by_nodeset() -> None:
+def test_hosts_are_chosen_by_hostlist_and_nodeset() -> None:
     assert names(None) == ["c1", "n1", "n2"]
     assert names("n[1-2]") == ["n1", "n2"]
     assert names("n2,c1") == ["n2", "c1"]
@@ -39,26 +39,24 @@ def test_hosts_are_chosen_by_hostlist_and_by_nodeset() -> None:
         ("", None, "no host is named\n  fix: use one of c1, n1, n2"),
     ],
 )
-def test_hosts_that_are_not_there_are_named_with_those_that_are(
-    hosts: str | None, nodeset: str | None, text: str
-) -> None:
+def test_unknown_hosts_are_reported_with_the_existing_hosts(hosts: str | None, nodeset: str | None, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         LAB_CONTEXT.choose(hosts, nodeset)
     assert str(caught.value) == text
 
 
-def test_what_is_not_a_hostlist_is_refused_with_an_example() -> None:
+def test_invalid_hostlist_is_rejected_with_an_example() -> None:
     with pytest.raises(UsageError, match=r"'n\[1-' is not a hostlist: .*\n  fix: write gpu01,gpu02 or gpu\[01-16\]"):
         LAB_CONTEXT.choose("n[1-")
 
 
-def test_where_one_host_is_asked_for_several_are_refused() -> None:
+def test_several_hosts_are_rejected_where_a_single_host_is_expected() -> None:
     with pytest.raises(UsageError) as caught:
         LAB_CONTEXT.choose_one("n[1-2]")
     assert str(caught.value) == "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"
 
 
-async def test_a_host_that_is_yet_to_be_made_is_refused_with_the_way_to_make_it() -> None:
+async def test_uncreated_host_is_rejected_with_the_command_that_creates_the_host() -> None:
     fake = FakeProvider()
     context = Context(default_spec("reef"), providers=lambda name: fake)
     with pytest.raises(ProviderError) as caught:
@@ -72,7 +70,7 @@ async def test_a_host_that_is_yet_to_be_made_is_refused_with_the_way_to_make_it(
     ]
 
 
-async def test_a_host_of_the_file_is_reached_as_the_file_says() -> None:
+async def test_host_is_reached_as_configured() -> None:
     text = "cluster: r\ncontroller: {host: 'bob@box:2222', compute: true, identity: /keys/k}\n"
     context = Context(spec_of(text))
     assert list((await context.targets()).values()) == [
@@ -80,13 +78,13 @@ async def test_a_host_of_the_file_is_reached_as_the_file_says() -> None:
     ]
 
 
-def test_without_a_file_it_is_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_is_used_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert open_context().spec == default_spec("sandbox")
     assert open_context(cluster="mine").cluster == "mine"
 
 
-def test_below_the_folder_of_a_file_nobody_gets_a_sandbox_by_mistake(
+def test_subdirectory_of_a_spec_does_not_fall_back_to_the_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shoal.yaml").write_text(LAB)
@@ -103,7 +101,7 @@ def test_below_the_folder_of_a_file_nobody_gets_a_sandbox_by_mistake(
     assert open_context(cluster="sandbox").spec == default_spec("sandbox")
 
 
-async def test_without_a_file_it_is_said_that_hosts_of_ones_own_need_one(
+async def test_missing_file_hint_names_the_directory_of_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -112,7 +110,9 @@ async def test_without_a_file_it_is_said_that_hosts_of_ones_own_need_one(
         await replace(open_context(), providers=lambda name: fake).fleet()
 
 
-def test_the_file_here_is_taken_and_then_names_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_in_the_current_directory_is_used_and_sets_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("shoal.yaml").write_text(LAB)
     assert open_context().cluster == "reef"
@@ -124,13 +124,13 @@ def test_the_file_here_is_taken_and_then_names_the_cluster(tmp_path: Path, monke
     )
 
 
-def test_a_file_that_is_named_and_not_there_is_no_sandbox(tmp_path: Path) -> None:
+def test_missing_explicit_file_does_not_fall_back_to_the_sandbox(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no such file"):
         open_context(tmp_path / "other.yaml")
 
 
 @pytest.mark.parametrize("name", ["a b", "../up", "Reef", "x" * 60])
-def test_a_name_that_no_cluster_can_have_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_cluster_name_is_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         open_context(cluster=name)
@@ -139,7 +139,7 @@ def test_a_name_that_no_cluster_can_have_is_refused(name: str, tmp_path: Path, m
     )
 
 
-def test_host_keys_are_kept_for_each_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_keys_are_stored_per_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert LAB_CONTEXT.known_hosts == tmp_path / "shoal" / "reef" / "known_hosts"
     monkeypatch.delenv("XDG_STATE_HOME")

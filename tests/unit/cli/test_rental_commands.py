@@ -145,9 +145,7 @@ def shoal(*words: str) -> Any:
     return CliRunner().invoke(make_app(), list(words))
 
 
-def test_offers_lists_what_every_cloud_has_and_a_cloud_that_is_down_makes_it_partly_done(
-    clouds: dict[str, str], tmp_path: Path
-) -> None:
+def test_offers_lists_every_cloud_and_exits_3_if_a_cloud_is_down(clouds: dict[str, str], tmp_path: Path) -> None:
     done = shoal("offers", "--gpu", "H100", "--count", "8")
     assert done.exit_code == 0, done.output
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["runpod", "lambda"]
@@ -164,7 +162,7 @@ def test_offers_lists_what_every_cloud_has_and_a_cloud_that_is_down_makes_it_par
     assert KEY not in partly.output
 
 
-def test_reap_shows_asks_deletes_and_proves_it_and_leaves_what_is_not_the_clusters(
+def test_reap_confirms_deletes_and_verifies_only_machines_of_the_cluster(
     clouds: dict[str, str], tmp_path: Path
 ) -> None:
     order(clouds)
@@ -189,7 +187,7 @@ def test_reap_shows_asks_deletes_and_proves_it_and_leaves_what_is_not_the_cluste
 
 
 @needs_sshd
-def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
+def test_documented_budget_commands_run(
     clouds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order(clouds)
@@ -217,9 +215,7 @@ def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
 
 
 @needs_sshd
-def test_reap_leaves_in_the_ledger_what_no_list_shows_until_it_is_forced(
-    clouds: dict[str, str], tmp_path: Path
-) -> None:
+def test_reap_keeps_ledger_rows_missing_from_lists_unless_forced(clouds: dict[str, str], tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.db"
     with Ledger.open(ledger) as kept:
         kept.intend(rental("t1", "burst1", intended_at=time.time() - 60))
@@ -243,7 +239,7 @@ def test_reap_leaves_in_the_ledger_what_no_list_shows_until_it_is_forced(
         assert kept.live() == []
 
 
-def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(
+def test_reap_waits_for_a_machine_missing_from_the_list(
     clouds: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller is not there to say that nothing was ordered a moment ago."""
@@ -260,6 +256,6 @@ def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(
     assert still_there(clouds) == []
 
 
-def test_a_controller_without_a_service_is_told_by_the_command_itself(tmp_path: Path) -> None:
+def test_cost_command_exits_127_on_a_controller_without_the_service(tmp_path: Path) -> None:
     command = (*cost.COMMAND[:-1], str(tmp_path / "no-unit"))
     assert subprocess.run(command, capture_output=True, check=False).returncode == 127

@@ -1,9 +1,9 @@
 """Every provider end to end: a job wakes two nodes, computes, they go, and the ledger is the bill to the cent.
 
 The providers' clouds are simulated beside one cluster, which rents from all of them at once; their machines are sandbox
-hosts. Those of the sandbox itself and of RunPod are in test_elastic.py and test_rented_containers.py.
+hosts. Those of the sandbox itself and of RunPod are in test_rented_nodes.py and test_rented_containers.py.
 
-    python -m tests.e2e.test_simulators > bench/results/elastic-e2e.txt    how long it took with each, and what it cost
+    python -m tests.e2e.test_provider_rentals > bench/results/elastic-e2e.txt    how long it took with each, and its cost
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.simulated import (
+from tests.e2e.simulated_clouds import (
     LATE_S,
     UNFINISHED,
     Cloud,
@@ -132,7 +132,7 @@ def rented(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize("kind", BY_KIND)
-def test_a_job_wakes_two_nodes_computes_they_go_and_the_ledger_is_the_bill(rented: Clouds, kind: str) -> None:
+def test_rented_nodes_run_a_job_and_the_ledger_matches_the_bill(rented: Clouds, kind: str) -> None:
     case, cluster, url = BY_KIND[kind], rented.cluster, rented.urls[kind]
     rental = rented.finish(kind)
     assert shown(cluster, rental.job)["JobState"] == "COMPLETED", printed(cluster, rental.job)

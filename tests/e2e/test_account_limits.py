@@ -37,7 +37,7 @@ QOS = "sacctmgr -nP show qos format=name,priority,maxtrespu,maxwall,grptres,maxj
 
 
 @pytest.mark.parametrize("image", ["debian12", "debian13"])
-def test_every_limit_is_set_once_and_taken_away_when_it_is_not_in_the_file(tmp_path: Path, image: str) -> None:
+def test_limits_are_set_once_and_removed_with_the_spec_entry(tmp_path: Path, image: str) -> None:
     text = SPEC.replace("LIMITS", LIMITS).replace("IMAGE", image)
     with running(tmp_path, text) as cluster:
         assert cluster.json("up")["unchanged"]

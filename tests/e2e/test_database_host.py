@@ -42,7 +42,7 @@ def state_of(cluster: Cluster, job: str) -> str:
     return cluster.ssh(CONTROLLER, f"timeout 30 sacct -X -n -P -j {job} -o state").stdout.strip()
 
 
-def test_its_records_are_told_by_the_controller(cluster: Cluster) -> None:
+def test_controller_reports_records_of_the_database_host(cluster: Cluster) -> None:
     job = sbatch(cluster, "--gpus-per-node=1")
     cluster.wait("its record", lambda: state_of(cluster, job) == "COMPLETED")
     # Asked for a period, slurmdbd may tell of a job a second later than when asked for that job.
@@ -52,7 +52,7 @@ def test_its_records_are_told_by_the_controller(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
 
 
-def test_a_qos_that_a_waiting_job_has_stays_until_the_job_is_gone(cluster: Cluster) -> None:
+def test_qos_of_a_pending_job_is_removed_only_after_the_job_ends(cluster: Cluster) -> None:
     job = sbatch(cluster, "--qos=fast", "--begin=now+1hour")
     cluster.edit(
         "    lab: {users: [ann], qos: [normal, fast]}\n  qos:\n    fast: {priority: 10}\n", "    lab: {users: [ann]}\n"
@@ -66,7 +66,7 @@ def test_a_qos_that_a_waiting_job_has_stays_until_the_job_is_gone(cluster: Clust
     assert cluster.on(BOOKS, "sacctmgr", "-nP", "show", "qos", "format=name").split() == ["normal"]
 
 
-def test_without_room_for_a_backup_no_account_changes_and_check_says_so(cluster: Cluster) -> None:
+def test_full_backup_disk_blocks_account_changes_and_is_reported_by_check(cluster: Cluster) -> None:
     fill = f"mount -t tmpfs -o size=4k,mode=0700 none {BACKUPS} && head -c 4096 /dev/zero > {BACKUPS}/full"
     cluster.on(BOOKS, "sh", "-c", fill)
     cluster.edit("lab: {users: [ann]}", "lab: {users: [ann], max_jobs: 3}")
@@ -81,7 +81,7 @@ def test_without_room_for_a_backup_no_account_changes_and_check_says_so(cluster:
     assert "not backed up" not in cluster.shoal("check").stdout
 
 
-def test_a_dump_of_another_cluster_takes_nobodys_place(cluster: Cluster) -> None:
+def test_dump_of_another_cluster_is_rejected_and_replaces_no_records(cluster: Cluster) -> None:
     newest = cluster.json("restore")["backups"][0]["name"]
     alien = "slurm_acct_db-20200101T000000Z-alien.sql.gz"
     rename = f"cd {BACKUPS} && gzip -dc {newest} | sed s/ac-elsewhere_/ac-other_/g | gzip > {alien}"
@@ -91,7 +91,7 @@ def test_a_dump_of_another_cluster_takes_nobodys_place(cluster: Cluster) -> None
     assert cluster.json("usage", "--by", "user")["rows"]
 
 
-def test_a_host_that_is_away_keeps_no_job_from_running_and_no_record_from_being_kept(cluster: Cluster) -> None:
+def test_jobs_run_and_records_are_kept_while_the_database_host_is_down(cluster: Cluster) -> None:
     cluster.fault("freeze", BOOKS)
     job = sbatch(cluster)
     refused = cluster.shoal("usage", status=None).stderr

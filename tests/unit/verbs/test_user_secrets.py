@@ -44,7 +44,7 @@ async def up_with_the_key(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-async def test_a_host_that_has_a_secret_keeps_it_where_it_cannot_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_keeps_a_secret_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     world = await up_with_the_key(monkeypatch)
     assert (await up(context_of(world), AT_ONCE)).unchanged
     result = await up(context_of(world, CHANGED), AT_ONCE)
@@ -53,7 +53,7 @@ async def test_a_host_that_has_a_secret_keeps_it_where_it_cannot_be_looked_up(mo
     assert key_of(world) == digest(KEY)
 
 
-async def test_a_secret_that_was_replaced_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replaced_secret_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     world = await up_with_the_key(monkeypatch)
     monkeypatch.setenv("LAMBDA_API_KEY", "secret_another")
     assert (await up(context_of(world), AT_ONCE)).changed == ("c1",)
@@ -61,9 +61,7 @@ async def test_a_secret_that_was_replaced_is_sent(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("network", ["", WIREGUARD])
-async def test_a_secret_that_no_host_has_is_asked_for_before_anything_changes(
-    network: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_secret_is_reported_before_any_change(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
     kernel = {"tun": True, "modules": ("wireguard",)}
     world = lab(RENTING + network, c1=kernel, n1=kernel, n2=kernel)
@@ -75,7 +73,7 @@ async def test_a_secret_that_no_host_has_is_asked_for_before_anything_changes(
     assert world.applied() == world.applied("secret") == []
 
 
-async def test_plan_and_check_tell_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_and_check_report_a_missing_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
     told = f"{NOT_SET}; no host has it yet, export LAMBDA_API_KEY=..."
     world = lab(RENTING)
@@ -83,7 +81,7 @@ async def test_plan_and_check_tell_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ("error", told) in [(finding.level, str(finding)) for finding in await check(context_of(world))]
 
 
-async def test_no_host_is_made_that_would_then_lack_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_host_is_created_without_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
     sandbox = Sandbox()
     base = sandbox.context()

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, Cluster, kill
-from tests.e2e.lent import Lent, lent_hosts, spec_text
+from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
 
@@ -155,7 +155,7 @@ def clocks(output: Any) -> dict[str, tuple[str, str]]:
     return {finding["host"]: (finding["found"], finding["fix"]) for finding in findings}
 
 
-def test_file_outside_slurms_directories_that_has_an_id_is_reported_with_the_steps(first: str) -> None:
+def test_file_with_a_conflicting_id_outside_slurm_directories_is_reported(first: str) -> None:
     assert re.search(r"stuck: .*belong to 7001: /srv/data/kept\. Hand them over", first), first
     assert "find / -xdev -uid 7001 -exec chown -h 905 {} +" in first
 

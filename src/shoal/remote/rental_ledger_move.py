@@ -2,8 +2,8 @@
 
 `shoal up` runs this program on both hosts while neither runs the rental service.
 
-    ledger_move.py give LEDGER SINCE                      prints {"ledger": "…", "since": 1763200000}
-    ledger_move.py take LEDGER SINCE SUCCEEDED < that     makes the service here the leader
+    rental_ledger_move.py give LEDGER SINCE                      prints {"ledger": "…", "since": 1763200000}
+    rental_ledger_move.py take LEDGER SINCE SUCCEEDED < that     makes the service here the leader
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.remote.agent import accounts, facts, file_io, mounts
+from shoal.remote.agent import facts, file_io, mounts, unix_accounts
 from shoal.remote.agent.running import Failure
 
 MOUNTINFO = """\
@@ -25,21 +25,21 @@ MOUNTINFO = """\
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Files of a host, by path, for all that is read as text."""
     files: dict[str, str] = {"/proc/self/mountinfo": MOUNTINFO}
-    for module in (accounts, facts, mounts):
+    for module in (unix_accounts, facts, mounts):
         monkeypatch.setattr(module, "read_text", lambda path: files.get(path, ""))
     assert file_io.read_text("/proc/self/mountinfo") != MOUNTINFO
     return files
 
 
-def test_a_share_is_no_disk_of_the_host_and_is_never_looked_at(host: dict[str, str], monkeypatch: Any) -> None:
+def test_share_is_not_counted_as_a_disk_nor_accessed(host: dict[str, str], monkeypatch: Any) -> None:
     asked: list[str] = []
     monkeypatch.setattr(facts, "disk_space", lambda path: asked.append(path) or (100, 50))
-    assert accounts.remote_mounts() == {"/home", "/data", "/nfs"}
+    assert unix_accounts.remote_mounts() == {"/home", "/data", "/nfs"}
     facts.disks()
     assert "/home" not in asked and "/" in asked
 
 
-def test_what_the_kernel_can_mount_is_told_from_its_tables(host: dict[str, str]) -> None:
+def test_mountable_filesystems_are_read_from_kernel_tables(host: dict[str, str]) -> None:
     host["/proc/self/status"] = "CapEff:\t000001ffffffffff\n"
     host["/proc/filesystems"] = "nodev\tsysfs\n\text4\n"
     assert facts.filesystems(["nfs4", "nfsd"], "6.1-none") == []
@@ -51,7 +51,7 @@ def test_what_the_kernel_can_mount_is_told_from_its_tables(host: dict[str, str])
     assert facts.filesystems(["nfs4", "nfsd"], "6.1-none") == []
 
 
-def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
+def test_mount_does_not_hide_existing_files(tmp_path: Path) -> None:
     mounts.reject_hidden_files(str(tmp_path / "none"), mounted=False)
     mounts.reject_hidden_files(str(tmp_path), mounted=False)
     (tmp_path / "lost+found").mkdir()
@@ -76,7 +76,7 @@ def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
         mounts.reject_hidden_files(str(tmp_path), mounted=True)
 
 
-def test_an_option_is_given_to_a_release_that_has_it_and_to_no_other(
+def test_mount_option_is_used_only_where_the_program_supports_the_option(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "sshfs"
@@ -92,9 +92,11 @@ def test_an_option_is_given_to_a_release_that_has_it_and_to_no_other(
 
 
 @pytest.mark.parametrize("autofs", [True, False])
-def test_a_share_waits_for_its_server_and_holds_up_no_boot(monkeypatch: pytest.MonkeyPatch, autofs: bool) -> None:
+def test_share_mount_waits_for_its_server_and_does_not_block_boot(
+    monkeypatch: pytest.MonkeyPatch, autofs: bool
+) -> None:
     monkeypatch.setattr(mounts, "has_systemd", lambda: True)
-    monkeypatch.setattr(mounts, "has_autofs", lambda: autofs)
+    monkeypatch.setattr(mounts, "can_automount", lambda: autofs)
     item = {"where": "/my-data", "what": "10.0.0.1:/d", "fstype": "nfs4", "options": "hard,nofail", "automount": True}
     path, text = mounts.mount_record(item)
     assert path == "/etc/systemd/system/my\\x2ddata.mount"
@@ -106,7 +108,7 @@ def test_a_share_waits_for_its_server_and_holds_up_no_boot(monkeypatch: pytest.M
 @pytest.mark.skipif(
     os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and /dev/fuse to make a mount"
 )
-def test_a_mount_whose_program_has_ended_is_mounted_again(tmp_path: Path) -> None:
+def test_mount_with_a_dead_program_is_remounted(tmp_path: Path) -> None:
     where = str(tmp_path)
     item = {"where": where, "what": "shares@10.0.0.1:/d", "fstype": "fuse.sshfs", "options": "rw", "mounted": True}
     libc = ctypes.CDLL(None, use_errno=True)
@@ -122,6 +124,6 @@ def test_a_mount_whose_program_has_ended_is_mounted_again(tmp_path: Path) -> Non
         assert libc.umount2(where.encode(), 2) == 0
 
 
-def test_an_account_is_locked_from_the_day_it_ended(host: dict[str, str]) -> None:
+def test_account_is_locked_from_its_expiry_date(host: dict[str, str]) -> None:
     host["/etc/shadow"] = "alice:!:20000:0:99999:7:::\nbob:!:20000:0:99999:7::1:\ncarol:!:20000:0:99999:7::99999:\n"
-    assert [accounts.expired(name) for name in ("alice", "bob", "carol", "dave")] == [False, True, False, False]
+    assert [unix_accounts.expired(name) for name in ("alice", "bob", "carol", "dave")] == [False, True, False, False]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.lent import Lent, lent_hosts
-from tests.e2e.simulated import Cloud, bill, ended, simulated, spent
+from tests.e2e.existing_hosts import Lent, lent_hosts
+from tests.e2e.simulated_clouds import Cloud, bill, ended, simulated, spent
 
 from shoal.roles.elastic import SUPERSEDED
 from shoal.spec.member import Shape
@@ -67,7 +67,7 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moving]:
             made.cluster.shoal("down", "--force", status=None)
 
 
-def test_while_a_machine_is_rented_the_controller_stays_where_it_is(moving: Moving) -> None:
+def test_controller_cannot_move_while_a_machine_is_rented(moving: Moving) -> None:
     job = moving.submit("c1", "sleep 3600")
     moving.cluster.wait("the job runs", lambda: moving.state("c1", job) == "RUNNING", seconds=400)
     moving.put("c2", "c1")
@@ -81,7 +81,7 @@ def test_while_a_machine_is_rented_the_controller_stays_where_it_is(moving: Movi
     moving.cluster.wait("its end is known", lambda: moving.cluster.json("cost")["machines"] == 0, seconds=120)
 
 
-def test_the_old_service_ends_and_the_new_one_counts_on(moving: Moving) -> None:
+def test_old_service_stops_and_the_new_service_keeps_the_spending(moving: Moving) -> None:
     before = spent(moving.cluster, ["burst"])
     assert before > 0
     moving.lent.shell("c1", f"systemctl stop shoal-elastic; tar -cf {KEPT} {STATE}; systemctl start shoal-elastic")
@@ -94,7 +94,7 @@ def test_the_old_service_ends_and_the_new_one_counts_on(moving: Moving) -> None:
     moving.cluster.wait("the new controller rents", lambda: moving.state("c2", job) == "RUNNING", seconds=400)
 
 
-def test_an_old_service_that_comes_back_touches_nothing(moving: Moving) -> None:
+def test_restarted_old_service_changes_nothing(moving: Moving) -> None:
     """As one would that nobody reached during the move, with all that it had."""
     [machine] = [one["id"] for one in bill(moving.url)["machines"] if not one["ended"]]
     moving.lent.shell("c1", f"tar -xf {KEPT} -C / && systemctl daemon-reload && systemctl restart shoal-elastic")

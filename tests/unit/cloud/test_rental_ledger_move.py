@@ -27,7 +27,7 @@ class Controller:
         self.succeeded = directory / "var" / "succeeded"
 
     def run(self, verb: str, told: str = "") -> str:
-        program = program_text("ledger_move")
+        program = program_text("rental_ledger_move")
         place = [self.ledger, self.since, *([self.succeeded] if verb == "take" else [])]
         done = subprocess.run(
             [sys.executable, "-I", "-c", program, verb, *map(str, place)], input=told, capture_output=True, text=True
@@ -46,9 +46,7 @@ def new(tmp_path: Path) -> Controller:
     return Controller(tmp_path / "new")
 
 
-def test_a_new_controller_goes_on_with_the_whole_ledger_which_nobody_else_may_read(
-    old: Controller, new: Controller
-) -> None:
+def test_new_controller_gets_the_whole_ledger_with_mode_600(old: Controller, new: Controller) -> None:
     with Ledger.open(old.ledger) as ledger:
         ledger.intend(rental("t1"), rental("t2", "burst2"))
         ledger.made("t1", "i-1", 2.5, 110.0)
@@ -60,9 +58,7 @@ def test_a_new_controller_goes_on_with_the_whole_ledger_which_nobody_else_may_re
     assert new.ledger.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_host_that_was_the_controller_before_keeps_its_rows_and_learns_what_became_of_them(
-    old: Controller, new: Controller
-) -> None:
+def test_former_controller_merges_its_rows_with_the_newer_ledger(old: Controller, new: Controller) -> None:
     with Ledger.open(new.ledger) as ledger:
         ledger.intend(rental("t0", "burst3"), rental("t1"))
         ledger.failed("t0", FailureKind.CAPACITY, "none left", 120.0)
@@ -80,7 +76,7 @@ def test_a_host_that_was_the_controller_before_keeps_its_rows_and_learns_what_be
     assert [path.name for path in new.ledger.parent.iterdir() if "carried" in path.name] == []
 
 
-def test_a_ledger_of_an_older_schema_is_joined_by_what_both_have(old: Controller, new: Controller) -> None:
+def test_older_schema_merges_by_shared_columns(old: Controller, new: Controller) -> None:
     for place in (old, new):
         with Ledger.open(place.ledger) as ledger:
             ledger.intend(rental("t1"))
@@ -98,7 +94,7 @@ def test_a_ledger_of_an_older_schema_is_joined_by_what_both_have(old: Controller
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("", ""), ("2000000000", ""), ("1000", "2000000000"), ("no time", "")])
-def test_the_new_one_is_in_charge_since_later_than_both_were_and_no_longer_succeeded(
+def test_new_leader_is_later_than_both_and_not_superseded(
     theirs: str, ours: str, old: Controller, new: Controller
 ) -> None:
     for place, text in ((old, theirs), (new, ours)):

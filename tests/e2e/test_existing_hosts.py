@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster, kill, read_until
-from tests.e2e.lent import Lent, lent_hosts, spec_text
+from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 from tests.sandbox_faults import SandboxFaults
 
 from shoal.sandbox.layout import cache_dir
@@ -51,7 +51,7 @@ def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     return Cluster(tmp_path_factory.mktemp("lent"), text)
 
 
-def test_a_full_disk_on_one_host_does_not_stop_the_others(cluster: Cluster) -> None:
+def test_full_disk_on_a_host_does_not_stop_the_others(cluster: Cluster) -> None:
     faults = SandboxFaults(cache_dir())
     asyncio.run(faults.fill_disk(MADE, "small"))
     try:
@@ -72,7 +72,7 @@ def test_up_works_through_sudo_and_the_controller_computes(cluster: Cluster) -> 
     assert cluster.json("up")["unchanged"]
 
 
-def test_slurm_listens_at_the_address_of_the_network_alone_whatever_a_host_calls_itself(lent: Lent) -> None:
+def test_slurm_listens_only_on_the_network_address_under_any_hostname(lent: Lent) -> None:
     for name, ports in (("desk", {6817, 6818}), ("gpu1", {6818}), ("small", {6818})):
         assert listening(lent, name) == {f"{lent.instances[name].target.address}:{port}" for port in ports}
 
@@ -82,7 +82,7 @@ def listening(lent: Lent, name: str) -> set[str]:
     return set(lent.shell(name, "ss -ltnH '( sport = :6817 or sport = :6818 )' | awk '{print $4}'").split())
 
 
-def test_a_hosts_file_that_cloud_init_writes_anew_at_boot_is_mended_before_slurm_starts(lent: Lent) -> None:
+def test_hosts_file_rewritten_by_cloud_init_is_repaired_before_slurm_starts(lent: Lent) -> None:
     order = lent.shell("gpu1", "systemctl show -P Before shoal-names").split()
     assert {"munge.service", "slurmd.service"} <= set(order)
     before = lent.shell("gpu1", "cat /etc/hosts")
@@ -92,7 +92,7 @@ def test_a_hosts_file_that_cloud_init_writes_anew_at_boot_is_mended_before_slurm
 
 
 @pytest.mark.matrix
-def test_the_move_to_one_address_and_back_keeps_jobs_running_and_may_be_killed(cluster: Cluster, lent: Lent) -> None:
+def test_listen_address_changes_keep_jobs_running_after_killed_ups(cluster: Cluster, lent: Lent) -> None:
     job = cluster.on("desk", "sbatch", "--parsable", "-wgpu1", "--wrap", "sleep 1200", "-o/dev/null").strip()
     for name, at_all in (("localhost", True), ("vps-17", False)):
         lent.shell("small", f"hostname {name}")
@@ -110,7 +110,7 @@ def test_the_move_to_one_address_and_back_keeps_jobs_running_and_may_be_killed(c
     cluster.on("desk", "scancel", job)
 
 
-def test_a_changed_host_key_is_refused_until_it_is_forgotten(cluster: Cluster) -> None:
+def test_changed_host_key_is_rejected_until_forget_key(cluster: Cluster) -> None:
     renew = (
         "rm /etc/ssh/ssh_host_*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; systemctl restart ssh"
     )
@@ -122,13 +122,13 @@ def test_a_changed_host_key_is_refused_until_it_is_forgotten(cluster: Cluster) -
     assert cluster.json("up")["whole"]
 
 
-def test_a_user_without_sudo_is_named_with_the_fix(cluster: Cluster) -> None:
+def test_user_without_sudo_is_named_with_the_fix(cluster: Cluster) -> None:
     cluster.on("gpu1", "mv", "/etc/sudoers.d/shoal", "/root/shoal.sudoers", status=None)
     done = cluster.shoal("up", status=3)
     assert "gpu1: " in done.stdout and "sudo" in done.stdout and "NOPASSWD" in done.stdout, done.stdout
 
 
-def test_down_gives_the_hosts_back_without_us(cluster: Cluster, lent: Lent) -> None:
+def test_down_removes_shoal_from_existing_hosts(cluster: Cluster, lent: Lent) -> None:
     lent.shell("gpu1", "mv /root/shoal.sudoers /etc/sudoers.d/shoal")
     refused = cluster.shoal("down", status=2)
     assert "--yes" in refused.stderr
@@ -146,7 +146,7 @@ def test_down_gives_the_hosts_back_without_us(cluster: Cluster, lent: Lent) -> N
     assert all("active" not in group["stdout"].split() for group in active["groups"])
 
 
-def test_the_secret_is_in_no_output(cluster: Cluster, tmp_path: Path) -> None:
+def test_munge_key_is_in_no_output(cluster: Cluster, tmp_path: Path) -> None:
     """Built again, with everything that the command prints kept and searched for the key."""
     said = cluster.shoal("up", "--json", timeout=600).stdout + cluster.shoal("plan", "--diff").stdout
     key = cluster.on("desk", "base64", "-w0", "/etc/munge/munge.key").strip()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.lent import Lent, lent_hosts, spec_text
+from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
 
@@ -46,7 +46,7 @@ def warnings(said: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_another_firewall_is_found_and_the_commands_told_open_slurms_ports(lent: Lent, cluster: Cluster) -> None:
+def test_foreign_firewall_is_reported_with_commands_that_open_the_ports(lent: Lent, cluster: Cluster) -> None:
     told = warnings(cluster.json("plan"))
     assert {host: found for host, (found, _) in told.items()} == {"wall": "ufw", "ring": "firewalld"}
     for host, (_, command) in told.items():

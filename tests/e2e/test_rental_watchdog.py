@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.leftovers import noted
-from tests.e2e.simulated import Cloud, bill, printed, renting, submit
+from tests.e2e.simulated_clouds import Cloud, bill, printed, renting, submit
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin
@@ -32,7 +32,7 @@ SOON = 30
 ENOUGH = 300.0
 
 
-def test_a_machine_that_nobody_joins_switches_itself_off() -> None:
+def test_machine_that_never_joins_powers_itself_off() -> None:
     profile = Profile(user="root", boot_s=0.0, stop_s=0.0)
     with noted(OFF):
         assert asyncio.run(_phases(profile, machine_script(SOON))) == ["up", "error"]
@@ -91,7 +91,7 @@ def off(url: str) -> set[str]:
     return asyncio.run(ask())
 
 
-def test_a_node_whose_controller_is_silent_for_long_switches_itself_off_and_is_given_back_when_it_returns(
+def test_node_without_its_controller_powers_off_and_is_released_later(
     rented: tuple[Cluster, str],
 ) -> None:
     cluster, url = rented

@@ -2,7 +2,7 @@
 
 `shoal reap` and `shoal down` send it: the service may be stopped, and the Shoal there may be another version.
 
-    ledger_rows.py LEDGER STATUS < {"ended": {TOKEN: [STATE, SECONDS AGO]}}
+    rental_ledger.py LEDGER STATUS < {"ended": {TOKEN: [STATE, SECONDS AGO]}}
 
 First marks the rentals of `ended` that are still in that state, or are being released since, as ended. Then prints the
 machines that exist or may exist as JSON. Exits with status 3 where there is no ledger.

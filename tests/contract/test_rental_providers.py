@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.recorded import RECORDED, written
-from tests.contract.renters import (
+from tests.contract.recorded_errors import RECORDED, written
+from tests.contract.rental_providers import (
     BAD_ANSWERS,
     CASES,
     CLUSTER,
@@ -46,7 +46,7 @@ async def it(case: Case) -> AsyncIterator[Trial]:
 # Offers
 
 
-async def test_an_offer_has_its_place_shape_and_price(it: Trial) -> None:
+async def test_offer_has_region_shape_and_price(it: Trial) -> None:
     wanted = it.case.offer
     [found] = [
         one
@@ -59,7 +59,7 @@ async def test_an_offer_has_its_place_shape_and_price(it: Trial) -> None:
     assert found.memory_gb > 0
 
 
-async def test_only_offers_that_were_asked_for_are_shown(it: Trial) -> None:
+async def test_only_matching_offers_are_returned(it: Trial) -> None:
     wanted = it.case.offer
     every = await it.renter.offers(Query())
     most = max(one.gpus for one in every)
@@ -76,7 +76,7 @@ async def test_only_offers_that_were_asked_for_are_shown(it: Trial) -> None:
 # A machine's life
 
 
-async def test_a_machine_is_ordered_boots_and_is_given_back(it: Trial) -> None:
+async def test_machine_is_ordered_boots_and_is_deleted(it: Trial) -> None:
     outcome = await it.create()
     assert outcome.ok, outcome
     assert outcome.id
@@ -99,7 +99,7 @@ async def test_a_machine_is_ordered_boots_and_is_given_back(it: Trial) -> None:
     assert [(one["id"], one["ended"] is None) for one in it.market.bill()] == [(outcome.id, False)]
 
 
-async def test_the_provider_knows_since_when_there_is_a_machine_and_what_it_costs(it: Trial) -> None:
+async def test_provider_reports_creation_time_and_price(it: Trial) -> None:
     outcome = await it.create()
     it.boot()
     [found] = await it.listed()
@@ -109,7 +109,7 @@ async def test_the_provider_knows_since_when_there_is_a_machine_and_what_it_cost
     assert found.created is not None
 
 
-async def test_a_cluster_sees_its_own_machines_and_no_others(it: Trial) -> None:
+async def test_cluster_lists_only_its_own_machines(it: Trial) -> None:
     await it.create("gpu1", "t1")
     await it.create("gpu1", "t2", cluster="lagoon")
     assert [one.token for one in await it.listed()] == ["t1"]
@@ -117,7 +117,7 @@ async def test_a_cluster_sees_its_own_machines_and_no_others(it: Trial) -> None:
     assert await it.listed("ree") == []
 
 
-async def test_every_machine_is_listed_however_many_there_are(it: Trial) -> None:
+async def test_every_machine_is_listed_at_any_number(it: Trial) -> None:
     order = await it.order()
     many = max(it.market.types[order.offer.type].places.values())
     taken = 0
@@ -130,7 +130,7 @@ async def test_every_machine_is_listed_however_many_there_are(it: Trial) -> None
     assert len({one.id for one in await it.listed()}) == taken
 
 
-async def test_machines_ordered_together_each_have_an_outcome_in_their_order(it: Trial) -> None:
+async def test_machines_ordered_together_have_outcomes_in_order(it: Trial) -> None:
     order = await it.order()
     count = min(3, it.renter.abilities.at_once)
     orders = [replace(order, node=f"gpu{n}", token=f"tok-{n}") for n in range(count)]
@@ -140,7 +140,7 @@ async def test_machines_ordered_together_each_have_an_outcome_in_their_order(it:
     assert [by_id[one.id] for one in outcomes] == [order.token for order in orders]
 
 
-async def test_giving_back_what_is_gone_is_well(it: Trial) -> None:
+async def test_deleting_a_missing_machine_succeeds(it: Trial) -> None:
     await it.create()
     it.boot()
     found = await it.listed()
@@ -151,7 +151,7 @@ async def test_giving_back_what_is_gone_is_well(it: Trial) -> None:
     assert await it.renter.delete([]) == []
 
 
-async def test_one_that_is_gone_keeps_no_other_from_being_given_back(it: Trial) -> None:
+async def test_missing_machine_does_not_stop_other_deletes(it: Trial) -> None:
     await it.create("gpu1", "t1")
     await it.create("gpu2", "t2")
     it.boot()
@@ -163,7 +163,7 @@ async def test_one_that_is_gone_keeps_no_other_from_being_given_back(it: Trial) 
     assert await it.listed() == []
 
 
-async def test_a_key_is_made_known_once(it: Trial) -> None:
+async def test_key_is_registered_once(it: Trial) -> None:
     first = await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
     notes = repr(it.market.notes)
     assert await it.renter.ensure_key(CLUSTER, PUBLIC_KEY + " another comment") == first
@@ -174,7 +174,7 @@ async def test_a_key_is_made_known_once(it: Trial) -> None:
 
 
 @pytest.mark.parametrize("fault", REFUSALS)
-async def test_a_refused_order_says_why_and_makes_nothing(it: Trial, fault: str) -> None:
+async def test_rejected_order_has_a_reason_and_creates_nothing(it: Trial, fault: str) -> None:
     order = await it.order()
     it.fault(fault)
     [outcome] = await it.renter.create([order])
@@ -189,7 +189,7 @@ async def test_a_refused_order_says_why_and_makes_nothing(it: Trial, fault: str)
     assert again.ok, again
 
 
-async def test_after_an_error_the_machine_that_was_made_is_found_by_its_token(it: Trial) -> None:
+async def test_machine_created_before_an_error_is_listed_by_its_token(it: Trial) -> None:
     order = await it.order()
     it.fault("error-after-create")
     [outcome] = await it.renter.create([order])
@@ -198,7 +198,7 @@ async def test_after_an_error_the_machine_that_was_made_is_found_by_its_token(it
     assert [one.token for one in await it.listed()] == [order.token]
 
 
-async def test_after_an_error_that_made_nothing_nothing_is_listed(it: Trial) -> None:
+async def test_error_without_a_machine_lists_nothing(it: Trial) -> None:
     order = await it.order()
     it.fault("error-before-create")
     [outcome] = await it.renter.create([order])
@@ -207,7 +207,7 @@ async def test_after_an_error_that_made_nothing_nothing_is_listed(it: Trial) -> 
     assert await it.listed() == []
 
 
-async def test_the_same_order_again_makes_nothing_twice_where_the_provider_promises_that(it: Trial) -> None:
+async def test_repeated_order_creates_nothing_twice_where_the_provider_is_idempotent(it: Trial) -> None:
     if it.renter.abilities.idempotent == "none":
         pytest.skip("this provider promises nothing")
     order = await it.order()
@@ -218,7 +218,7 @@ async def test_the_same_order_again_makes_nothing_twice_where_the_provider_promi
     assert it.made == 1
 
 
-async def test_a_list_that_fails_is_an_error_and_never_empty(it: Trial) -> None:
+async def test_failed_list_is_an_error_and_never_empty(it: Trial) -> None:
     await it.create()
     it.fault("list-fails")
     with pytest.raises(ProviderError, match=r"^acme: "):
@@ -227,14 +227,14 @@ async def test_a_list_that_fails_is_an_error_and_never_empty(it: Trial) -> None:
 
 
 @pytest.mark.parametrize("fault", ["auth", "rate"])
-async def test_a_refused_read_is_an_error(it: Trial, fault: str) -> None:
+async def test_rejected_read_is_an_error(it: Trial, fault: str) -> None:
     it.fault(fault)
     with pytest.raises(ProviderError, match=r"^acme: "):
         await it.listed()
     assert await it.listed() == []
 
 
-async def test_a_refused_delete_is_an_outcome_and_can_be_repeated(it: Trial) -> None:
+async def test_rejected_delete_is_an_outcome_and_can_be_repeated(it: Trial) -> None:
     await it.create()
     it.boot()
     found = await it.listed()
@@ -244,7 +244,7 @@ async def test_a_refused_delete_is_an_outcome_and_can_be_repeated(it: Trial) -> 
     assert (await it.renter.delete(found))[0].ok
 
 
-async def test_a_list_may_lag_behind(it: Trial) -> None:
+async def test_list_can_lag(it: Trial) -> None:
     it.fault("lagging-list", seconds=40)
     assert (await it.create()).ok
     assert await it.listed() == []
@@ -252,7 +252,7 @@ async def test_a_list_may_lag_behind(it: Trial) -> None:
     assert [one.token for one in await it.listed()] == ["t0ken1"]
 
 
-async def test_a_slow_boot_is_pending_for_long(it: Trial) -> None:
+async def test_slow_boot_stays_pending(it: Trial) -> None:
     it.fault("slow-boot", seconds=500)
     await it.create()
     it.boot()
@@ -261,7 +261,7 @@ async def test_a_slow_boot_is_pending_for_long(it: Trial) -> None:
     assert [one.state for one in await it.listed()] == ["up"]
 
 
-async def test_a_machine_that_dies_is_shown_as_no_longer_up(it: Trial) -> None:
+async def test_dead_machine_is_not_listed_as_up(it: Trial) -> None:
     it.fault("dies", seconds=10)
     await it.create()
     it.boot()
@@ -270,7 +270,7 @@ async def test_a_machine_that_dies_is_shown_as_no_longer_up(it: Trial) -> None:
     assert [one.state for one in await it.listed()] == [it.case.dead_state]
 
 
-async def test_a_machine_that_is_taken_away_is_gone(it: Trial) -> None:
+async def test_preempted_machine_disappears(it: Trial) -> None:
     it.fault("preempt", seconds=10)
     await it.create()
     it.boot()
@@ -284,7 +284,7 @@ async def test_a_machine_that_is_taken_away_is_gone(it: Trial) -> None:
     assert [one["ended"] is None for one in it.market.bill()] == [False]
 
 
-async def test_a_price_that_changed_is_told(it: Trial) -> None:
+async def test_changed_price_is_reported(it: Trial) -> None:
     if it.case.price_from == "nowhere":
         pytest.skip("the API tells no prices")
     it.fault("price-change")
@@ -295,7 +295,7 @@ async def test_a_price_that_changed_is_told(it: Trial) -> None:
     assert told == pytest.approx(2 * (it.case.offer.usd_hour or 0))
 
 
-async def test_a_name_that_is_taken_is_a_conflict_or_two_machines_of_one_token(it: Trial) -> None:
+async def test_taken_name_is_a_conflict_or_a_second_machine_with_the_token(it: Trial) -> None:
     it.fault("duplicate-name")
     outcome = await it.create()
     found = await it.listed()
@@ -308,7 +308,7 @@ async def test_a_name_that_is_taken_is_a_conflict_or_two_machines_of_one_token(i
         assert len({one.id for one in found}) == 2
 
 
-async def test_a_bad_key_is_refused_and_never_shown(it: Trial) -> None:
+async def test_invalid_key_is_rejected_and_never_shown(it: Trial) -> None:
     it.simulation.key = KEY
     other = rental_provider(with_key(it.case, it.url, "sk-wrong-secret-value"))
     try:
@@ -322,7 +322,7 @@ async def test_a_bad_key_is_refused_and_never_shown(it: Trial) -> None:
         await other.close()
 
 
-async def test_the_providers_own_limits_are_kept_to_by_it_and_told_by_us(case: Case) -> None:
+async def test_provider_rate_limit_is_enforced_and_reported(case: Case) -> None:
     async with trial(case, limited=True) as it:
         limits = it.simulation.simulator.limits()
         if not limits:
@@ -342,7 +342,7 @@ async def test_the_providers_own_limits_are_kept_to_by_it_and_told_by_us(case: C
 
 
 @pytest.mark.parametrize("answer", sorted(BAD_ANSWERS))
-async def test_a_bad_answer_to_a_question_is_an_error_that_says_so(case: Case, answer: str) -> None:
+async def test_invalid_answer_to_a_read_is_an_error(case: Case, answer: str) -> None:
     async with saying(BAD_ANSWERS[answer]) as url, renting(case, url) as bad:
         asked = [lambda: bad.instances(CLUSTER), lambda: bad.offers(Query())]
         asked += [lambda: bad.ensure_key(CLUSTER, PUBLIC_KEY)] if "ensure_key" in case.required else []
@@ -354,7 +354,7 @@ async def test_a_bad_answer_to_a_question_is_an_error_that_says_so(case: Case, a
 
 
 @pytest.mark.parametrize("answer", sorted(set(BAD_ANSWERS) - {"redirect"}))
-async def test_a_bad_answer_to_an_order_leaves_open_whether_a_machine_was_made(it: Trial, answer: str) -> None:
+async def test_invalid_answer_to_an_order_is_ambiguous(it: Trial, answer: str) -> None:
     order = await it.order()
     creating = it.simulation.simulator.creating
     async with saying(BAD_ANSWERS[answer], creating, it.url) as url, renting(it.case, url) as bad:
@@ -364,9 +364,7 @@ async def test_a_bad_answer_to_an_order_leaves_open_whether_a_machine_was_made(i
 
 
 @pytest.mark.parametrize("answer", sorted(BAD_ANSWERS))
-async def test_a_bad_answer_to_a_delete_is_an_outcome_and_lists_tell_what_is_still_there(
-    it: Trial, answer: str
-) -> None:
+async def test_invalid_answer_to_a_delete_is_an_outcome_and_the_machine_stays_listed(it: Trial, answer: str) -> None:
     await it.create()
     it.boot()
     found = await it.listed()
@@ -377,7 +375,7 @@ async def test_a_bad_answer_to_a_delete_is_an_outcome_and_lists_tell_what_is_sti
     assert [one.id for one in await it.listed()] == [one.id for one in found]
 
 
-async def test_what_providers_were_seen_to_refuse_with_is_understood(it: Trial) -> None:
+async def test_recorded_provider_rejections_are_mapped(it: Trial) -> None:
     order, creating = await it.order(), it.simulation.simulator.creating
     for status, body, expected in RECORDED.get(it.case.kind, ()):
         async with saying(http(status, written(body)), creating, it.url) as url, renting(it.case, url) as refused:
@@ -387,7 +385,7 @@ async def test_what_providers_were_seen_to_refuse_with_is_understood(it: Trial) 
     assert it.made == 0
 
 
-async def test_fields_that_nobody_knows_are_tolerated(it: Trial) -> None:
+async def test_unknown_fields_are_tolerated(it: Trial) -> None:
     it.simulation.rewrite = lambda line, data: _with_more(data, it.case.maps)
     outcome = await it.create()
     assert outcome.ok, outcome
@@ -399,7 +397,7 @@ async def test_fields_that_nobody_knows_are_tolerated(it: Trial) -> None:
     assert (await it.renter.delete([found]))[0].ok
 
 
-async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
+async def test_missing_field_is_named(it: Trial) -> None:
     await it.create()
     it.boot()
     found = await it.listed()
@@ -430,7 +428,7 @@ async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
     it.simulation.rewrite = None
 
 
-async def test_a_provider_that_cannot_be_reached_made_nothing(case: Case) -> None:
+async def test_unreachable_provider_creates_nothing(case: Case) -> None:
     async with trial(case) as it:
         order = await it.order()
     away = rental_provider(account(case, it.url))

@@ -13,7 +13,7 @@ from agent_place import ME, Place
 from shoal.agent.document import Secret
 
 
-async def test_a_secret_is_made_once_and_closed_to_others(place: Place) -> None:
+async def test_secret_is_generated_once_and_closed_to_others(place: Place) -> None:
     secret = Secret(place.path("keys/database"), **ME, digits=40)
     (made,) = await place.apply(secret)
     assert (made.status, made.action, made.diff) == ("changed", f"make the secret {secret.path}", "(secret)")
@@ -28,12 +28,12 @@ async def test_a_secret_is_made_once_and_closed_to_others(place: Place) -> None:
     assert Path(secret.path).read_text() == value and stat.S_IMODE(os.stat(secret.path).st_mode) == 0o400
 
 
-async def test_two_secrets_are_not_alike(place: Place) -> None:
+async def test_generated_secrets_differ(place: Place) -> None:
     await place.apply(Secret(place.path("one"), **ME), Secret(place.path("two"), **ME))
     assert Path(place.path("one")).read_text() != Path(place.path("two")).read_text()
 
 
-async def test_a_secret_is_filled_into_a_file_on_the_host_and_shown_to_nobody(place: Place) -> None:
+async def test_secret_is_inserted_on_the_host_and_never_shown(place: Place) -> None:
     secret = Secret(place.path("password"), **ME)
     conf = place.file("d.conf", "User=slurm\nPass=@WORD@\n", mode=0o600, fills=(("@WORD@", secret.path),))
     _, planned = await place.check(secret, conf)
@@ -48,7 +48,7 @@ async def test_a_secret_is_filled_into_a_file_on_the_host_and_shown_to_nobody(pl
     assert word not in repr(found) and not any(word in text for text in place.told)
 
 
-async def test_a_file_whose_secret_is_not_there_is_not_written(place: Place) -> None:
+async def test_file_with_a_missing_secret_is_not_written(place: Place) -> None:
     conf = place.file("d.conf", "Pass=@WORD@\n", fills=(("@WORD@", place.path("none")),))
     (failed,) = await place.apply(conf)
     assert failed.status == "failed" and "the value of the secret for" in failed.detail

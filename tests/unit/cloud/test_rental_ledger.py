@@ -18,7 +18,7 @@ from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.rental import LIVE
 from shoal.cloud.service.ledger import Ledger
 from shoal.cloud.status_file import ServiceStatus, read_status, write_status
-from shoal.remote import ledger_rows as program
+from shoal.remote import rental_ledger as program
 
 
 def told(ledger: Path, ended: dict[str, list[object]] | None = None) -> Any:
@@ -55,7 +55,7 @@ def kept(path: Path) -> Ledger:
     return ledger
 
 
-def test_it_tells_what_is_there_or_may_be_with_the_time_that_lists_had(tmp_path: Path) -> None:
+def test_live_and_late_rows_are_listed_with_their_age(tmp_path: Path) -> None:
     kept(tmp_path / "ledger.db").close()
     found = told(tmp_path / "ledger.db")
     assert set(found) == {*LIVE, "taken", "late"}
@@ -73,7 +73,7 @@ def test_it_tells_what_is_there_or_may_be_with_the_time_that_lists_had(tmp_path:
     [(1, 300, {"late"}), (1, 3000, {"early", "late"}), (0, 300, set()), (1, None, set())],
     ids=["between them", "before both", "none runs", "systemd does not say"],
 )
-def test_it_tells_which_machines_the_service_that_runs_now_has_ordered(
+def test_rows_ordered_by_the_running_service_are_marked(
     pid: int, began: float | None, of_now: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -87,7 +87,7 @@ def test_it_tells_which_machines_the_service_that_runs_now_has_ordered(
     assert {token for token, one in told(tmp_path / "ledger.db").items() if one["of_now"]} == of_now
 
 
-def test_it_reads_beside_the_service_and_what_it_strikes_off_the_service_sees(tmp_path: Path) -> None:
+def test_service_sees_rows_ended_beside_the_running_service(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     with kept(path) as ledger:
         assert len(ledger.live()) == 5
@@ -100,7 +100,7 @@ def test_it_reads_beside_the_service_and_what_it_strikes_off_the_service_sees(tm
         assert failed is not None and (failed.state, failed.trouble) == ("failed", "ambiguous")
 
 
-def test_what_the_ledger_knows_better_by_now_stays(tmp_path: Path) -> None:
+def test_newer_ledger_state_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     with kept(path) as ledger:
         told(path, {"joined": ["made", 0.0], "made": ["intended", 0.0], "gone": ["gone", 0.0], "out": ["failed", 0.0]})
@@ -110,7 +110,7 @@ def test_what_the_ledger_knows_better_by_now_stays(tmp_path: Path) -> None:
         assert (ledger.get("releasing") or rental()).state == "gone", "on its way out since, and gone"
 
 
-def test_what_was_struck_off_is_no_longer_in_what_the_service_last_said(tmp_path: Path) -> None:
+def test_ended_machines_are_removed_from_the_service_status(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     kept(path).close()
     said = ServiceStatus(at=5.0, machines={"made": {"node": "n"}, "joined": {"node": "m"}}, jobs={"7": "waits"})
@@ -120,7 +120,7 @@ def test_what_was_struck_off_is_no_longer_in_what_the_service_last_said(tmp_path
     assert left == replace(said, machines={"joined": {"node": "m"}})
 
 
-def test_what_the_service_last_said_stays_readable_to_its_owner_alone(tmp_path: Path) -> None:
+def test_service_status_stays_readable_only_by_its_owner(tmp_path: Path) -> None:
     """The session that runs this has a umask of its own, mostly 022."""
     path = tmp_path / "ledger.db"
     kept(path).close()
@@ -138,6 +138,6 @@ def test_what_the_service_last_said_stays_readable_to_its_owner_alone(tmp_path: 
     assert not (tmp_path / "status.struck").exists()
 
 
-def test_without_a_ledger_it_says_so(tmp_path: Path) -> None:
+def test_missing_ledger_has_its_own_exit_status(tmp_path: Path) -> None:
     assert program.main(["held", str(tmp_path / "none.db"), str(tmp_path / "status.json")]) == program.NO_LEDGER
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ def port() -> Iterator[int]:
     ],
     ids=["Slurm", "MLflow", "another MLflow"],
 )
-def test_who_has_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int, journal: str, unit: str) -> None:
+def test_holder_of_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int, journal: str, unit: str) -> None:
     said = {"journalctl": journal.format(port=port), "systemctl": unit.format(port=port)}
     monkeypatch.setattr(services, "run", lambda argv: (0, said[argv[0]]))
     told = services.describe_port_conflict("it")
@@ -40,7 +40,7 @@ def test_who_has_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int, j
 
 
 @pytest.mark.parametrize("journal", ["Failed with result 'exit-code'.", "Address already in use"])
-def test_where_that_is_not_the_complaint_or_not_known_nothing_is_added(
+def test_unrelated_or_unknown_errors_add_no_port_holder(
     monkeypatch: pytest.MonkeyPatch, port: int, journal: str
 ) -> None:
     unit = f"--port {port}" if "use" not in journal else "ExecStart=it"
