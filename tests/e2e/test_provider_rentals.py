@@ -3,7 +3,7 @@
 The providers' clouds are simulated beside one cluster, which rents from all of them at once; their machines are sandbox
 hosts. Those of the sandbox itself and of RunPod are in test_rented_nodes.py and test_rented_containers.py.
 
-    python -m tests.e2e.test_provider_rentals > bench/results/elastic-e2e.txt    how long it took with each, and its cost
+    python -m tests.e2e.test_provider_rentals > bench/results/elastic-e2e.txt    how long it took with each, and cost
 """
 
 from __future__ import annotations

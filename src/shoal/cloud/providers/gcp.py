@@ -37,7 +37,7 @@ STATES: dict[str, api.InstanceState] = {
     **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
     **dict.fromkeys(("SUSPENDED", "TERMINATED"), "stopped"),
 }
-CODES = {
+REFUSALS_BY_CODE = {
     "ZONE_RESOURCE_POOL_EXHAUSTED ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS STOCKOUT": Refusal(FailureKind.CAPACITY),
     "RESOURCE_NOT_FOUND insufficientCapacity": Refusal(FailureKind.CAPACITY),
     "UNSUPPORTED_OPERATION": Refusal(FailureKind.CAPACITY),  # taken away during creation
@@ -251,12 +251,12 @@ def read_error(status: int, answer: Body) -> Refusal | None:
     message = error.text("message", "")
     parts = [part for name in ("details", "errors") for part in error.rows_or_empty(name)]
     errors = [(part.text("reason", ""), message) for part in parts]
-    return responses.refusal_by_message(GLOBAL_QUOTAS, message) or responses.refusal_by_code(CODES, errors)
+    return responses.refusal_by_message(GLOBAL_QUOTAS, message) or responses.refusal_by_code(REFUSALS_BY_CODE, errors)
 
 
 def outcome_of(errors: Sequence[CodedError]) -> api.RequestOutcome:
     """The outcome of an order that made nothing. An unknown code leaves open whether it did."""
     text = "; ".join(f"{code}: {words}" for code, words in errors)
     text = text or "the order is still running, or ended without an error"
-    refusal = responses.refusal_by_message(GLOBAL_QUOTAS, text) or responses.refusal_by_code(CODES, errors)
+    refusal = responses.refusal_by_message(GLOBAL_QUOTAS, text) or responses.refusal_by_code(REFUSALS_BY_CODE, errors)
     return (refusal or Refusal(FailureKind.AMBIGUOUS, message=text)).outcome()

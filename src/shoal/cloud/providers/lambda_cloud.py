@@ -28,7 +28,7 @@ STATES: dict[str, api.InstanceState] = {
     "preempted": "error",
     "terminating": "stopping",
 }
-REFUSALS = {
+REFUSALS_BY_CODE = {
     "instance-operations/launch/insufficient-capacity": Refusal(FailureKind.CAPACITY),
     "instance-operations/launch/file-system-in-wrong-region": Refusal(FailureKind.INVALID),
     "global/quota-exceeded": Refusal(FailureKind.QUOTA),
@@ -167,7 +167,7 @@ def read_error(status: int, answer: Body) -> Refusal | None:
     code, message = error.text("code"), error.text("message", "")
     if code.startswith("provider/") and status < 500:
         return Refusal(FailureKind.TRANSIENT, message=f"{code}: {message}")
-    return refusal_by_code(REFUSALS, [(code, message)])
+    return refusal_by_code(REFUSALS_BY_CODE, [(code, message)])
 
 
 def _instance(one: Body) -> api.RentedInstance:

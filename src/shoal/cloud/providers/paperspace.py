@@ -38,7 +38,7 @@ TEMPLATES = {"H100x8": "t7vp562h", "H100": "tilqt47t", "A100-80Gx8": "tvimtol9",
 """Ubuntu with the driver, by GPU family."""
 GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
 STATES: dict[str, api.InstanceState] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
-WORDS = {
+REFUSALS_BY_MESSAGE = {
     r"out of capacity": Refusal(FailureKind.CAPACITY),
     r"quota|(machine|account|team)\b.*\blimit|limit\b.*\b(reached|exceeded)": Refusal(
         FailureKind.QUOTA, "provider", hint="ask Paperspace to raise the account's limit"
@@ -119,7 +119,7 @@ class PaperspaceProvider(HttpProvider):
         if event.text("state") in FAILED:
             await self._api.remove(f"/machines/{id}")
             message = event.text("error", "") or f"the order ended as {event.text('state')}"
-            refusal = refusal_by_message(WORDS, message) or Refusal(FailureKind.AMBIGUOUS)
+            refusal = refusal_by_message(REFUSALS_BY_MESSAGE, message) or Refusal(FailureKind.AMBIGUOUS)
             return replace(refusal, message=f"{self._account.name}: {message}").outcome()
         return api.RequestOutcome(id, usd_hour=usd_hour)
 
@@ -215,7 +215,7 @@ def read_name(name: str) -> tuple[str, str, str, float | None]:
 def read_error(status: int, answer: Body) -> Refusal | None:
     """What an error answer means: by its message, else by its status."""
     code, message = answer.text("code", ""), answer.text("message")
-    refusal = refusal_by_message(WORDS, message) if status < 500 and status not in (401, 429) else None
+    refusal = refusal_by_message(REFUSALS_BY_MESSAGE, message) if status < 500 and status not in (401, 429) else None
     return replace(refusal or Refusal(), message=f"{code}: {message}" if code else message)
 
 

@@ -37,7 +37,7 @@ STATES: dict[str, api.InstanceState] = {
 }
 GONE = "TERMINATED"
 AVAILABLE = {"NONE": "no", "LOW": "low", "MEDIUM": "yes", "HIGH": "yes"}
-WORDS = {
+REFUSALS_BY_MESSAGE = {
     r"no longer any instances available|does not have the resources|no instances|no (gpu|machine)s? available|"
     r"(out of|insufficient|not enough) (capacity|stock|resources)": Refusal(FailureKind.CAPACITY),
     r"spend(ing)? limit|quota|limit (reached|exceeded)|maximum number": Refusal(
@@ -180,7 +180,7 @@ def read_error(status: int, answer: Body) -> Refusal | None:
         return Refusal(FailureKind.BALANCE, "provider", words, "add credit in RunPod's console")
     if status == 403 and "access denied" not in detail:
         return Refusal(FailureKind.QUOTA, message=words)  # this pool is closed to us; others may not be
-    if status == 400 and (refusal := refusal_by_message(WORDS, detail)):
+    if status == 400 and (refusal := refusal_by_message(REFUSALS_BY_MESSAGE, detail)):
         return replace(refusal, message=words)
     return Refusal(FailureKind.INVALID, message=words) if status in (400, 404, 422) else None
 

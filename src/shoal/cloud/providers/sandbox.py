@@ -17,7 +17,7 @@ STATES: dict[str, api.InstanceState] = {
     "failed": "error",
     "stopping": "stopping",
 }
-ERROR_CODES = {
+REFUSALS_BY_CODE = {
     "capacity": Refusal(FailureKind.CAPACITY),
     "quota": Refusal(FailureKind.QUOTA),
     "balance": Refusal(FailureKind.BALANCE, "provider"),
@@ -110,7 +110,7 @@ def read_error(status: int, answer: Body) -> Refusal | None:
 
 
 def _refusal(error: Body) -> Refusal | None:
-    return refusal_by_code(ERROR_CODES, [(error.text("code"), error.text("message", ""))])
+    return refusal_by_code(REFUSALS_BY_CODE, [(error.text("code"), error.text("message", ""))])
 
 
 def _order_body(order: api.RentalOrder) -> dict[str, Any]:
