@@ -31,7 +31,7 @@ async def write_inputs(spec: Path, directory: Path) -> Path:
         (files / host.name / ADDRESS).write_text(_texts(_all_items(host))[ADDRESS])
     inputs = {
         "files": str(files),
-        "slurm_accounts": _accounts(roles["controller"]),
+        "accounts": _accounts(roles["controller"]),
         "packages": {role: _packages(document) for role, document in roles.items()},
         "links": {role: _links(document) for role, document in roles.items()},
         "members": next(item.content for item in roles["controller"] if isinstance(item, Block)),

@@ -281,7 +281,7 @@ def test_tags_that_the_server_does_not_permit_are_explained(lab: Lab, logged_out
     flags = f"--hostname={NODES['gpu02']} --reset --force-reauth --login-server={lab.tailnet.url}"
     script = (
         f"cat > /root/key <<'END'\n{key}\nEND\ncat > /root/join.py <<'END'\n{program}\nEND\n"
-        f"python3 /root/join.py {lab.tailnet.url} /root/key false join {flags} --advertise-tags=tag:other; "
+        f"python3 /root/join.py {lab.tailnet.url} /root/key false {flags} --advertise-tags=tag:other; "
         "ls /root/key; rm /root/join.py"
     )
     text = lab.hosts.shell("gpu02", script, status=None)

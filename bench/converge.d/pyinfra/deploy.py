@@ -60,7 +60,7 @@ def directory(path, owner="root", mode="755"):
 
 # ---- every member
 
-for account in inputs["slurm_accounts"]:
+for account in inputs["accounts"]:
     server.group(name=f"Group {account['name']}", group=account["name"], gid=account["gid"], system=True)
     server.user(  # noqa: S604 - `shell` is the login shell
         name=f"User {account['name']}",

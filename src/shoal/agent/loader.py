@@ -15,7 +15,7 @@ PACKAGE = "shoal.remote.agent"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
     *("fast_stdlib", "file_io", "running", "context", "network", "packages"),
-    *("slurm_accounts", "files", "supervise", "services", "mounts", "facts", "converge", "main"),
+    *("unix_accounts", "files", "supervise", "services", "mounts", "facts", "converge", "main"),
 )
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it again

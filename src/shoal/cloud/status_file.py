@@ -1,6 +1,6 @@
 """The status file that shoal-elastic.service writes after every step, for `shoal status` and for `shoal up`.
 
-    {"at": 1763200000.0, "problem": "", "slurm_accounts": {"lambda": ""}, "jobs": {"7": "trying lambda us-west-1"},
+    {"at": 1763200000.0, "problem": "", "accounts": {"lambda": ""}, "jobs": {"7": "trying lambda us-west-1"},
      "machines": {"5f0c…": {"node": "burst1", "state": "joined", "account": "lambda", "type": "gpu_1x_a10",
                             "place": "us-west-1", "market": "on-demand", "id": "i-1", "usd_hour": 1.29,
                             "since": 1763199000.0}}}

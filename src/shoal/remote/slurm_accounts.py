@@ -123,12 +123,12 @@ def read_record(path: str) -> dict[str, Words]:
             record = json.load(file)
     except (OSError, ValueError):
         record = {}
-    return {kind: record.get(kind, []) for kind in ("qos", "slurm_accounts", "users")}
+    return {kind: record.get(kind, []) for kind in ("qos", "accounts", "users")}
 
 
 def list_names(goal: Data) -> dict[str, Words]:
-    users = [user + "@" + account for user, entry in goal["users"].items() for account in entry["slurm_accounts"]]
-    return {"qos": sorted(goal["qos"]), "slurm_accounts": sorted(goal["slurm_accounts"]), "users": sorted(users)}
+    users = [user + "@" + account for user, entry in goal["users"].items() for account in entry["accounts"]]
+    return {"qos": sorted(goal["qos"]), "accounts": sorted(goal["accounts"]), "users": sorted(users)}
 
 
 def write(path: str, value: Data | dict[str, Words]) -> None:
@@ -164,7 +164,7 @@ def read_current(cluster: str) -> Data:
             accounts[row["Account"]] = {"parent": row["ParentName"], "settings": settings}
     qos = {row["Name"]: {name: row[shown] for name, shown in QOS.items()} for row in qos_rows}
     defaults = {row["User"]: row["DefaultAccount"] for row in user_rows}
-    return {"slurm_accounts": accounts, "users": users, "qos": qos, "defaults": defaults}
+    return {"accounts": accounts, "users": users, "qos": qos, "defaults": defaults}
 
 
 def sacctmgr(*words: str) -> None:
@@ -200,8 +200,8 @@ def diff_commands(goal: Data, recorded: dict[str, Words], existing: Data) -> lis
         if name not in existing["qos"]:
             commands.append(["add", "qos", name])
         modify(["qos", name], settings, existing["qos"].get(name, {}))
-    for name, account in goal["slurm_accounts"].items():
-        old = existing["slurm_accounts"].get(name)
+    for name, account in goal["accounts"].items():
+        old = existing["accounts"].get(name)
         if old is None:
             about = ["description=" + account["description"], "organization=" + goal["cluster"]]
             commands.append(["add", "account", name, where, "parent=" + account["parent"], *about])
@@ -209,7 +209,7 @@ def diff_commands(goal: Data, recorded: dict[str, Words], existing: Data) -> lis
             commands.append(["modify", "account", name, where, "set", "parent=" + account["parent"]])
         modify(["account", name, where], account["settings"], old["settings"] if old else {})
     for user, entry in goal["users"].items():
-        for account, settings in entry["slurm_accounts"].items():
+        for account, settings in entry["accounts"].items():
             old = existing["users"].get((user, account))
             if old is None:
                 commands.append(["add", "user", user, "account=" + account, where])
@@ -226,13 +226,9 @@ def removal_commands(goal: Data, recorded: dict[str, Words], existing: Data, whe
     # Slurm does not remove a user from the default account while there is another account.
     removed.sort(key=lambda pair: existing["defaults"].get(pair[0]) == pair[1])
     commands = [["delete", "user", user, "account=" + account, where] for user, account in removed]
-    obsolete = [
-        name
-        for name in recorded["slurm_accounts"]
-        if name not in named["slurm_accounts"] and name in existing["slurm_accounts"]
-    ]
+    obsolete = [name for name in recorded["accounts"] if name not in named["accounts"] and name in existing["accounts"]]
     # Deleting an account deletes those inside it, so the innermost goes first.
-    for name in sorted(obsolete, key=lambda name: -depth(name, existing["slurm_accounts"])):
+    for name in sorted(obsolete, key=lambda name: -depth(name, existing["accounts"])):
         commands.append(["delete", "account", name, where])
     for name in recorded["qos"]:
         if name not in named["qos"] and name in existing["qos"] and name != "normal":

@@ -1,18 +1,15 @@
 """Joins a tailnet with `tailscale up`. A failure ends with its cause and, as the last line, `fix: …`.
 
-Arguments: the control server, the file with the key or `-`, whether the node is ephemeral, `verify` to join only if the
-daemon turns out to be logged out or `join`, and the flags of `tailscale up`. The key file is removed, and no argument
-contains the key.
+Arguments: the control server, the file with the key or `-`, whether the node is ephemeral, and the flags of `tailscale
+up`. The key file is removed, and no argument contains the key.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
@@ -21,7 +18,6 @@ UNREACHABLE_TIMEOUT_S = 15
 """For a control server that did not answer us: the daemon may know another way to it, such as a proxy."""
 BY_HAND_TIMEOUT_S = 10
 PROBE_TIMEOUT_S = 10
-RESTART_TIMEOUT_S = 20
 OAUTH = "tskey-client-"
 NEW_KEY = "create a reusable auth key for `network.auth_key`"
 FIXES = (
@@ -40,10 +36,8 @@ FIXES = (
 LOGIN_FIX = NEW_KEY + " (the secret of an OAuth client also needs `network.tags`), or log the host in by hand"
 
 
-def main(server: str, key: str, ephemeral: str, mode: str, *flags: str) -> int:
+def main(server: str, key: str, ephemeral: str, *flags: str) -> int:
     try:
-        if mode == "verify" and still_joined():
-            return 0
         problem, fix = server_problem(server)
         return join(server, key, ephemeral, problem, fix, list(flags))
     finally:
@@ -60,7 +54,9 @@ def join(server: str, key: str, ephemeral: str, problem: str, fix: str, flags: l
         complete_secret(key, ephemeral)
         flags = ["--auth-key=file:" + key, *flags]
     line = ["tailscale", "up", *flags, f"--timeout={limit}s"]
-    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    done = subprocess.run(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+    )
     text = done.stdout.strip()
     if done.returncode == 0:
         return 0
@@ -104,22 +100,6 @@ def server_problem(server: str) -> tuple[str, str]:
             "start the control server, let the host reach it, or correct `network.login_server`",
         )
     return "", ""
-
-
-def still_joined() -> bool:
-    """Whether the daemon is still in the tailnet after a restart. Until then it does not notice that it was deleted."""
-    subprocess.run(["systemctl", "restart", "tailscaled"])
-    end = time.monotonic() + RESTART_TIMEOUT_S
-    while time.monotonic() < end:
-        done = subprocess.run(["tailscale", "status", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        try:
-            state = json.loads(done.stdout.decode())["BackendState"]
-        except (ValueError, KeyError):
-            state = ""
-        if state in ("Running", "NeedsLogin"):
-            return bool(state == "Running")
-        time.sleep(0.2)
-    return False
 
 
 if __name__ == "__main__":

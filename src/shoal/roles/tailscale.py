@@ -70,7 +70,8 @@ class TailscaleComponent(Component):
         if not _is_used(spec):
             return ()
         if is_joined(spec, member, facts):
-            return join(spec, member, facts, verify=True) if _is_lost(member, everyone) else ()
+            # tailscaled does not notice that it was deleted on the server.
+            return join(spec, member, facts, again=True) if _is_lost(member, everyone) else ()
         needs_source = member.rented and not facts.tailscale and not _offered(facts)
         source = package_source(everyone.get(members(spec)[0].name), facts) if needs_source else ()
         return (*source, *join(spec, member, facts))
@@ -100,19 +101,14 @@ def is_joined(spec: Spec, member: Member, facts: Facts) -> bool:
     return read_status(facts.tailscale).running and facts.text(JOINED) in ("", _join_record(spec, member))
 
 
-def join(spec: Spec, member: Member, facts: Facts, *, again: bool = False, verify: bool = False) -> Document:
-    """Join the tailnet. `again`: with a new node key. `verify`: only if the daemon turns out to be logged out."""
+def join(spec: Spec, member: Member, facts: Facts, *, again: bool = False) -> Document:
+    """Join the tailnet. `again`: with a new node key, although the host is in it."""
     flags = (*up_flags(spec.network, tailnet_name(spec.cluster, member.name)), "--reset")
     other_flags = facts.text(JOINED) not in ("", _join_record(spec, member))
-    if again or verify or other_flags or read_status(facts.tailscale).own.expired:
+    if again or other_flags or read_status(facts.tailscale).own.expired:
         flags += ("--force-reauth",)
     key = KEY if spec.network.auth_key else "-"
-    options = (
-        spec.network.login_server or CONTROL_SERVER,
-        key,
-        "true" if member.rented else "false",
-        "verify" if verify else "join",
-    )
+    options = (spec.network.login_server or CONTROL_SERVER, key, "true" if member.rented else "false")
     command = Command("join the tailnet", python_command("tailnet_join", *options, *flags))
     key_file = (Directory("/etc/shoal"), File(KEY, SecretRef(SECRET), mode=0o600)) if spec.network.auth_key else ()
     return (

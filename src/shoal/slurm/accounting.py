@@ -172,7 +172,7 @@ def accounts_file(cluster: str, accounting: Accounting) -> str:
     data = {
         "cluster": cluster,
         "qos": {name: _qos(qos) for name, qos in accounting.qos.items()},
-        "slurm_accounts": {
+        "accounts": {
             name: {
                 "parent": account.parent,
                 "description": account.description or name,
@@ -180,7 +180,7 @@ def accounts_file(cluster: str, accounting: Accounting) -> str:
             }
             for name, account in _parents_first(accounting)
         },
-        "users": {name: {"default": next(iter(inside)), "slurm_accounts": inside} for name, inside in users.items()},
+        "users": {name: {"default": next(iter(inside)), "accounts": inside} for name, inside in users.items()},
     }
     return json.dumps(data, indent=1) + "\n"
 

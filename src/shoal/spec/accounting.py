@@ -170,14 +170,14 @@ def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> 
     host = accounting.host
     if host is not None and host not in hosts:
         yield Problem(("accounting", "host"), "no host of the cluster", show(host), nearest(host, list(hosts)))
-    if accounting.qos and not accounting.is_set("slurm_accounts"):
+    if accounting.qos and not accounting.is_set("accounts"):
         what = "`qos` without `accounts`: Slurm holds nobody to a limit whose account it does not know"
         yield Problem(("accounting", "qos"), what, "", "add `accounts`: {lab: {users: [ann]}}")
     accounts = {name: account for name, account in accounting.accounts.items() if account is not None}
     yield from _parent_problems(accounts)
     qos_names = list(dict.fromkeys((NORMAL, *accounting.qos)))
     for name, account in accounts.items():
-        path: Path = ("accounting", "slurm_accounts", name)
+        path: Path = ("accounting", "accounts", name)
         yield from _qos_problems(path, account, qos_names)
         for user, share in account.users.items():
             if user == ROOT:
@@ -190,7 +190,7 @@ def _parent_problems(accounts: Mapping[str, Account]) -> Iterator[Problem]:
     """The parent of an account exists, and no account is part of itself."""
     parents = {name: account.parent for name, account in accounts.items()}
     for name, parent in parents.items():
-        path = ("accounting", "slurm_accounts", name, "parent")
+        path = ("accounting", "accounts", name, "parent")
         if parent != ROOT and parent not in parents:
             yield Problem(path, "unknown account", show(parent), nearest(parent, [*parents, ROOT]))
             continue

@@ -42,7 +42,7 @@ def join(tmp_path: Path, server: str, script: str, key: str = "tskey-auth-abc", 
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_text(key)
-    options = (server, str(file), ephemeral, "join", "--hostname=lab-n1")
+    options = (server, str(file), ephemeral, "--hostname=lab-n1")
     line = [sys.executable, "-c", program_text("tailnet_join"), *options]
     done = subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "", done.stderr

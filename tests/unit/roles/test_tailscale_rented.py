@@ -116,7 +116,7 @@ def test_machine_joins_as_ephemeral_without_the_key_in_an_argument() -> None:
     items = prepared(machine())
     join = items["command join the tailnet"]
     assert isinstance(join, Command)
-    assert join.argv[6:10] == (CONTROL_SERVER, KEY, "true", "join")
+    assert join.argv[6:9] == (CONTROL_SERVER, KEY, "true")
     assert "--hostname=reef-cloud1" in join.argv and "--advertise-tags=tag:slurm" in join.argv
     assert prepared(machine(tailscale=STATUS)) == {}, "it is in already"
 

@@ -72,7 +72,7 @@ def test_new_host_gets_program_key_and_name_and_the_key_is_removed() -> None:
     assert key.content == SecretRef("network.auth_key") and key.mode == 0o600
     assert gone.content is None
     assert argv_of(document) == (
-        *python_command("tailnet_join", CONTROL_SERVER, KEY, "false", "join"),
+        *python_command("tailnet_join", CONTROL_SERVER, KEY, "false"),
         *("--hostname=reef-c1", "--accept-dns=false", "--advertise-tags=tag:slurm", "--reset"),
     )
     assert user_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
@@ -109,7 +109,7 @@ def test_join_without_a_key_shows_the_login_url() -> None:
     spec = spec_of(REEF.replace("{kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}", "tailscale"))
     document = prepared(facts(tailscale={**STATUS, "BackendState": "NeedsLogin"}), spec)
     assert argv_of(document) == (
-        *python_command("tailnet_join", CONTROL_SERVER, "-", "false", "join"),
+        *python_command("tailnet_join", CONTROL_SERVER, "-", "false"),
         *("--hostname=reef-c1", "--accept-dns=false", "--reset"),
     )
     assert user_secrets(spec) == {}
@@ -281,13 +281,12 @@ def test_headscale_gives_the_tags_of_the_auth_key_and_is_asked_for_none() -> Non
     assert not any(word.startswith("--advertise-tags") for word in line)
 
 
-def test_host_that_no_other_sees_is_verified_and_joins_again() -> None:
+def test_host_that_no_other_sees_joins_again() -> None:
     def document(c1: dict[str, Any], **n1: Any) -> Document:
         hosts = {"c1": facts(mark=MARK, tailscale=c1), "n1": facts("n1", mark=MARK.replace("c1", "n1"), **n1)}
         return prepare_host(SPEC, members(SPEC)[1], hosts)
 
     gone = {**STATUS, "TailscaleIPs": ["100.64.0.9"]}
-    assert argv_of(document(STATUS, tailscale=gone))[9] == "verify"
     assert "--force-reauth" in argv_of(document(STATUS, tailscale=gone))
     seen = {**STATUS, "TailscaleIPs": ["100.64.0.3"]}
     assert document(STATUS, tailscale=seen) == ()

@@ -64,7 +64,7 @@ def heard(place: Path) -> list[str]:
 def made_by_us(place: Path) -> None:
     """As if an earlier run had made the account, its user and the QOS."""
     (place / "state").mkdir()
-    record = {"qos": ["fast"], "slurm_accounts": ["lab"], "users": ["ann@lab"]}
+    record = {"qos": ["fast"], "accounts": ["lab"], "users": ["ann@lab"]}
     (place / "state" / "record.json").write_text(json.dumps(record))
     (place / "shown-assoc").write_text("lab||root|1" + "|" * 9 + "\nlab|ann||1" + "|" * 9 + "\n")
     (place / "shown-qos").write_text("normal|0" + "|" * 8 + "\nfast|10" + "|" * 8 + "\n")
@@ -79,7 +79,7 @@ def test_single_backup_is_made_before_the_first_change(program: Program, tmp_pat
     assert first == "backup" and "backup" not in rest
     assert rest[0] == "sacctmgr -i -Q add qos fast" and any("add user ann account=lab" in line for line in rest)
     record = json.loads((tmp_path / "state" / "record.json").read_text())
-    assert record == {"qos": ["fast"], "slurm_accounts": ["lab"], "users": ["ann@lab"]}
+    assert record == {"qos": ["fast"], "accounts": ["lab"], "users": ["ann@lab"]}
 
 
 def test_failed_backup_changes_nothing_and_is_reported(program: Program, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ accounting:
     fast: {priority: 10, max_time: 1-00:00:00, max_gpus_per_user: 2}
 """
 NOTHING: dict[str, Any] = {
-    "slurm_accounts": {"root": {"parent": "", "settings": {}}},
+    "accounts": {"root": {"parent": "", "settings": {}}},
     "users": {("root", "root"): {}},
     "qos": {"normal": {}},
     "defaults": {"root": "root"},
@@ -185,7 +185,7 @@ def test_accounting_is_part_of_the_cluster_configuration() -> None:
 
 def test_accounts_are_created_top_down_before_their_users() -> None:
     commands = [
-        " ".join(command) for command in diff_commands(want(), {"qos": [], "slurm_accounts": [], "users": []}, NOTHING)
+        " ".join(command) for command in diff_commands(want(), {"qos": [], "accounts": [], "users": []}, NOTHING)
     ]
     assert commands == [
         "add qos fast",
@@ -207,7 +207,7 @@ def found() -> dict[str, Any]:
     plain = {"Fairshare": "1"}
     return {
         "qos": {"normal": {}, "fast": {"Priority": "10", "MaxTRESPerUser": "gres/gpu=2", "MaxWall": "1-00:00:00"}},
-        "slurm_accounts": {
+        "accounts": {
             "root": {"parent": "", "settings": plain},
             "lab": {
                 "parent": "root",
@@ -244,7 +244,7 @@ def test_removed_limit_is_cleared() -> None:
 
 def test_removed_entries_are_deleted_and_foreign_entries_kept() -> None:
     there = found()
-    there["slurm_accounts"]["theirs"] = {"parent": "root", "settings": {"Fairshare": "1"}}
+    there["accounts"]["theirs"] = {"parent": "root", "settings": {"Fairshare": "1"}}
     there["users"]["eve", "theirs"] = {"Fairshare": "1"}
     later = want("accounting: {accounts: {lab: {users: [ann]}}}\n")
     commands = [" ".join(command) for command in diff_commands(later, list_names(want()), there)]
@@ -281,7 +281,7 @@ def test_default_account_of_a_removed_user_is_deleted_last() -> None:
 
 
 def test_built_in_qos_is_never_deleted() -> None:
-    ours = {"qos": ["normal"], "slurm_accounts": [], "users": []}
+    ours = {"qos": ["normal"], "accounts": [], "users": []}
     assert diff_commands(want("accounting: {accounts: {lab: {}}}\n"), ours, found())[-1][:2] != ["delete", "qos"]
 
 

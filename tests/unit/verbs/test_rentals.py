@@ -388,7 +388,7 @@ async def test_job_on_a_removed_rented_node_blocks_up() -> None:
 SAID = {
     "at": 1000.0,
     "problem": "",
-    "slurm_accounts": {"acme": "", "other": "the key is not accepted"},
+    "accounts": {"acme": "", "other": "the key is not accepted"},
     "jobs": {"7": "acme us-1 out of gpu-2, trying other us-2"},
     "machines": {
         f"t0ken{number}": {
