@@ -8,8 +8,8 @@ SANDBOX = 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 LONGEST = (
-    *("benches", "stopped_jobs", "jobs", "toy", "rented_nodes", "documented_commands", "cluster"),
-    *("accounting", "prove", "rented_containers", "storage", "wireguard", "tailscale", "environments", "versions"),
+    *("benches", "stopped_jobs", "tailscale", "jobs", "toy", "rented_nodes", "documented_commands", "cluster"),
+    *("accounting", "prove", "rented_containers", "storage", "wireguard", "environments", "versions"),
 )
 """Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
 

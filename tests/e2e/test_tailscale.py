@@ -304,7 +304,7 @@ def test_unreachable_server_and_untrusted_certificate_are_named(lab: Lab, logged
 
 
 def test_deleted_host_is_reported_and_up_brings_it_back(lab: Lab) -> None:
-    before = lab.tailnet.addresses()[NODES["gpu01"]]
+    before = lab.tailnet.nodes()[NODES["gpu01"]]["id"]
     lab.tailnet.delete(NODES["gpu01"])
 
     def findings() -> set[tuple[str, str]]:
@@ -313,9 +313,8 @@ def test_deleted_host_is_reported_and_up_brings_it_back(lab: Lab) -> None:
     lab.cluster.wait("check reports it", lambda: ("gpu01", "error") in findings())
     shown = lab.cluster.shoal("up").stdout
     assert "no changes" not in shown, shown
-    after = lab.tailnet.addresses()[NODES["gpu01"]]
-    assert after != before
-    assert listening(lab, "gpu01") == {f"{after}:6818"}
+    assert lab.tailnet.nodes()[NODES["gpu01"]]["id"] != before
+    assert listening(lab, "gpu01") == {f"{lab.tailnet.addresses()[NODES['gpu01']]}:6818"}
     assert lab.runs_on_all()
     assert lab.cluster.json("up")["unchanged"]
 
