@@ -17,7 +17,7 @@ from harness import BenchError, bench_parser, describe_machine, peer_environment
 from tests.unit.slurm import real_slurm
 
 from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
-from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, Switch
+from shoal.slurm.model import ClusterConf, Confinement, Node, NodeGpu, PartitionConf, Switch
 from shoal.slurm.versions import Version
 
 ROUNDS = 5
@@ -131,7 +131,7 @@ def _cluster(count: int, release: str) -> ClusterConf:
         nodes=tuple(nodes),
         partitions=tuple(partitions),
         switches=tuple(Switch(site, members) for site, members in sites.items()),
-        cgroup_plugin="disabled",
+        confinement=Confinement(plugin="disabled"),
     )
 
 
