@@ -32,6 +32,8 @@ class ShoalError(Exception):
     """An error that the user can act on."""
 
     exit_code = 1
+    json_name = ""
+    """What `--json` calls it, where that is not the name of the class: scripts rely on it."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -62,6 +64,7 @@ class PartialFailure(ShoalError):
     """Some hosts succeeded and some failed; the summary names them."""
 
     exit_code = 3
+    json_name = "Partly"
 
 
 class HostError(ShoalError):
@@ -80,6 +83,8 @@ class Unreachable(HostError):
 class AuthenticationFailed(HostError):
     """The host does not accept our key."""
 
+    json_name = "AuthRefused"
+
 
 class HostKeyChanged(HostError):
     """The host key is not the one that was recorded first."""
@@ -88,6 +93,8 @@ class HostKeyChanged(HostError):
 class SudoDenied(HostError):
     """The user we log in as may not become root without a password."""
 
+    json_name = "SudoRefused"
+
 
 class CommandFailed(HostError):
     """A command on the host ended with a non-zero status."""
@@ -95,6 +102,8 @@ class CommandFailed(HostError):
 
 class CommandTimeout(HostError):
     """A command on the host did not end in time. The host itself answers."""
+
+    json_name = "TimedOut"
 
 
 class ConnectionLost(HostError):
@@ -134,6 +143,8 @@ class SlurmError(ShoalError):
 
 class VersionMismatch(SlurmError):
     """The hosts' Slurm versions cannot work together. `findings` has an entry for each host that does not fit."""
+
+    json_name = "VersionWindow"
 
     def __init__(self, message: str, *, hint: str = "", findings: tuple[object, ...] = ()) -> None:
         super().__init__(message, hint=hint)

@@ -95,7 +95,7 @@ def test_releases_outside_the_window_are_rejected_and_no_host_changes(two: Lent,
     assert cluster.shoal("plan", status=1).stderr.endswith(said.partition("error:")[2])
     found = cluster.json("check", status=1)["findings"]
     assert f"{node}: " + found[0]["what"] == texts[0] and found[0]["host"] == node, found
-    assert cluster.json("up", status=1)["error"] == "VersionMismatch"
+    assert cluster.json("up", status=1)["error"] == "VersionWindow"
     for name in (controller, node):
         assert_untouched(two, name)
 

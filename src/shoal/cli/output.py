@@ -32,7 +32,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, SpecError):
         return {"error": "SpecError", "findings": [plain(finding) for finding in value.findings]}
     if isinstance(value, ShoalError):
-        error = {"error": type(value).__name__, "message": value.message, "fix": value.hint}
+        error = {"error": value.json_name or type(value).__name__, "message": value.message, "fix": value.hint}
         if isinstance(value, ControllerFailed):
             return {**error, "failures": plain(value.failures)}
         return {**error, "findings": plain(value.findings)} if isinstance(value, VersionMismatch) else error

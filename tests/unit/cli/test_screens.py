@@ -24,10 +24,14 @@ from shoal.cli.progress import TerminalProgress
 from shoal.cli.screen import Columns, print_wrapped, show_failures, show_findings
 from shoal.cli.session import Session
 from shoal.errors import (
+    AuthenticationFailed,
     CommandTimeout,
     ControllerFailed,
     Interrupted,
+    PartialFailure,
     ProviderError,
+    ShoalError,
+    SudoDenied,
     Unreachable,
     UsageError,
     VersionMismatch,
@@ -389,6 +393,21 @@ def test_error_with_findings_prints_them_in_json(capsys: pytest.CaptureFixture[s
     window = VersionMismatch("cannot talk", findings=(Finding("error", "too old", host="n1"),))
     assert ended(Session(json=True), fails(window)) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["host"] == "n1"
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (Unreachable("n1", "silent"), "Unreachable"),
+        (PartialFailure("some"), "Partly"),
+        (AuthenticationFailed("n1", "no key"), "AuthRefused"),
+        (SudoDenied("n1", "no"), "SudoRefused"),
+        (CommandTimeout("n1", "late"), "TimedOut"),
+        (VersionMismatch("cannot talk"), "VersionWindow"),
+    ],
+)
+def test_json_calls_errors_by_their_stable_names(error: ShoalError, name: str) -> None:
+    assert plain(error)["error"] == name
 
 
 # ---- progress
