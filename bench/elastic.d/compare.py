@@ -131,8 +131,8 @@ async def _rent(account: AccountClient, ledger: Ledger, nodes: Sequence[str]) ->
     for order, outcome in zip(orders, await account.order(orders), strict=True):
         if not outcome.ok:
             raise BenchError(f"the simulator rejected an order: {outcome}")
-        ledger.made(order.token, outcome.id, None, now)
-        ledger.joined(order.token, now)
+        ledger.record_machine(order.token, outcome.id, None, now)
+        ledger.record_join(order.token, now)
 
 
 def _write_commands(directory: Path, count: int) -> None:

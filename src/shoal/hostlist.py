@@ -96,7 +96,7 @@ def _items(text: str) -> list[str]:
         if end < len(text) and text[end] in "[]":
             raise HostlistError(text, f"a bracket at character {end + 1} has no partner")
         if match is None:
-            raise HostlistError(text, f"a strange blank at character {position + 1}")
+            raise HostlistError(text, f"an unsupported blank at character {position + 1}")
         items.append(match.group())
         position = end
     return items

@@ -1,4 +1,4 @@
-"""What every renter guarantees, over real sockets against its provider's simulator. The table is in renters.py."""
+"""What every rental provider guarantees, over real sockets against its simulator; rental_providers.py has the table."""
 
 from __future__ import annotations
 

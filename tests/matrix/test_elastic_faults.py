@@ -70,6 +70,6 @@ async def test_watch_detects_two_orders_for_a_node(tmp_path: Path) -> None:
         key = await account.key_name(it.context.public_key)
         order = RentalOrder(CLUSTER, twice.node, twice.token, twice.offer, it.context.public_key, key)
         [made] = await account.order([order])
-        it.ledger.made(twice.token, made.id, None, it.clock.now())
+        it.ledger.record_machine(twice.token, made.id, None, it.clock.now())
         watch._look()
         assert watch.doubles and watch.doubles <= {rental.id, made.id}

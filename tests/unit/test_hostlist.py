@@ -57,7 +57,7 @@ REFUSALS = {
     "a[1-60000],b[1-60000]": "hostlist 'b[1-60000]': stands for more than 100000 names",
     "a[9999999999999999999]": "hostlist 'a[9999999999999999999]': the number '9999999999999999999' "
     "is too large for Slurm",
-    "a\x0b": "hostlist 'a\\x0b': a strange blank at character 2",
+    "a\x0b": "hostlist 'a\\x0b': an unsupported blank at character 2",
 }
 
 

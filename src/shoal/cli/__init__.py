@@ -1,6 +1,6 @@
 """The command line: reads arguments, calls verbs, and prints what they return.
 
-All printing, progress and --json are here. Imports verbs, and nothing imports it.
+All printing, progress and --json are here. Imports verbs and the types of the layers below; nothing imports it.
 """
 
 import gc

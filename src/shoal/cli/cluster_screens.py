@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,6 +23,7 @@ from shoal.cli.screen import (
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
+from shoal.spec.finding import Finding
 from shoal.verbs.down import DownResult
 from shoal.verbs.health import AccountingHealth, TailnetMember, TailnetView, WireGuardView
 from shoal.verbs.rentals import RentedNode, RentedView
@@ -36,6 +37,8 @@ STATE_STYLE = {"IDLE": "green", "ALLOCATED": "cyan", "MIXED": "cyan", "DOWN": "r
 RENTAL_STATES = {"intended": "being ordered", "made": "booting", "joined": "in use", "releasing": "being released"}
 PATH_STYLES = {"direct": "green", "relayed": "yellow", "idle": "dim", "offline": "red", "unknown": "red"}
 PATH_TEXTS = {"idle": "idle (no packets lately)", "unknown": "not in the tailnet"}
+ONLY_ERRORS = "nothing to apply; fix the errors above"
+"""Instead of "no changes", which reads as if everything were well."""
 SHOWN_CLOCK_OFFSET_S = 0.5
 """A clock is named from this difference on."""
 
@@ -46,7 +49,7 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     show_failures(console, plan.unreached)
     if plan.empty:
         where = f" on the hosts that answered; {_unreached_text(plan)}" if plan.unreached else ""
-        console.print(f"{plan.cluster}: no changes{where}")
+        console.print(f"{plan.cluster}: {_no_changes(plan.findings)}{where}")
         return
     table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
     for (text, cost), changes in group_by(plan.changes, lambda change: (_change_text(change), change.cost)).items():
@@ -72,6 +75,10 @@ def _unreached_text(plan: Plan) -> str:
     return f"{compress(plan.unreached)} {'was' if len(plan.unreached) == 1 else 'were'} not inspected"
 
 
+def _no_changes(findings: Iterable[Finding]) -> str:
+    return ONLY_ERRORS if any(finding.level == "error" for finding in findings) else "no changes"
+
+
 def show_up(console: Console, result: UpResult) -> None:
     # A finding that the host's failure repeats is shown once. The others may be the next failure.
     causes = {name: error.cause for name, error in result.failures.items()}
@@ -90,12 +97,14 @@ def show_up(console: Console, result: UpResult) -> None:
     show_failures(console, result.failures)
     changed = [name for name in result.changed if name not in result.created]
     groups = (("created", result.created), ("changed", changed), ("removed", result.removed))
-    done = ", ".join(f"{word} {compress(names)}" for word, names in groups if names) or "no changes"
+    done = ", ".join(f"{word} {compress(names)}" for word, names in groups if names)
+    done = done or _no_changes(result.findings)
     if not result.whole:
         console.print(f"[yellow]![/] {result.cluster}: {done}; not complete")
         console.print(f"  fix the problems above, then run `{result.again}` again")
         return
-    console.print(f"[green]✓[/] {result.cluster}: {done}")
+    mark = "[yellow]![/]" if done == ONLY_ERRORS else "[green]✓[/]"
+    console.print(f"{mark} {result.cluster}: {done}")
     if (result.created or result.changed) and not result.removed:
         console.print("  `shoal status` shows it, `shoal run train.py` trains on it")
 

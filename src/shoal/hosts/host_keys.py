@@ -116,7 +116,7 @@ def host_key_changed(
     name: str, recorded: HostKey, shown: HostKey, path: Path, *, pinned: bool = False
 ) -> HostKeyChanged:
     """The refusal, with both fingerprints and the way out."""
-    source = "its provider reported" if pinned else "we met"
+    source = "its provider reported" if pinned else "recorded first"
     hint = (
         "the address may belong to another machine now, or someone is between you and the host; ask the provider"
         if pinned

@@ -79,7 +79,7 @@ class SshConfig:
             # An option without its value ends in asyncssh's parser as a bare IndexError.
             cause = str(error) if not isinstance(error, IndexError) else f"{self._path}: an option has no value"
             what = f"cannot understand the SSH config: {cause}"
-            raise HostError(target.name, what, hint="fix that line; `ssh -G HOST` checks it") from error
+            raise HostError(target.name, what, hint=f"fix that line; `ssh -G {target.name}` checks it") from error
 
     def _agent_socket(self, configured: object) -> str | None:
         if not self._agent:

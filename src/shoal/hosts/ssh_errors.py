@@ -33,7 +33,7 @@ def cannot_connect(
     `tried` names the keys that were offered, `via` the jump host; `proxy_error` is the last line of a ProxyCommand.
     """
     if isinstance(error, asyncssh.PermissionDenied) or "too many authentication failures" in str(error).lower():
-        return _auth_refused(route, str(error), tried)
+        return _authentication_failed(route, str(error), tried)
     if route.proxy_command and isinstance(error, (asyncssh.ConnectionLost, OSError, EOFError)):
         return _no_proxy(route, error, timeout, proxy_error)
     name, address, jump = route.name, f"{route.host}:{route.port}", via or "the jump host"
@@ -74,11 +74,11 @@ def cannot_start(name: str, doing: str, error: BaseException) -> HostError:
     """The connection is there, and the host does not start the program."""
     if isinstance(error, asyncssh.ChannelOpenError) and "connection closed" not in str(error).lower():
         hint = "is MaxSessions in its sshd_config 0, or ForceCommand set?"
-        return Unreachable(name, f"will not start {doing}: {error.reason}", hint=hint)
+        return Unreachable(name, f"cannot start {doing}: {error.reason}", hint=hint)
     return connection_lost(name, doing, error)
 
 
-def _auth_refused(route: Route, cause: str, tried: Sequence[str]) -> AuthenticationFailed:
+def _authentication_failed(route: Route, cause: str, tried: Sequence[str]) -> AuthenticationFailed:
     offered = ", ".join(tried) if tried else "no key: none was found"
     login = f"{route.user}@{route.host}"
     if "too many" in cause.lower():

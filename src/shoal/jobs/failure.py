@@ -33,7 +33,7 @@ _WAITED = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout|ti
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
 _UNREACHED = "shoal: torchrun on "
-"""How `unreached.py` begins."""
+"""How the runner's report about an unreachable first node begins."""
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
 _LINES = 50
 _LINES_AFTER_RAISE = 16

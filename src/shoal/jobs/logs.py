@@ -40,7 +40,7 @@ class LogLine:
     node: str = ""
     """Where it was printed; empty where that is not known."""
     file: str = ""
-    """The file it stands in, as `reader.py` calls it."""
+    """The file it stands in, as `remote/log_reader.py` calls it."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def _signal(value: object) -> str:
             raise refusal("`R:` is about a reservation, and `shoal run` asks for none", fix)
         raise refusal("`B:` sends the signal to the batch shell alone", fix)
     if match[3].upper() in ("KILL", "9", "STOP", "19"):
-        raise refusal("no process hears of this signal, so none can save its work", f"say USR1@{match[5]}")
+        raise refusal("a process cannot catch this signal, so it cannot save its work", f"use USR1@{match[5]}")
     return f"{match[3].upper()}@{match[5]}"
 
 
@@ -71,7 +71,7 @@ def _variable(value: object) -> str:
         raise refusal("Slurm and Shoal set this variable themselves", "give it another name")
     if value in SECRETS:
         fix = "set it where you run `shoal run` with --tracking-uri: it takes it from there, past the script"
-        raise refusal("this variable is a secret, and everybody can read a batch script", fix, value)
+        raise refusal("this variable is a secret, and every user can read a batch script", fix, value)
     return value
 
 
@@ -86,7 +86,7 @@ def _tracking_uri(value: object) -> str:
     fix = "write it like http://tracking.example:5000"
     if isinstance(value, str) and "@" in value:
         raise refusal(
-            "the address has a password in it, and everybody can read a batch script",
+            "the address has a password in it, and every user can read a batch script",
             "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where you run `shoal run`",
             "...@" + value.rpartition("@")[2],
         )

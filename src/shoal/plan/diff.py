@@ -334,7 +334,7 @@ def _release_rentals(
     """
     if not names:
         return tuple(hosts), (), []
-    what = f"{compress(names)}: no longer rented for the cluster; the controller gives back what is there of them"
+    what = f"{compress(names)}: no longer rented for the cluster; the controller releases their machines"
     lost = tuple(job.id for job in jobs if job.state in ACTIVE_STATES and {*names} & {*job.node_names})
     costly = {f"file {SPEC}"} if lost else ()
     return tuple(host.with_cost(Cost.JOBS, costly) for host in hosts), lost, [Finding("info", what)]

@@ -1,6 +1,6 @@
 """Reads a job's files on one node and prints them.
 
-    reader.py DIRECTORY OUTPUT ERROR TAIL [follow]
+    log_reader.py DIRECTORY OUTPUT ERROR TAIL [follow]
 
 Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank-R.N.log`, `rank-R.N.end`, or
 `output@STORAGE` and `error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it

@@ -23,7 +23,7 @@ NO_LEDGER = 3
 LIVE_STATES: Final = ("intended", "made", "joined", "releasing")
 """States in which a machine exists, or may exist."""
 LATE_ORDER_S = 86400.0
-"""An order whose answer was lost, and that was given up on, is still reported for this long."""
+"""An order whose answer was lost, and that was abandoned, is still reported for this long."""
 LOCK_TIMEOUT_S = 30.0
 """How long to wait for another process that writes the ledger."""
 SYSTEMCTL_TIMEOUT_S = 30.0

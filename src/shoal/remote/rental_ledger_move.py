@@ -3,7 +3,7 @@
 `shoal up` runs this program on both hosts while neither runs the rental service.
 
     rental_ledger_move.py give LEDGER SINCE                      prints {"ledger": "…", "since": 1763200000}
-    rental_ledger_move.py take LEDGER SINCE SUCCEEDED < that     makes the service here the leader
+    rental_ledger_move.py take LEDGER SINCE SUPERSEDED < that    makes the service here the leader
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    verb, ledger, since, *succeeded = argv[1], *map(Path, argv[2:])
+    verb, ledger, since, *superseded = argv[1], *map(Path, argv[2:])
     if verb == "give":
-        print(json.dumps({"ledger": export_ledger(ledger), "since": in_charge_since(since)}))
+        print(json.dumps({"ledger": export_ledger(ledger), "since": leader_since(since)}))
         return 0
     moved = json.loads(sys.stdin.read())
     ledger.parent.mkdir(parents=True, exist_ok=True)
     if moved["ledger"]:
         import_ledger(ledger, zlib.decompress(base64.b64decode(moved["ledger"])))
     since.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    since.write_text(f"{max(int(time.time()), moved['since'] + 1, in_charge_since(since) + 1)}\n")
-    for path in succeeded:
+    since.write_text(f"{max(int(time.time()), moved['since'] + 1, leader_since(since) + 1)}\n")
+    for path in superseded:
         path.unlink(missing_ok=True)
     return 0
 
@@ -63,7 +63,7 @@ def import_ledger(ledger: Path, content: bytes) -> None:
 
 
 def merge(ledger: Path, carried: Path) -> None:
-    """What the carried one knows of a machine is newer. It may be of another version: what both have counts."""
+    """Add the moved ledger's rows, which are newer. Its version may differ: only columns that both have are copied."""
     with closing(sqlite3.connect(ledger, isolation_level=None)) as database:
         database.execute("ATTACH ? AS carried", (str(carried),))
         names = sorted(columns(database, "main") & columns(database, "carried"))
@@ -78,7 +78,7 @@ def columns(database: sqlite3.Connection, schema: str) -> set[str]:
     return {row[1] for row in database.execute(f"PRAGMA {schema}.table_info(rentals)")}
 
 
-def in_charge_since(path: Path) -> int:
+def leader_since(path: Path) -> int:
     """Since when the service on this host is in charge; 0 where nothing says so."""
     try:
         return int(path.read_text())

@@ -47,7 +47,7 @@ def _price(value: object) -> float:
 
 
 def unless_false(value: object) -> object:
-    """`accounting: false` is the same as not a word about it."""
+    """`accounting: false` is the same as no `accounting` at all."""
     return None if value is False else value
 
 
@@ -171,7 +171,7 @@ def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> 
     if host is not None and host not in hosts:
         yield Problem(("accounting", "host"), "no host of the cluster", show(host), nearest(host, list(hosts)))
     if accounting.qos and not accounting.is_set("accounts"):
-        what = "`qos` without `accounts`: Slurm holds nobody to a limit whose account it does not know"
+        what = "`qos` without `accounts`: Slurm enforces no limit for users without an account"
         yield Problem(("accounting", "qos"), what, "", "add `accounts`: {lab: {users: [ann]}}")
     accounts = {name: account for name, account in accounting.accounts.items() if account is not None}
     yield from _parent_problems(accounts)

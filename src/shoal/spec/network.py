@@ -27,7 +27,7 @@ def _subnet(value: object) -> str:
     except ValueError:
         raise refusal("not a subnet", fix) from None
     if not 8 <= subnet.prefixlen <= 28:
-        raise refusal("a subnet of that size does not serve", fix)
+        raise refusal("not a usable size of subnet", fix)
     if not subnet.is_private or subnet.is_loopback or subnet.is_link_local:
         raise refusal("not a private subnet", fix)
     return str(subnet)
@@ -101,7 +101,7 @@ def network_problems(network: Network, hosts: Sequence[str], *, rentals: int = 0
     """
     for kind, fields in _OWN_FIELDS.items():
         for field in network.set_among(fields) if kind != network.kind else ():
-            yield Problem(("network", field), f"`{field}` is of {kind} alone", "", f"delete it, or use {kind}")
+            yield Problem(("network", field), f"`{field}` applies only to {kind}", "", f"delete it, or use {kind}")
     hub = network.hub
     if hub is not None and hub not in hosts:
         yield Problem(("network", "hub"), "the hub is not a host of the cluster", show(hub), nearest(hub, list(hosts)))

@@ -93,7 +93,7 @@ def storage_problems(shares: Shares, hosts: Sequence[str], *, has_sandbox: bool)
                 yield Problem(place, "two shares for the users' homes", show(path), fix)
             homes.append(path)
             if share.read_only:
-                yield Problem((*place, "read_only"), "homes that nobody can write to", "true", "delete it")
+                yield Problem((*place, "read_only"), "homes that no user can write to", "true", "delete it")
 
 
 def _overlaps(mount: str, share: SharedDirectory, shares: Shares, controller: str) -> Iterator[Problem]:

@@ -60,7 +60,7 @@ def tracking_problems(tracking: Tracking | None, shares: Shares, hosts: Sequence
             yield Problem(("tracking", key), what, "", "delete it, or `url`")
     if tracking.host is not None and hosts and tracking.host not in hosts:
         fix = nearest(tracking.host, list(hosts))
-        yield Problem(("tracking", "host"), "the server's host is none of the cluster", show(tracking.host), fix)
+        yield Problem(("tracking", "host"), "the server's host is not in the cluster", show(tracking.host), fix)
     elif hosts and tracking.artifacts is not None:
         yield from _artifact_problems(tracking.artifacts, tracking.host or hosts[0], shares, hosts[0])
 

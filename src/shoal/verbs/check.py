@@ -48,7 +48,7 @@ async def check(context: Context) -> list[Finding]:
 
 async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     controller = context.controller.name
-    with context.progress.phase("connect and look", len(fleet.targets)) as phase:
+    with context.progress.phase("connect and read facts", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, phase)
     failures = fleet.failures.items()
     findings = [Finding("error", error.cause, fix=error.hint, host=name) for name, error in failures]

@@ -67,7 +67,7 @@ class Job:
         number = self._one("wait")
         record = _result(wait_for_job(self._context, number))
         if record is None:
-            raise UsageError(f"Slurm has forgotten job {number}", hint="`shoal logs` still has what it printed")
+            raise UsageError(f"Slurm no longer has job {number}", hint="`shoal logs` still has what it printed")
         return record
 
     def logs(self, rank: int | None = None) -> list[LogLine]:

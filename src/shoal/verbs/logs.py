@@ -226,7 +226,7 @@ async def ended_runs(controller: Host, job: str) -> list[JobRecord]:
 
 
 def exclude_known(ended: Iterable[JobRecord], known: Iterable[JobRecord]) -> list[JobRecord]:
-    """Those that slurmctld does not tell of by itself. Of one that never started the two give another start."""
+    """The ended jobs that slurmctld does not list. For a job that never started the two sources differ in its start."""
     known = list(known)
     listed = {(record.id, when) for record in known for when in (record.start, record.end)}
     again = {record.id for record in known if record.restarts}

@@ -224,14 +224,14 @@ async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> d
                 if not error.hosts:
                     raise
                 failed |= {
-                    host: HostError(host, f"{name} could not make it: {why}", hint=error.hint)
+                    host: HostError(host, f"{name} cannot create it: {why}", hint=error.hint)
                     for host, why in error.hosts.items()
                 }
     return failed
 
 
 async def _observe(context: Context, fleet: Fleet) -> Observation:
-    with context.progress.phase("connect and look", len(fleet.targets)) as phase:
+    with context.progress.phase("connect and read facts", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, phase)
     fleet.require(context.controller.name)
     return observed

@@ -20,28 +20,34 @@ from shoal.remote import agent as program
 FOLDER = Path(program.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 SOURCE = {name: (FOLDER / f"{name}.py").read_text() for name in FILES}
+REMOTE = FOLDER.parent
+ALL = {str(path.relative_to(REMOTE)): path.read_text() for path in sorted(REMOTE.rglob("*.py"))}
+"""Every program that runs on another machine; the package's own `__init__` runs on the operator's."""
+del ALL["__init__.py"]
 # What came to the standard library after 3.8, among the names one reaches for.
 TOO_NEW = re.compile(
     r"\.(?:removeprefix|removesuffix|bit_count|pairwise|is_relative_to|with_stem|hardlink_to)\b"
     r"|functools\.cache\b|\bmath\.lcm\b|\bstrict=|\bzoneinfo\b|\btomllib\b|\bgraphlib\b|\bExceptionGroup\b"
     r"|os\.(?:pidfd_open|waitstatus_to_exitcode|eventfd|splice|unshare|setns)\b|signal\.pidfd_send_signal"
 )
+BESIDE = {"runner"}
+"""What `start.py` finds in its own directory."""
 # Inner names of some versions of CPython; each is tried, with a public one to fall back to.
 INNER = {"_json", "_sha2", "_sha256", "_signal", "_socket"}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL)
 def test_syntax_is_python_3_8(name: str) -> None:
-    ast.parse(SOURCE[name], feature_version=(3, 8))
+    ast.parse(ALL[name], feature_version=(3, 8))
 
 
 def test_loader_syntax_is_python_3_4() -> None:
     ast.parse(loader.LOADER, feature_version=(3, 4))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL)
 def test_nothing_newer_than_python_3_8_is_used(name: str) -> None:
-    assert TOO_NEW.findall(SOURCE[name]) == []
+    assert TOO_NEW.findall(ALL[name]) == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -56,10 +62,11 @@ def test_modules_are_sent_after_their_imports() -> None:
         assert needed <= set(loader.MODULES[:at]), name
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL)
 def test_only_the_standard_library_and_own_modules_are_imported(name: str) -> None:
-    outside = {module for module in imported(ast.walk(ast.parse(SOURCE[name]))) if "." not in module}
-    assert outside <= sys.stdlib_module_names | INNER
+    modules = imported(ast.walk(ast.parse(ALL[name])))
+    outside = {module for module in modules if not module.startswith("shoal.remote.")}
+    assert {module.partition(".")[0] for module in outside} <= sys.stdlib_module_names | INNER | BESIDE
 
 
 def test_supervisor_imports_no_other_module() -> None:
@@ -127,6 +134,6 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
         if isinstance(node, ast.Import):
             names.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
+            module = f"shoal.remote.{node.module}" if node.level else node.module or ""
             names.add(module if module.startswith("shoal.") else module.split(".")[0])
     return names

@@ -194,7 +194,7 @@ def test_documented_budget_commands_run(
     ledger, unit = tmp_path / "ledger.db", tmp_path / "unit"
     with Ledger.open(ledger) as kept:
         kept.intend(rental("t-reef-lambda", "burst1", usd_hour=4.29, intended_at=time.time() - 60))
-        kept.made("t-reef-lambda", "i", None, time.time() - 60)
+        kept.record_machine("t-reef-lambda", "i", None, time.time() - 60)
     unit.write_text(f"[Service]\nExecStart={sys.executable} -m shoal.elastic\n")
     monkeypatch.setattr(cost, "COMMAND", (*cost.COMMAND[:-1], str(unit), "--ledger", str(ledger)))
     with running_sshd(tmp_path / "sshd") as server:
@@ -219,7 +219,7 @@ def test_reap_keeps_ledger_rows_missing_from_lists_unless_forced(clouds: dict[st
     ledger = tmp_path / "ledger.db"
     with Ledger.open(ledger) as kept:
         kept.intend(rental("t1", "burst1", intended_at=time.time() - 60))
-        kept.made("t1", "i-1", None, time.time() - 60)
+        kept.record_machine("t1", "i-1", None, time.time() - 60)
     with running_sshd(tmp_path / "sshd") as server:
         place = f"address: 127.0.0.1, port: {server.port}, user: {getpass.getuser()}, identity: {server.identity}"
         write_file(tmp_path, clouds, f"{{name: c1, {place}}}")

@@ -227,6 +227,18 @@ def test_up_ends_with_completed_and_failed_work() -> None:
     assert drawn(lambda console: show_up(console, UpResult("reef"))) == "✓ reef: no changes\n"
 
 
+def test_errors_and_no_changes_are_never_shown_together() -> None:
+    errors = [Finding("error", "n1 was deleted on the server", host="n1")]
+    for text in (
+        drawn(lambda console: show_plan(console, Plan("reef", findings=tuple(errors)), diff=False)),
+        drawn(lambda console: show_up(console, UpResult("reef", findings=tuple(errors)))),
+    ):
+        assert "n1 was deleted on the server" in text
+        assert text.endswith("reef: nothing to apply; fix the errors above\n")
+        assert "no changes" not in text
+        assert "✓" not in text
+
+
 def test_finding_and_failure_with_the_same_text_are_shown_once() -> None:
     seen = (
         Finding("error", "it is slow", "does not answer within 10 s", host="n9"),
@@ -415,11 +427,11 @@ def test_json_calls_errors_by_their_stable_names(error: ShoalError, name: str) -
 
 def test_phase_prints_a_single_line_without_a_terminal() -> None:
     console = Console(file=StringIO(), width=200)
-    with TerminalProgress(console).phase("connect and look", 2) as phase:
+    with TerminalProgress(console).phase("connect and read facts", 2) as phase:
         phase.update("n1", "busy")
         phase.done("n1")
         phase.done("n2", "it broke")
-    assert console.file.getvalue().startswith("  connect and look           failed on n2")  # type: ignore[attr-defined]
+    assert console.file.getvalue().startswith("  connect and read facts     failed on n2")  # type: ignore[attr-defined]
 
 
 async def lines_in(console: Console, least: int) -> list[str]:

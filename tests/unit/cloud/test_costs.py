@@ -233,7 +233,7 @@ def test_command_reads_the_ledger_and_slurm_records(tmp_path: Path) -> None:
     now = time.time()
     with Ledger.open(path) as ledger:
         ledger.intend(rental("t", "burst1", usd_hour=36.0, intended_at=now - 100))
-        ledger.made("t", "i", None, now - 100)
+        ledger.record_machine("t", "i", None, now - 100)
     programs = tmp_path / "bin"
     programs.mkdir()
     started = datetime.fromtimestamp(now - 50).strftime("%Y-%m-%dT%H:%M:%S")
@@ -256,7 +256,7 @@ def test_sums_are_reported_without_slurm_records(
     monkeypatch.setenv("PATH", str(tmp_path))
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         ledger.intend(rental("t", usd_hour=36.0, intended_at=time.time() - 100))
-        ledger.made("t", "i", None, time.time() - 100)
+        ledger.record_machine("t", "i", None, time.time() - 100)
     assert main(["--ledger", str(tmp_path / "ledger.db")]) == 0
     found: CostReport = decode(capsys.readouterr().out)
     assert found.total > 0

@@ -121,7 +121,7 @@ async def test_only_pipes_are_written_and_removed(tmp_path: Path) -> None:
 
 
 class Prolog:
-    """start.sh with a squeue and a sinfo that print files."""
+    """job_start.sh with a squeue and a sinfo that print files."""
 
     def __init__(self, place: Path, *, look: str = str(START_CHECK_INTERVAL_S)) -> None:
         self.place = place

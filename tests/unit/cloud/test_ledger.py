@@ -40,11 +40,11 @@ def test_rental_round_trips(path: Path) -> None:
 def test_states_of_a_machine_are_stored_with_their_times(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.made("t1", "i-1", 30.5, 110.0)
-        ledger.joined("t1", 200.0)
-        ledger.releasing("t1", "idle for 10m", 900.0)
-        ledger.billed("t1", since=120.0, until=901.5)
-        ledger.gone("t1", 930.0)
+        ledger.record_machine("t1", "i-1", 30.5, 110.0)
+        ledger.record_join("t1", 200.0)
+        ledger.record_release("t1", "idle for 10m", 900.0)
+        ledger.record_billing("t1", since=120.0, until=901.5)
+        ledger.record_end("t1", 930.0)
         assert ledger.get("t1") == rental(
             state="gone",
             id="i-1",
@@ -64,18 +64,18 @@ def test_states_of_a_machine_are_stored_with_their_times(path: Path) -> None:
 def test_missing_price_falls_back_to_the_offer(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental(usd_hour=None))
-        ledger.made("t1", "i-1", None, 110.0)
+        ledger.record_machine("t1", "i-1", None, 110.0)
         assert ledger.get("t1").usd_hour == 31.92
-        ledger.priced("t1", 0.123457, 120.0)
+        ledger.record_price("t1", 0.123457, 120.0)
         assert ledger.get("t1").usd_hour == 0.123457
 
 
 def test_first_price_counts_from_the_start_and_later_prices_from_their_change(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.made("t1", "i-1", None, 110.0)
+        ledger.record_machine("t1", "i-1", None, 110.0)
         for price, at in ((30.0, 120.0), (30.0000001, 130.0), (33.0, 140.0), (33.0, 150.0), (29.5, 160.0)):
-            ledger.priced("t1", price, at)
+            ledger.record_price("t1", price, at)
         found = ledger.get("t1")
         assert found.prices == ((0.0, 30.0), (140.0, 33.0), (160.0, 29.5))
         assert found.usd_hour == 29.5
@@ -91,7 +91,7 @@ def test_older_ledger_is_readable_and_migrated_on_write(path: Path) -> None:
     with Ledger.read(path) as ledger:
         assert ledger.get("t1") == rental()
     with Ledger.open(path) as ledger:
-        ledger.priced("t1", 30.0, 120.0)
+        ledger.record_price("t1", 30.0, 120.0)
         assert ledger.get("t1") == rental(usd_hour=30.0, prices=((0.0, 30.0),))
     with Ledger.open(path) as ledger:
         assert ledger.get("t1").usd_hour == 30.0
@@ -100,7 +100,7 @@ def test_older_ledger_is_readable_and_migrated_on_write(path: Path) -> None:
 def test_failed_order_stores_its_failure_kind(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.failed("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
+        ledger.record_failure("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
         found = ledger.get("t1")
         assert (found.state, found.trouble, found.reason, found.live) == (
             "failed",
@@ -108,15 +108,15 @@ def test_failed_order_stores_its_failure_kind(path: Path) -> None:
             "Not enough capacity",
             False,
         )
-        ledger.made("t1", "i-1", None, 110.0)  # it turned up after all
+        ledger.record_machine("t1", "i-1", None, 110.0)  # it turned up after all
         assert ledger.get("t1") == rental(state="made", id="i-1", made_at=110.0)
 
 
 def test_released_order_keeps_the_id_of_a_late_machine(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.releasing("t1", "job 17 was cancelled", 102.0)
-        ledger.made("t1", "i-1", 29.0, 110.0)
+        ledger.record_release("t1", "job 17 was cancelled", 102.0)
+        ledger.record_machine("t1", "i-1", 29.0, 110.0)
         found = ledger.get("t1")
         assert (found.state, found.id, found.made_at, found.usd_hour) == ("releasing", "i-1", 110.0, 29.0)
         assert found.reason == "job 17 was cancelled"
@@ -125,11 +125,11 @@ def test_released_order_keeps_the_id_of_a_late_machine(path: Path) -> None:
 def test_reappearing_machine_is_billed_again(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.made("t1", "i-1", None, 110.0)
-        ledger.releasing("t1", "idle", 200.0)
-        ledger.billed("t1", until=201.0)
-        ledger.gone("t1", 230.0)
-        ledger.releasing("t1", "listed again", 300.0)
+        ledger.record_machine("t1", "i-1", None, 110.0)
+        ledger.record_release("t1", "idle", 200.0)
+        ledger.record_billing("t1", until=201.0)
+        ledger.record_end("t1", 230.0)
+        ledger.record_release("t1", "listed again", 300.0)
         found = ledger.get("t1")
         assert (found.state, found.gone_at, found.billed_until) == ("releasing", None, None)
 
@@ -137,9 +137,9 @@ def test_reappearing_machine_is_billed_again(path: Path) -> None:
 def test_second_machine_of_an_order_is_rejected_with_both_ids(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.made("t1", "i-1", None, 110.0)
+        ledger.record_machine("t1", "i-1", None, 110.0)
         with pytest.raises(LedgerError) as caught:
-            ledger.made("t1", "i-2", None, 120.0)
+            ledger.record_machine("t1", "i-2", None, 120.0)
         assert str(caught.value) == (
             "burst1: lambda has two machines for one order, i-1 and i-2\n  fix: keep i-1 and delete i-2"
         )
@@ -149,15 +149,15 @@ def test_second_machine_of_an_order_is_rejected_with_both_ids(path: Path) -> Non
 def test_repeated_step_changes_nothing(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.made("t1", "i-1", 30.0, 110.0)
-        ledger.made("t1", "i-1", 99.0, 999.0)
-        ledger.joined("t1", 200.0)
-        ledger.joined("t1", 999.0)
-        ledger.made("t1", "i-1", 99.0, 999.0)
-        ledger.releasing("t1", "idle", 300.0)
-        ledger.releasing("t1", "another reason", 999.0)
-        ledger.gone("t1", 310.0)
-        ledger.gone("t1", 999.0)
+        ledger.record_machine("t1", "i-1", 30.0, 110.0)
+        ledger.record_machine("t1", "i-1", 99.0, 999.0)
+        ledger.record_join("t1", 200.0)
+        ledger.record_join("t1", 999.0)
+        ledger.record_machine("t1", "i-1", 99.0, 999.0)
+        ledger.record_release("t1", "idle", 300.0)
+        ledger.record_release("t1", "another reason", 999.0)
+        ledger.record_end("t1", 310.0)
+        ledger.record_end("t1", 999.0)
         assert ledger.get("t1") == rental(
             state="gone",
             id="i-1",
@@ -175,9 +175,9 @@ def test_impossible_step_is_rejected_with_the_current_state(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
         with pytest.raises(LedgerError, match=r"^burst1: rental t1 is intended and cannot become joined$"):
-            ledger.joined("t1", 1.0)
+            ledger.record_join("t1", 1.0)
         with pytest.raises(LedgerError, match=r"^the ledger has no rental nobody$"):
-            ledger.joined("nobody", 1.0)
+            ledger.record_join("nobody", 1.0)
         assert ledger.get("t1") == rental()
 
 
@@ -197,9 +197,9 @@ def test_all_since_a_time_returns_rentals_alive_then(path: Path) -> None:
     with Ledger.open(path) as ledger:
         for token in ("early", "late", "now"):
             ledger.intend(rental(token))
-            ledger.made(token, f"i-{token}", None, 110.0)
-        ledger.gone("early", 150.0)
-        ledger.gone("late", 250.0)
+            ledger.record_machine(token, f"i-{token}", None, 110.0)
+        ledger.record_end("early", 150.0)
+        ledger.record_end("late", 250.0)
         assert [one.token for one in ledger.all(200.0)] == ["late", "now"]
         assert [one.token for one in ledger.all()] == ["early", "late", "now"]
 
@@ -263,11 +263,11 @@ def test_block_covers_the_offers_of_its_scope(block: OrderBlock, covers: bool) -
 
 def test_last_order_time_of_an_account_survives_a_restart(path: Path) -> None:
     with Ledger.open(path) as ledger:
-        assert ledger.last_rate("lambda") == 0.0
-        ledger.paced("lambda", 120.0)
-        ledger.paced("lambda", 110.0)  # after it, by a clock that was set back
+        assert ledger.last_order_time("lambda") == 0.0
+        ledger.record_order_time("lambda", 120.0)
+        ledger.record_order_time("lambda", 110.0)  # after it, by a clock that was set back
     with Ledger.open(path) as ledger:
-        assert ledger.last_rate("lambda") == 110.0
+        assert ledger.last_order_time("lambda") == 110.0
 
 
 def test_ledger_is_readable_only_by_its_owner(path: Path) -> None:
@@ -304,10 +304,10 @@ def test_reader_sees_writes_of_another_process_at_once(path: Path) -> None:
         assert reader.live() == []
         writer.intend(rental())
         assert reader.live() == [rental()]
-        writer.made("t1", "i-1", None, 110.0)
+        writer.record_machine("t1", "i-1", None, 110.0)
         assert [one.state for one in reader.live()] == [one.state for one in writer.live()] == ["made"]
         writer.live().clear()  # what a caller does with its list is its own affair
-        writer.gone("t1", 120.0)
+        writer.record_end("t1", 120.0)
         assert reader.live() == writer.live() == []
 
 
@@ -406,6 +406,14 @@ def test_unknown_field_of_an_offer_is_ignored(path: Path) -> None:
 # The state machine, by chance.
 
 Call = tuple[str, tuple[Any, ...]]
+RECORDERS = {
+    "made": Ledger.record_machine,
+    "joined": Ledger.record_join,
+    "releasing": Ledger.record_release,
+    "gone": Ledger.record_end,
+    "failed": Ledger.record_failure,
+}
+"""The method that records each state."""
 CALLS = st.sampled_from(
     [
         ("made", ("i-1", None, 2.0)),
@@ -428,7 +436,7 @@ def test_only_legal_steps_are_stored_and_rejected_steps_leave_no_trace(
         for name, values in calls:
             before = ledger.get("t1")
             try:
-                getattr(ledger, name)("t1", *values)
+                RECORDERS[name](ledger, "t1", *values)
             except LedgerError:
                 assert ledger.get("t1") == before
                 assert name not in TRANSITIONS[before.state] or (name == "made" and before.id not in ("", values[0]))
@@ -470,12 +478,12 @@ def live(path, pipe):
     told = lambda what: os.write(pipe, what.encode() + b" ")
     ledger = Ledger.open(path); told("open")
     ledger.intend(rental("a"), rental("b")); told("intended")
-    ledger.made("a", "i-a", 2.0, 110.0); told("made")
-    ledger.joined("a", 120.0); told("joined")
-    ledger.failed("b", FailureKind.QUOTA, "no", 115.0); told("failed")
+    ledger.record_machine("a", "i-a", 2.0, 110.0); told("made")
+    ledger.record_join("a", 120.0); told("joined")
+    ledger.record_failure("b", FailureKind.QUOTA, "no", 115.0); told("failed")
     ledger.block("lambda", "", "", "", None, "quota"); told("blocked")
-    ledger.releasing("a", "idle", 130.0); told("releasing")
-    ledger.gone("a", 140.0); told("gone")
+    ledger.record_release("a", "idle", 130.0); told("releasing")
+    ledger.record_end("a", 140.0); told("gone")
 
 for statement in range(1, 200):
     reading, writing = os.pipe()

@@ -133,8 +133,8 @@ def leave(it: Scene, account: str) -> None:
     offer = replace(CASES["lambda"].offer, provider=account, usd_hour=1.29)
     now = it.clock.now()
     it.ledger.intend(Rental("t1", "burst1", "burst", account, offer, intended_at=now))
-    it.ledger.made("t1", "i-1", 1.29, now)
-    it.ledger.releasing("t1", "no longer wanted", now)
+    it.ledger.record_machine("t1", "i-1", 1.29, now)
+    it.ledger.record_release("t1", "no longer wanted", now)
 
 
 async def test_cheaper_offer_is_tried_when_the_budget_is_too_small(tmp_path: Path) -> None:

@@ -43,15 +43,15 @@ def kept(path: Path) -> Ledger:
     for state in (*LIVE, "taken", "gone", "late", "long ago", "out"):
         ledger.intend(rental(state, state.replace(" ", "-"), intended_at=now - 500))
     for token in ("made", "joined", "releasing", "taken", "gone"):
-        ledger.made(token, f"i-{token}", None, now - 480)
-    ledger.joined("joined", now - 400)
+        ledger.record_machine(token, f"i-{token}", None, now - 480)
+    ledger.record_join("joined", now - 400)
     for token in ("releasing", "taken"):
-        ledger.releasing(token, "idle", now - 20)
-    ledger.billed("taken", until=now - 10)
-    ledger.gone("gone", now - 100)
-    ledger.failed("late", FailureKind.AMBIGUOUS, "no answer", now - 300)
-    ledger.failed("long ago", FailureKind.AMBIGUOUS, "no answer", now - 2 * 86400)
-    ledger.failed("out", FailureKind.CAPACITY, "none left", now - 300)
+        ledger.record_release(token, "idle", now - 20)
+    ledger.record_billing("taken", until=now - 10)
+    ledger.record_end("gone", now - 100)
+    ledger.record_failure("late", FailureKind.AMBIGUOUS, "no answer", now - 300)
+    ledger.record_failure("long ago", FailureKind.AMBIGUOUS, "no answer", now - 2 * 86400)
+    ledger.record_failure("out", FailureKind.CAPACITY, "none left", now - 300)
     return ledger
 
 

@@ -49,7 +49,7 @@ def new(tmp_path: Path) -> Controller:
 def test_new_controller_gets_the_whole_ledger_with_mode_600(old: Controller, new: Controller) -> None:
     with Ledger.open(old.ledger) as ledger:
         ledger.intend(rental("t1"), rental("t2", "burst2"))
-        ledger.made("t1", "i-1", 2.5, 110.0)
+        ledger.record_machine("t1", "i-1", 2.5, 110.0)
         ledger.block("lambda", "", "", "", None, "its key is wrong")
         before, blocked = ledger.all(), ledger.blocks(0.0)
     new.run("take", old.run("give"))
@@ -61,12 +61,12 @@ def test_new_controller_gets_the_whole_ledger_with_mode_600(old: Controller, new
 def test_former_controller_merges_its_rows_with_the_newer_ledger(old: Controller, new: Controller) -> None:
     with Ledger.open(new.ledger) as ledger:
         ledger.intend(rental("t0", "burst3"), rental("t1"))
-        ledger.failed("t0", FailureKind.CAPACITY, "none left", 120.0)
+        ledger.record_failure("t0", FailureKind.CAPACITY, "none left", 120.0)
     with Ledger.open(old.ledger) as ledger:
         ledger.intend(rental("t1"), rental("t2", "burst2"))
-        ledger.made("t1", "i-1", 2.5, 110.0)
-        ledger.releasing("t1", "idle", 200.0)
-        ledger.gone("t1", 210.0)
+        ledger.record_machine("t1", "i-1", 2.5, 110.0)
+        ledger.record_release("t1", "idle", 200.0)
+        ledger.record_end("t1", 210.0)
         known = {one.token: one for one in ledger.all()}
     new.run("take", old.run("give"))
     with Ledger.open(new.ledger) as ledger:
@@ -80,7 +80,7 @@ def test_older_schema_merges_by_shared_columns(old: Controller, new: Controller)
     for place in (old, new):
         with Ledger.open(place.ledger) as ledger:
             ledger.intend(rental("t1"))
-            ledger.made("t1", "i-1", 2.5, 110.0)
+            ledger.record_machine("t1", "i-1", 2.5, 110.0)
     with sqlite3.connect(old.ledger) as database:
         database.execute("ALTER TABLE rentals DROP COLUMN prices")
         database.execute("UPDATE rentals SET state = 'gone', gone_at = 300.0")

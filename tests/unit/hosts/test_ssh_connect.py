@@ -86,7 +86,9 @@ async def test_changed_host_key_is_rejected_until_forgotten(tmp_path: Path, know
         server.start()
         with pytest.raises(HostKeyChanged) as caught:
             await whoami(SshConnector(known_hosts), server.target("gpu01"))
-        assert caught.value.message == (f"gpu01: shows the ssh-ed25519 key {new}, not the ssh-ed25519 key {old} we met")
+        assert caught.value.message == (
+            f"gpu01: shows the ssh-ed25519 key {new}, not the ssh-ed25519 key {old} recorded first"
+        )
         assert "shoal ssh --forget-key gpu01" in caught.value.hint
         assert HostKeys(known_hosts).forget("gpu01")
         assert not HostKeys(known_hosts).forget("gpu01")

@@ -63,7 +63,7 @@ def test_jump_host_is_named() -> None:
 def test_rejected_session_is_not_a_lost_connection() -> None:
     refused = cannot_start("gpu01", "`true`", asyncssh.ChannelOpenError(1, "open failed"))
     assert type(refused) is Unreachable
-    assert refused.message == "gpu01: will not start `true`: open failed"
+    assert refused.message == "gpu01: cannot start `true`: open failed"
     lost = cannot_start("gpu01", "`true`", asyncssh.ChannelOpenError(2, "SSH connection closed"))
     assert type(lost) is ConnectionLost
 

@@ -137,7 +137,7 @@ def test_signal_prefix_is_rejected_with_its_effect(signal: str, said: str) -> No
 def test_signal_that_cannot_be_handled_is_rejected(signal: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(signal=signal)
-    told = "no process hears of this signal, so none can save its work"
+    told = "a process cannot catch this signal, so it cannot save its work"
     assert str(caught.value) == f'--signal: {told}, found "{signal}", say USR1@60'
 
 
@@ -168,7 +168,7 @@ def test_secret_in_export_is_rejected_and_not_shown(name: str) -> None:
     ):
         with pytest.raises(SpecError) as caught:
             refused()
-        assert "this variable is a secret, and everybody can read a batch script" in str(caught.value)
+        assert "this variable is a secret, and every user can read a batch script" in str(caught.value)
         assert "hunter2" not in str(caught.value)
 
 

@@ -229,8 +229,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "fields of another kind of network": (
         GOOD + "network: {kind: lan, port: 51821, tags: [slurm]}\n",
         [
-            "s.yaml:5:28 network.port: `port` is of wireguard alone, delete it, or use wireguard",
-            "s.yaml:5:35 network.tags: `tags` is of tailscale alone, delete it, or use tailscale",
+            "s.yaml:5:28 network.port: `port` applies only to wireguard, delete it, or use wireguard",
+            "s.yaml:5:35 network.tags: `tags` applies only to tailscale, delete it, or use tailscale",
         ],
     ),
     "network too small for its hosts": (

@@ -70,9 +70,9 @@ CASES: dict[str, tuple[str, str]] = {
         '5:22 storage."/data": two shares for the users\' homes, found "/data", `/home` has them already; delete '
         "`homes` in one",
     ),
-    "homes that nobody can write to": (
+    "homes that no user can write to": (
         "storage: {/home: {read_only: true}}",
-        '5:30 storage."/home".read_only: homes that nobody can write to, found true, delete it',
+        '5:30 storage."/home".read_only: homes that no user can write to, found true, delete it',
     ),
     "root": (
         "users: {root: {uid: 2001}}",

@@ -74,7 +74,7 @@ class KilledIn(NoProgress):
         return super().phase(title, total)
 
 
-@pytest.mark.parametrize("moment", ["connect and look", "jobs on leaving nodes", "controller", "hosts released"])
+@pytest.mark.parametrize("moment", ["connect and read facts", "jobs on leaving nodes", "controller", "hosts released"])
 async def test_next_run_removes_the_node_after_a_kill_at_any_time(moment: str, tmp_path: Path) -> None:
     world, context, file = await lab_with_file(tmp_path)
     with pytest.raises(Killed):
@@ -224,7 +224,7 @@ async def test_failed_host_creation_does_not_stop_the_others() -> None:
     result = await up(sandbox.context(), AT_ONCE)
     assert (result.created, result.changed) == (("controller", "fish1"), ("controller", "fish1"))
     assert {name: str(error) for name, error in result.failures.items()} == {
-        "fish2": "fish2: sandbox could not make it: no capacity"
+        "fish2": "fish2: sandbox cannot create it: no capacity"
     }
     sandbox.world.look_again()
     sandbox.provider.failing.clear()
@@ -235,7 +235,7 @@ async def test_failed_host_creation_does_not_stop_the_others() -> None:
 async def test_failed_controller_creation_ends_the_run() -> None:
     sandbox = Sandbox()
     sandbox.provider.failing["controller"] = "no capacity"
-    with pytest.raises(HostError, match="controller: sandbox could not make it: no capacity"):
+    with pytest.raises(HostError, match="controller: sandbox cannot create it: no capacity"):
         await up(sandbox.context(), AT_ONCE)
     assert sandbox.world.applied() == []
 

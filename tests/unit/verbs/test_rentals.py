@@ -363,7 +363,7 @@ async def test_smaller_nodeset_is_reported_with_the_released_machines() -> None:
     await raised(world, before)
     fewer = await plan(context_of(world, before.replace("max: 2", "max: 1")))
     assert [str(finding) for finding in fewer.findings if "cloud" in finding.what] == [
-        "cloud2: no longer rented for the cluster; the controller gives back what is there of them"
+        "cloud2: no longer rented for the cluster; the controller releases their machines"
     ]
     assert not [finding for finding in fewer.findings if finding.host.startswith("cloud")]
 

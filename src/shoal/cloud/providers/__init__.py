@@ -1,7 +1,7 @@
 """Clients for providers that rent machines, one module each, found by kind in a table or by entry point.
 
-A client knows its API and nothing of Slurm, the ledger or budgets. It imports `shoal.errors` and this package only;
-`prices` also uses the cache directory of `sandbox`.
+A client knows its API and nothing of Slurm, the ledger or budgets. It imports `shoal.errors`, `shoal.registry`
+and this package only; `prices` also uses the cache directory of `sandbox`.
 """
 
 from __future__ import annotations

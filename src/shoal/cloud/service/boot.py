@@ -156,7 +156,7 @@ class NodeBooter:
                 problem = errors.get(node, "the joiner returned no result")
                 if not problem:
                     log.info("%s: %s of %s takes jobs", node, rental.id, rental.account)
-                    self.context.ledger.joined(token, now)
+                    self.context.ledger.record_join(token, now)
                 elif problem.startswith(UNFIT_PREFIX):
                     cause = problem.removeprefix(UNFIT_PREFIX)
                     self.context.reject(rental, f"{rental.id} of {rental.account}: {cause}")

@@ -89,7 +89,7 @@ class ServiceContext:
         """Mark a rental for release; the next step deletes its machine."""
         if rental.state != "releasing":
             log.info("%s: releasing %s of %s: %s", rental.node, rental.id or "the order", rental.account, why)
-            self.ledger.releasing(rental.token, why, self.clock.now())
+            self.ledger.record_release(rental.token, why, self.clock.now())
 
     def reject(self, rental: Rental, why: str) -> None:
         """Release a machine that did not become a working node, and block its offer for a while."""

@@ -107,7 +107,7 @@ class Ledger:
                 except sqlite3.IntegrityError as error:
                     raise LedgerError(f"{rental.node}: token {rental.token} is already in the ledger") from error
 
-    def made(self, token: str, id: str, usd_hour: float | None, at: float) -> None:
+    def record_machine(self, token: str, id: str, usd_hour: float | None, at: float) -> None:
         """The provider made the machine. Without a price the offer's stays. A rental that is releasing stays so."""
         with self._transaction():
             before = self._require(token)
@@ -126,30 +126,30 @@ class Ledger:
                 values |= {"state": _checked(before, "made"), "reason": ""}
             self._set(token, **values)
 
-    def joined(self, token: str, at: float) -> None:
+    def record_join(self, token: str, at: float) -> None:
         """The node takes jobs."""
         self._advance(token, "joined", joined_at=at)
 
-    def releasing(self, token: str, why: str, at: float) -> None:
+    def record_release(self, token: str, why: str, at: float) -> None:
         """The machine must go. Call it before the delete. The first reason and time stay."""
         self._advance(token, "releasing", released_at=at, reason=why, gone_at=None, billed_until=None)
 
-    def gone(self, token: str, at: float) -> None:
+    def record_end(self, token: str, at: float) -> None:
         """The provider no longer lists it: it costs nothing more."""
         self._advance(token, "gone", gone_at=at)
 
-    def failed(self, token: str, failure: FailureKind, message: str, at: float) -> None:
+    def record_failure(self, token: str, failure: FailureKind, message: str, at: float) -> None:
         """Nothing was made. A machine that was made and is defective is `releasing`."""
         self._advance(token, "failed", gone_at=at, trouble=failure.value, reason=message)
 
-    def billed(self, token: str, *, since: float | None = None, until: float | None = None) -> None:
+    def record_billing(self, token: str, *, since: float | None = None, until: float | None = None) -> None:
         """When billing starts or ends, as the provider tells. None leaves it unchanged."""
         times = {"billed_from": since, "billed_until": until}
         with self._transaction():
             self._require(token)
             self._set(token, **{name: value for name, value in times.items() if value is not None})
 
-    def priced(self, token: str, usd_hour: float, at: float) -> None:
+    def record_price(self, token: str, usd_hour: float, at: float) -> None:
         """Record a price that the provider told: the first counts from the beginning, later ones from `at`."""
         with self._transaction():
             before = self._require(token)
@@ -204,12 +204,12 @@ class Ledger:
         with self._transaction():
             self._execute("DELETE FROM blocks WHERE ? IN ('', account)", account)
 
-    def paced(self, account: str, at: float) -> None:
+    def record_order_time(self, account: str, at: float) -> None:
         """Record the time of an order, for the provider's minimum interval."""
         with self._transaction():
             self._execute("INSERT INTO paces VALUES (?, ?) ON CONFLICT DO UPDATE SET at = excluded.at", account, at)
 
-    def last_rate(self, account: str) -> float:
+    def last_order_time(self, account: str) -> float:
         """When the last order was sent; 0 for never."""
         with self._mapped_errors():
             row = self._execute("SELECT at FROM paces WHERE account = ?", account).fetchone()

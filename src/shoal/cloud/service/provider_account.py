@@ -154,7 +154,7 @@ class AccountClient:
         if self.listing is None or not is_due(self.not_before, self.clock.now()):
             return False
         pause = self.abilities.create_interval
-        return not pause or is_due(self.ledger.last_rate(self.name) + pause, self.clock.now(), pause)
+        return not pause or is_due(self.ledger.last_order_time(self.name) + pause, self.clock.now(), pause)
 
     async def key_name(self, public_key: str) -> str:
         """The controller's key as the provider names it. Raises what the client raises."""

@@ -1,6 +1,6 @@
 """Rents a machine for every node that Slurm resumes: all nodes of a job in one place, or none of them.
 
-Where an offer is out, what was already ordered there is given back and the next place is tried for the whole group. A
+Where an offer is out, what was already ordered there is released and the next place is tried for the whole group. A
 node gets no second order while the result of the first is unknown. When no offer is left, the nodes go down with the
 reason and the job goes back into the queue. A slow provider delays its group across several steps, so each order starts
 with a fresh look at what Slurm wants and what the ledger has.
@@ -282,7 +282,7 @@ class Provisioner:
         now = context.clock.now()
         nodes = group.missing[: able.at_once * (1 if able.create_interval else MAX_CONCURRENT_ORDERS)]
         rentals = self._rentals(group, nodes, offer, account)
-        context.ledger.paced(account.name, now)
+        context.ledger.record_order_time(account.name, now)
         context.ledger.intend(*rentals)
         group.rentals.update({rental.node: rental for rental in rentals})
         self.budgets.ordered(rentals)
@@ -301,7 +301,7 @@ class Provisioner:
         """Record the result of one order."""
         context, now = self._context, self._context.clock.now()
         if outcome.ok:
-            context.ledger.made(rental.token, outcome.id, outcome.usd_hour, now)
+            context.ledger.record_machine(rental.token, outcome.id, outcome.usd_hour, now)
             return
         assert outcome.failure is not None
         log.info("%s: %s: %s", rental.node, rental.account, outcome.message or outcome.failure.value)
@@ -338,9 +338,9 @@ class Provisioner:
         if before is not None and before.id:
             return False
         if before is not None and before.state == "releasing":  # released before the answer came
-            self._context.ledger.gone(rental.token, now)
+            self._context.ledger.record_end(rental.token, now)
         else:
-            self._context.ledger.failed(rental.token, failure, message, now)
+            self._context.ledger.record_failure(rental.token, failure, message, now)
         self.budgets.uncount(rental)
         return True
 

@@ -54,9 +54,9 @@ def _update_rentals(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
         elif not rental.id and account.gone(rental):
             if rental.state == "intended":
                 why = f"no machine of this order was listed within {LOST_ORDER_SEARCH_S:.0f} s"
-                context.ledger.failed(rental.token, FailureKind.AMBIGUOUS, why, snapshot.now)
+                context.ledger.record_failure(rental.token, FailureKind.AMBIGUOUS, why, snapshot.now)
             else:
-                context.ledger.gone(rental.token, snapshot.now)
+                context.ledger.record_end(rental.token, snapshot.now)
     snapshot.refresh(context.ledger)
     for rental in snapshot.rentals:  # whatever the state of their nodes: their jobs were warned before
         nodeset = context.sets.get(rental.nodeset)
@@ -69,12 +69,14 @@ def _update_rental(context: ServiceContext, rental: Rental, machine: RentedInsta
     ledger = context.ledger
     if not rental.id:
         log.info("%s: order %s made %s at %s", rental.node, rental.token, machine.id, rental.account)
-        ledger.made(rental.token, machine.id, machine.usd_hour, max(_created(machine, now), rental.intended_at))
+        ledger.record_machine(
+            rental.token, machine.id, machine.usd_hour, max(_created(machine, now), rental.intended_at)
+        )
         rental = ledger.get(rental.token) or rental
     if machine.usd_hour is not None and (not rental.prices or price_of(machine.usd_hour) != price_of(rental.usd_hour)):
-        ledger.priced(rental.token, machine.usd_hour, now)
+        ledger.record_price(rental.token, machine.usd_hour, now)
     if rental.billed_from is None and (since := _billed_from(rental, machine, now)) is not None:
-        ledger.billed(rental.token, since=since)
+        ledger.record_billing(rental.token, since=since)
     nodeset = context.sets.get(rental.nodeset)
     price, most = machine.usd_hour, nodeset.max_price if nodeset else None
     if rental.state == "made" and price is not None and most is not None and price > most:
@@ -111,7 +113,7 @@ async def _handle_lost(context: ServiceContext, snapshot: ClusterSnapshot) -> se
         if rental.state == "made":
             context.reject(rental, why)  # it never came up
         if machine is None:
-            context.ledger.gone(rental.token, snapshot.now)
+            context.ledger.record_end(rental.token, snapshot.now)
         else:
             context.release(rental, why)
         node = snapshot.nodes.get(rental.node)
@@ -156,7 +158,7 @@ async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, los
             why = slurm.format_reason("this node has no machine", snapshot.now)
             await context.update_slurm(context.slurm.down([node.name], why))
         elif slurm.is_registered(node) and kept and kept[0].state == "made":
-            context.ledger.joined(kept[0].token, snapshot.now)  # a service was killed before it recorded this
+            context.ledger.record_join(kept[0].token, snapshot.now)  # a service was killed before it recorded this
     for rental in snapshot.rentals:
         if rental.node not in snapshot.nodes:
             context.release(rental, "the cluster no longer has this node")
@@ -214,6 +216,8 @@ def _is_orphan(context: ServiceContext, account: AccountClient, machine: RentedI
         settled = now >= account.first_seen(machine) + account.abilities.grace_s
         return settled and account.may_retry_delete(machine)
     if rental.state == "failed":
-        context.ledger.made(rental.token, machine.id, machine.usd_hour, max(_created(machine, now), rental.intended_at))
-    context.ledger.releasing(rental.token, "it was listed after the order was given up", now)
+        context.ledger.record_machine(
+            rental.token, machine.id, machine.usd_hour, max(_created(machine, now), rental.intended_at)
+        )
+    context.ledger.record_release(rental.token, "it was listed after the order was abandoned", now)
     return False

@@ -104,7 +104,7 @@ class InstanceReleaser:
                 continue  # an order without an id is still searched for
             account = self.context.accounts[rental.account]
             if self._is_gone(account, rental):
-                self.context.ledger.gone(rental.token, snapshot.now)
+                self.context.ledger.record_end(rental.token, snapshot.now)
                 self._asked.pop(rental.token, None)
                 self._taken.pop(rental.token, None)
             elif is_due(self._asked.get(rental.token, float("-inf")) + DELETE_RETRY_S, snapshot.now):
@@ -160,7 +160,7 @@ class InstanceReleaser:
                 continue  # a list has already shown that it is gone
             if outcome.ok:
                 if rental.billed_until is None or self._runs_on(account, rental):
-                    self.context.ledger.billed(rental.token, until=self.context.clock.now())
+                    self.context.ledger.record_billing(rental.token, until=self.context.clock.now())
                 self._taken[rental.token] = self.context.clock.now()
             else:
                 self._asked[rental.token] = now + max(0.0, outcome.retry_after - DELETE_RETRY_S)

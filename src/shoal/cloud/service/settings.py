@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.errors import UsageError
-from shoal.remote.rental_ledger_move import in_charge_since
+from shoal.remote.rental_ledger_move import leader_since
 from shoal.roles.elastic import LEADER_SINCE, SETTINGS, STATE
 from shoal.spec.model import Spec
 
@@ -51,7 +51,7 @@ def read_settings(directory: Path = Path(SETTINGS)) -> ServiceSettings:
         except (KeyError, TypeError, AttributeError):
             raise _broken(directory / "accounts.json", f"account {name} is incomplete") from None
     identity = directory / "id_ed25519"
-    since = in_charge_since(directory / Path(LEADER_SINCE).name)
+    since = leader_since(directory / Path(LEADER_SINCE).name)
     return ServiceSettings(model, accounts, _text(identity.with_suffix(".pub")), identity, since)
 
 
