@@ -35,11 +35,11 @@ async def check(context: Context) -> list[Finding]:
         findings += context.providers(name).check(requests(context.members, name))
     stock = await survey(context)
     findings += stock.findings
-    made = await context.instances()
-    absent = [m.name for m in context.members if m.provider and m.name not in made]
-    if absent:
-        findings.append(Finding("info", f"not made yet: {compress(absent)}", fix="run `shoal up`"))
-    present = [m for m in context.members if m.name not in absent]
+    instances = await context.instances()
+    missing = [m.name for m in context.members if m.provider and m.name not in instances]
+    if missing:
+        findings.append(Finding("info", f"not made yet: {compress(missing)}", fix="run `shoal up`"))
+    present = [m for m in context.members if m.name not in missing]
     if present:
         async with await context.fleet(present) as fleet:
             findings += await _check_hosts(context, fleet, stock.orphans)
@@ -57,8 +57,8 @@ async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[s
         return findings
     try:
         plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), orphans)
-    except VersionMismatch as window:
-        return [*findings, *(finding for finding in window.findings if isinstance(finding, Finding))]
+    except VersionMismatch as mismatch:
+        return [*findings, *(finding for finding in mismatch.findings if isinstance(finding, Finding))]
     except SlurmError as error:
         return [*findings, Finding("error", error.message, fix=error.hint)]
     findings += [*plan.findings, *_slurmctld(controller, observed)]
@@ -114,7 +114,7 @@ async def _nodes(context: Context, fleet: Fleet, observed: Observation) -> list[
     return [Finding("error", what, reason, fix, host=name) for name, reason in missing.items()]
 
 
-async def _contract(context: Context, fleet: Fleet, reported: Sequence[Finding]) -> list[Finding]:
+async def _contract(context: Context, fleet: Fleet, plan_findings: Sequence[Finding]) -> list[Finding]:
     """Check how the running Slurm stops jobs against what the training library expects."""
     host = await fleet.host(context.controller.name)
     try:
@@ -124,10 +124,10 @@ async def _contract(context: Context, fleet: Fleet, reported: Sequence[Finding])
     except SlurmError as error:
         return [Finding("error", error.message, fix=error.hint, host=host.name)]
     options = context.spec.slurm.options
-    findings = [breach.finding(options, host.name) for breach in contract_violations(parse_config(config))]
+    findings = [violation.finding(options, host.name) for violation in contract_violations(parse_config(config))]
     findings += partition_findings(parse_partitions(partitions))
-    of_file = {_subject(finding) for finding in (*reported, *context.warnings)}  # before it is applied
-    return [finding for finding in findings if _subject(finding) not in of_file]
+    file_subjects = {_subject(finding) for finding in (*plan_findings, *context.warnings)}  # before it is applied
+    return [finding for finding in findings if _subject(finding) not in file_subjects]
 
 
 async def _services(context: Context, fleet: Fleet) -> list[Finding]:
@@ -140,8 +140,8 @@ async def _services(context: Context, fleet: Fleet) -> list[Finding]:
         return [Finding("error", error.cause, fix=error.hint, host=error.host)]
     findings = []
     if health and health.uri and not health.well:
-        ours = not context.spec.tracking or not context.spec.tracking.url
-        fix = "run `shoal up`" if ours else "start it, or correct `tracking.url`"
+        is_own_server = not context.spec.tracking or not context.spec.tracking.url
+        fix = "run `shoal up`" if is_own_server else "start it, or correct `tracking.url`"
         what = "the tracking server does not answer: jobs keep their metrics in files until it does"
         findings.append(Finding("error", what, f"{health.uri}: {health.said}", fix, path="tracking"))
     for environment in environments:

@@ -110,32 +110,34 @@ class Context:
     async def targets(self, chosen: Iterable[Member] | None = None) -> dict[str, Target]:
         """The addresses of members, by name. Raises ProviderError for a host that is not made yet."""
         members = self.members if chosen is None else tuple(chosen)
-        made = await self.instances() if any(member.provider for member in members) else {}
-        return {member.name: _target(self.cluster, member, made) for member in members}
+        instances = await self.instances() if any(member.provider for member in members) else {}
+        return {member.name: _target(self.cluster, member, instances) for member in members}
 
     async def instances(self) -> dict[str, Instance]:
         """The members that their providers have made, by name."""
-        at = {member.name: member.provider for member in self.members}
-        made: dict[str, Instance] = {}
+        provider_of = {member.name: member.provider for member in self.members}
+        instances_by_name: dict[str, Instance] = {}
         for name in self.provider_names():
             instances = await self.providers(name).instances(self.cluster)
-            made |= {instance.name: instance for instance in instances if at.get(instance.name) == name}
-        return made
+            instances_by_name |= {
+                instance.name: instance for instance in instances if provider_of.get(instance.name) == name
+            }
+        return instances_by_name
 
     async def all_instances(self) -> ProviderInstances:
         """All instances of this cluster at any provider: one that left the file still runs, and may cost money."""
-        found: list[tuple[str, Instance]] = []
+        instances: list[tuple[str, Instance]] = []
         findings: list[Finding] = []
-        named = self.provider_names()
-        for name in sorted({*named, *self.registry()}):
+        file_providers = self.provider_names()
+        for name in sorted({*file_providers, *self.registry()}):
             try:
-                found += [(name, instance) for instance in await self.providers(name).instances(self.cluster)]
+                instances += [(name, instance) for instance in await self.providers(name).instances(self.cluster)]
             except ProviderError as error:
-                if name in named:
+                if name in file_providers:
                     raise
                 what = f"cannot ask {name} whether it has hosts of cluster {self.cluster}"
                 findings.append(Finding("warning", what, error.message, error.hint))
-        return ProviderInstances(tuple(found), tuple(findings))
+        return ProviderInstances(tuple(instances), tuple(findings))
 
     def provider_names(self) -> list[str]:
         """The providers that the file names."""
@@ -143,12 +145,12 @@ class Context:
 
     def choose(self, hosts: str | None, nodeset: str | None = None) -> list[Member]:
         """The members in a hostlist and a nodeset; all members without either."""
-        chosen = [member for member in self.members if nodeset in (None, member.nodeset)]
-        if not chosen:
+        members = [member for member in self.members if nodeset in (None, member.nodeset)]
+        if not members:
             sets = ", ".join(dict.fromkeys(member.nodeset for member in self.members))
             raise UsageError(f"there is no nodeset {nodeset!r} in cluster {self.cluster}", hint=f"use one of {sets}")
         if hosts is None:
-            return chosen
+            return members
         try:
             names = expand(hosts)
         except ValueError as error:
@@ -156,7 +158,7 @@ class Context:
             raise UsageError(
                 f"{hosts!r} is not a hostlist: {problem}", hint="write gpu01,gpu02 or gpu[01-16]"
             ) from None
-        by_name = {member.name: member for member in chosen}
+        by_name = {member.name: member for member in members}
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise UsageError(
@@ -168,12 +170,12 @@ class Context:
 
     def choose_one(self, host: str) -> Member:
         """The one member of that name."""
-        chosen = self.choose(host)
-        if len(chosen) > 1:
+        members = self.choose(host)
+        if len(members) > 1:
             raise UsageError(
-                f"{host} names {len(chosen)} hosts, and this command takes one", hint=f"use {chosen[0].name}"
+                f"{host} names {len(members)} hosts, and this command takes one", hint=f"use {members[0].name}"
             )
-        return chosen[0]
+        return members[0]
 
 
 def open_context(
@@ -194,18 +196,18 @@ def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
     """The same for commands that need only its hosts: they come from a cache where the file is unchanged."""
     try:
         path = _file(file, cluster)
-        cached = read_cache(state_directory(), *_named(path, cluster))
+        cached_spec = read_cache(state_directory(), *_read_cache_key(path, cluster))
     except (OSError, ValueError, UsageError):
-        cached = None  # what is wrong with the file is raised below
-    if cached is not None:
-        return Context(cached, path)
+        cached_spec = None  # what is wrong with the file is raised below
+    if cached_spec is not None:
+        return Context(cached_spec, path)
     context = open_context(file, cluster)
-    name, text = _named(context.file, cluster)
+    name, text = _read_cache_key(context.file, cluster)
     write_cache(state_directory(), name, text, CachedSpec(context.cluster, context.members, context.shares))
     return context
 
 
-def _named(file: Path | None, cluster: str | None) -> tuple[str, str]:
+def _read_cache_key(file: Path | None, cluster: str | None) -> tuple[str, str]:
     """The key of a spec in the cache, and its text."""
     if file is None:
         return f"sandbox {cluster or NO_FILE}", ""
@@ -216,7 +218,7 @@ def _file(file: Path | None, cluster: str | None) -> Path | None:
     if file is None and DEFAULT_FILE.exists():
         file = DEFAULT_FILE
     if file is None and cluster is None:
-        _refuse_to_guess()
+        _reject_ambiguous_directory()
     if file is not None and cluster is not None:
         raise UsageError(
             f"the cluster's name is in {file}; --cluster {cluster} names one that has no file",
@@ -225,17 +227,17 @@ def _file(file: Path | None, cluster: str | None) -> Path | None:
     return file
 
 
-def _refuse_to_guess() -> None:
+def _reject_ambiguous_directory() -> None:
     """Raise UsageError in a directory below that of a file: a sandbox is not what the person means."""
     try:
-        here = Path.cwd()
+        directory = Path.cwd()
     except FileNotFoundError:  # the directory was removed
         return
-    above = next((place / DEFAULT_FILE for place in here.parents if (place / DEFAULT_FILE).is_file()), None)
-    if above is not None:
+    file = next((parent / DEFAULT_FILE for parent in directory.parents if (parent / DEFAULT_FILE).is_file()), None)
+    if file is not None:
         raise UsageError(
-            f"there is no {DEFAULT_FILE} here, and one in {above.parent}",
-            hint=f"use -f {os.path.relpath(above)}, or --cluster {NO_FILE} for the sandbox",
+            f"there is no {DEFAULT_FILE} here, and one in {file.parent}",
+            hint=f"use -f {os.path.relpath(file)}, or --cluster {NO_FILE} for the sandbox",
         )
 
 
@@ -272,17 +274,19 @@ def requests(chosen: Iterable[Member], provider: str) -> list[Request]:
     return [Request(member.name, member.shape) for member in chosen if member.provider == provider]
 
 
-def _target(cluster: str, member: Member, made: dict[str, Instance]) -> Target:
+def _target(cluster: str, member: Member, instances: dict[str, Instance]) -> Target:
     if member.provider is None:
         return Target(member.name, member.address, member.port, member.user, member.identity)
-    if member.name not in made:
+    if member.name not in instances:
         # A sandbox that root made is visible to root only.
-        other = "" if os.geteuid() == 0 else "; if root made it, use sudo"
-        mine = f"; for your own hosts, change to the directory of their {DEFAULT_FILE}" if cluster == NO_FILE else ""
-        raise ProviderError(
-            f"cluster {cluster}: host {member.name} is not made yet", hint=f"run `shoal up`{other}{mine}"
+        sudo_hint = "" if os.geteuid() == 0 else "; if root made it, use sudo"
+        file_hint = (
+            f"; for your own hosts, change to the directory of their {DEFAULT_FILE}" if cluster == NO_FILE else ""
         )
-    return made[member.name].target
+        raise ProviderError(
+            f"cluster {cluster}: host {member.name} is not made yet", hint=f"run `shoal up`{sudo_hint}{file_hint}"
+        )
+    return instances[member.name].target
 
 
 def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:

@@ -49,9 +49,9 @@ def record_controller(context: Context, fleet: Fleet) -> None:
         if not rented_sets(context.spec):
             return place.unlink(missing_ok=True)
         target = fleet.targets[context.controller.name]
-        kept = {**asdict(target), "identity": str(target.identity) if target.identity else None}
+        values = {**asdict(target), "identity": str(target.identity) if target.identity else None}
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place.write_text(json.dumps(kept), encoding="utf-8")
+        place.write_text(json.dumps(values), encoding="utf-8")
     return None
 
 
@@ -67,12 +67,14 @@ async def predecessor(
     if target is None:
         return None, ()
     try:
-        async with _connection(context, fleet, target) as old:
-            facts = await (await old.agent(target.name)).facts(FactsRequest(files={UNIT: "there", SPEC: "text"}))
+        async with _connection(context, fleet, target) as former_fleet:
+            facts = await (await former_fleet.agent(target.name)).facts(
+                FactsRequest(files={UNIT: "there", SPEC: "text"})
+            )
             if not has_service(facts) or _cluster_of(facts) != context.cluster:
                 return None, ()
             if not end_jobs:
-                await _refuse_rented(await old.host(target.name), context.controller.name)
+                await _reject_rented(await former_fleet.host(target.name), context.controller.name)
     except HostError as error:
         what = f"cannot reach {target.name}, which rents machines for this cluster: its service may still run"
         if not leave:
@@ -87,22 +89,22 @@ async def predecessor(
 
 async def move_service(context: Context, fleet: Fleet, former: Predecessor) -> None:
     """Stop the service there and carry its ledger to the new controller. A run that is killed is repeated."""
-    name, here = former.target.name, await fleet.host(context.controller.name)
+    name, new_host = former.target.name, await fleet.host(context.controller.name)
     with context.progress.phase(f"shoal-elastic moves from {name}", 1) as phase:
-        async with _connection(context, fleet, former.target) as old:
-            there = await old.host(name)
-            if error := await control_service(there, "stop"):
+        async with _connection(context, fleet, former.target) as former_fleet:
+            old_host = await former_fleet.host(name)
+            if error := await control_service(old_host, "stop"):
                 raise ShoalError(f"{name}: cannot stop shoal-elastic: {error}", hint="solve that first")
             try:
                 if not former.end_jobs:
-                    await _refuse_rented(there, here.name)  # it may have rented until it was stopped
-                await control_service(here, "stop")  # this host may have been the controller before
-                ledger = await _run_move_program(there, "give")
-                await _run_move_program(here, "take", ledger)
+                    await _reject_rented(old_host, new_host.name)  # it may have rented until it was stopped
+                await control_service(new_host, "stop")  # this host may have been the controller before
+                ledger = await _run_move_program(old_host, "give")
+                await _run_move_program(new_host, "take", ledger)
             except BaseException:
-                await run_to_completion(control_service(there, "start"))
+                await run_to_completion(control_service(old_host, "start"))
                 raise
-            await old.converge(name, service_removal(), {}, phase)
+            await former_fleet.converge(name, service_removal(), {}, phase)
 
 
 @asynccontextmanager
@@ -111,27 +113,30 @@ async def _connection(context: Context, fleet: Fleet, target: Target) -> AsyncIt
     if fleet.targets.get(target.name) == target:
         yield fleet
         return
-    async with Fleet({target.name: target}, context.connect()) as alone:
-        yield alone
+    async with Fleet({target.name: target}, context.connect()) as single_fleet:
+        yield single_fleet
 
 
 def _former_host(context: Context, fleet: Fleet, observed: Observation) -> Target | None:
     """Another host that has shoal-elastic, as far as members and the record show."""
     controller = context.controller.name
-    there = [name for name, facts in observed.facts.items() if name != controller and has_service(facts)]
-    if there:
-        return fleet.targets[there[0]]
-    known, here = _recorded(context.cluster), fleet.targets[controller]
-    if known is None or (known.name in observed.facts and known.name != controller):
+    names = [name for name, facts in observed.facts.items() if name != controller and has_service(facts)]
+    if names:
+        return fleet.targets[names[0]]
+    recorded_target, current_target = _read_recorded_target(context.cluster), fleet.targets[controller]
+    if recorded_target is None or (recorded_target.name in observed.facts and recorded_target.name != controller):
         return None  # it is a member, and has no service
-    same = known.name == here.name or (known.address and (known.address, known.port) == (here.address, here.port))
-    return None if same and has_service(observed.facts[controller]) else known
+    is_same_host = recorded_target.name == current_target.name or (
+        recorded_target.address
+        and (recorded_target.address, recorded_target.port) == (current_target.address, current_target.port)
+    )
+    return None if is_same_host and has_service(observed.facts[controller]) else recorded_target
 
 
-def _recorded(cluster: str) -> Target | None:
+def _read_recorded_target(cluster: str) -> Target | None:
     try:
-        kept = json.loads((state_directory(cluster) / RECORD).read_text(encoding="utf-8"))
-        return Target(**{**kept, "identity": Path(kept["identity"]) if kept["identity"] else None})
+        values = json.loads((state_directory(cluster) / RECORD).read_text(encoding="utf-8"))
+        return Target(**{**values, "identity": Path(values["identity"]) if values["identity"] else None})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -144,7 +149,7 @@ def _cluster_of(facts: Facts) -> object:
         return None
 
 
-async def _refuse_rented(host: Host, controller: str) -> None:
+async def _reject_rented(host: Host, controller: str) -> None:
     """Rented nodes know only their own controller, and their jobs are in its queue."""
     rentals = [rental for rental in await read_ledger(host) or () if rental.live]
     if rentals:

@@ -52,15 +52,15 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
     try:
         costs = decode(result.text)
     except ValueError:
-        raise _failed(host.name, result.text, result.error_text) from None
-    own = {name: nodeset.budget for name, nodeset in sets.items() if nodeset.budget}
-    return CostResult(context.cluster, costs, context.spec.budget or Budget(), own)
+        raise _make_error(host.name, result.text, result.error_text) from None
+    nodeset_budgets = {name: nodeset.budget for name, nodeset in sets.items() if nodeset.budget}
+    return CostResult(context.cluster, costs, context.spec.budget or Budget(), nodeset_budgets)
 
 
-def _failed(host: str, output: str, error_text: str) -> LedgerError:
+def _make_error(host: str, output: str, error_text: str) -> LedgerError:
     try:
         answer = json.loads(output)
         return LedgerError(f"{host}: {answer['error']}", hint=str(answer.get("fix", "")))
     except (ValueError, KeyError, TypeError):
-        last = (error_text.strip() or output.strip() or "no output").splitlines()[-1]
-        return LedgerError(f"cannot read the costs on {host}: {last}", hint="run `shoal up`")
+        last_line = (error_text.strip() or output.strip() or "no output").splitlines()[-1]
+        return LedgerError(f"cannot read the costs on {host}: {last_line}", hint="run `shoal up`")

@@ -39,15 +39,17 @@ class DownResult:
 
 async def down(context: Context, *, force: bool = False, polling: Polling | None = None) -> DownResult:
     """Stop Slurm and remove what Shoal made. Raises while jobs run, or may run, unless forced."""
-    existing = await context.all_instances()
+    instances = await context.all_instances()
     if not force:
-        await _refuse_running_jobs(context, existing)
-    rented, findings = await _release_rented(context, force, not _is_off(context, existing), polling)
-    released, failures = await release(context, [member for member in context.members if member.provider is None])
-    deleted = await _delete(context, existing)
+        await _reject_running_jobs(context, instances)
+    rental_texts, findings = await _release_rented(context, force, not _is_off(context, instances), polling)
+    released_hosts, failures = await release(context, [member for member in context.members if member.provider is None])
+    deleted_hosts = await _delete(context, instances)
     if not failures:
         shutil.rmtree(state_directory(context.cluster), ignore_errors=True)
-    return DownResult(context.cluster, deleted, released, failures, (*existing.findings, *findings), rented)
+    return DownResult(
+        context.cluster, deleted_hosts, released_hosts, failures, (*instances.findings, *findings), rental_texts
+    )
 
 
 async def _release_rented(
@@ -61,29 +63,29 @@ async def _release_rented(
     if not context.spec.providers:
         return (), findings
     try:
-        async with _service_stopped(context, force, is_on) as unstopped:
-            findings += unstopped
+        async with _pause_service(context, force, is_on) as stop_findings:
+            findings += stop_findings
             result = await reap(context, polling=polling)
     except BaseException:  # also Ctrl-C: the service must go on releasing what is rented
         await run_to_completion(_control_service(context, "start"))
         raise
-    gone = tuple(f"{instance.node} ({instance})" for instance in result.gone)
+    rental_texts = tuple(f"{instance.node} ({instance})" for instance in result.gone)
     if result.clean:
-        return gone, findings
-    left = ", ".join(map(str, result.remaining)) or "not known"
+        return rental_texts, findings
+    remaining = ", ".join(map(str, result.remaining)) or "not known"
     errors = [f"{name}: {error.message.removeprefix(f'{name}: ')}" for name, error in result.failures.items()]
     errors += [f"{finding.what}: {finding.found}" for finding in result.findings if finding not in findings]
     causes = "; ".join(errors)
     if force and not causes:
-        return gone, findings  # only orphans are left, and a finding names them already
+        return rental_texts, findings  # only orphans are left, and a finding names them already
     if force:
         fix = "run `shoal reap` until it reports that all is clean, or look in the provider's console"
-        return gone, (*findings, Finding("error", f"rented machines may be left: {causes}", left, fix))
+        return rental_texts, (*findings, Finding("error", f"rented machines may be left: {causes}", remaining, fix))
     error = await run_to_completion(_control_service(context, "start"))
-    then = f"start {SERVICE} on the controller, {error}" if error else "the controller goes on releasing them"
+    next_step = f"start {SERVICE} on the controller, {error}" if error else "the controller goes on releasing them"
     raise ProviderError(
-        f"rented machines may be left ({left}): {causes}",
-        hint=f"run `shoal down` again when the provider answers; {then}. "
+        f"rented machines may be left ({remaining}): {causes}",
+        hint=f"run `shoal down` again when the provider answers; {next_step}. "
         "Or use --force, and release them with `shoal reap`",
     )
 
@@ -92,14 +94,14 @@ async def _orphans(context: Context, force: bool) -> tuple[Finding, ...]:
     """Rented machines of provider accounts that the file lacks: only the controller can release them."""
     try:
         async with await context.fleet([context.controller]) as fleet:
-            ask = FactsRequest(files={STATUS: "text", ACCOUNTS: "text"})
-            facts = await (await fleet.agent(context.controller.name)).facts(ask)
+            request = FactsRequest(files={STATUS: "text", ACCOUNTS: "text"})
+            facts = await (await fleet.agent(context.controller.name)).facts(request)
     except ShoalError:
         return ()  # never made, or unreachable; without --force that was an error before
-    machines = rentals_of_other_accounts(context.spec, facts)
-    if not machines:
+    rentals = rentals_of_other_accounts(context.spec, facts)
+    if not rentals:
         return ()
-    finding = orphan_finding(context.spec, machines, context.controller.name)
+    finding = orphan_finding(context.spec, rentals, context.controller.name)
     if not force:
         raise ProviderError(
             f"{finding.what}: {finding.found}; nothing was changed",
@@ -109,19 +111,21 @@ async def _orphans(context: Context, force: bool) -> tuple[Finding, ...]:
 
 
 @asynccontextmanager
-async def _service_stopped(context: Context, force: bool, is_on: bool) -> AsyncIterator[tuple[Finding, ...]]:
-    """Stop shoal-elastic meanwhile. If we are killed inside, the controller starts it again."""
+async def _pause_service(context: Context, force: bool, is_on: bool) -> AsyncIterator[tuple[Finding, ...]]:
+    """Keep shoal-elastic stopped inside the block. If this process is killed there, the controller starts it again."""
     if not is_on:
         yield ()
         return
     name = context.controller.name
     async with AsyncExitStack() as stack:
-        watched = False
+        has_watch = False
         with contextlib.suppress(ShoalError):  # a controller that was never made, or is away, has no service
             controller = await stack.enter_async_context(context.controller_host())
-            watched = await stack.enter_async_context(restart_if_disconnected(controller))
-        then = f"{name} starts {SERVICE} again by itself" if watched else f"on {name}: systemctl start {SERVICE}"
-        with note_at_exit(lambda: f"{then}, which releases what is left; then run `shoal down` again"):
+            has_watch = await stack.enter_async_context(restart_if_disconnected(controller))
+        restart_text = (
+            f"{name} starts {SERVICE} again by itself" if has_watch else f"on {name}: systemctl start {SERVICE}"
+        )
+        with note_at_exit(lambda: f"{restart_text}, which releases what is left; then run `shoal down` again"):
             yield await _stop_service(context, force)
 
 
@@ -151,8 +155,8 @@ async def _control_service(context: Context, verb: Literal["start", "stop"]) -> 
         return error.message
 
 
-async def _refuse_running_jobs(context: Context, existing: ProviderInstances) -> None:
-    if _is_off(context, existing):
+async def _reject_running_jobs(context: Context, instances: ProviderInstances) -> None:
+    if _is_off(context, instances):
         return
     try:
         fleet = await context.fleet([context.controller])
@@ -160,21 +164,21 @@ async def _refuse_running_jobs(context: Context, existing: ProviderInstances) ->
         return  # the controller was never made, so no job ever started
     async with fleet:
         try:
-            running = await _running_jobs(fleet, context.controller.name)
+            job_ids = await _running_jobs(fleet, context.controller.name)
         except (HostError, SlurmError) as error:
             hint = f"{error.hint or 'solve that first'}; or use --force, which ends them"
             raise ShoalError(f"cannot ask whether jobs run: {error.message}", hint=hint) from error
-    if running:
+    if job_ids:
         raise ShoalError(
-            f"cluster {context.cluster} has {len(running)} running job(s): {', '.join(running)}",
+            f"cluster {context.cluster} has {len(job_ids)} running job(s): {', '.join(job_ids)}",
             hint="wait for them, cancel them, or use --force",
         )
 
 
-def _is_off(context: Context, existing: ProviderInstances) -> bool:
+def _is_off(context: Context, instances: ProviderInstances) -> bool:
     """Whether a provider made every host and none runs, as after a reboot of this machine."""
-    lent = any(member.provider is None for member in context.members)
-    return not lent and all(instance.state == "stopped" for _, instance in existing.found)
+    has_lent_hosts = any(member.provider is None for member in context.members)
+    return not has_lent_hosts and all(instance.state == "stopped" for _, instance in instances.found)
 
 
 async def _running_jobs(fleet: Fleet, controller: str) -> list[str]:
@@ -198,13 +202,13 @@ async def release(
         return (), {}
     async with await context.fleet(lent) as fleet:
         with context.progress.phase("hosts released", len(lent)) as phase:
-            done = await fleet.converge_all(dict.fromkeys(fleet.targets, removal()), {}, phase, again)
-        return tuple(done), dict(fleet.failures)
+            released_hosts = await fleet.converge_all(dict.fromkeys(fleet.targets, removal()), {}, phase, again)
+        return tuple(released_hosts), dict(fleet.failures)
 
 
-async def _delete(context: Context, existing: ProviderInstances) -> tuple[str, ...]:
+async def _delete(context: Context, instances: ProviderInstances) -> tuple[str, ...]:
     """Delete what providers have. Providers that the file names also remove what a killed run left behind."""
-    for name in sorted({*context.provider_names(), *(provider for provider, _ in existing.found)}):
+    for name in sorted({*context.provider_names(), *(provider for provider, _ in instances.found)}):
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
             await context.providers(name).destroy(context.cluster, report_to(phase))
-    return tuple(instance.name for _, instance in existing.found)
+    return tuple(instance.name for _, instance in instances.found)

@@ -67,12 +67,14 @@ async def list_environments(context: Context) -> list[EnvironmentState]:
 
 async def environment_states(context: Context, controller: Host) -> list[EnvironmentState]:
     places = choose_environments(context, ())
-    current = await current_environments(controller, places)
+    environments = await current_environments(controller, places)
     states = []
     for name, place in places.items():
-        made = current.get(name)
-        state = "not built" if made is None else "changed" if is_stale(context, place.entry, made) else "built"
-        states.append(EnvironmentState(name, state, place.entry.place, made))
+        environment = environments.get(name)
+        state = "not built"
+        if environment is not None:
+            state = "changed" if is_stale(context, place.entry, environment) else "built"
+        states.append(EnvironmentState(name, state, place.entry.place, environment))
     return states
 
 
@@ -86,47 +88,52 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
         jobs = {
             note.environment: record.id for record in parse_records(records) if record.active and (note := record.note)
         }
-        current = {made.id for made in (await current_environments(controller, places)).values()}
-        kept = await _kept(fleet, sorted(builders))
-        reasons = _reasons([entry for entries in kept.values() for entry in entries], current, jobs)
-        old = {
-            (host, place): tuple(entry.id for entry in entries if entry.id not in {*current, *reasons})
-            for (host, place), entries in kept.items()
+        current_ids = {environment.id for environment in (await current_environments(controller, places)).values()}
+        stored = await _list_stored(fleet, sorted(builders))
+        reasons = _explain_kept([entry for entries in stored.values() for entry in entries], current_ids, jobs)
+        ids_to_remove = {
+            (host, place): tuple(entry.id for entry in entries if entry.id not in {*current_ids, *reasons})
+            for (host, place), entries in stored.items()
             if host == builders.get(place, host)  # a share is cleaned once, by its builder
         }
         if not dry_run:
-            await _remove(fleet, old)
-            now = (await current_environments(controller, places)).values()
-            sources, used = {made.source for made in now}, {*reasons, *(made.id for made in now)}
+            await _remove(fleet, ids_to_remove)
+            remaining = (await current_environments(controller, places)).values()
+            sources = {environment.source for environment in remaining}
+            used_ids = {*reasons, *(environment.id for environment in remaining)}
             for directory, builder in builders.items():
-                sweep = store.sweep_command(directory, sources, used)
+                sweep = store.sweep_command(directory, sources, used_ids)
                 await run_checked(await fleet.host(builder), sweep, b"", f"clear {directory}", BUILD_TIMEOUT_S)
-        gone: dict[str, tuple[str, ...]] = {}
-        for (name, _), ids in old.items():
-            gone[name] = tuple(dict.fromkeys((*gone.get(name, ()), *ids)))
-        removed = {name: ids for name, ids in gone.items() if ids and name not in fleet.failures}
+        ids_by_host: dict[str, tuple[str, ...]] = {}
+        for (name, _), ids in ids_to_remove.items():
+            ids_by_host[name] = tuple(dict.fromkeys((*ids_by_host.get(name, ()), *ids)))
+        removed = {name: ids for name, ids in ids_by_host.items() if ids and name not in fleet.failures}
         return CleanResult(context.cluster, removed, reasons, dict(fleet.failures))
 
 
-async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[str, str], list[StoredEnvironment]]:
+async def _list_stored(
+    fleet: Connections, directories: Sequence[str]
+) -> dict[tuple[str, str], list[StoredEnvironment]]:
     """The environments on every host, by host and directory. Every host checks shares too, for its own processes."""
 
-    async def list_kept(name: str) -> list[tuple[str, list[StoredEnvironment]]]:
+    async def list_host(name: str) -> list[tuple[str, list[StoredEnvironment]]]:
         host = await fleet.host(name)
         return [
             (place, store.parse_listing((await host.run(store.list_command(place), timeout=INSPECT_TIMEOUT_S)).text))
             for place in (*directories, store.LOCAL_DIRECTORY)
         ]
 
-    answers = await fleet.each(fleet.targets, list_kept)
-    return {(host, place): kept for host, places in answers.items() for place, kept in places}
+    answers = await fleet.each(fleet.targets, list_host)
+    return {(host, place): entries for host, places in answers.items() for place, entries in places}
 
 
-def _reasons(kept: Iterable[StoredEnvironment], current: set[str], jobs: Mapping[str, str]) -> dict[str, str]:
+def _explain_kept(
+    environments: Iterable[StoredEnvironment], current_ids: set[str], jobs: Mapping[str, str]
+) -> dict[str, str]:
     """Why environments without a name are kept."""
     reasons: dict[str, str] = {}
-    for entry in kept:
-        if entry.id in current:
+    for entry in environments:
+        if entry.id in current_ids:
             continue
         if entry.id in jobs:
             reasons[entry.id] = f"job {jobs[entry.id]} uses it"
@@ -137,15 +144,15 @@ def _reasons(kept: Iterable[StoredEnvironment], current: set[str], jobs: Mapping
     return reasons
 
 
-async def _remove(fleet: Connections, old: Mapping[tuple[str, str], tuple[str, ...]]) -> None:
+async def _remove(fleet: Connections, ids_to_remove: Mapping[tuple[str, str], tuple[str, ...]]) -> None:
     async def remove(name: str) -> None:
         host = await fleet.host(name)
-        for (owner, place), ids in old.items():
+        for (owner, place), ids in ids_to_remove.items():
             if owner == name and ids:
                 what = f"remove environments from {place}"
                 await run_checked(host, store.remove_command(place, ids), b"", what, BUILD_TIMEOUT_S)
 
-    await fleet.each({host for host, _ in old}, remove)
+    await fleet.each({host for host, _ in ids_to_remove}, remove)
 
 
 def choose_environments(context: Context, names: Sequence[str]) -> dict[str, EnvironmentPlace]:
@@ -167,7 +174,7 @@ def choose_environments(context: Context, names: Sequence[str]) -> dict[str, Env
 
 async def current_environments(controller: Host, places: Mapping[str, EnvironmentPlace]) -> dict[str, BuiltEnvironment]:
     """The environments that these names refer to on the controller."""
-    current: dict[str, BuiltEnvironment] = {}
+    environments: dict[str, BuiltEnvironment] = {}
     for directory in sorted({place.directory for place in places.values()}):
         try:
             result = await controller.run(store.read_names_command(directory), timeout=NAMES_TIMEOUT_S)
@@ -176,11 +183,13 @@ async def current_environments(controller: Host, places: Mapping[str, Environmen
             raise CommandTimeout(
                 controller.name, what, hint="check that the server of the share it is on is up"
             ) from None
-        built = store.parse_names(result.text, directory)
-        current |= {
-            name: made for name, made in built.items() if name in places and places[name].directory == directory
+        stored = store.parse_names(result.text, directory)
+        environments |= {
+            name: environment
+            for name, environment in stored.items()
+            if name in places and places[name].directory == directory
         }
-    return current
+    return environments
 
 
 def base_directory(context: Context) -> Path:
@@ -226,21 +235,21 @@ async def inspect_environment(
 async def job_environment(context: Context, fleet: Connections, name: str) -> BuiltEnvironment:
     """The environment that a job names. Raises UsageError for one that is not built."""
     places = choose_environments(context, [name])
-    made = (await current_environments(await fleet.host(context.controller.name), places)).get(name)
-    again = f"run `shoal env build {name}`"
-    if made is None:
-        raise UsageError(f"environment {name} is not built yet", hint=again)
-    if is_stale(context, places[name].entry, made):
-        raise UsageError(f"environment {name} was built from another version of its file", hint=again)
-    return made
+    environment = (await current_environments(await fleet.host(context.controller.name), places)).get(name)
+    fix = f"run `shoal env build {name}`"
+    if environment is None:
+        raise UsageError(f"environment {name} is not built yet", hint=fix)
+    if is_stale(context, places[name].entry, environment):
+        raise UsageError(f"environment {name} was built from another version of its file", hint=fix)
+    return environment
 
 
 async def require_environment(fleet: Connections, made: BuiltEnvironment, nodes: Sequence[str]) -> None:
     """Raise PartialFailure where some nodes of the job cannot use its environment. Marks the environment as used."""
     copies = await inspect_environment(fleet, nodes, store.inspect_command(made.path, use=True))
-    lacking = [node for node in nodes if node not in copies or copies[node].state != made.python]
-    if lacking:
+    unusable_nodes = [node for node in nodes if node not in copies or copies[node].state != made.python]
+    if unusable_nodes:
         raise PartialFailure(
-            f"{compress(lacking)} cannot use environment {made.name}, so nothing was queued",
+            f"{compress(unusable_nodes)} cannot use environment {made.name}, so nothing was queued",
             hint=f"run `shoal env build {made.name}`, or name other nodes with --nodelist or --partition",
         )

@@ -43,13 +43,15 @@ class BuildResult:
 async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
     """Build the named environments, or all of the spec. One that is current is left as it is."""
     places = env.choose_environments(context, names)
-    sources = {name: read_requirements(place.entry, env.base_directory(context)) for name, place in places.items()}
+    requirement_sets = {
+        name: read_requirements(place.entry, env.base_directory(context)) for name, place in places.items()
+    }
     nodes = compute_hosts(context)
     result = BuildResult(context.cluster)
     async with await context.connections() as fleet:
         for name, place in places.items():
             with context.progress.phase(f"environment {name}", 1) as phase:
-                result = await _build(context, result, fleet, name, place, sources[name], nodes, phase)
+                result = await _build(context, result, fleet, name, place, requirement_sets[name], nodes, phase)
         return replace(result, failures=dict(fleet.failures))
 
 
@@ -59,53 +61,56 @@ async def _build(
     fleet: Connections,
     name: str,
     place: env.EnvironmentPlace,
-    source: RequirementSet,
+    requirements: RequirementSet,
     nodes: Sequence[str],
     phase: Phase,
 ) -> BuildResult:
     """The result with this environment as well."""
     entry, builder = place.entry, await fleet.host(place.builder)
-    event = await _run_builder(context, builder, name, place, source, phase)
-    made = BuiltEnvironment.of({**event, "name": name, "text": env.text_digest(entry, source)})
-    archive = f"{place.directory}/archives/{made.id}.tar"
-    inspection = store.inspect_command(made.path, archive)
+    event = await _run_builder(context, builder, name, place, requirements, phase)
+    environment = BuiltEnvironment.of({**event, "name": name, "text": env.text_digest(entry, requirements)})
+    archive = f"{place.directory}/archives/{environment.id}.tar"
+    inspection = store.inspect_command(environment.path, archive)
     copies = await env.inspect_environment(fleet, nodes, inspection)
-    copied: tuple[str, ...] = ()
+    copied_nodes: tuple[str, ...] = ()
     if entry.place == "local":
-        lacking = [node for node, copy in copies.items() if copy.state == "missing"]
-        if lacking:
-            phase.set_fraction(0.9, f"copies to {compress(lacking)}")
-            await _copy(fleet, builder, made, archive, lacking, copies)
-            copies |= await env.inspect_environment(fleet, lacking, inspection)
-            copied = tuple(node for node in lacking if node in copies and copies[node].state != "missing")
-    findings = (*_bound_findings(made), *_node_findings(made, place.directory, copies))
-    if made.torch:
+        missing_nodes = [node for node, copy in copies.items() if copy.state == "missing"]
+        if missing_nodes:
+            phase.set_fraction(0.9, f"copies to {compress(missing_nodes)}")
+            await _copy(fleet, builder, environment, archive, missing_nodes, copies)
+            copies |= await env.inspect_environment(fleet, missing_nodes, inspection)
+            copied_nodes = tuple(node for node in missing_nodes if node in copies and copies[node].state != "missing")
+    findings = (*_bound_findings(environment), *_node_findings(environment, place.directory, copies))
+    if environment.torch:
         drivers = {node: copy.driver for node, copy in copies.items() if copy.driver}
-        findings += cuda_findings(made.name, made.torch, made.cuda, drivers)
+        findings += cuda_findings(environment.name, environment.torch, environment.cuda, drivers)
     result = replace(result, findings=(*result.findings, *findings))
     if any(finding.level == "error" for finding in findings):
         return result
     await env.run_checked(
-        builder, store.write_name_command(place.directory, name), made.as_json().encode(), f"name environment {name}"
+        builder,
+        store.write_name_command(place.directory, name),
+        environment.as_json().encode(),
+        f"name environment {name}",
     )
     phase.done(builder.name)
     return replace(
         result,
-        made=(*result.made, made),
+        made=(*result.made, environment),
         fresh=(*result.fresh, *((name,) if event["made"] else ())),
-        copied={**result.copied, **({name: copied} if copied else {})},
+        copied={**result.copied, **({name: copied_nodes} if copied_nodes else {})},
     )
 
 
 async def _run_builder(
-    context: Context, host: Host, name: str, place: env.EnvironmentPlace, source: RequirementSet, phase: Phase
+    context: Context, host: Host, name: str, place: env.EnvironmentPlace, requirements: RequirementSet, phase: Phase
 ) -> dict[str, Any]:
     """Run the build program, and show its progress."""
     request = {
-        "requirements": source.requirements,
-        "constraints": source.constraints,
-        "locked": source.locked,
-        "for_python": source.for_python,
+        "requirements": requirements.requirements,
+        "constraints": requirements.constraints,
+        "locked": requirements.locked,
+        "for_python": requirements.for_python,
         "python": place.entry.python,
         "place": place.entry.place,
         "directory": place.directory,
@@ -145,34 +150,34 @@ async def _read_events(process: Process, host: str, name: str, phase: Phase) -> 
 async def _copy(
     fleet: Connections,
     builder: Host,
-    made: BuiltEnvironment,
+    environment: BuiltEnvironment,
     archive: str,
-    lacking: Sequence[str],
+    nodes: Sequence[str],
     copies: Mapping[str, NodeEnvironment],
 ) -> None:
     """Copy to each node: unpack the archive where the node sees it, else send it through this machine."""
-    near = [node for node in lacking if copies[node].archive]
-    far = [node for node in lacking if not copies[node].archive]
+    nodes_with_archive = [node for node in nodes if copies[node].archive]
+    nodes_without_archive = [node for node in nodes if not copies[node].archive]
 
     async def unpack(node: str) -> None:
         host = await fleet.host(node)
         await env.run_checked(
-            host, store.unpack_command(made.path, archive), b"", f"unpack {archive}", env.BUILD_TIMEOUT_S
+            host, store.unpack_command(environment.path, archive), b"", f"unpack {archive}", env.BUILD_TIMEOUT_S
         )
 
     async def send(node: str) -> None:
         host = await fleet.host(node)
-        process = await host.start(store.unpack_command(made.path))
+        process = await host.start(store.unpack_command(environment.path))
         offset = 0
         while data := await _read_chunk(builder, archive, offset):
             await process.write(data)
             offset += 1
         result = await process.wait()
         if result.status != 0:
-            raise env.command_failed(node, f"unpack environment {made.name}", result.error_text)
+            raise env.command_failed(node, f"unpack environment {environment.name}", result.error_text)
 
-    await fleet.each(near, unpack)
-    await fleet.each(far, send)
+    await fleet.each(nodes_with_archive, unpack)
+    await fleet.each(nodes_without_archive, send)
 
 
 async def _read_chunk(builder: Host, archive: str, offset: int) -> bytes:
@@ -183,34 +188,40 @@ async def _read_chunk(builder: Host, archive: str, offset: int) -> bytes:
     return result.stdout
 
 
-def _bound_findings(made: BuiltEnvironment) -> list[Finding]:
+def _bound_findings(environment: BuiltEnvironment) -> list[Finding]:
     """Files of its packages that work in one place only."""
     fix = "choose another version of the package that contains it"
     return [
-        Finding("warning", f"environment {made.name}: {file} works only where {place} is", "", fix)
-        for file, place in made.bound
+        Finding("warning", f"environment {environment.name}: {file} works only where {place} is", "", fix)
+        for file, place in environment.bound
     ]
 
 
-def _node_findings(made: BuiltEnvironment, directory: str, copies: Mapping[str, NodeEnvironment]) -> list[Finding]:
+def _node_findings(
+    environment: BuiltEnvironment, directory: str, copies: Mapping[str, NodeEnvironment]
+) -> list[Finding]:
     """Nodes that cannot use the environment, grouped by reason."""
-    missing = [node for node, copy in copies.items() if copy.state == "missing"]
-    other = [node for node, copy in copies.items() if copy.state not in ("missing", made.python)]
+    missing_nodes = [node for node, copy in copies.items() if copy.state == "missing"]
+    unusable_nodes = [node for node, copy in copies.items() if copy.state not in ("missing", environment.python)]
     findings = []
-    if missing:
+    if missing_nodes:
         findings.append(
             Finding(
-                "error" if len(missing) == len(copies) else "warning",
-                f"environment {made.name}: the nodes do not see {directory}",
+                "error" if len(missing_nodes) == len(copies) else "warning",
+                f"environment {environment.name}: the nodes do not see {directory}",
                 fix="set a directory that all hosts share, or set `place: local`",
-                host=compress(missing),
+                host=compress(missing_nodes),
             )
         )
-    fix = f"install Python {made.python} there, or name nodes that have it with --partition or --nodelist"
-    for state in sorted({copies[node].state for node in other}):
-        nodes = [node for node in other if copies[node].state == state]
-        what = "its Python does not start" if state == "broken" else f"the nodes have no Python {made.python} to run it"
+    fix = f"install Python {environment.python} there, or name nodes that have it with --partition or --nodelist"
+    for state in sorted({copies[node].state for node in unusable_nodes}):
+        nodes = [node for node in unusable_nodes if copies[node].state == state]
+        what = (
+            "its Python does not start"
+            if state == "broken"
+            else f"the nodes have no Python {environment.python} to run it"
+        )
         reason = copies[nodes[0]].why if state == "broken" else f"Python {state}"
-        level: Literal["error", "warning"] = "error" if len(other) == len(copies) else "warning"
-        findings.append(Finding(level, f"environment {made.name}: {what}", reason, fix, host=compress(nodes)))
+        level: Literal["error", "warning"] = "error" if len(unusable_nodes) == len(copies) else "warning"
+        findings.append(Finding(level, f"environment {environment.name}: {what}", reason, fix, host=compress(nodes)))
     return findings

@@ -46,20 +46,22 @@ async def execute(
                 raise CommandTimeout(name, cause, hint="give it longer: --timeout SECONDS") from None
 
         results = await fleet.each(fleet.targets, run)
-    keyed = {name: b"%d\0%s\0%s" % (r.status, r.stdout, r.stderr) for name, r in results.items()}
-    groups = tuple((tuple(names), results[names[0]]) for names, _ in group_equal(keyed))
-    return ExecResult(groups, dict(fleet.failures), _suggestion(argv, results.values()))
+    outputs = {name: b"%d\0%s\0%s" % (r.status, r.stdout, r.stderr) for name, r in results.items()}
+    groups = tuple((tuple(names), results[names[0]]) for names, _ in group_equal(outputs))
+    return ExecResult(groups, dict(fleet.failures), _suggest_shell(argv, results.values()))
 
 
-def _suggestion(argv: Sequence[str], results: Iterable[Result]) -> str:
+def _suggest_shell(argv: Sequence[str], results: Iterable[Result]) -> str:
     """A shell line given as one word is not a program's name: it needs `sh -c`."""
-    line = len(argv) == 1 and len(argv[0].split()) > 1
-    return f"shoal exec -- sh -c {shlex.quote(argv[0])}" if line and any(r.status == 127 for r in results) else ""
+    is_shell_line = len(argv) == 1 and len(argv[0].split()) > 1
+    return (
+        f"shoal exec -- sh -c {shlex.quote(argv[0])}" if is_shell_line and any(r.status == 127 for r in results) else ""
+    )
 
 
 async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[str]:
     """The `ssh` command line for a host, with this cluster's host keys. Connects first, to learn the host's key."""
-    argv = argv[1:] if argv[:1] == ["--"] else _refuse_options(host, argv)
+    argv = argv[1:] if argv[:1] == ["--"] else _reject_options(host, argv)
     member = context.choose_one(host)
     [target] = (await context.targets([member])).values()
     async with await context.fleet([member]) as fleet:
@@ -76,7 +78,7 @@ async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[
     return [*command, target.address or target.name, *(["--", *argv] if argv else [])]
 
 
-def _refuse_options(host: str, argv: Sequence[str]) -> Sequence[str]:
+def _reject_options(host: str, argv: Sequence[str]) -> Sequence[str]:
     """Raise UsageError for an option after the host, where the command begins."""
     if not argv or not argv[0].startswith("-"):
         return argv

@@ -63,8 +63,8 @@ class TrackingHealth:
 
 async def existing_members(context: Context) -> list[Member]:
     """The members that exist, and the controller in any case: without it there is no status."""
-    made = await context.instances() if any(member.provider for member in context.members) else {}
-    return [m for m in context.members if not m.provider or m.name in made or "controller" in m.roles]
+    instances = await context.instances() if any(member.provider for member in context.members) else {}
+    return [m for m in context.members if not m.provider or m.name in instances or "controller" in m.roles]
 
 
 async def clocks(fleet: Fleet, names: Iterable[str], controller: str) -> Clocks:
@@ -81,12 +81,12 @@ async def clocks(fleet: Fleet, names: Iterable[str], controller: str) -> Clocks:
 
     names = list(names)
     answers = dict(zip(names, await asyncio.gather(*map(read_clock, names)), strict=True))
-    known = {name: facts for name, facts in answers.items() if facts is not None}
-    if controller not in known:
+    facts_by_host = {name: facts for name, facts in answers.items() if facts is not None}
+    if controller not in facts_by_host:
         return Clocks()
-    base = known[controller].clock_offset
-    ahead = {name: round(facts.clock_offset - base, 3) for name, facts in known.items() if name != controller}
-    return Clocks(ahead, tuple(name for name, facts in known.items() if is_container(facts)))
+    base = facts_by_host[controller].clock_offset
+    offsets = {name: round(facts.clock_offset - base, 3) for name, facts in facts_by_host.items() if name != controller}
+    return Clocks(offsets, tuple(name for name, facts in facts_by_host.items() if is_container(facts)))
 
 
 async def tracking_health(controller: Host, spec: Spec) -> TrackingHealth | None:
@@ -161,8 +161,8 @@ async def accounting_health(fleet: Connections, spec: Spec) -> AccountingHealth 
         result = await (await fleet.host(name)).run(ACCOUNTING_COMMAND, timeout=ACCOUNTING_TIMEOUT_S)
     except HostError as error:
         return AccountingHealth(name, "unknown", "unknown", error=error.cause)
-    mariadb, slurmdbd, night, made = [*result.text.split(), *["unknown"] * 4][:4]
-    return AccountingHealth(name, mariadb, slurmdbd, _number(made), night not in ("success", "unknown"))
+    mariadb, slurmdbd, backup_result, backup_time = [*result.text.split(), *["unknown"] * 4][:4]
+    return AccountingHealth(name, mariadb, slurmdbd, _number(backup_time), backup_result not in ("success", "unknown"))
 
 
 async def accounting_findings(fleet: Connections, spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
@@ -225,10 +225,10 @@ async def tailnet_view(context: Context, host: Host) -> Tailnet | None:
         return None
     tailnet = await _tailnet_status(host)
     names = {tailnet_name(context.cluster, member.name) for member in context.members}
-    ours = [node.addresses[0] for node in tailnet.peers if node.name in names and node.addresses]
-    if unsettled := unsettled_paths(tailnet, ours):
+    member_addresses = [node.addresses[0] for node in tailnet.peers if node.name in names and node.addresses]
+    if unsettled_addresses := unsettled_paths(tailnet, member_addresses):
         with contextlib.suppress(CommandTimeout):
-            await host.run(path_command(unsettled), timeout=PATH_TIMEOUT_S)
+            await host.run(path_command(unsettled_addresses), timeout=PATH_TIMEOUT_S)
         tailnet = await _tailnet_status(host)
     return tailnet
 
@@ -263,16 +263,16 @@ def tailnet_members(
     return TailnetView(tailnet.state, tailnet.problem, tuple(members))
 
 
-def _member(name: str, node: TailnetNode | None, own: bool, now: float) -> TailnetMember:
+def _member(name: str, node: TailnetNode | None, is_own: bool, now: float) -> TailnetMember:
     if node is None or not node.addresses:
         return TailnetMember(name)
-    left = node.expires - now if node.expires is not None else None
+    seconds_left = node.expires - now if node.expires is not None else None
     return TailnetMember(
         name,
         node.addresses[0],
-        "direct" if own else node.way,
-        node.relay if not own and node.way == "relayed" else "",
-        max(0, int(left / 86400)) if left is not None and left < EXPIRES_SOON_S else None,
+        "direct" if is_own else node.way,
+        node.relay if not is_own and node.way == "relayed" else "",
+        max(0, int(seconds_left / 86400)) if seconds_left is not None and seconds_left < EXPIRES_SOON_S else None,
     )
 
 
@@ -298,7 +298,7 @@ class WireGuardView:
     @property
     def quiet(self) -> tuple[str, ...]:
         """Members without a recent handshake."""
-        return tuple(name for name, ago in self.heard.items() if ago is None or ago > HANDSHAKE_MAX_AGE_S)
+        return tuple(name for name, age_s in self.heard.items() if age_s is None or age_s > HANDSHAKE_MAX_AGE_S)
 
 
 async def wireguard_view(spec: Spec, controller: Host) -> WireGuardView | None:
@@ -318,11 +318,11 @@ async def wireguard_view(spec: Spec, controller: Host) -> WireGuardView | None:
 def parse_handshakes(text: str) -> WireGuardView:
     now, peers, handshakes = text.split(f"{MARK}\n", 2)
     pairs = [line.split() for line in handshakes.splitlines()]
-    last = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
-    known = peers_in(peers)
+    handshake_times = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    members = peers_in(peers)
     return WireGuardView(
         {
-            name: max(0, int(now) - last[peer.public_key]) if last.get(peer.public_key) else None
-            for name, peer in known.items()
+            name: max(0, int(now) - handshake_times[peer.public_key]) if handshake_times.get(peer.public_key) else None
+            for name, peer in members.items()
         }
     )

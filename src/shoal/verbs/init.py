@@ -107,24 +107,24 @@ def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) ->
     """
     if hosts is not None and ssh_config is not None:
         raise UsageError("both hosts and an SSH config are given", hint="give one of them")
-    left_out: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     if ssh_config is not None:
-        hosts, left_out = ssh_hosts(ssh_config)
+        hosts, excluded = ssh_hosts(ssh_config)
         if not hosts:
-            none = f"{ssh_config} names no host" + (" that could run jobs" if left_out else "")
-            raise UsageError(none, hint="wildcards, jump hosts and git servers do not count; use --hosts")
+            what = f"{ssh_config} names no host" + (" that could run jobs" if excluded else "")
+            raise UsageError(what, hint="wildcards, jump hosts and git servers do not count; use --hosts")
     if hosts is None:
         text = _sandbox_spec(cluster)
     elif not hosts:
         raise UsageError("no hosts are given", hint="name them: --hosts gpu01,gpu02")
     else:
-        text = _hosts_spec(hosts, cluster, left_out)
+        text = _hosts_spec(hosts, cluster, excluded)
     try:
         load_text(text, "shoal.yaml")
     except SpecError as error:
         findings = [finding for finding in error.findings if isinstance(finding, Finding)]
-        parts = ((finding.what, finding.found, finding.fix) for finding in findings)
-        problems = "; ".join(", ".join(filter(None, texts)) for texts in parts)
+        finding_texts = ((finding.what, finding.found, finding.fix) for finding in findings)
+        problems = "; ".join(", ".join(filter(None, texts)) for texts in finding_texts)
         raise UsageError(f"cannot make a spec of this: {problems}", hint="change these names") from None
     return text
 
@@ -152,16 +152,16 @@ def ssh_hosts(config: Path) -> tuple[list[str], dict[str, str]]:
     jump_hosts = {host for block in blocks for host in _jump_hosts(block)}
     purposes = {alias: "git" for block in blocks for alias in block.aliases if _is_forge(alias, block)}
     purposes |= {name: "a jump host" for name in names if name in jump_hosts}
-    left_out = {name: purposes[name] for name in names if name in purposes}
-    return [name for name in names if name not in left_out], left_out
+    excluded = {name: purposes[name] for name in names if name in purposes}
+    return [name for name in names if name not in excluded], excluded
 
 
 def _jump_hosts(block: _Block) -> set[str]:
     """The hosts through which this block's hosts are reached."""
-    jumps = ",".join(block.settings.get("proxyjump", ())).split(",")
+    proxy_jumps = ",".join(block.settings.get("proxyjump", ())).split(",")
     command = block.settings.get("proxycommand", [])
-    words = [*jumps, *(command if command[:1] == ["ssh"] else [])]
-    return {parse_host(word.removeprefix("ssh://"))["name"] for word in words if word}
+    candidates = [*proxy_jumps, *(command if command[:1] == ["ssh"] else [])]
+    return {parse_host(candidate.removeprefix("ssh://"))["name"] for candidate in candidates if candidate}
 
 
 def _is_forge(alias: str, block: _Block) -> bool:
@@ -182,68 +182,68 @@ def _blocks(config: Path, base: Path, depth: int) -> list[_Block]:
         match = re.fullmatch(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*?)\s*", line)
         if match is None:
             continue
-        keyword, words = match[1].lower(), _words(match[2])
+        keyword, arguments = match[1].lower(), _split_arguments(match[2])
         if keyword in ("host", "match"):
-            literal = [word for word in words if not re.search(r"[*?!]", word)]
-            blocks.append(_Block(literal if keyword == "host" else []))
+            aliases = [argument for argument in arguments if not re.search(r"[*?!]", argument)]
+            blocks.append(_Block(aliases if keyword == "host" else []))
         elif keyword == "include" and depth > 0:
             current = blocks[-1]
-            for included in _included(words, base):
-                blocks += _blocks(included, base, depth - 1)
+            for file in _find_included(arguments, base):
+                blocks += _blocks(file, base, depth - 1)
             blocks.append(current)  # what follows belongs to the block around the include
         else:
-            blocks[-1].settings.setdefault(keyword, words)  # as in SSH, the first value counts
+            blocks[-1].settings.setdefault(keyword, arguments)  # as in SSH, the first value counts
     return blocks
 
 
-def _words(text: str) -> list[str]:
+def _split_arguments(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError:  # an open quote: SSH rejects the line too
         return []
 
 
-def _included(patterns: Sequence[str], base: Path) -> list[Path]:
+def _find_included(patterns: Sequence[str], base: Path) -> list[Path]:
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser() if pattern.startswith("~/") else Path(pattern)
-        root, parts = (Path("/"), path.relative_to("/")) if path.is_absolute() else (base, path)
-        if str(parts) != ".":
-            files += sorted(file for file in root.glob(str(parts)) if file.is_file())
+        root, glob = (Path("/"), path.relative_to("/")) if path.is_absolute() else (base, path)
+        if str(glob) != ".":
+            files += sorted(file for file in root.glob(str(glob)) if file.is_file())
     return files
 
 
-def _hosts_spec(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
+def _hosts_spec(hosts: list[str], cluster: str, excluded: Mapping[str, str]) -> str:
     controller, *nodes = _entries(hosts)
-    notes = [f"# Left out of the SSH config: {printable(name)} ({purpose}).\n" for name, purpose in left_out.items()]
-    parts = [HEAD.format(cluster=_quoted(cluster)), *notes, "\n" if notes else ""]
-    parts.append(CONTROLLER.format(controller=controller, compute="false" if nodes else "true"))
+    notes = [f"# Left out of the SSH config: {printable(name)} ({purpose}).\n" for name, purpose in excluded.items()]
+    sections = [HEAD.format(cluster=_quote(cluster)), *notes, "\n" if notes else ""]
+    sections.append(CONTROLLER.format(controller=controller, compute="false" if nodes else "true"))
     if nodes:
-        parts.append(NODES.format(nodes="\n".join(f"      - {node}" for node in nodes)))
-    parts.append(PARTITIONS.format(nodeset="nodes" if nodes else "controller"))
-    return "".join([*parts, SHARES if nodes else "", TAIL])
+        sections.append(NODES.format(nodes="\n".join(f"      - {node}" for node in nodes)))
+    sections.append(PARTITIONS.format(nodeset="nodes" if nodes else "controller"))
+    return "".join([*sections, SHARES if nodes else "", TAIL])
 
 
 def _sandbox_spec(cluster: str) -> str:
     fish = default_spec().nodesets["fish"]
     sandbox = SANDBOX.format(count=fish.count, gpus=fish.gpus)
-    return "".join([HEAD.format(cluster=_quoted(cluster)), sandbox, PARTITIONS.format(nodeset="fish"), TAIL])
+    return "".join([HEAD.format(cluster=_quote(cluster)), sandbox, PARTITIONS.format(nodeset="fish"), TAIL])
 
 
 def _entries(hosts: list[str]) -> list[str]:
-    """The hosts as entries of the file. One given as an address is named after its position."""
-    named = [() if _is_address(host) else _names(host) for host in hosts]
-    taken = {name for names in named for name in names}
+    """The hosts as entries of the file. A host without a name, only an address, is named after its position."""
+    names_by_host = [() if _is_address(host) else _names(host) for host in hosts]
+    used_names = {name for names in names_by_host for name in names}
     entries, place = [], 0
-    for host, names in zip(hosts, named, strict=True):
+    for host, names in zip(hosts, names_by_host, strict=True):
         if names:
             place += len(names)
-            entries.append(_quoted(host))
+            entries.append(_quote(host))
             continue
         place += 1
-        name = next(name for number in count(place) if (name := f"node{number}") not in taken)
-        taken.add(name)
-        entries.append(_with_address(host, name))
+        name = next(name for number in count(place) if (name := f"node{number}") not in used_names)
+        used_names.add(name)
+        entries.append(_format_entry(host, name))
     return entries
 
 
@@ -262,15 +262,15 @@ def _names(host: str) -> tuple[str, ...]:
         return (host,)
 
 
-def _with_address(host: str, name: str) -> str:
-    parts = parse_host(host)
-    address = parts.pop("name").strip("[]")
-    rest = "".join(f", {key}: {_quoted(str(value))}" for key, value in parts.items() if key == "user")
-    rest += f", port: {parts['port']}" if "port" in parts else ""
-    return f"{{name: {name}, address: {_quoted(address)}{rest}}}"
+def _format_entry(host: str, name: str) -> str:
+    fields = parse_host(host)
+    address = fields.pop("name").strip("[]")
+    login_text = "".join(f", {key}: {_quote(str(value))}" for key, value in fields.items() if key == "user")
+    login_text += f", port: {fields['port']}" if "port" in fields else ""
+    return f"{{name: {name}, address: {_quote(address)}{login_text}}}"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """The text as YAML: plain where it is a plain word, else in quotes."""
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9._@\[\]-]*(:[0-9]+)?", text) and text.lower() not in ("true", "false", "null"):
         return text

@@ -64,7 +64,7 @@ class Job:
 
     def wait(self) -> JobRecord:
         """Wait for the end; the record says how it ended."""
-        number = self._one("wait")
+        number = self._require_single("wait")
         record = _result(wait_for_job(self._context, number))
         if record is None:
             raise UsageError(f"Slurm no longer has job {number}", hint="`shoal logs` still has what it printed")
@@ -83,9 +83,9 @@ class Job:
         _result(cancel(self._context, [self._number()]))
 
     def _logs(self, method: str) -> LogsResult:
-        return _result(logs(self._context, self._one(method), self.spec.directory))
+        return _result(logs(self._context, self._require_single(method), self.spec.directory))
 
-    def _one(self, method: str) -> str:
+    def _require_single(self, method: str) -> str:
         number = self._number()
         if self.spec.array:
             raise UsageError(

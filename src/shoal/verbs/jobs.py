@@ -50,30 +50,33 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [output] = await gather_answers(controller, slurm_output(controller, show_command()))
-        current = parse_records(output)
+        current_records = parse_records(output)
         if ended:
-            before = logs.exclude_known(await logs.all_ended_jobs(context, controller), current)
+            ended_records = logs.exclude_known(await logs.all_ended_jobs(context, controller), current_records)
         else:
-            recent = parse_recent(await slurm_output(controller, RECENT_COMMAND))
-            before = logs.exclude_known(recent, current)[-MAX_RECENT_JOBS:]
-        records = [*before, *current]
-        running = [record for record in current if record.state == "RUNNING" and record.work_dir]
-        progress = await _progress(fleet, context.controller.name, running)
-        failed = _to_explain(records)
-        explained = await asyncio.gather(*(_reason(context, fleet, record) for record in failed))
-        reasons = {(record.id, record.start): reason for record, reason in zip(failed, explained, strict=True)}
+            recent_records = parse_recent(await slurm_output(controller, RECENT_COMMAND))
+            ended_records = logs.exclude_known(recent_records, current_records)[-MAX_RECENT_JOBS:]
+        records = [*ended_records, *current_records]
+        running_records = [record for record in current_records if record.state == "RUNNING" and record.work_dir]
+        progress = await _progress(fleet, context.controller.name, running_records)
+        failed_records = _select_failures(records)
+        failure_reasons = await asyncio.gather(*(_reason(context, fleet, record) for record in failed_records))
+        reasons = {
+            (record.id, record.start): reason for record, reason in zip(failed_records, failure_reasons, strict=True)
+        }
         failures = dict(fleet.failures)
     views = tuple(
-        JobView(r, progress.get(r.id, {}) if r in running else {}, reasons.get((r.id, r.start))) for r in records
+        JobView(r, progress.get(r.id, {}) if r in running_records else {}, reasons.get((r.id, r.start)))
+        for r in records
     )
     return JobsResult(context.cluster, views, failures)
 
 
-def _to_explain(records: Sequence[JobRecord]) -> list[JobRecord]:
+def _select_failures(records: Sequence[JobRecord]) -> list[JobRecord]:
     """The newest that failed. Of a number that was given out twice, only the later job's logs are still there."""
-    last = {record.id: record for record in records}
+    newest = {record.id: record for record in records}
     failed = [record for record in records if record.failed and record.state != "CANCELLED"]
-    return [record for record in failed if last[record.id] is record][-MAX_EXPLAINED_JOBS:]
+    return [record for record in failed if newest[record.id] is record][-MAX_EXPLAINED_JOBS:]
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> FailureReason | None:
@@ -81,33 +84,33 @@ async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Fa
     return explain_failure(record, await logs.read(fleet, job_file_hosts(context), files, logs.TAIL_BYTES))
 
 
-async def _progress(fleet: Connections, controller: str, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
+async def _progress(fleet: Connections, controller: str, records: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
     """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
     progress: dict[str, Mapping[str, Any]] = {}
     # A node that is rented shares the directory with the controller, or has it fetched there.
     nodes = {
         record.id: [name for name in expand(record.nodes) if name in fleet.targets] or [controller]
-        for record in running
+        for record in records
     }
 
     async def read_progress(name: str) -> None:
         host = await fleet.host(name)
-        for record in (record for record in running if name in nodes[record.id]):
+        for record in (record for record in records if name in nodes[record.id]):
             result = await host.run(["cat", f"{record.work_dir}/{record.id}/{PROGRESS_FILE}"], timeout=30)
             try:
                 value = json.loads(result.text) if result.status == 0 else None
             except ValueError:
                 continue
-            if isinstance(value, dict) and _updated(value) >= _updated(progress.get(record.id, {})):
+            if isinstance(value, dict) and _update_time(value) >= _update_time(progress.get(record.id, {})):
                 progress[record.id] = value
 
     await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), read_progress)
     return progress
 
 
-def _updated(progress: Mapping[str, Any]) -> float:
-    when = progress.get("updated", 0)
-    return float(when) if isinstance(when, int | float) else 0.0
+def _update_time(progress: Mapping[str, Any]) -> float:
+    updated = progress.get("updated", 0)
+    return float(updated) if isinstance(updated, int | float) else 0.0
 
 
 @dataclass(frozen=True)

@@ -70,24 +70,24 @@ class KeysResult:
 
 async def rotate(context: Context, what: str, *, leave_unreachable: bool = False) -> KeysResult:
     """Rotate one kind of key, or all that the cluster has. Running jobs go on."""
-    chosen = _chosen(context, what)
+    key_names = _choose_keys(context, what)
     async with await context.fleet() as fleet:
         await _connect(context, fleet, leave_unreachable)
-        left = dict(fleet.failures)
-        rotated = []
+        unreachable = dict(fleet.failures)
+        rotated_keys = []
         async with AsyncExitStack() as stack:
-            if any(ROTATIONS[name].cuts_off for name in chosen):
+            if any(ROTATIONS[name].cuts_off for name in key_names):
                 if rented_members(context.spec):  # before the check, so that no node joins after it
                     await stack.enter_async_context(hold_joins(await fleet.host(context.controller.name)))
-                await _refuse_rented(context, fleet)
-            for name in chosen:
+                await _reject_rented(context, fleet)
+            for name in key_names:
                 fleet.failures.clear()
-                fleet.failures.update(left)
-                rotated.append(await _rotate(context, fleet, name))
-    return KeysResult(context.cluster, tuple(rotated), left)
+                fleet.failures.update(unreachable)
+                rotated_keys.append(await _rotate(context, fleet, name))
+    return KeysResult(context.cluster, tuple(rotated_keys), unreachable)
 
 
-def _chosen(context: Context, what: str) -> list[str]:
+def _choose_keys(context: Context, what: str) -> list[str]:
     if what == ALL:
         return [name for name, rotation in ROTATIONS.items() if rotation.used(context.spec)]
     if what not in ROTATIONS:
@@ -110,7 +110,7 @@ async def _connect(context: Context, fleet: Fleet, leave_unreachable: bool) -> N
         )
 
 
-async def _refuse_rented(context: Context, fleet: Fleet) -> None:
+async def _reject_rented(context: Context, fleet: Fleet) -> None:
     """Raise where rented nodes are up, or starting: they have the old key, and nothing replaces it."""
     result = await (await fleet.host(context.controller.name)).run(NODES_COMMAND, timeout=60)
     require_configuration(context.controller.name, result)
@@ -119,30 +119,33 @@ async def _refuse_rented(context: Context, fleet: Fleet) -> None:
             f"cannot list the rented nodes that are up; nothing was changed: {result.error_text.strip()}",
             hint="run `shoal up`, then this command again",
         )
-    up = [node.name for node in parse_nodes(result.text) if node.cloud and not _asleep(node)]
-    if up:
+    names = [node.name for node in parse_nodes(result.text) if node.cloud and not _is_asleep(node)]
+    if names:
+        nodes = compress(names)
         raise ShoalError(
-            f"{compress(up)} (rented) would keep the old key and be cut off; nothing was changed",
-            hint=f"run on {context.controller.name}: `scontrol update nodename={compress(up)} state=power_down_asap`; "
+            f"{nodes} (rented) would keep the old key and be cut off; nothing was changed",
+            hint=f"run on {context.controller.name}: `scontrol update nodename={nodes} state=power_down_asap`; "
             "then wait until their jobs have ended and they are gone",
         )
 
 
-def _asleep(node: NodeState) -> bool:
+def _is_asleep(node: NodeState) -> bool:
     """Whether it has no machine, or is losing it, and no job will start it."""
     return bool({"POWERED_DOWN", "POWERING_DOWN"} & set(node.state)) and not NEEDS_MACHINE & set(node.state)
 
 
 async def _rotate(context: Context, fleet: Fleet, name: str) -> RotatedKey:
     controller = context.controller.name
-    asking = [controller, *(host for host in fleet.live if host != controller)]
+    probe_hosts = [controller, *(host for host in fleet.live if host != controller)]
     with context.progress.phase(f"new {ROTATIONS[name].what}", len(fleet.live)) as phase:
-        async with measure_downtime(fleet, asking) as probes:
-            done = await ROTATIONS[name].run(RotationContext(context.spec, fleet, controller, tuple(fleet.live), phase))
+        async with measure_downtime(fleet, probe_hosts) as probes:
+            result = await ROTATIONS[name].run(
+                RotationContext(context.spec, fleet, controller, tuple(fleet.live), phase)
+            )
     return RotatedKey(
         name,
-        done.hosts,
-        done.finished,
+        result.hosts,
+        result.finished,
         round(probes.failed_seconds, 3),
         {host: round(failed_seconds(answers), 3) for host, answers in probes.hosts.items()},
         probes.asked,

@@ -56,31 +56,31 @@ class LinkProbe:
 
 async def bench_links(context: Context, hosts: str | None = None, seconds: float = 1.0) -> LinksResult:
     """Measure every pair in both directions, save the result on the controller, and group near hosts."""
-    chosen = context.choose(hosts)
-    if len(chosen) < 2:
+    members = context.choose(hosts)
+    if len(members) < 2:
         raise UsageError(
-            f"{chosen[0].name} alone has no link to measure", hint="name two hosts or more, or leave out --hosts"
+            f"{members[0].name} alone has no link to measure", hint="name two hosts or more, or leave out --hosts"
         )
     controller = context.controller
-    async with await context.fleet(chosen if controller in chosen else [controller, *chosen]) as fleet:
-        addresses, before = await _read_state(fleet, controller.name)
-        absent = [member.name for member in chosen if member.name not in addresses]
+    async with await context.fleet(members if controller in members else [controller, *members]) as fleet:
+        addresses, earlier_links = await _read_state(fleet, controller.name)
+        absent = [member.name for member in members if member.name not in addresses]
         if absent:
             raise ShoalError(f"{', '.join(absent)} has no address in the cluster yet", hint="run `shoal up` first")
         programs: list[Process] = []
         try:
-            with context.progress.phase("measuring programs", len(chosen)) as phase:
-                probes = await _start(fleet, {m.name: addresses[m.name] for m in chosen}, programs, phase)
-            plan = matrix.rounds(list(probes), {member.name: member.shape.site for member in chosen})
+            with context.progress.phase("measuring programs", len(members)) as phase:
+                probes = await _start(fleet, {m.name: addresses[m.name] for m in members}, programs, phase)
+            plan = matrix.rounds(list(probes), {member.name: member.shape.site for member in members})
             with context.progress.phase("links", sum(map(len, plan))) as phase:
                 links = await _measure_all(plan, probes, seconds, phase)
         finally:
             # A program also ends by itself when its connection closes.
             await asyncio.gather(*(program.kill() for program in programs), return_exceptions=True)
-        merged_links = matrix.merge_measurements(before, links, [member.name for member in context.members])
+        merged_links = matrix.merge_measurements(earlier_links, links, [member.name for member in context.members])
         await _save(fleet, controller.name, merged_links)
-        near = matrix.groups(merged_links, compute_hosts(context))
-        return LinksResult(context.cluster, tuple(probes), links, near, dict(fleet.failures))
+        groups = matrix.groups(merged_links, compute_hosts(context))
+        return LinksResult(context.cluster, tuple(probes), links, groups, dict(fleet.failures))
 
 
 async def _read_state(fleet: Fleet, controller: str) -> tuple[dict[str, str], tuple[LinkSpeed, ...]]:
@@ -95,14 +95,14 @@ async def _start(
 ) -> dict[str, LinkProbe]:
     """Start the program on every host, on a port that is open to members. It answers only with its token."""
     token = os.urandom(16).hex()
-    first, last = (int(port) for port in SRUN_PORTS.split("-"))
+    first_port, last_port = (int(port) for port in SRUN_PORTS.split("-"))
     text = program_text("link_probe")
 
     async def start(name: str) -> LinkProbe:
         host = await fleet.host(name)
         process = await host.start(("python3", "-I", "-S", "-B", "-c", text), root=False)
         programs.append(process)
-        request = {"op": "listen", "address": addresses[name], "first": first, "last": last, "token": token}
+        request = {"op": "listen", "address": addresses[name], "first": first_port, "last": last_port, "token": token}
         answer = await _ask(name, process, request)
         if "problem" in answer:
             raise AgentFailed(
@@ -121,27 +121,27 @@ async def _measure_all(
     """Round after round; in a round all pairs at once, each in one direction and then in the other."""
     links: list[LinkSpeed] = []
 
-    async def pair(one: LinkProbe, other: LinkProbe) -> None:
-        phase.update(one.name, f"and {other.name}")
-        both = [await _measure(one, other, seconds), await _measure(other, one, seconds)]
-        links.extend(both)
-        phase.done(one.name, next((link.problem for link in both if link.problem), ""))
+    async def measure_pair(probe: LinkProbe, peer: LinkProbe) -> None:
+        phase.update(probe.name, f"and {peer.name}")
+        pair_links = [await _measure(probe, peer, seconds), await _measure(peer, probe, seconds)]
+        links.extend(pair_links)
+        phase.done(probe.name, next((link.problem for link in pair_links if link.problem), ""))
 
     for pairs in plan:
-        await asyncio.gather(*(pair(probes[one], probes[other]) for one, other in pairs))
+        await asyncio.gather(*(measure_pair(probes[source], probes[target]) for source, target in pairs))
     order = {name: place for place, name in enumerate(probes)}
     return tuple(sorted(links, key=lambda link: (order[link.source], order[link.target])))
 
 
-async def _measure(one: LinkProbe, other: LinkProbe, seconds: float) -> LinkSpeed:
+async def _measure(source: LinkProbe, target: LinkProbe, seconds: float) -> LinkSpeed:
     """One direction. A host that fails is a link with a problem, and stops no other pair."""
-    request = {"op": "measure", "address": other.address, "port": other.port, "token": other.token}
+    request = {"op": "measure", "address": target.address, "port": target.port, "token": target.token}
     request |= {"seconds": seconds, "pings": PINGS, "many": matrix.PARALLEL_CONNECTIONS}
     try:
-        answer = await _ask(one.name, one.process, request, 2 * seconds + PROBE_TIMEOUT_S)
+        answer = await _ask(source.name, source.process, request, 2 * seconds + PROBE_TIMEOUT_S)
     except HostError as error:
-        return LinkSpeed(one.name, other.name, problem=error.message)
-    return LinkSpeed(one.name, other.name, **answer)
+        return LinkSpeed(source.name, target.name, problem=error.message)
+    return LinkSpeed(source.name, target.name, **answer)
 
 
 async def _ask(name: str, process: Process, request: Mapping[str, object], timeout: float = PROBE_TIMEOUT_S) -> Any:

@@ -46,8 +46,8 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await gather_answers(controller, find_record(controller, job))
-        found = await read(fleet, job_file_hosts(context), files_of(context, job, record, directory))
-        return _result(job, record, found, fleet)
+        job_logs = await read(fleet, job_file_hosts(context), files_of(context, job, record, directory))
+        return _result(job, record, job_logs, fleet)
 
 
 async def follow(
@@ -60,10 +60,10 @@ async def follow(
         [record] = await gather_answers(controller, find_record(controller, job))
         files = files_of(context, job, record, directory)
         if record is None:
-            found = await read(fleet, job_file_hosts(context), files)
-            for line in found.lines:
+            job_logs = await read(fleet, job_file_hosts(context), files)
+            for line in job_logs.lines:
                 show(line)
-            return _result(job, record, found, fleet)
+            return _result(job, record, job_logs, fleet)
         reader, processes = LogReader(files.echo, files.batch_host), {}
 
         async def open_reader(name: str) -> None:
@@ -71,8 +71,8 @@ async def follow(
 
         await fleet.each(job_file_hosts(context), open_reader)
         sorter = _Sorter(show)
-        pumps = [asyncio.create_task(_pump(name, p, reader, sorter)) for name, p in processes.items()]
-        ticking = asyncio.create_task(sorter.tick())
+        pumps = [asyncio.create_task(_pump(name, process, reader, sorter)) for name, process in processes.items()]
+        tick_task = asyncio.create_task(sorter.tick())
         try:
             record = await wait_for_end(controller, record)
             for process in processes.values():
@@ -80,22 +80,22 @@ async def follow(
                     await process.write(b"\n")
             await asyncio.wait(pumps, timeout=30) if pumps else None
         finally:
-            ticking.cancel()
+            tick_task.cancel()
             for pump in pumps:
                 pump.cancel()
-            await asyncio.gather(ticking, *pumps, return_exceptions=True)
+            await asyncio.gather(tick_task, *pumps, return_exceptions=True)
         for line in reader.others():
             sorter.add(line)
         sorter.flush()
         return _result(job, record, reader.result(), fleet)
 
 
-def _result(job: str, record: JobRecord | None, found: JobLogs, fleet: Connections) -> LogsResult:
-    if record is None and not found.lines and not fleet.failures:
+def _result(job: str, record: JobRecord | None, job_logs: JobLogs, fleet: Connections) -> LogsResult:
+    if record is None and not job_logs.lines and not fleet.failures:
         hint = "`shoal jobs` lists those that Slurm remembers; of others say the --directory they ran with, if any"
         raise UsageError(f"there is no job {job}", hint=hint)
-    reason = explain_failure(record, found) if record else None
-    return LogsResult(job, found.lines, record, reason, dict(fleet.failures))
+    reason = explain_failure(record, job_logs) if record else None
+    return LogsResult(job, job_logs.lines, record, reason, dict(fleet.failures))
 
 
 async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
@@ -158,22 +158,22 @@ def check_job(job: str) -> None:
 def files_of(context: Context, job: str, record: JobRecord | None, directory: str | None = None) -> JobFiles:
     """Where a job's files are: `shoal run` starts jobs in the jobs' directory, and Slurm remembers that."""
     root = directory or (record.work_dir if record else "") or f"{slurm_jobs.JOBS_DIRECTORY}/{context.cluster}"
-    usual = f"{root}/{job}.out"
-    output = (record.output if record else "") or usual
+    default_output = f"{root}/{job}.out"
+    output = (record.output if record else "") or default_output
     error = (record.error if record else "") or output
-    first = record.batch_host if record and not record.restarts else ""
-    return JobFiles(f"{root}/{job}", output, error, echo=output != usual, batch_host=first)
+    batch_host = record.batch_host if record and not record.restarts else ""
+    return JobFiles(f"{root}/{job}", output, error, echo=output != default_output, batch_host=batch_host)
 
 
-def _command(files: JobFiles, tail: int, *more: str) -> list[str]:
-    words = (files.directory, files.output, files.error, str(tail), *more)
-    return ["python3", "-I", "-S", "-c", READER, *words]
+def _command(files: JobFiles, tail: int, *options: str) -> list[str]:
+    arguments = (files.directory, files.output, files.error, str(tail), *options)
+    return ["python3", "-I", "-S", "-c", READER, *arguments]
 
 
 async def _pump(name: str, process: Process, reader: LogReader, sorter: _Sorter) -> None:
     with contextlib.suppress(HostError):  # a node that dies in the middle: its lines so far are shown
-        while raw := await process.readline():
-            if line := reader.take(name, raw):
+        while data := await process.readline():
+            if line := reader.take(name, data):
                 sorter.add(line)
 
 
@@ -195,8 +195,8 @@ class _Sorter:
                 self.flush()
 
     def flush(self) -> None:
-        held, self._held = self._held, []
-        for line in merge(line for _, line in held):
+        entries, self._held = self._held, []
+        for line in merge(line for _, line in entries):
             self._show(line)
 
 
@@ -205,34 +205,34 @@ async def all_ended_jobs(context: Context, controller: Host) -> list[JobRecord]:
 
     Either may know jobs that the other does not: the file is rotated, and a database can be put back to an older one.
     """
-    found = [
+    records = [
         record
         for record in slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
         if not record.active
     ]
     if context.spec.accounting is not None:
         with contextlib.suppress(SlurmError):
-            found = slurm_jobs.merge_records(
-                found, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.SACCT_COMMAND))
+            records = slurm_jobs.merge_records(
+                records, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.SACCT_COMMAND))
             )
-    return found
+    return records
 
 
 async def ended_runs(controller: Host, job: str) -> list[JobRecord]:
     """One job, or the members of an array, as they last ended."""
-    found = slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
-    last = {record.id: record for record in found if job in (record.id, record.id.partition("_")[0])}
-    return [record for record in last.values() if not record.active]
+    records = slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
+    newest = {record.id: record for record in records if job in (record.id, record.id.partition("_")[0])}
+    return [record for record in newest.values() if not record.active]
 
 
 def exclude_known(ended: Iterable[JobRecord], known: Iterable[JobRecord]) -> list[JobRecord]:
     """The ended jobs that slurmctld does not list. For a job that never started the two sources differ in its start."""
     known = list(known)
-    listed = {(record.id, when) for record in known for when in (record.start, record.end)}
-    again = {record.id for record in known if record.restarts}
+    listed_times = {(record.id, at) for record in known for at in (record.start, record.end)}
+    requeued_ids = {record.id for record in known if record.restarts}
     return [
         record
         for record in ended
-        if not {(record.id, record.start), (record.id, record.end)} & listed
-        and not (record.id in again and slurm_jobs.may_be_requeued(record))
+        if not {(record.id, record.start), (record.id, record.end)} & listed_times
+        and not (record.id in requeued_ids and slurm_jobs.may_be_requeued(record))
     ]

@@ -46,23 +46,23 @@ async def remove_node(context: Context, name: str, timeouts: ApplyTimeouts) -> U
             f"cannot remove {node}: the cluster has no file",
             hint="write one with `shoal init`, then run the command again",
         )
-    lent = [member for member in context.choose(node) if member.provider is None]
-    again = f"shoal node remove {node}"
+    lent_members = [member for member in context.choose(node) if member.provider is None]
+    command = f"shoal node remove {node}"
     spec, warnings = load_text_all(without_host(read_text(context.file), node, context.file), str(context.file))
     result = await up(replace(context, known=spec, warnings=tuple(warnings)), timeouts)
     # `up` reports what would stay on a host that leaves; `release` removes it next.
-    result = replace(result, again=again, findings=tuple(f for f in result.findings if f.host != node))
+    result = replace(result, again=command, findings=tuple(f for f in result.findings if f.host != node))
     if result.staying:
         return result
-    _, failures = await release(context, lent, again)
+    _, failures = await release(context, lent_members, command)
     if failures:
-        still = Finding(
+        finding = Finding(
             "warning",
             "is removed from Slurm and still in the file",
-            fix=f"run `{again}` again when it answers; if it is gone for good, remove it from the file by hand",
+            fix=f"run `{command}` again when it answers; if it is gone for good, remove it from the file by hand",
             host=node,
         )
-        return replace(result, failures={**result.failures, **failures}, findings=(*result.findings, still))
+        return replace(result, failures={**result.failures, **failures}, findings=(*result.findings, finding))
     _remove_from_file(context.file, node)
     return replace(result, removed=tuple(dict.fromkeys((*result.removed, node))))
 
@@ -75,8 +75,8 @@ def _remove_from_file(file: Path, node: str) -> None:
 
 
 def _nodes(context: Context, hosts: str) -> list[str]:
-    chosen = context.choose(hosts)
-    others = [member.name for member in chosen if "compute" not in member.roles]
-    if others:
-        raise UsageError(f"not a compute node: {', '.join(others)}", hint="name a node that `shoal status` lists")
-    return [member.name for member in chosen]
+    chosen_members = context.choose(hosts)
+    other_names = [member.name for member in chosen_members if "compute" not in member.roles]
+    if other_names:
+        raise UsageError(f"not a compute node: {', '.join(other_names)}", hint="name a node that `shoal status` lists")
+    return [member.name for member in chosen_members]

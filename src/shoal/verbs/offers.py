@@ -31,22 +31,22 @@ async def offers(
     with context.progress.phase("providers asked", len(accounts.usable)) as phase:
 
         async def question(account: ProviderLogin, client: RentalProvider) -> list[Offer]:
-            listed = await client.offers(query)
+            account_offers = await client.offers(query)
             phase.done(account.name)
-            return listed
+            return account_offers
 
         answers, failures = await ask_all(accounts, question, opened)
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    matching: list[Offer] = []
+    matching_offers: list[Offer] = []
     for account in accounts.usable:
-        listed = answers.get(account.name, [])
+        account_offers = answers.get(account.name, [])
         if not account.url:  # a simulator's prices must not enter the table
-            store_prices(account.kind, listed, today)
+            store_prices(account.kind, account_offers, today)
         # For some providers only our table has the contents of a machine, so the query applies after it.
-        matching += (offer for offer in prices().fill(account.kind, listed) if query.admits(offer))
-    return OffersResult(context.cluster, tuple(sorted(matching, key=_order)), failures)
+        matching_offers += (offer for offer in prices().fill(account.kind, account_offers) if query.admits(offer))
+    return OffersResult(context.cluster, tuple(sorted(matching_offers, key=_order)), failures)
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, str, str, str]:
-    unknown = offer.usd_hour is None
-    return (offer.available == "no", unknown, offer.usd_hour or 0.0, offer.provider, offer.type, offer.place)
+    has_no_price = offer.usd_hour is None
+    return (offer.available == "no", has_no_price, offer.usd_hour or 0.0, offer.provider, offer.type, offer.place)

@@ -130,14 +130,14 @@ class ClusterRunner:
 
     async def run(self, proof_run: ProofRun, directory: Path, phase: Phase) -> None:
         job = self.spec(proof_run)
-        submitting = asyncio.ensure_future(run(self._context, job, self._here, self._limit))
+        submission = asyncio.ensure_future(run(self._context, job, self._here, self._limit))
         try:
             # Shielded: a job that is queued before we know its number must be cancelled too.
-            submitted = await asyncio.shield(submitting)
-            phase.update(self.where, f"job {submitted.id}")
-            record = await wait_for_job(self._context, submitted.id)
+            submitted_job = await asyncio.shield(submission)
+            phase.update(self.where, f"job {submitted_job.id}")
+            record = await wait_for_job(self._context, submitted_job.id)
         except asyncio.CancelledError:
-            number = (await submitting).id
+            number = (await submission).id
             await cancel(self._context, [number])
             with contextlib.suppress(ShoalError):  # the job is cancelled, even if its records stay
                 await self._remove(job, number)
@@ -145,11 +145,11 @@ class ClusterRunner:
         except UsageError as error:
             raise self._with_proof_options(error) from None
         if record is None:
-            hint = f"look at `shoal logs {submitted.id}`"
-            raise ScriptFailed(f"Slurm does not know job {submitted.id} any more", hint=hint)
+            hint = f"look at `shoal logs {submitted_job.id}`"
+            raise ScriptFailed(f"Slurm does not know job {submitted_job.id} any more", hint=hint)
         await self._fetch(job, record, directory)
         if record.failed:
-            reason = (await logs(self._context, submitted.id, job.directory)).reason
+            reason = (await logs(self._context, submitted_job.id, job.directory)).reason
             fix = reason.fix if reason else ""
             if reason and reason.kind == "time limit" and self._job.time is None:
                 fix = "give it more with --timeout"
@@ -158,16 +158,16 @@ class ClusterRunner:
     def spec(self, proof_run: ProofRun) -> JobSpec:
         """The job of one run. It is not requeued: its records would be those of two halves."""
         nodes = self._job.nodes or 1
-        single = proof_run.processes == 1
+        is_single = proof_run.processes == 1
         # Slurm rejects a job whose warning would come before its start.
         minutes_needed = max(math.ceil(self._settings.timeout / 60), self._job.grace // 60 + 1)
         # model_copy does not validate: the variables are Shoal's own, which a job file may not set.
         return self._job.model_copy(
             update={
                 "launcher": proof_run.launcher,
-                "nodes": 1 if single else nodes,
-                "nodelist": None if single else self._job.nodelist,
-                "ntasks_per_node": proof_run.processes if single else proof_run.processes // nodes,
+                "nodes": 1 if is_single else nodes,
+                "nodelist": None if is_single else self._job.nodelist,
+                "ntasks_per_node": proof_run.processes if is_single else proof_run.processes // nodes,
                 "requeue": False,
                 "time": self._job.time or str(minutes_needed),
                 "job_name": self._job.job_name or f"prove-{self._job.name}"[:64],
@@ -178,9 +178,11 @@ class ClusterRunner:
     def _with_proof_options(self, error: UsageError) -> UsageError:
         """The hint of `shoal run`, with the options of `shoal prove`."""
         hint, processes = error.hint, self._settings.processes
-        if most := re.search(r"--ntasks-per-node (\d+)", hint):
-            fits = (n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= int(most[1]))
-            hint = hint.replace(most[0], f"-N {next(fits)}")
+        if tasks_limit := re.search(r"--ntasks-per-node (\d+)", hint):
+            node_counts = (
+                n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= int(tasks_limit[1])
+            )
+            hint = hint.replace(tasks_limit[0], f"-N {next(node_counts)}")
         if self._job.time is None:
             hint = re.sub(r"--time ([0-9:-]+)", lambda limit: f"--timeout {minutes(limit[1]) * 60:g}", hint)
         return UsageError(error.message, hint=hint)

@@ -34,31 +34,31 @@ class OpenAccounts:
 
 def open_accounts(spec: Spec, chosen: Iterable[str] = ()) -> OpenAccounts:
     """The provider accounts of a spec, or those chosen by name or kind. A missing key affects only its account."""
-    named = accounts_of(spec)
-    if not named:
+    accounts = accounts_of(spec)
+    if not accounts:
         raise UsageError(
             f"cluster {spec.cluster} has no provider account",
             hint="add one to the file, as in `providers: {lambda: {key: env:LAMBDA_API_KEY}}`",
         )
-    selected = tuple(chosen)
-    for name in selected:
-        if name not in named and name not in {account.kind for account in named.values()}:
-            hint = f"use one of {', '.join(named)}"
+    selection = tuple(chosen)
+    for name in selection:
+        if name not in accounts and name not in {account.kind for account in accounts.values()}:
+            hint = f"use one of {', '.join(accounts)}"
             raise UsageError(f"cluster {spec.cluster} has no provider account {name}", hint=hint)
-    usable: list[ProviderLogin] = []
+    logins: list[ProviderLogin] = []
     failures: dict[str, ShoalError] = {}
-    for name, account in named.items():
+    for name, account in accounts.items():
         kind = account.kind or name
-        if selected and name not in selected and kind not in selected:
+        if selection and name not in selection and kind not in selection:
             continue
         try:
             secret = resolve_secret(account.key, f"providers.{name}.key").decode() if account.key else ""
         except (ShoalError, UnicodeDecodeError) as error:
-            unreadable = UsageError(f"providers.{name}.key is not text", hint="put the key into it")
-            failures[name] = error if isinstance(error, ShoalError) else unreadable
+            key_error = UsageError(f"providers.{name}.key is not text", hint="put the key into it")
+            failures[name] = error if isinstance(error, ShoalError) else key_error
             continue
-        usable.append(ProviderLogin(name, kind, secret, account.url or "", account_settings(account)))
-    return OpenAccounts(tuple(usable), failures)
+        logins.append(ProviderLogin(name, kind, secret, account.url or "", account_settings(account)))
+    return OpenAccounts(tuple(logins), failures)
 
 
 async def ask_all(

@@ -79,11 +79,11 @@ class ReapResult:
 async def preview(context: Context, opened: Open = rental_provider, polling: Polling | None = None) -> ReapPreview:
     """What `reap` would delete. Reports "nothing" only once the lists can be trusted."""
     answers, failures = await ask_all(open_accounts(context.spec), partial(_marked_instances, context.cluster), opened)
-    if listed := tuple(instance for instances in answers.values() for instance in instances):
-        return ReapPreview(context.cluster, listed, failures)
-    swept = await _sweep(context, opened, polling, delete=False)
+    if instances_found := tuple(instance for instances in answers.values() for instance in instances):
+        return ReapPreview(context.cluster, instances_found, failures)
+    results = await _sweep(context, opened, polling, delete=False)
     return ReapPreview(
-        context.cluster, swept.left(), {**swept.failures, **swept.doubts()}, swept.unlisted(), swept.orphans
+        context.cluster, results.left(), {**results.failures, **results.doubts()}, results.unlisted(), results.orphans
     )
 
 
@@ -94,15 +94,15 @@ async def reap(
 
     With `force`, also remove from the ledger what no list ever showed.
     """
-    swept = await _sweep(context, opened, polling, delete=True)
-    await record_ended(context, swept.ended(force).items())
-    unlisted, findings = swept.unlisted(), swept.orphans
+    results = await _sweep(context, opened, polling, delete=True)
+    await record_ended(context, results.ended(force).items())
+    unlisted, findings = results.unlisted(), results.orphans
     if force and unlisted:
         what = "removed from the ledger, although no list ever showed it"
         findings += (Finding("warning", what, ", ".join(map(str, unlisted)), "look in the provider's console"),)
-    remaining = swept.left() if force else (*swept.left(), *unlisted)
-    failures = swept.failures if force else {**swept.failures, **swept.doubts()}
-    return ReapResult(context.cluster, swept.gone(), remaining, failures, findings)
+    remaining = results.left() if force else (*results.left(), *unlisted)
+    failures = results.failures if force else {**results.failures, **results.doubts()}
+    return ReapResult(context.cluster, results.gone(), remaining, failures, findings)
 
 
 async def _sweep(context: Context, opened: Open, polling: Polling | None, *, delete: bool) -> _SweepResults:
@@ -139,14 +139,14 @@ def _possibly_remaining_text(sweeps: Mapping[str, _AccountSweep]) -> str:
     ids = {id for sweep in sweeps.values() for id in sweep.seen}
     rentals = [rental for sweep in sweeps.values() for rental in sweep.rentals or ()]
     names += [str(rental) for rental in rentals if rental.live and rental.id not in ids]
-    left = ", ".join(names) or "no list has shown an instance so far"
-    return f"not proved gone: {left}; run `shoal reap` again until all are"
+    instances_text = ", ".join(names) or "no list has shown an instance so far"
+    return f"not proved gone: {instances_text}; run `shoal reap` again until all are"
 
 
 def _orphans(context: Context, rentals: Iterable[LedgerRental]) -> tuple[Finding, ...]:
     """Rentals of provider accounts that the file lacks: no provider is asked about them here."""
-    named = accounts_of(context.spec)
-    orphans = [rental for rental in rentals if rental.live and rental.account not in named]
+    accounts = accounts_of(context.spec)
+    orphans = [rental for rental in rentals if rental.live and rental.account not in accounts]
     return (orphan_finding(context.spec, orphans, context.controller.name),) if orphans else ()
 
 
@@ -163,28 +163,29 @@ class _SweepResults:
         return tuple(instance for sweep in self.sweeps.values() for instance in sweep.left.values())
 
     def gone(self) -> tuple[RentedInstance, ...]:
-        seen = [(sweep, instance) for sweep in self.sweeps.values() for instance in sweep.seen.values()]
-        return tuple(instance for sweep, instance in seen if instance.id not in sweep.left)
+        listed_instances = [(sweep, instance) for sweep in self.sweeps.values() for instance in sweep.seen.values()]
+        return tuple(instance for sweep, instance in listed_instances if instance.id not in sweep.left)
 
     def unlisted(self) -> tuple[RentedInstance, ...]:
         """Instances in the ledger that a clean provider account never listed."""
         return tuple(
-            RentedInstance(one.id, self.cluster, one.node, one.token, "error", "not listed", account=name)
-            for name, sweep in self._clean().items()
-            for one in sweep.unlisted
+            RentedInstance(rental.id, self.cluster, rental.node, rental.token, "error", "not listed", account=name)
+            for name, sweep in self._clean_sweeps().items()
+            for rental in sweep.unlisted
         )
 
     def doubts(self) -> dict[str, ShoalError]:
         """Why the clean list of such a provider account is not trusted."""
         errors: dict[str, ShoalError] = {}
-        for name, sweep in self._clean().items():
+        for name, sweep in self._clean_sweeps().items():
             if sweep.unlisted:
                 ids = ", ".join(rental.id for rental in sweep.unlisted)
-                it = "it" if len(sweep.unlisted) == 1 else "them"
+                pronoun = "it" if len(sweep.unlisted) == 1 else "them"
                 errors[name] = ProviderError(
-                    f"the ledger has {name} {ids}, this key's list does not show {it}: is it the right key or project?",
-                    hint=f"use the key and project that rented {it}; a service that runs on the controller removes "
-                    f"what is gone; or make sure that nothing is left, and use `shoal reap --force`",
+                    f"the ledger has {name} {ids}, this key's list does not show {pronoun}: "
+                    "is it the right key or project?",
+                    hint=f"use the key and project that rented {pronoun}; a service that runs on the controller "
+                    f"removes what is gone; or make sure that nothing is left, and use `shoal reap --force`",
                 )
         return errors
 
@@ -192,19 +193,19 @@ class _SweepResults:
         """Rentals that are proved gone, with the seconds since. An order without an instance is, where we may list."""
         return {
             rental: sweep.seconds_since_gone(rental.token)
-            for sweep in self._clean().values()
+            for sweep in self._clean_sweeps().values()
             for rental in sweep.rentals or ()
             if force or not sweep.unlisted or sweep.was_listed(rental)
         }
 
-    def _clean(self) -> dict[str, _AccountSweep]:
+    def _clean_sweeps(self) -> dict[str, _AccountSweep]:
         return {name: sweep for name, sweep in self.sweeps.items() if name not in self.failures and not sweep.left}
 
 
 async def _marked_instances(cluster: str, login: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
     """The cluster's own. A client may list more, and those are another cluster's."""
-    listed = await provider.instances(cluster)
-    return [replace(instance, account=login.name) for instance in listed if instance.cluster == cluster]
+    instances = await provider.instances(cluster)
+    return [replace(instance, account=login.name) for instance in instances if instance.cluster == cluster]
 
 
 @dataclass
@@ -224,8 +225,8 @@ class _AccountSweep:
     """When an instance was first missing in a list, by token."""
 
     async def run(self, provider: RentalProvider, say: Callable[[str], None]) -> None:
-        clean = failures = dirty = 0
-        waited = 0.0  # without the time that the lists themselves take
+        clean_lists = failures = dirty_lists = 0
+        waited_s = 0.0  # without the time that the lists themselves take
         error_text = ""
         while True:
             try:
@@ -237,18 +238,22 @@ class _AccountSweep:
                 say(error.message)
             else:
                 failures = 0
-                clean = 0 if self.left else clean + 1
-                dirty += bool(self.left)
-                lag = self._list_lag(provider.abilities.grace_s) - waited
-                if (clean >= CLEAN_LISTS and lag <= 0) or (self.left and not self.delete):
+                clean_lists = 0 if self.left else clean_lists + 1
+                dirty_lists += bool(self.left)
+                lag_s = self._list_lag(provider.abilities.grace_s) - waited_s
+                if (clean_lists >= CLEAN_LISTS and lag_s <= 0) or (self.left and not self.delete):
                     return
-                if dirty >= MAX_LISTS:
-                    raise self._undeletable(error_text)
-                due = [one for one in self.left.values() if one.state != "stopping" or dirty % DELETE_AGAIN_LISTS == 0]
-                error_text = await self._delete(provider, due) if due else error_text
-                say(self._progress(lag))
+                if dirty_lists >= MAX_LISTS:
+                    raise self._make_error(error_text)
+                instances = [
+                    instance
+                    for instance in self.left.values()
+                    if instance.state != "stopping" or dirty_lists % DELETE_AGAIN_LISTS == 0
+                ]
+                error_text = await self._delete(provider, instances) if instances else error_text
+                say(self._progress(lag_s))
             await self.polling.sleep(self.polling.interval_s)
-            waited += self.polling.interval_s
+            waited_s += self.polling.interval_s
 
     @property
     def unlisted(self) -> list[LedgerRental]:
@@ -261,38 +266,38 @@ class _AccountSweep:
     def seconds_since_gone(self, token: str) -> float:
         return time.monotonic() - self._gone_at[token] if token in self._gone_at else 0.0
 
-    def _note(self, listed: Iterable[RentedInstance]) -> None:
-        before = self.left
-        self.left = {instance.id: instance for instance in listed}
+    def _note(self, instances: Iterable[RentedInstance]) -> None:
+        earlier = self.left
+        self.left = {instance.id: instance for instance in instances}
         self.seen |= self.left
-        for id, instance in before.items():
+        for id, instance in earlier.items():
             if id not in self.left:
                 self._gone_at[instance.token] = time.monotonic()
 
-    def _list_lag(self, grace: float) -> float:
+    def _list_lag(self, grace_s: float) -> float:
         """Seconds from the start until an empty list can be trusted."""
         if self.rentals is None:
-            return grace
+            return grace_s
         tokens = {instance.token for instance in self.seen.values()}
-        return max((grace - rental.age for rental in self.rentals if rental.token not in tokens), default=0.0)
+        return max((grace_s - rental.age for rental in self.rentals if rental.token not in tokens), default=0.0)
 
-    def _progress(self, lag: float) -> str:
+    def _progress(self, lag_s: float) -> str:
         if self.left:
             return f"{len(self.left)} to go"
-        return f"lists none; one may still appear for {lag:.0f} s" if lag > 0 else "lists none"
+        return f"lists none; one may still appear for {lag_s:.0f} s" if lag_s > 0 else "lists none"
 
-    def _undeletable(self, error_text: str) -> ProviderError:
+    def _make_error(self, error_text: str) -> ProviderError:
         text = f"{len(self.left)} machines are still there after {MAX_LISTS} lists"
         text += f": {error_text}" if error_text else ""
         return ProviderError(text, hint="delete them in the provider's console")
 
-    async def _delete(self, provider: RentalProvider, due: list[RentedInstance]) -> str:
+    async def _delete(self, provider: RentalProvider, instances: list[RentedInstance]) -> str:
         """Delete instances. Returns the error of one of them, if any failed."""
         try:
-            outcomes = await provider.delete(due)
+            outcomes = await provider.delete(instances)
         except ProviderError as error:
             return error.message
-        failed = next((outcome for outcome in outcomes if not outcome.ok), None)
-        if failed is not None and failed.failure is FailureKind.AUTH:
-            raise ProviderError(failed.message, hint="check that the key is valid and may delete")
-        return failed.message if failed else ""
+        failed_outcome = next((outcome for outcome in outcomes if not outcome.ok), None)
+        if failed_outcome is not None and failed_outcome.failure is FailureKind.AUTH:
+            raise ProviderError(failed_outcome.message, hint="check that the key is valid and may delete")
+        return failed_outcome.message if failed_outcome else ""

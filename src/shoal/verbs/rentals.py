@@ -75,12 +75,12 @@ async def record_ended(context: Context, ended: Iterable[tuple[Rental, float]]) 
 
     Where this fails the service finds out by itself, as long as it has their provider account.
     """
-    gone = {rental.token: (rental.state, ago) for rental, ago in ended if rental.state in LIVE}
-    if not gone:
+    ended_rentals = {rental.token: (rental.state, age_s) for rental, age_s in ended if rental.state in LIVE}
+    if not ended_rentals:
         return
     with contextlib.suppress(ShoalError):
         async with context.controller_host() as controller:
-            await read_ledger(controller, gone)
+            await read_ledger(controller, ended_rentals)
 
 
 async def read_ledger(
@@ -143,15 +143,15 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
     if result.status != 0:
         return RentedView("shoal-elastic has written no status yet; run `shoal up`")
     try:
-        last = read_status(result.text)
-        rows = last.machines.values()
+        status = read_status(result.text)
+        rows = status.machines.values()
         nodes = tuple(RentedNode(row["node"], **{key: row[key] for key in _FIELDS}) for row in rows)
     except (ValueError, KeyError, TypeError, AttributeError):
         return RentedView(f"{STATUS} is not a status of shoal-elastic; run `shoal up`")
-    problem, age = last.problem, clock() - last.at
-    if age > STALE_STATUS_S:
-        problem = f"shoal-elastic has written no status for {age / 60:.0f} minutes; run `shoal up`"
-    return RentedView(problem, {name: text for name, text in last.accounts.items() if text}, nodes, dict(last.jobs))
+    problem, age_s = status.problem, clock() - status.at
+    if age_s > STALE_STATUS_S:
+        problem = f"shoal-elastic has written no status for {age_s / 60:.0f} minutes; run `shoal up`"
+    return RentedView(problem, {name: text for name, text in status.accounts.items() if text}, nodes, dict(status.jobs))
 
 
 async def control_service(host: Host, verb: Literal["start", "stop"]) -> str:
@@ -167,15 +167,15 @@ async def control_service(host: Host, verb: Literal["start", "stop"]) -> str:
 
 @asynccontextmanager
 async def restart_if_disconnected(host: Host) -> AsyncIterator[bool]:
-    """Have the host start the service itself if we are killed or cut off inside. Yields whether it does so."""
+    """Have the host start the service itself if the connection ends inside the block. Yields whether it does so."""
     try:
         watch = await host.start(("sh", "-c", RESTART, "sh", str(WATCH_TIMEOUT_S), SERVICE))
-        watches = bool(await watch.readline())
+        is_watching = bool(await watch.readline())
     except ShoalError:
         yield False
         return
     try:
-        yield watches
+        yield is_watching
     finally:
         with contextlib.suppress(ShoalError):
             await run_to_completion(watch.write(NO_RESTART))
@@ -184,16 +184,16 @@ async def restart_if_disconnected(host: Host) -> AsyncIterator[bool]:
 
 @asynccontextmanager
 async def hold_joins(host: Host) -> AsyncIterator[None]:
-    """Let no machine become a node meanwhile: it would get keys that are just being replaced. It joins afterwards.
+    """Let no machine join inside the block: it would get keys that are being replaced. It joins afterwards.
 
-    Raises ShoalError where the host cannot hold them. If we are killed inside, the hold expires after minutes.
+    Raises ShoalError where the host cannot hold them. If this process is killed inside, the hold expires after minutes.
     """
     await _hold(host)
-    renewing = asyncio.create_task(_renew_hold(host))
+    renewal = asyncio.create_task(_renew_hold(host))
     try:
         yield
     finally:
-        renewing.cancel()
+        renewal.cancel()
         with contextlib.suppress(ShoalError):
             await run_to_completion(host.run(("rm", "-f", HOLD), timeout=SYSTEMCTL_TIMEOUT_S))
 

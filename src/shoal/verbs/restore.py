@@ -55,17 +55,18 @@ async def restore(context: Context, backup: str) -> RestoreResult:
     hosts = {member.name: member for member in (context.choose_one(name), context.controller)}
     async with await context.connections(hosts.values()) as fleet:
         host = await fleet.host(name)
-        before = await _backups(host)
-        chosen = _choose(before, backup)
-        with context.progress.phase(f"restore {chosen.name}", 1) as phase:
-            result = await host.run((DATABASE_PROGRAM, "restore", chosen.name), timeout=RESTORE_TIMEOUT_S)
+        backups = await _backups(host)
+        selected_backup = _choose(backups, backup)
+        with context.progress.phase(f"restore {selected_backup.name}", 1) as phase:
+            result = await host.run((DATABASE_PROGRAM, "restore", selected_backup.name), timeout=RESTORE_TIMEOUT_S)
             if result.status != 0:
                 raise ShoalError(
-                    f"{name}: cannot restore {chosen.name}: {result.error_text.strip() or result.text.strip()}",
+                    f"{name}: cannot restore {selected_backup.name}: "
+                    f"{result.error_text.strip() or result.text.strip()}",
                     hint="try another backup (`shoal restore` lists them); the records are unchanged",
                 )
             phase.set_fraction(0.8, "waiting for slurmdbd")
-            await _wait_for_slurmdbd(host, before=_newest_of(await _backups(host), "restore"))
+            await _wait_for_slurmdbd(host, backup=_newest_of(await _backups(host), "restore"))
             # slurmctld reads the accounts only when it starts; jobs run on.
             controller = await fleet.host(context.controller.name)
             restart = await controller.run(
@@ -73,13 +74,13 @@ async def restore(context: Context, backup: str) -> RestoreResult:
             )
             if restart.status != 0:
                 raise SlurmError(
-                    f"{chosen.name} is restored, but slurmctld on {controller.name} did not start again: "
+                    f"{selected_backup.name} is restored, but slurmctld on {controller.name} did not start again: "
                     f"{restart.error_text.strip()}",
                     hint="run `shoal up`",
                 )
             phase.done(name)
-        after = await _backups(host)
-    return RestoreResult(context.cluster, name, after, chosen.name, _newest_of(after, "restore"))
+        new_backups = await _backups(host)
+    return RestoreResult(context.cluster, name, new_backups, selected_backup.name, _newest_of(new_backups, "restore"))
 
 
 async def _backups(host: Host) -> tuple[Backup, ...]:
@@ -87,7 +88,7 @@ async def _backups(host: Host) -> tuple[Backup, ...]:
     if result.status != 0:
         raise ShoalError(f"{host.name} has no accounting database yet", hint="run `shoal up`")
     rows = [line.split(" ") for line in result.text.splitlines() if line.count(" ") == 2]
-    backups = [Backup(name, int(size), float(made)) for name, size, made in rows]
+    backups = [Backup(name, int(size), float(made_at)) for name, size, made_at in rows]
     return tuple(sorted(backups, key=lambda backup: (backup.made, backup.name), reverse=True))
 
 
@@ -106,18 +107,18 @@ def _newest_of(backups: tuple[Backup, ...], reason: str) -> str | None:
     return next((backup.name for backup in backups if backup.name.endswith(f"-{reason}.sql.gz")), None)
 
 
-async def _wait_for_slurmdbd(host: Host, before: str | None) -> None:
+async def _wait_for_slurmdbd(host: Host, backup: str | None) -> None:
     """slurmdbd first converts the tables of an older Slurm. It does not start with those of a newer one."""
-    failed = 0
+    failures = 0
     for _ in range(20):
         state = (await host.run(SLURMDBD_COMMAND, timeout=90)).text.strip()
         if state == "answers":
             return
-        failed += state != "active"
-        if failed == 3:
+        failures += state != "active"
+        if failures == 3:
             break
     raise SlurmError(
         f"slurmdbd on {host.name} does not start with this backup; `shoal ssh {host.name} journalctl -u slurmdbd` "
         "shows why",
-        hint=f"`shoal restore {before} --yes` puts back what was there",
+        hint=f"`shoal restore {backup} --yes` puts back what was there",
     )

@@ -110,8 +110,8 @@ async def connect(context: Context, chosen: Sequence[Member] | None = None) -> A
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> PreparedJob:
     """What `run` would submit. Asks Slurm, changes nothing."""
     async with connect(context, [context.controller]) as connections:
-        tree, ours = await _bundles(job, here, limit)
-        return await _resolve(context, connections, job, tree, ours)
+        tree, runtime_bundle = await _bundles(job, here, limit)
+        return await _resolve(context, connections, job, tree, runtime_bundle)
 
 
 async def run(
@@ -122,29 +122,29 @@ async def run(
     async with connect(context) as connections:
         fleet = connections.fleet
         prepared, storages = await _prepare_and_inspect(context, connections, job, here, limit)
-        resolved = prepared.job
+        resolved_job = prepared.job
         controller = await fleet.host(context.controller.name)
         if prepared.environment is not None:
             from shoal.verbs.env import require_environment
 
-            await require_environment(fleet, prepared.environment, resolved.hosts)
-        await _check_profiler(fleet, resolved)
-        sent, tracking = await asyncio.gather(
-            _ship(fleet, prepared, storages), _tracking(connections, resolved, environ)
+            await require_environment(fleet, prepared.environment, resolved_job.hosts)
+        await _check_profiler(fleet, resolved_job)
+        sent_bytes, tracking = await asyncio.gather(
+            _ship(fleet, prepared, storages), _tracking(connections, resolved_job, environ)
         )
         number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
         await _clean(fleet, controller, prepared, storages)
     return SubmittedJob(
         number,
         job.name,
-        resolved.partition,
-        resolved.nodes,
-        resolved.world_size,
+        resolved_job.partition,
+        resolved_job.nodes,
+        resolved_job.world_size,
         prepared.tree.hash,
-        sent,
+        sent_bytes,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
-        _is_shared(storages, resolved),
+        _is_shared(storages, resolved_job),
         bool(job.array),
     )
 
@@ -153,26 +153,26 @@ async def _prepare_and_inspect(
     context: Context, connections: JobConnections, job: JobSpec, here: Path, limit: int
 ) -> tuple[PreparedJob, dict[str, StorageState]]:
     """The job, and what each node that Slurm may choose has already. Small clusters are inspected meanwhile."""
-    tree, ours = await _bundles(job, here, limit)
+    tree, runtime_bundle = await _bundles(job, here, limit)
     fleet, root = connections.fleet, job_root(job, context.cluster)
-    looking: dict[str, asyncio.Future[StorageState]] = {}
+    inspections: dict[str, asyncio.Future[StorageState]] = {}
 
-    async def see(name: str) -> StorageState:
-        return await inspect_storage(await fleet.host(name), root, tree.hash, ours.hash)
+    async def inspect_host(name: str) -> StorageState:
+        return await inspect_storage(await fleet.host(name), root, tree.hash, runtime_bundle.hash)
 
     try:
         if len(fleet.targets) <= MAX_EAGER_HOSTS:
-            looking = {name: asyncio.ensure_future(see(name)) for name in compute_hosts(context)}
-        prepared = await _resolve(context, connections, job, tree, ours)
+            inspections = {name: asyncio.ensure_future(inspect_host(name)) for name in compute_hosts(context)}
+        prepared = await _resolve(context, connections, job, tree, runtime_bundle)
         names = prepared.job.hosts
         _require_known_hosts(names, fleet)
         if prepared.job.rented or prepared.job.containers:
             names = tuple(dict.fromkeys((*names, context.controller.name)))
-        storages = await fleet.each(names, lambda name: looking.get(name) or see(name))
+        storages = await fleet.each(names, lambda name: inspections.get(name) or inspect_host(name))
     finally:
-        for answer in looking.values():
-            answer.cancel()
-        await asyncio.gather(*looking.values(), return_exceptions=True)
+        for inspection in inspections.values():
+            inspection.cancel()
+        await asyncio.gather(*inspections.values(), return_exceptions=True)
     require_all_hosts(names, storages, fleet.failures)
     if prepared.job.rented and len({state.id for state in storages.values()}) > 1:
         raise UsageError(
@@ -187,7 +187,7 @@ async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle
 
 
 async def _resolve(
-    context: Context, connections: JobConnections, job: JobSpec, tree: Bundle, ours: Bundle
+    context: Context, connections: JobConnections, job: JobSpec, tree: Bundle, runtime_bundle: Bundle
 ) -> PreparedJob:
     _require_accounting(context, job)
     environment: BuiltEnvironment | None = None
@@ -202,28 +202,30 @@ async def _resolve(
     if any(node.cloud for node in nodes):
         from shoal.verbs.run_rented import resolve_rented  # it reads the whole spec
 
-        resolved = resolve_rented(context, job, nodes, partitions, environment)
+        resolved_job = resolve_rented(context, job, nodes, partitions, environment)
     else:
-        resolved = resolve(job, nodes, partitions)
-    staged = bool(resolved.containers)
-    shipped = JobPaths(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares, staged)
-    return PreparedJob(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
+        resolved_job = resolve(job, nodes, partitions)
+    is_staged = bool(resolved_job.containers)
+    paths = JobPaths(
+        context.cluster, root, tree.hash, runtime_bundle.hash, tree.workdir, place, context.shares, is_staged
+    )
+    return PreparedJob(resolved_job, paths, tree, runtime_bundle, sbatch_script(resolved_job, paths), environment)
 
 
 def _require_accounting(context: Context, job: JobSpec) -> None:
-    given = [f"--{name}" for name in ("account", "qos") if getattr(job, name) is not None]
-    if given and context.spec.accounting is None:
+    options = [f"--{name}" for name in ("account", "qos") if getattr(job, name) is not None]
+    if options and context.spec.accounting is None:
         raise UsageError(
-            f"the cluster has no accounting, so Slurm would ignore {' and '.join(given)}",
+            f"the cluster has no accounting, so Slurm would ignore {' and '.join(options)}",
             hint="put `accounting: true` into the file and run `shoal up`, or leave it out",
         )
 
 
 def _require_known_hosts(names: Sequence[str], fleet: Connections) -> None:
-    strangers = [name for name in names if name not in fleet.targets]
-    if strangers:
+    unknown = [name for name in names if name not in fleet.targets]
+    if unknown:
         raise UsageError(
-            f"the file does not name {', '.join(strangers)}, so the code cannot be sent there",
+            f"the file does not name {', '.join(unknown)}, so the code cannot be sent there",
             hint="`shoal up` brings Slurm to what the file says",
         )
 
@@ -233,11 +235,11 @@ async def _check_profiler(fleet: Connections, job: ResolvedJob) -> None:
     if job.spec.profile is None:
         return
 
-    async def lacks(name: str) -> bool:
+    async def is_missing_on(name: str) -> bool:
         return await is_profiler_missing(await fleet.host(name), job.spec)
 
     profiler = PROFILERS[job.spec.profile]
-    missing = [name for name, absent in (await fleet.each(job.hosts, lacks)).items() if absent]
+    missing = [name for name, is_missing in (await fleet.each(job.hosts, is_missing_on)).items() if is_missing]
     if missing:
         where = f"in {job.spec.python} " if profiler.python else ""
         raise UsageError(
@@ -249,18 +251,18 @@ async def _check_profiler(fleet: Connections, job: ResolvedJob) -> None:
 async def _ship(fleet: Connections, prepared: PreparedJob, storages: Mapping[str, StorageState]) -> int:
     """Send the code to every node, or once to shared storage; returns how many bytes."""
     root = prepared.shipped.root
-    shared = _is_shared(storages, prepared.job)
+    is_shared = _is_shared(storages, prepared.job)
 
-    async def give(name: str) -> int:
+    async def send_to_host(name: str) -> int:
         host = await fleet.host(name)
-        if storages[name].shared != shared:
-            await mark(host, root, shared)
+        if storages[name].shared != is_shared:
+            await mark(host, root, is_shared)
         return await send(host, root, prepared.tree, prepared.runtime, storages[name])
 
-    chosen = one_host_per_storage(storages)
-    sent = await fleet.each(chosen, give)
-    require_all_hosts(chosen, sent, fleet.failures)
-    return sum(sent.values())
+    hosts = one_host_per_storage(storages)
+    bytes_by_host = await fleet.each(hosts, send_to_host)
+    require_all_hosts(hosts, bytes_by_host, fleet.failures)
+    return sum(bytes_by_host.values())
 
 
 def _is_shared(storages: Mapping[str, StorageState], job: ResolvedJob) -> bool:
@@ -271,17 +273,21 @@ async def _clean(
     fleet: Connections, controller: Host, prepared: PreparedJob, storages: Mapping[str, StorageState]
 ) -> None:
     """Remove old code where there is much of it. The job is submitted already, so failures are ignored."""
-    crowded = [name for name in one_host_per_storage(storages) if storages[name].old]
-    if not crowded:
+    hosts = [name for name in one_host_per_storage(storages) if storages[name].old]
+    if not hosts:
         return
     with contextlib.suppress(ShoalError):
-        active = [record for record in parse_records(await slurm_output(controller, show_command())) if record.active]
-        hashes = {part for record in active if record.note for part in (record.note.code, record.note.runtime)}
+        active_records = [
+            record for record in parse_records(await slurm_output(controller, show_command())) if record.active
+        ]
+        hashes = {
+            digest for record in active_records if record.note for digest in (record.note.code, record.note.runtime)
+        }
 
         async def clean_host(name: str) -> None:
-            await clean(await fleet.host(name), prepared.shipped.root, [record.id for record in active], hashes)
+            await clean(await fleet.host(name), prepared.shipped.root, [record.id for record in active_records], hashes)
 
-        await fleet.each(crowded, clean_host)
+        await fleet.each(hosts, clean_host)
 
 
 async def _tracking(connections: JobConnections, job: ResolvedJob, environ: Mapping[str, str]) -> dict[str, str]:
@@ -293,8 +299,8 @@ async def _tracking(connections: JobConnections, job: ResolvedJob, environ: Mapp
         return {}
     variables = job_variables(await connections.tracking)
     # A server that somebody else set up has a password that only the operator knows.
-    others = variables and "MLFLOW_TRACKING_USERNAME" not in variables
-    return {**(_read_secrets(environ) if others else {}), **variables}
+    is_foreign_server = variables and "MLFLOW_TRACKING_USERNAME" not in variables
+    return {**(_read_secrets(environ) if is_foreign_server else {}), **variables}
 
 
 def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -304,9 +310,9 @@ def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict
 
 def _read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     secrets = {name: environ[name] for name in SECRETS if environ.get(name)}
-    broken = [name for name, value in secrets.items() if not value.isprintable()]
-    if broken:
-        raise UsageError(f"{', '.join(broken)} is not a single line of text", hint="set it again, or unset it")
+    unprintable = [name for name, value in secrets.items() if not value.isprintable()]
+    if unprintable:
+        raise UsageError(f"{', '.join(unprintable)} is not a single line of text", hint="set it again, or unset it")
     return secrets
 
 

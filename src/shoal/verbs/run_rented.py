@@ -29,20 +29,20 @@ def resolve_rented(
     environment: BuiltEnvironment | None,
 ) -> ResolvedJob:
     """The job with every number known. Raises UsageError where nodes that are yet to be rented could not run it."""
-    resolved = resolve(job, nodes, partitions, rented_containers(context.spec))
-    if resolved.rented:
+    resolved_job = resolve(job, nodes, partitions, rented_containers(context.spec))
+    if resolved_job.rented:
         shares = _shares(context)
-        writable = [share for share, is_writable in shares.items() if is_writable]
-        _require_on_share(job_root(job, context.cluster), "the job's code", writable, resolved.rented)
+        writable_shares = [share for share, is_writable in shares.items() if is_writable]
+        _require_on_share(job_root(job, context.cluster), "the job's code", writable_shares, resolved_job.rented)
         if environment is not None:
-            _require_on_share(environment.path, f"environment {environment.name}", list(shares), resolved.rented)
-    if resolved.containers:
-        _require_transferable(context, resolved, environment)
-    return resolved
+            _require_on_share(environment.path, f"environment {environment.name}", list(shares), resolved_job.rented)
+    if resolved_job.containers:
+        _require_transferable(context, resolved_job, environment)
+    return resolved_job
 
 
 def _require_transferable(context: Context, job: ResolvedJob, environment: BuiltEnvironment | None) -> None:
-    """Refuse a job whose files could not be brought to a rented container, or back from it."""
+    """Reject a job whose files could not be copied to a rented container, or back from it."""
     nodes = compress(job.containers)
     for option, value in (("--directory", job.spec.directory), ("--output", job.spec.output or job.spec.error)):
         if value is not None:
@@ -53,8 +53,8 @@ def _require_transferable(context: Context, job: ResolvedJob, environment: Built
                 f" {context.controller.name}",
             )
     if environment is not None and not environment.path.startswith(f"{LOCAL_DIRECTORY}/"):
-        copied = [path for path, share in context.spec.storage.items() if not share.homes]
-        if not _inside(environment.path, copied):
+        copied_shares = [path for path, share in context.spec.storage.items() if not share.homes]
+        if not _is_inside(environment.path, copied_shares):
             raise UsageError(
                 f"{environment.path} is on no share of the cluster, so {nodes} would not have environment"
                 f" {environment.name}",
@@ -65,17 +65,17 @@ def _require_transferable(context: Context, job: ResolvedJob, environment: Built
 def _shares(context: Context) -> dict[str, bool]:
     """The directories that rented machines have when they come, and whether they may write there."""
     shares = {path: not share.read_only for path, share in context.spec.storage.items() if share.kind != "stage"}
-    sandbox = any(member.provider == SANDBOX for member in context.members)
-    return shares | ({SANDBOX_SHARED: True} if sandbox else {})
+    has_sandbox = any(member.provider == SANDBOX for member in context.members)
+    return shares | ({SANDBOX_SHARED: True} if has_sandbox else {})
 
 
 def _require_on_share(path: str, what: str, shares: Sequence[str], nodes: Sequence[str]) -> None:
-    if not _inside(path, shares):
+    if not _is_inside(path, shares):
         hint = "give the cluster a share: `storage` in the file"
         if shares:
             hint = f"put it on one, such as {shares[0]}, or name other nodes with --nodelist"
         raise UsageError(f"{path} is on no share of the cluster, so {compress(nodes)} would not have {what}", hint=hint)
 
 
-def _inside(path: str, places: Sequence[str]) -> bool:
-    return any(path == place or path.startswith(f"{place}/") for place in places)
+def _is_inside(path: str, directories: Sequence[str]) -> bool:
+    return any(path == directory or path.startswith(f"{directory}/") for directory in directories)

@@ -73,9 +73,9 @@ async def _state(share: ServedShare, fleet: Connections) -> ShareState:
 def parse_df(text: str) -> tuple[int, int] | None:
     """Size and free space in MB from the output of df; None when it is empty."""
     for line in text.splitlines():
-        words = line.split()
-        if len(words) >= 6 and words[1].isdigit() and words[3].isdigit() and words[4].endswith("%"):
-            return int(words[1]), int(words[3])
+        fields = line.split()
+        if len(fields) >= 6 and fields[1].isdigit() and fields[3].isdigit() and fields[4].endswith("%"):
+            return int(fields[1]), int(fields[3])
     return None
 
 
@@ -87,10 +87,10 @@ def parse_quotas(text: str) -> dict[str, tuple[int, int]]:
         return {}
     quotas = {}
     for row in csv.DictReader(lines[start:]):
-        used, soft, hard = (row.get(key) or "" for key in ("BlockUsed", "BlockSoftLimit", "BlockHardLimit"))
-        allowed = next((int(limit) for limit in (hard, soft) if limit.isdigit() and int(limit)), 0)
-        if allowed and used.isdigit() and row["User"]:
-            quotas[row["User"]] = (int(used) >> 10, allowed >> 10)
+        used_kb, soft, hard = (row.get(key) or "" for key in ("BlockUsed", "BlockSoftLimit", "BlockHardLimit"))
+        limit_kb = next((int(limit) for limit in (hard, soft) if limit.isdigit() and int(limit)), 0)
+        if limit_kb and used_kb.isdigit() and row["User"]:
+            quotas[row["User"]] = (int(used_kb) >> 10, limit_kb >> 10)
     return quotas
 
 
@@ -102,40 +102,45 @@ def share_ways(spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
         for name, fact in facts.items():
             mount = choose_access(share.share, share.server, name, fact)
             groups.setdefault((DESCRIPTIONS[mount.kind], mount.why), []).append(name)
-        for (words, why), names in groups.items():
-            findings.append(Finding("info", f"{share.where} on {compress(names)}: {words}", why))
+        for (description, reason), names in groups.items():
+            findings.append(Finding("info", f"{share.where} on {compress(names)}: {description}", reason))
     return findings
 
 
 async def unservable_share_findings(spec: Spec, facts: Mapping[str, Facts], fleet: Connections) -> list[Finding]:
     """Shares that nfs-ganesha silently does not serve, as their file system has no file handles."""
 
-    async def check_server(server: str, served: list[ServedShare]) -> list[Finding]:
+    async def check_server(server: str, served_shares: list[ServedShare]) -> list[Finding]:
         try:
             host = await fleet.host(server)
-            command = python_command("probes", "handles", *(share.path for share in served))
+            command = python_command("probes", "handles", *(share.path for share in served_shares))
             output = (await host.run(command, timeout=SHARE_TIMEOUT_S)).text
         except ShoalError:
             return []  # other checks report the host
         filesystems = dict(row.split(" ", 1) for row in output.splitlines())
-        return [_unservable(share, filesystems[share.path], facts) for share in served if share.path in filesystems]
+        return [
+            _make_finding(share, filesystems[share.path], facts) for share in served_shares if share.path in filesystems
+        ]
 
-    by_ganesha: dict[str, list[ServedShare]] = {}
+    ganesha_shares: dict[str, list[ServedShare]] = {}
     for share in shares(spec):
         if share.share.kind == "nfs" and share.server in facts and not kernel_serves_nfs(facts[share.server]):
-            by_ganesha.setdefault(share.server, []).append(share)
-    findings = await asyncio.gather(*(check_server(server, served) for server, served in by_ganesha.items()))
-    return [finding for some in findings for finding in some]
+            ganesha_shares.setdefault(share.server, []).append(share)
+    findings = await asyncio.gather(
+        *(check_server(server, served_shares) for server, served_shares in ganesha_shares.items())
+    )
+    return [finding for server_findings in findings for finding in server_findings]
 
 
-def _unservable(share: ServedShare, filesystem: str, facts: Mapping[str, Facts]) -> Finding:
+def _make_finding(share: ServedShare, filesystem: str, facts: Mapping[str, Facts]) -> Finding:
     access = {name: choose_access(share.share, share.server, name, fact).kind for name, fact in facts.items()}
-    without = [name for name, kind in access.items() if kind == "nfs"]
+    unmountable = [name for name, kind in access.items() if kind == "nfs"]
     return Finding(
-        "error" if without else "info",
-        f"{share.where} is not served by NFS" + (f", and {compress(without)} cannot mount it" if without else ""),
+        "error" if unmountable else "info",
+        f"{share.where} is not served by NFS"
+        + (f", and {compress(unmountable)} cannot mount it" if unmountable else ""),
         f"{share.path} is on {filesystem or 'a file system'}, which has no file handles for nfs-ganesha",
-        "set `path` to a directory on ext4 or XFS, or set `kind: sshfs`" if without else "",
+        "set `path` to a directory on ext4 or XFS, or set `kind: sshfs`" if unmountable else "",
         host=share.server,
     )
 
@@ -143,35 +148,35 @@ def _unservable(share: ServedShare, filesystem: str, facts: Mapping[str, Facts])
 async def share_probes(spec: Spec, facts: Mapping[str, Facts], fleet: Connections) -> list[Finding]:
     """Mounted shares that do not answer."""
 
-    async def probe(share: ServedShare, where: str, name: str) -> Finding | None:
+    async def probe(share: ServedShare, path: str, name: str) -> Finding | None:
         try:
             host = await fleet.host(name)
         except ShoalError:
             return None  # other checks report the host
         try:
             # No `timeout` on the host: no signal ends a process that waits for a server in the kernel.
-            result = await host.run(("stat", "-f", where), timeout=SHARE_TIMEOUT_S)
-            why = result.error_text.strip().rpartition(": ")[2] if result.status else ""
+            result = await host.run(("stat", "-f", path), timeout=SHARE_TIMEOUT_S)
+            cause = result.error_text.strip().rpartition(": ")[2] if result.status else ""
         except CommandTimeout:
-            why = f"not within {SHARE_TIMEOUT_S:g} s"
+            cause = f"not within {SHARE_TIMEOUT_S:g} s"
         except ShoalError:
             return None
-        if not why:
+        if not cause:
             return None
         fix = f"check that {share.server} is up and that {name} reaches it; programs that use the share wait until then"
-        return Finding("error", f"{where} does not answer", why, fix, host=name)
+        return Finding("error", f"{path} does not answer", cause, fix, host=name)
 
     probes = [
-        probe(share, where, name)
+        probe(share, path, name)
         for name, fact in facts.items()
-        for where in _mounted(fact)
+        for path in _mounted_paths(fact)
         for share in shares(spec)
-        if where == share.where or where.startswith(f"{share.where}/")
+        if path == share.where or path.startswith(f"{share.where}/")
     ]
     return [finding for finding in await asyncio.gather(*probes) if finding is not None]
 
 
-def _mounted(facts: Facts) -> list[str]:
+def _mounted_paths(facts: Facts) -> list[str]:
     """The shares of other hosts that an earlier run mounted."""
     lines = facts.text(RECORD).splitlines()
     return [line.removeprefix("automount ") for line in lines if line.startswith("automount /")]

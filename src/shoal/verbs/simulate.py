@@ -51,7 +51,7 @@ async def simulate(
     simulator = find_simulator(kind)
     hosts = sandbox_backend.SandboxBackend(kind, cluster, image=image) if cluster else None
     machines: backend.HostBackend = hosts or backend.NoHosts()
-    address, warning, started = "127.0.0.1", "", False
+    address, warning, is_started = "127.0.0.1", "", False
     metadata: socket.socket | None = None
     try:
         if hosts is not None:
@@ -67,11 +67,11 @@ async def simulate(
         market.adopt()
         app = server.SimulatorApp(simulator(market), limited=limited)
         async with server.serve(app, port, dict.fromkeys(("127.0.0.1", address)), metadata) as url:
-            started = True
-            alive = sum(machine.phase != "gone" for machine in market.instances.values())
-            opened(Simulated(kind, url.removesuffix(simulator.base), cluster, alive, warning))
+            is_started = True
+            live_machines = sum(machine.phase != "gone" for machine in market.instances.values())
+            opened(Simulated(kind, url.removesuffix(simulator.base), cluster, live_machines, warning))
             await asyncio.Event().wait()
     finally:
         if metadata is not None:
             metadata.close()
-        await machines.close(keep or (not started and hosts is not None and hosts.has_state))
+        await machines.close(keep or (not is_started and hosts is not None and hosts.has_state))

@@ -32,9 +32,9 @@ class CachedSpec:
 def read_cache(directory: Path, name: str, text: str) -> CachedSpec | None:
     """The entry of that name, if it was made from this text; otherwise None."""
     try:
-        kept = json.loads(_place(directory, name).read_text(encoding="utf-8"))
-        if kept["of"] == _key(text):
-            return CachedSpec(kept["cluster"], tuple(_member(values) for values in kept["members"]), kept["shares"])
+        entry = json.loads(_place(directory, name).read_text(encoding="utf-8"))
+        if entry["of"] == _key(text):
+            return CachedSpec(entry["cluster"], tuple(_member(values) for values in entry["members"]), entry["shares"])
     except (OSError, ValueError, TypeError, KeyError):
         pass  # no entry yet, or not one of ours
     return None
@@ -45,12 +45,12 @@ def write_cache(directory: Path, name: str, text: str, spec: CachedSpec) -> None
     members = [_values(member) for member in spec.members]
     values = {"of": _key(text), "cluster": spec.cluster, "members": members, "shares": spec.shares}
     place = _place(directory, name)
-    fresh = place.with_suffix(f".{os.getpid()}")
+    new_file = place.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(values, file)
-        fresh.replace(place)
+        new_file.replace(place)
 
 
 def _place(directory: Path, name: str) -> Path:
@@ -70,10 +70,10 @@ def _values(member: Member) -> dict[str, object]:
 
 
 def _member(values: dict[str, Any]) -> Member:
-    typed = {
+    typed_values = {
         "identity": Path(values["identity"]) if values["identity"] else None,
         "shape": Shape(**values["shape"]),
         "roles": frozenset(values["roles"]),
         "features": tuple(values["features"]),
     }
-    return Member(**{**values, **typed})
+    return Member(**{**values, **typed_values})

@@ -42,7 +42,7 @@ async def status(context: Context) -> ClusterStatus:
     async with await context.fleet(await health.existing_members(context)) as fleet:
         host = await fleet.host(context.controller.name)
         version = await running_version(host)
-        measuring = asyncio.ensure_future(health.clocks(fleet, fleet.targets, context.controller.name))
+        clocks_task = asyncio.ensure_future(health.clocks(fleet, fleet.targets, context.controller.name))
         try:
             nodes_text, partitions, jobs = await asyncio.gather(
                 slurm_output(host, state.NODES_COMMAND),
@@ -50,14 +50,14 @@ async def status(context: Context) -> ClusterStatus:
                 slurm_output(host, state.JOBS_COMMAND),
             )
             shares = await share_states(spec, fleet)
-            tracking, offsets = await health.tracking_health(host, spec), await measuring
+            tracking, offsets = await health.tracking_health(host, spec), await clocks_task
             tailnet = await health.tailnet_view(context, host)
             wireguard = await health.wireguard_view(spec, host)
             accounting = await health.accounting_health(fleet, spec)
-            rented = await rented_view(spec, host)
+            rentals = await rented_view(spec, host)
         finally:
-            measuring.cancel()
-            await asyncio.gather(measuring, return_exceptions=True)
+            clocks_task.cancel()
+            await asyncio.gather(clocks_task, return_exceptions=True)
     nodes = tuple(state.parse_nodes(nodes_text))
     names = compute_hosts(context)
     elastic = {name for nodeset in rented_sets(spec).values() for name in nodeset.nodes}
@@ -76,5 +76,5 @@ async def status(context: Context) -> ClusterStatus:
         tailnet=health.tailnet_members(context, tailnet, nodes),
         wireguard=wireguard,
         accounting=accounting,
-        rented=rented,
+        rented=rentals,
     )

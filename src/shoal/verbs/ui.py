@@ -51,24 +51,24 @@ async def ui(
     async with await context.connections([member]) as fleet:
         host = await fleet.host(member.name)
         assert isinstance(host, PortForwarder)
-        address, where = await _listening(host)
-        await _require_answer(host, mlflow.uri_of(address, where))
-        near = await host.forward(address, where, port)
+        address, server_port = await _read_listen_address(host)
+        await _require_answer(host, mlflow.uri_of(address, server_port))
+        local_port = await host.forward(address, server_port, port)
         password = await _password(host) if show_password else ""
-        opened(WebPage(name, f"http://127.0.0.1:{near}", mlflow.ADMIN, password))
+        opened(WebPage(name, f"http://127.0.0.1:{local_port}", mlflow.ADMIN, password))
         await host.wait_closed()
         raise ConnectionLost(
             member.name, "the connection was lost, and the tunnel with it", hint="run the command again"
         )
 
 
-async def _listening(host: Host) -> tuple[str, int]:
+async def _read_listen_address(host: Host) -> tuple[str, int]:
     """The address and port in the server's unit."""
     result = await host.run(("cat", mlflow.UNIT), timeout=PAGE_TIMEOUT_S)
-    words = result.text.split()
-    if result.status != 0 or "--host" not in words:
+    arguments = result.text.split()
+    if result.status != 0 or "--host" not in arguments:
         raise ShoalError(f"{host.name} has no tracking server yet", hint="run `shoal up`")
-    return words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+    return arguments[arguments.index("--host") + 1], int(arguments[arguments.index("--port") + 1])
 
 
 async def _require_answer(host: Host, uri: str) -> None:

@@ -72,17 +72,17 @@ async def plan(context: Context) -> Plan:
     stock = await survey(context)
     absent = {request.name for _, request in stock.missing}
     if context.controller.name in absent:
-        gone = tuple((provider, instance.name) for provider, instance in stock.orphans)
-        return Plan(context.cluster, create=stock.missing, delete=gone, findings=stock.findings)
+        deletions = tuple((provider, instance.name) for provider, instance in stock.orphans)
+        return Plan(context.cluster, create=stock.missing, delete=deletions, findings=stock.findings)
     async with await context.fleet(member for member in context.members if member.name not in absent) as fleet:
         observed = await _observe(context, fleet)
-        first = await preparations(context.spec, observed.facts, fleet)
-        planned = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
+        preparation_changes = await preparations(context.spec, observed.facts, fleet)
+        cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
         return replace(
-            planned,
+            cluster_plan,
             create=stock.missing,
-            prepare=tuple(change for changes in first.values() for change in changes),
-            findings=(*stock.findings, *planned.findings),
+            prepare=tuple(change for changes in preparation_changes.values() for change in changes),
+            findings=(*stock.findings, *cluster_plan.findings),
         )
 
 
@@ -98,39 +98,41 @@ async def up(
     stock = await survey(context)
     if context.controller.name in stock.new:
         require_secrets(unavailable_secrets(user_secrets(context.spec)))
-    not_made = await _create(context, stock.missing)
-    async with await context.fleet(member for member in context.members if member.name not in not_made) as fleet:
-        fleet.failures.update(not_made)
+    create_failures = await _create(context, stock.missing)
+    async with await context.fleet(member for member in context.members if member.name not in create_failures) as fleet:
+        fleet.failures.update(create_failures)
         observed = await _observe(context, fleet)
-        left = _require_no_orphans(context, observed, leave_rented)
-        _refuse_moves(context, observed, leave_records)
-        former, warnings = await predecessor(context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented)
+        orphans = _require_no_orphans(context, observed, leave_rented)
+        _reject_moves(context, observed, leave_records)
+        former_controller, warnings = await predecessor(
+            context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented
+        )
         await _require_secrets(context, fleet, observed)
-        prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
-        if prepared:
+        prepared_names = await prepare(context.spec, observed.facts, fleet, context.progress)
+        if prepared_names:
             observed = await _observe(context, fleet)
         with context.progress.phase("compare", len(fleet.live)) as phase:
             addresses = connection_addresses(fleet)
-            planned = await make_plan(context.spec, observed, fleet, addresses, stock.orphans, phase)
-        _refuse_job_loss(planned, allow_job_loss)
-        if former:
-            await move_service(context, fleet, former)
+            cluster_plan = await make_plan(context.spec, observed, fleet, addresses, stock.orphans, phase)
+        _reject_job_loss(cluster_plan, allow_job_loss)
+        if former_controller:
+            await move_service(context, fleet, former_controller)
         nodes = compute_hosts(context)
-        applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, timeouts)
+        result = await apply(cluster_plan, fleet, context.controller.name, nodes, context.progress, timeouts)
         record_controller(context, fleet)
-        await record_ended(context, ((rental, 0.0) for rental in left))
-        late = await _late_orphans(context, observed)
-        problems = await _network_problems(context, fleet, observed) if applied.changed else []
-        removed = () if applied.staying else await _remove(context, planned)
+        await record_ended(context, ((rental, 0.0) for rental in orphans))
+        late_orphans = await _late_orphans(context, observed)
+        problems = await _network_problems(context, fleet, observed) if result.changed else []
+        removed_names = () if result.staying else await _remove(context, cluster_plan)
         return UpResult(
             cluster=context.cluster,
-            created=tuple(request.name for _, request in stock.missing if request.name not in not_made),
-            changed=tuple(dict.fromkeys((*prepared, *applied.changed))),
-            removed=removed,
-            staying=applied.staying,
-            unready=applied.unready,
+            created=tuple(request.name for _, request in stock.missing if request.name not in create_failures),
+            changed=tuple(dict.fromkeys((*prepared_names, *result.changed))),
+            removed=removed_names,
+            staying=result.staying,
+            unready=result.unready,
             failures=dict(fleet.failures),
-            findings=(*context.warnings, *stock.findings, *planned.findings, *warnings, *late, *problems),
+            findings=(*context.warnings, *stock.findings, *cluster_plan.findings, *warnings, *late_orphans, *problems),
         )
 
 
@@ -150,7 +152,7 @@ def _require_no_orphans(context: Context, observed: Observation, allowed: bool) 
     return orphans
 
 
-def _refuse_moves(context: Context, observed: Observation, leave_records: bool) -> None:
+def _reject_moves(context: Context, observed: Observation, leave_records: bool) -> None:
     """Raise where records of jobs or files of a share would stay behind on another host."""
     records = None if leave_records else moved_database_finding(context.spec, observed.facts)
     if records:
@@ -164,21 +166,23 @@ async def _late_orphans(context: Context, observed: Observation) -> list[Finding
 
     Those it ordered since its restart belong to the provider account as the file has it now.
     """
-    name, named = context.controller.name, context.spec.providers
-    lost = dropped_accounts(context.spec, observed.facts.get(name))
-    if not lost:
+    name, accounts = context.controller.name, context.spec.providers
+    dropped = dropped_accounts(context.spec, observed.facts.get(name))
+    if not dropped:
         return []
-    kept = named.keys() - lost if rented_sets(context.spec) else frozenset()
+    kept_accounts = accounts.keys() - dropped if rented_sets(context.spec) else frozenset()
     rentals = await ledger_rentals(context) or ()
-    orphans = [rental for rental in rentals if rental.live and not rental.of_now and rental.account not in kept]
+    orphans = [
+        rental for rental in rentals if rental.live and not rental.of_now and rental.account not in kept_accounts
+    ]
     return [orphan_finding(context.spec, orphans, name)] if orphans else []
 
 
 async def _require_secrets(context: Context, fleet: Fleet, observed: Observation) -> None:
     """Raise before anything is prepared where a secret that a host needs is not available."""
     if unavailable_secrets(user_secrets(context.spec)):
-        planned = await make_plan(context.spec, observed, fleet, connection_addresses(fleet))
-        require_secrets(missing_secrets((*planned.hosts, *planned.after_drain), planned.user_secrets))
+        cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet))
+        require_secrets(missing_secrets((*cluster_plan.hosts, *cluster_plan.after_drain), cluster_plan.user_secrets))
 
 
 async def _network_problems(context: Context, fleet: Fleet, observed: Observation) -> list[Finding]:
@@ -192,28 +196,33 @@ async def _network_problems(context: Context, fleet: Fleet, observed: Observatio
 
 async def survey(context: Context) -> Survey:
     """Ask every provider what it has for this cluster."""
-    existing = await context.all_instances()
-    ours = {(member.provider, member.name) for member in context.members}
-    made = {instance.name: instance for provider, instance in existing.found if (provider, instance.name) in ours}
+    instances = await context.all_instances()
+    member_keys = {(member.provider, member.name) for member in context.members}
+    instance_by_name = {
+        instance.name: instance for provider, instance in instances.found if (provider, instance.name) in member_keys
+    }
     missing = tuple(
         (member.provider, Request(member.name, member.shape))
         for member in context.members
-        if member.provider and (member.name not in made or made[member.name].state in ("stopped", "starting"))
+        if member.provider
+        and (member.name not in instance_by_name or instance_by_name[member.name].state in ("stopped", "starting"))
     )
     orphans = tuple(
-        (provider, instance) for provider, instance in existing.found if (provider, instance.name) not in ours
+        (provider, instance) for provider, instance in instances.found if (provider, instance.name) not in member_keys
     )
-    shapes = shape_findings(context.members, {name: instance.shape for name, instance in made.items()})
-    new = tuple(request.name for _, request in missing if request.name not in made)
-    return Survey(missing, orphans, new, (*existing.findings, *shapes))
+    shape_warnings = shape_findings(
+        context.members, {name: instance.shape for name, instance in instance_by_name.items()}
+    )
+    new = tuple(request.name for _, request in missing if request.name not in instance_by_name)
+    return Survey(missing, orphans, new, (*instances.findings, *shape_warnings))
 
 
 async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> dict[str, HostError]:
     """Make hosts. Returns the errors of those that could not be made; they do not stop the others."""
-    failed: dict[str, HostError] = {}
+    failures: dict[str, HostError] = {}
     for name in dict.fromkeys(provider for provider, _ in missing):
         provider = context.providers(name)
-        requests = [request for at, request in missing if at == name]
+        requests = [request for provider_name, request in missing if provider_name == name]
         problems = [finding for finding in provider.check(requests) if finding.level == "error"]
         if problems:
             raise cannot_make(name, problems)
@@ -223,11 +232,11 @@ async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> d
             except ProviderError as error:
                 if not error.hosts:
                     raise
-                failed |= {
-                    host: HostError(host, f"{name} cannot create it: {why}", hint=error.hint)
-                    for host, why in error.hosts.items()
+                failures |= {
+                    host: HostError(host, f"{name} cannot create it: {cause}", hint=error.hint)
+                    for host, cause in error.hosts.items()
                 }
-    return failed
+    return failures
 
 
 async def _observe(context: Context, fleet: Fleet) -> Observation:
@@ -237,27 +246,27 @@ async def _observe(context: Context, fleet: Fleet) -> Observation:
     return observed
 
 
-def _refuse_job_loss(planned: Plan, allowed: bool) -> None:
-    if planned.foreign and not allowed:
+def _reject_job_loss(cluster_plan: Plan, allowed: bool) -> None:
+    if cluster_plan.foreign and not allowed:
         raise ShoalError(
-            f"{compress(planned.foreign)} would be deleted, and the new controller does not know which jobs run there; "
-            "nothing was changed",
+            f"{compress(cluster_plan.foreign)} would be deleted, and the new controller does not know which jobs "
+            "run there; nothing was changed",
             hint="run `shoal down` with the old file first, give this cluster another name, or use --allow-job-loss",
         )
-    if planned.cost is Cost.JOBS and planned.lost_jobs and not allowed:
+    if cluster_plan.cost is Cost.JOBS and cluster_plan.lost_jobs and not allowed:
         raise ShoalError(
-            f"this change would end jobs ({', '.join(planned.lost_jobs)}); nothing was changed",
+            f"this change would end jobs ({', '.join(cluster_plan.lost_jobs)}); nothing was changed",
             hint="wait for them, or use --allow-job-loss",
         )
 
 
-async def _remove(context: Context, planned: Plan) -> tuple[str, ...]:
-    for name in dict.fromkeys(provider for provider, _ in planned.delete):
-        gone = [host for at, host in planned.delete if at == name]
+async def _remove(context: Context, cluster_plan: Plan) -> tuple[str, ...]:
+    for name in dict.fromkeys(provider for provider, _ in cluster_plan.delete):
+        hosts = [host for provider_name, host in cluster_plan.delete if provider_name == name]
         provider = context.providers(name)
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
             if name in context.provider_names():
-                await provider.delete(context.cluster, gone, report_to(phase))
+                await provider.delete(context.cluster, hosts, report_to(phase))
             else:  # `down` would not ask this provider either
                 await provider.destroy(context.cluster, report_to(phase))
-    return tuple(dict.fromkeys((*planned.drain, *(host for _, host in planned.delete))))
+    return tuple(dict.fromkeys((*cluster_plan.drain, *(host for _, host in cluster_plan.delete))))

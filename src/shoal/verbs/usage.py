@@ -33,8 +33,8 @@ class UsageResult:
 
 async def usage(context: Context, by: str, since: str | None, until: str | None) -> UsageResult:
     """The usage in a period, the last 30 days by default. Running jobs count up to now."""
-    way = next((known for known in GROUPINGS if known == by), None)
-    if way is None:
+    grouping = next((candidate for candidate in GROUPINGS if candidate == by), None)
+    if grouping is None:
         raise UsageError(f"--by {by} is not a grouping", hint=f"use one of {', '.join(GROUPINGS)}")
     now = time.time()
     begin, end = parse_period(since, until, now, default="30d")
@@ -45,8 +45,8 @@ async def usage(context: Context, by: str, since: str | None, until: str | None)
     runs = parse_usage(text, now)
     nodesets = {member.name: member.nodeset for member in all_members(context.spec)}
     prices = {name: nodeset.price for name, nodeset in context.spec.nodesets.items() if nodeset.price is not None}
-    rows = summarize_usage(runs, way, begin, end, nodesets, prices)
-    return UsageResult(context.cluster, way, begin, end, rows, usage_total(rows, len({run.id for run in runs})))
+    rows = summarize_usage(runs, grouping, begin, end, nodesets, prices)
+    return UsageResult(context.cluster, grouping, begin, end, rows, usage_total(rows, len({run.id for run in runs})))
 
 
 async def _require_slurmdbd(controller: Host, database: str) -> None:

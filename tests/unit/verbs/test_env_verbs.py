@@ -38,7 +38,7 @@ from shoal.verbs.context import Context
 from shoal.verbs.env import (
     CleanResult,
     EnvironmentState,
-    _reasons,
+    _explain_kept,
     job_environment,
     list_environments,
     require_environment,
@@ -223,7 +223,7 @@ def test_old_environment_in_use_or_recent_is_kept() -> None:
         StoredEnvironment("c", 5, False),
         StoredEnvironment("d", 9999, False),
     ]
-    assert _reasons([*kept, StoredEnvironment("now", 5, True)], {"now"}, {"a": "17"}) == {
+    assert _explain_kept([*kept, StoredEnvironment("now", 5, True)], {"now"}, {"a": "17"}) == {
         "a": "job 17 uses it",
         "b": "a process uses it",
         "c": "built or used less than 10 minutes ago",
