@@ -24,6 +24,8 @@ class JobFiles:
     error: str
     echo: bool = False
     """The ranks print there too, for srun to label: the person wanted all of it in one file."""
+    owner: str = ""
+    """Whose job it is: its files are read with that user's rights. Empty where no record says so."""
     batch_host: str = ""
     """The node that the batch script ran on; empty where that is not known, or there were several."""
 

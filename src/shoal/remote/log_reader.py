@@ -1,8 +1,12 @@
 """Reads a job's files on one node and prints them.
 
-    log_reader.py DIRECTORY OUTPUT ERROR TAIL [follow]
+    log_reader.py logs OWNER DIRECTORY OUTPUT ERROR TAIL [follow]
+    log_reader.py progress OWNER FILE
 
-Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank-R.N.log`, `rank-R.N.end`, or
+The paths are the job owner's choice, so they are opened with the owner's rights, and only if they are regular files and
+no links. OWNER may be empty: then it is the owner of the job's directory.
+
+Each line of a log is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank-R.N.log`, `rank-R.N.end`, or
 `output@STORAGE` and `error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it
 starts on, and only where nodes share storage is it the same file. The node of a rank comes before what it printed. With
 TAIL above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
@@ -12,18 +16,97 @@ something.
 from __future__ import annotations
 
 import os
+import pwd
 import select
+import stat
 import sys
-from typing import Iterator
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import BinaryIO, Iterator
+
+MAX_READ_BYTES = 64 << 20
+"""So much of all files together; of larger ones the last part."""
+MIN_READ_BYTES = 4 << 10
+"""So much of each file at least."""
+MAX_FILES = 20000
+MAX_PROGRESS_BYTES = 64 << 10
+NOBODY = 65534
+CHUNK_BYTES = 1 << 20
+"""A line that is longer is printed as several."""
 
 
-def main(directory: str, output: str, error: str, tail: int, follow: bool) -> None:
+def main(argv: list[str]) -> int:
+    mode, owner, path = argv[:3]
+    if not take_identity(owner, *argv[2:4]):
+        return 1
+    if mode == "progress":
+        return print_start(path)
+    output, error, tail = argv[3:6]
+    print_logs(path, output, error, int(tail), argv[6:] == ["follow"])
+    return 0
+
+
+def take_identity(owner: str, *paths: str) -> bool:
+    """Become the owner of the job for good, where root runs this. False where there is no such user here."""
+    if os.geteuid() != 0:
+        return True
+    try:
+        uid = (int(owner) if owner.isdigit() else pwd.getpwnam(owner).pw_uid) if owner else owner_of(*paths)
+    except KeyError:
+        return False
+    if uid == 0:
+        return True
+    try:
+        user = pwd.getpwuid(uid)
+        os.initgroups(user.pw_name, user.pw_gid)
+        os.setgid(user.pw_gid)
+    except KeyError:
+        os.setgroups([])
+        os.setgid(NOBODY)
+    os.setuid(uid)
+    return True
+
+
+def owner_of(*paths: str) -> int:
+    """The owner of the first that exists; nobody where none does."""
+    for path in paths:
+        try:
+            return os.lstat(path).st_uid
+        except OSError:
+            continue
+    return NOBODY
+
+
+def open_regular(path: str) -> BinaryIO | None:
+    """The file, if it is a regular one and can be read. A pipe or a device would block, or never end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return None
+    return open(descriptor, "rb", buffering=0)
+
+
+def print_start(path: str) -> int:
+    """Print a file that is small, as a whole."""
+    file = open_regular(path)
+    if file is None:
+        return 1
+    with file:
+        sys.stdout.buffer.write(file.read(MAX_PROGRESS_BYTES) or b"")
+    return 0
+
+
+def print_logs(directory: str, output: str, error: str, tail: int, follow: bool) -> None:
     at: dict[str, int] = {}
     while True:
-        for name, path in sorted(
-            files(directory, output, error), key=lambda file: (not file[0].endswith(".node"), file)
-        ):
-            read(name, path, tail, at, last=not follow)
+        found = sorted(files(directory, output, error), key=lambda file: (not file[0].endswith(".node"), file))
+        limits = divide(MAX_READ_BYTES, [size - at.get(name, 0) for name, _, size in found])
+        for (name, path, _), limit in zip(found, limits):
+            read(name, path, min(tail or limit, limit), at, last=not follow, tail=bool(tail))
         sys.stdout.buffer.flush()
         if not follow:
             return
@@ -32,16 +115,38 @@ def main(directory: str, output: str, error: str, tail: int, follow: bool) -> No
             follow = False  # one last look
 
 
-def files(directory: str, output: str, error: str) -> Iterator[tuple[str, str]]:
+def divide(total: int, sizes: list[int]) -> list[int]:
+    """How much of each file is read: small ones whole, of the others equally much."""
+    limits = [0] * len(sizes)
+    for position, index in enumerate(sorted(range(len(sizes)), key=lambda index: sizes[index])):
+        limits[index] = max(MIN_READ_BYTES, min(max(0, sizes[index]), total // (len(sizes) - position)))
+        total -= min(total, limits[index])
+    return limits
+
+
+def files(directory: str, output: str, error: str) -> Iterator[tuple[str, str, int]]:
+    """The name, path and size of each file."""
     for name, path in (("output@", output), ("error@", error if error != output else "")):
-        if os.path.isfile(path):
-            yield name + storage(path, os.path.dirname(directory)), path
+        size = regular_size(path)
+        if size is not None:
+            yield name + storage(path, os.path.dirname(directory)), path, size
     try:
-        for name in os.listdir(directory):
-            if name.startswith("rank-") and name.endswith((".node", ".log", ".end")):
-                yield name, os.path.join(directory, name)
+        with os.scandir(directory) as entries:
+            for _, entry in zip(range(MAX_FILES), entries):
+                if entry.name.startswith("rank-") and entry.name.endswith((".node", ".log", ".end")):
+                    size = regular_size(entry.path)
+                    if size is not None:
+                        yield entry.name, entry.path, size
     except OSError:
         return
+
+
+def regular_size(path: str) -> int | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def storage(path: str, root: str) -> str:
@@ -49,35 +154,57 @@ def storage(path: str, root: str) -> str:
     try:
         if not path.startswith(root + "/"):
             return "inode-%d" % os.stat(path).st_ino
-        with open(os.path.join(root, ".id")) as file:
-            return file.read().strip()
     except OSError:
         return os.uname().nodename
+    file = open_regular(os.path.join(root, ".id"))
+    if file is None:
+        return os.uname().nodename
+    with file:
+        return (file.read(64) or b"").decode("ascii", "replace").strip()
 
 
-def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> None:
-    """Print what is new in a file: whole lines, the rest of one only when nothing more will come."""
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
-            start = at.get(name, max(0, size - tail) if tail else 0)
-            stamp = b"%.6f " % status.st_mtime if "@" in name else b""
-            file.seek(start)
-            data = file.read(size - start)
-    except OSError:
+def read(name: str, path: str, limit: int, at: dict[str, int], last: bool, tail: bool) -> None:
+    """Print what is new in a file: whole lines, the rest of one only when nothing more will come.
+
+    Of more than `limit` bytes only the last ones; unless a `tail` was asked for, a line says so.
+    """
+    file = open_regular(path)
+    if file is None:
         return
-    end = data.rfind(b"\n") + 1
-    if last and end < len(data):
-        data += b"\n"
-        end = len(data)
-    lines = data[:end].split(b"\n")[:-1]
-    if start and name not in at:
-        lines = lines[1:]  # the tail begins inside of a line
-    at[name] = start + min(end, size - start)
-    for line in lines:
-        sys.stdout.buffer.write(name.encode() + b"\t" + stamp + line + b"\n")
+    with file:
+        status = os.fstat(file.fileno())
+        head = name.encode("utf-8", "replace") + b"\t"
+        stamp = b"%.6f " % status.st_mtime if "@" in name else b""
+        begin = at.get(name, 0)
+        position = max(begin, status.st_size - limit)
+        skip = position > begin  # begins inside of a line
+        if skip and not tail and not name.endswith((".node", ".end")):
+            text = "shoal: %d bytes of %s on %s are left out here" % (position - begin, path, os.uname().nodename)
+            sys.stdout.buffer.write(head + b"%.6f " % status.st_mtime + text.encode("utf-8", "replace") + b"\n")
+        rest = b""
+        try:
+            file.seek(position)
+            while position < status.st_size:
+                data = file.read(min(CHUNK_BYTES, status.st_size - position))
+                if not data:
+                    break
+                position += len(data)
+                rest = rest + data
+                end = rest.rfind(b"\n") + 1
+                if not end and len(rest) >= CHUNK_BYTES:
+                    rest, end = rest + b"\n", len(rest) + 1
+                for line in rest[:end].split(b"\n")[:-1]:
+                    if not skip:
+                        sys.stdout.buffer.write(head + stamp + line + b"\n")
+                    skip = False
+                rest = rest[end:]
+        except OSError:
+            pass  # it was cut, or its disk fails: the rest is read with the next look
+        at[name] = position - len(rest)
+        if last and rest and not skip:
+            sys.stdout.buffer.write(head + stamp + rest + b"\n")
+            at[name] = position
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:] == ["follow"])
+    sys.exit(main(sys.argv[1:]))

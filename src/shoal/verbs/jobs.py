@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.contract import PROGRESS_FILE
 from shoal.errors import HostError, SlurmError, UsageError
 from shoal.hostlist import expand
 from shoal.jobs.failure import FailureReason, explain_failure
@@ -96,10 +95,10 @@ async def _progress(fleet: Connections, controller: str, records: list[JobRecord
     async def read_progress(name: str) -> None:
         host = await fleet.host(name)
         for record in (record for record in records if name in nodes[record.id]):
-            result = await host.run(["cat", f"{record.work_dir}/{record.id}/{PROGRESS_FILE}"], timeout=30)
+            result = await host.run(logs.progress_command(record), timeout=30)
             try:
                 value = json.loads(result.text) if result.status == 0 else None
-            except ValueError:
+            except (ValueError, RecursionError):  # the job's owner may write anything there
                 continue
             if isinstance(value, dict) and _update_time(value) >= _update_time(progress.get(record.id, {})):
                 progress[record.id] = value

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from shoal.contract import PROGRESS_FILE
 from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hosts.api import Host, Process
 from shoal.jobs import record as slurm_jobs
@@ -16,14 +17,14 @@ from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
 from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
-from shoal.remote import program_text
+from shoal.remote import python_command
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
 
-READER = program_text("log_reader")
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _MERGE_WINDOW_S = 0.5
 """How long a line is held back, so that one from a slower node can come before it."""
+READ_TIMEOUT_S = 120.0
 TAIL_BYTES = 256 * 1024
 """Enough of each rank's log to find a traceback in."""
 
@@ -141,12 +142,19 @@ async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int 
     """What all nodes have of a job."""
     lines = LogReader(files.echo, files.batch_host)
 
-    async def read_node(name: str) -> bytes:
-        return (await (await fleet.host(name)).run(_command(files, tail), timeout=120)).stdout
+    async def read_node(name: str) -> None:
+        process = await (await fleet.host(name)).start(_command(files, tail))
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                while raw := await process.readline():
+                    lines.take(name, raw)
+        except TimeoutError:
+            cause = f"the logs of the job did not arrive within {READ_TIMEOUT_S:g} s"
+            raise CommandTimeout(name, cause, hint=f"look at the host with: shoal ssh {name}") from None
+        finally:
+            await process.kill()
 
-    for name, data in (await fleet.each(nodes, read_node)).items():
-        for line in data.splitlines():
-            lines.take(name, line)
+    await fleet.each(nodes, read_node)
     return lines.result()
 
 
@@ -162,12 +170,18 @@ def files_of(context: Context, job: str, record: JobRecord | None, directory: st
     output = (record.output if record else "") or default_output
     error = (record.error if record else "") or output
     batch_host = record.batch_host if record and not record.restarts else ""
-    return JobFiles(f"{root}/{job}", output, error, echo=output != default_output, batch_host=batch_host)
+    owner = record.user if record else ""
+    return JobFiles(f"{root}/{job}", output, error, echo=output != default_output, owner=owner, batch_host=batch_host)
 
 
-def _command(files: JobFiles, tail: int, *options: str) -> list[str]:
-    arguments = (files.directory, files.output, files.error, str(tail), *options)
-    return ["python3", "-I", "-S", "-c", READER, *arguments]
+def progress_command(record: JobRecord) -> tuple[str, ...]:
+    """Prints what rank 0 of a job last wrote of itself."""
+    return python_command("log_reader", "progress", record.user, f"{record.work_dir}/{record.id}/{PROGRESS_FILE}")
+
+
+def _command(files: JobFiles, tail: int, *options: str) -> tuple[str, ...]:
+    arguments = (files.owner, files.directory, files.output, files.error, str(tail), *options)
+    return python_command("log_reader", "logs", *arguments)
 
 
 async def _pump(name: str, process: Process, reader: LogReader, sorter: _Sorter) -> None:

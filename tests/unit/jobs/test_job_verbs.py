@@ -119,6 +119,9 @@ class Reef:
             return b""
 
         async def python(program: Any) -> int:
+            if "progress" in program.call.argv:
+                await program.print(b'{"step": 12, "loss": 0.5}\n')
+                return 0
             await program.print(self.files.get(name, "").encode())
             if program.call.argv[-1] == "follow":
                 await program.readline()
@@ -129,7 +132,6 @@ class Reef:
             ("env",): b"",
             ("touch",): touch,
             ("python3",): python,
-            ("cat",): b'{"step": 12, "loss": 0.5}\n',
         }
 
     def sent(self) -> dict[str, list[str]]:
@@ -422,7 +424,7 @@ async def test_batch_output_is_read_from_the_paths_of_the_job() -> None:
     for verb in (lambda: logs(reef.context, "17"), lambda: follow(reef.context, "17", lambda line: None)):
         reason = (await verb()).reason
         assert reason is not None and "no rank of the job has started: slurmstepd: error: execve()" in reason.text
-        assert reef.nodes["n1"].argvs[-1][5:8] == ("/jobs/17", "/tmp/17.log", "/tmp/17.err")
+        assert reef.nodes["n1"].argvs[-1][6:11] == ("logs", "root", "/jobs/17", "/tmp/17.log", "/tmp/17.err")
     [view] = (await jobs(reef.context)).jobs
     assert view.reason is not None and "/nope/python" in view.reason.text
 

@@ -87,7 +87,7 @@ def test_rank_ends_are_parsed_and_invalid_lines_ignored() -> None:
 
 
 def read(directory: Path, *more: str, error: str = ".out") -> list[str]:
-    line = [sys.executable, "-I", "-S", reader.__file__, str(directory), str(directory) + ".out"]
+    line = [sys.executable, "-I", "-S", reader.__file__, "logs", "", str(directory), str(directory) + ".out"]
     line += [str(directory) + error, *(more or ("0",))]
     return subprocess.run(line, capture_output=True, text=True, check=True, input="").stdout.splitlines()
 
@@ -123,7 +123,7 @@ def test_reader_prints_a_separate_batch_error_file(tmp_path: Path) -> None:
 def test_batch_output_elsewhere_is_identified_by_its_inode(tmp_path: Path) -> None:
     output = tmp_path / "mine.out"
     output.write_text("a\n")
-    line = [sys.executable, "-I", "-S", reader.__file__, "/no/jobs/17", str(output), str(output), "0"]
+    line = [sys.executable, "-I", "-S", reader.__file__, "logs", "", "/no/jobs/17", str(output), str(output), "0"]
     said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     assert said.startswith(f"output@inode-{output.stat().st_ino}\t")
 
@@ -142,7 +142,7 @@ def test_tail_starts_with_a_whole_line(tmp_path: Path) -> None:
 def test_follow_prints_later_lines_and_ends_on_request(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.0.log"
     log.write_text("1.0 a\n2.0 half")
-    line = [sys.executable, "-I", "-S", reader.__file__, str(tmp_path), "/nope", "/nope", "0", "follow"]
+    line = [sys.executable, "-I", "-S", reader.__file__, "logs", "", str(tmp_path), "/nope", "/nope", "0", "follow"]
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "rank-0.0.log\t1.0 a\n"

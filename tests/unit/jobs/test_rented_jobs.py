@@ -98,6 +98,8 @@ class Reef:
 
         async def python(program: FakeProgram) -> int:
             self.read += program.call.argv
+            if "/data/jobs/17/progress.json" in program.call.argv:
+                await program.print(b'{"step": 12}\n')
             return 0
 
         def touch(call: Call) -> bytes:
@@ -112,7 +114,6 @@ class Reef:
             ("touch",): touch,
             ("rm",): b"",
             ("python3",): python,
-            ("cat", "/data/jobs/17/progress.json"): b'{"step": 12}\n',
         }
 
 

@@ -1,0 +1,109 @@
+"""What a user may put where a job's log or progress is expected, and root reads: nothing but their own files comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.remote import log_reader
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+ALICE = 65533
+"""A uid without a name. It owns the files of the test."""
+MEMORY_BYTES = 512 << 20
+
+
+def read(*words: str | Path, memory: int = MEMORY_BYTES) -> subprocess.CompletedProcess[bytes]:
+    """Run the reader as root does, with little memory. A file that blocks it fails the test."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+    line = [sys.executable, "-I", "-S", log_reader.__file__, *map(str, words)]
+    return subprocess.run(line, capture_output=True, input=b"", timeout=60, preexec_fn=limit)
+
+
+def logs(job: Path, output: str | Path = "", owner: str = "") -> bytes:
+    return read("logs", owner, job, output or f"{job}.out", output or f"{job}.out", "0").stdout
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    place = tmp_path / "17"
+    place.mkdir()
+    (place / "rank-0.0.log").write_text("1.0 mine\n")
+    for path in (place, place / "rank-0.0.log"):
+        os.chown(path, ALICE, ALICE) if os.geteuid() == 0 else None
+    for parent in tmp_path.parents:
+        if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o711)
+    tmp_path.chmod(0o755)
+    return place
+
+
+@as_root
+def test_output_path_shows_no_file_that_its_owner_cannot_read(job: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "shadow"
+    secret.write_text("root:secret\n")
+    secret.chmod(0o600)
+    for owner in (str(ALICE), ""):
+        shown = logs(job, secret, owner)
+        assert b"secret" not in shown and b"1.0 mine" in shown
+
+
+@as_root
+def test_logs_of_a_user_who_is_not_on_the_host_stay_closed(job: Path) -> None:
+    assert logs(job, owner="nobody-here") == b""
+
+
+def test_symbolic_links_are_not_followed(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("secret\n")
+    (job / "rank-1.0.log").symlink_to(tmp_path / "other")
+    (tmp_path / "17.out").symlink_to(tmp_path / "other")
+    (job / "progress.json").symlink_to(tmp_path / "other")
+    assert b"secret" not in logs(job)
+    assert read("progress", "", job / "progress.json").stdout == b""
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_pipe_or_device_does_not_block_the_reader(job: Path, kind: str, tmp_path: Path) -> None:
+    if kind == "fifo":
+        paths = [job / "rank-1.0.log", job / "progress.json", tmp_path / "17.out"]
+        for path in paths:
+            os.mkfifo(path)
+        output = paths[-1]
+    else:
+        output = Path("/dev/zero")
+    assert logs(job, output) == b"rank-0.0.log\t1.0 mine\n"
+    assert read("progress", "", job / "progress.json" if kind == "fifo" else output).returncode == 1
+
+
+def test_sparse_log_takes_little_memory_and_shows_its_end(job: Path) -> None:
+    with open(job / "rank-1.0.log", "wb") as file:
+        file.truncate(4 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n2.0 the end\n")
+    shown = logs(job)
+    assert len(shown) < log_reader.MAX_READ_BYTES + (1 << 20)
+    last = shown.rstrip(b"\n").rpartition(b"\nrank-1.0.log\t")[2]
+    assert last == b"2.0 the end"
+    assert b"1.0 mine" in shown and b"bytes of" in shown and b"are left out" in shown
+
+
+def test_progress_is_bounded(job: Path) -> None:
+    with open(job / "progress.json", "wb") as file:
+        file.truncate(1 << 30)
+    assert len(read("progress", "", job / "progress.json").stdout) == log_reader.MAX_PROGRESS_BYTES
+    (job / "progress.json").write_text(json.dumps({"step": 3}))
+    assert json.loads(read("progress", "", job / "progress.json").stdout) == {"step": 3}
+
+
+def test_many_large_logs_share_the_limit_and_small_ones_are_whole() -> None:
+    assert log_reader.divide(100 << 20, [1 << 20, 400 << 20, 400 << 20]) == [1 << 20, 99 << 19, 99 << 19]
+    assert log_reader.divide(10, [0]) == [log_reader.MIN_READ_BYTES]
