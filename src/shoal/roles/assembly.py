@@ -21,6 +21,7 @@ from shoal.roles.current_conf import CurrentConf, confinement, limit_confinement
 from shoal.roles.host_address import address_findings, can_listen_at_one_address
 from shoal.roles.plugins import all_have_pmix, supports_spanning
 from shoal.roles.rented import rented_containers, suspend_time
+from shoal.roles.user_ids import choose_user_ids
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
 from shoal.slurm.model import AccountingConf, ClusterConf, Confinement, Node, NodeGpu, PartitionConf, Switch
@@ -113,6 +114,7 @@ def assemble(
             *address_findings(spec.network.kind, permanent, facts, addresses),
         ),
         tunnels=tunnels(spec, boxes, ports, addresses, controller.name, conf.one_address),
+        user_ids=choose_user_ids(spec, facts, controller.name),
     )
 
 

@@ -53,6 +53,8 @@ class Cluster:
     """Problems that the user must solve."""
     tunnels: Mapping[str, Tunnel] = field(default_factory=dict)
     """The tunnels to containers, by name; these have no address in `addresses`."""
+    user_ids: Mapping[str, AccountIds] = field(default_factory=dict)
+    """The ids of the spec's users on all hosts."""
 
     @property
     def controller(self) -> Member:

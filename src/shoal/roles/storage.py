@@ -197,8 +197,8 @@ def client_items(cluster: Cluster, member: Member) -> Iterator[Item]:
             options = nfs.mount_options(share.share.connections, read_only=read_only)
             yield Mount(share.where, f"{bracketed(address)}:{share.path}", "nfs4", options, automount=True)
         elif kind == "sshfs" and share.homes:
-            for name, user in cluster.spec.users.items():
-                options = sshfs.mount_options(read_only=False, owner=(user.uid, user.gid or user.uid))
+            for name, ids in cluster.user_ids.items():
+                options = sshfs.mount_options(read_only=False, owner=(ids.uid, ids.gid))
                 place = f"{share.where}/{name}"
                 yield _over_ssh(place, f"{name}@{bracketed(address)}:{share.path}/{name}", options)
         elif kind == "sshfs":

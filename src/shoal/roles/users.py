@@ -6,23 +6,22 @@ from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
-from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.roles.component import AccountIds, Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
 from shoal.roles.shares import ServedShare, access_kind, homes_of, host_keys, reload_sshd, sshd_file
+from shoal.roles.user_ids import RECORD, SYSTEM_ID_LIMIT, recorded_users, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 from shoal.spec.users import ClusterUser
 from shoal.storage import sshfs
 
-RECORD = "/etc/shoal/users"
-"""The users of earlier runs on a host, so that a later run locks those that the spec no longer names."""
 USERS_GROUP = "shoal-users"
 """The group of all users of the spec. The rules of logins apply to this group only."""
 DOCKER = "docker"
 SSHD_CONF = "/etc/ssh/sshd_config.d/10-shoal-users.conf"
 PAM, PAM_BLOCK = "/etc/pam.d/sshd", "jobs"
-FIRST_GROUP, SYSTEM_ID_LIMIT = 3000, 1000
+FIRST_GROUP = 3000
 
 
 class UsersComponent(Component):
@@ -41,12 +40,12 @@ class UsersComponent(Component):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         users = cluster.spec.users
-        before = _recorded(cluster.facts[member.name])
+        before = recorded_users(cluster.facts[member.name])
         if not users and not before:
             return {}
         return {
             Stage.BASE: (
-                *_record(before, users),
+                *_record(before, cluster.user_ids),
                 *_accounts(cluster, member),
                 *_locked_users(before, users),
                 *_logins(cluster, member),
@@ -59,7 +58,8 @@ class UsersComponent(Component):
         return (Block(PAM, PAM_BLOCK, ""), File(RECORD))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        users, findings = cluster.spec.users, []
+        users = cluster.spec.users
+        findings = [*user_id_conflicts(cluster.spec, cluster.facts, cluster.user_ids)]
         if users and cluster.conf.nodes and not cluster.conf.confinement.tracked:
             what = "every user may log in to every node by SSH, with or without a job there"
             cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
@@ -76,9 +76,9 @@ def home_of(spec: Spec, name: str) -> str:
     return f"{share.where if share else '/home'}/{name}"
 
 
-def _record(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Document:
+def _record(before: Mapping[str, int], ids: Mapping[str, AccountIds]) -> Document:
     """The record of present and former users, written before any user is created, in case the run fails."""
-    lines = {**before, **{name: user.uid for name, user in users.items()}}
+    lines = {**before, **{name: user.uid for name, user in ids.items()}}
     text = "".join(f"{name} {uid}\n" for name, uid in sorted(lines.items()))
     return (Directory("/etc/shoal"), File(RECORD, HEADER + text))
 
@@ -97,10 +97,11 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
         groups = [group for group in user.groups if numbers[group] is not None or group in facts.groups]
         docker = user.docker and DOCKER in facts.groups
         home = home_of(cluster.spec, name)
-        yield Group(name, user.gid or user.uid)
+        ids = cluster.user_ids[name]
+        yield Group(name, ids.gid)
         yield User(  # noqa: S604
             name,
-            user.uid,
+            ids.uid,
             group=name,
             home=home,
             shell="/bin/bash",
@@ -116,17 +117,17 @@ def group_ids(cluster: Cluster) -> dict[str, int | None]:
     tables = [cluster.facts[name].groups for name in sorted(cluster.facts, key=lambda n: n != cluster.controller.name)]
     users = cluster.spec.users
     names = [USERS_GROUP, *sorted({group for user in users.values() for group in user.groups})]
-    taken = {group.id for table in tables for group in table.values()} | {u.gid or u.uid for u in users.values()}
-    ids: dict[str, int | None] = {}
+    taken = {group.id for table in tables for group in table.values()} | {ids.gid for ids in cluster.user_ids.values()}
+    numbers: dict[str, int | None] = {}
     for name in names:
         existing = [table[name].id for table in tables if name in table]
         if any(number < SYSTEM_ID_LIMIT for number in existing):
-            ids[name] = None
+            numbers[name] = None
             continue
         number = existing[0] if existing else next(n for n in range(FIRST_GROUP, 60000) if n not in taken)
         taken.add(number)
-        ids[name] = number
-    return ids
+        numbers[name] = number
+    return numbers
 
 
 def _locked_users(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Iterator[Item]:
@@ -180,21 +181,16 @@ def _homes(cluster: Cluster, member: Member) -> Iterator[Item]:
     if not _makes_homes(cluster, member):
         return
     share = homes_of(cluster.spec)
-    for name, user in cluster.spec.users.items():
+    for name, ids in cluster.user_ids.items():
         home = f"{share.path}/{name}" if share and share.server == member.name else home_of(cluster.spec, name)
         make = (
             'install -d -m 0755 "$(dirname "$1")" && new=$(mktemp -d "$1.XXXXXX") && cp -R /etc/skel/. "$new" && '
             'chown -R "$2" "$new" && chmod 0700 "$new" && mv -T "$new" "$1"'
         )
-        owner = f"{user.uid}:{user.gid or user.uid}"
+        owner = f"{ids.uid}:{ids.gid}"
         yield Command(f"make {home}", ("sh", "-c", make, "sh", home, owner), unless=("test", "-d", home))
 
 
 def _makes_homes(cluster: Cluster, member: Member) -> bool:
     share: ServedShare | None = homes_of(cluster.spec)
     return share is None or access_kind(cluster, share, member.name) in ("local", "stage")
-
-
-def _recorded(facts: Facts) -> dict[str, int]:
-    pairs = (line.split() for line in facts.text(RECORD).splitlines() if not line.startswith("#"))
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

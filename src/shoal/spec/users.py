@@ -79,8 +79,8 @@ PublicKey = Annotated[str, BeforeValidator(_key), text_schema("public key or fil
 class ClusterUser(SpecModel):
     """A person who logs in and has jobs run, with the same ids on all hosts."""
 
-    uid: Annotated[int, Between(1000, 59999)]
-    """The user's number on every host: files on shares belong to it."""
+    uid: Annotated[int, Between(1000, 59999)] | None = None
+    """The user's number on every host: files on shares belong to it. Without it, one that is free on all hosts."""
     gid: Annotated[int, Between(1000, 59999)] | None = None
     """The number of the user's own group. Without it, the same as `uid`."""
     groups: tuple[GroupName, ...] = ()
@@ -98,7 +98,7 @@ def user_problems(users: Mapping[str, ClusterUser | None]) -> Iterator[Problem]:
         owners: dict[int, str] = {}
         for name, user in readable.items():
             number = user.uid if key == "uid" or user.gid is None else user.gid
-            if number is None or ("gid" in user.invalid and key == "gid"):
+            if number is None or ("gid" in user.invalid and key == "gid"):  # Shoal chooses a free one
                 continue
             if number in owners:
                 field = key if key == "uid" or user.gid is not None else "uid"

@@ -20,6 +20,7 @@ from shoal.roles.accounting import moved_database_finding
 from shoal.roles.orphaned_rentals import dropped_accounts, orphan_finding, orphaned_rentals
 from shoal.roles.registry import user_secrets
 from shoal.roles.shares import moved_share_findings
+from shoal.roles.user_ids import choose_user_ids, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context, cannot_make, compute_hosts, report_to
@@ -104,6 +105,7 @@ async def up(
         observed = await _observe(context, fleet)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
+        _reject_id_conflicts(context, observed)
         former_controller, warnings = await predecessor(
             context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented
         )
@@ -159,6 +161,16 @@ def _reject_moves(context: Context, observed: Observation, leave_records: bool) 
         records = replace(records, fix=f"use --leave-records; {records.fix}")
     for finding in filter(None, (records, *moved_share_findings(context.spec, observed.facts))):
         raise ShoalError(f"{finding.host}: {finding.what}; nothing was changed", hint=finding.fix)
+
+
+def _reject_id_conflicts(context: Context, observed: Observation) -> None:
+    """Raise where no id fits a user on all hosts."""
+    ids = choose_user_ids(context.spec, observed.facts, context.controller.name)
+    conflicts = list(user_id_conflicts(context.spec, observed.facts, ids))
+    if conflicts:
+        problems = "\n".join(f"{finding.host}: {finding.what} ({finding.found})" for finding in conflicts)
+        fixes = dict.fromkeys(finding.fix for finding in conflicts)
+        raise ShoalError(f"{problems}\nnothing was changed", hint="\n".join(fixes))
 
 
 async def _late_orphans(context: Context, observed: Observation) -> list[Finding]:

@@ -18,6 +18,7 @@ from shoal.roles.component import Cluster, choose_ids
 from shoal.roles.current_conf import read_current_conf
 from shoal.roles.registry import component_findings
 from shoal.roles.rented import minimum_shape
+from shoal.roles.user_ids import choose_user_ids
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.slurm.versions import version_findings
 from shoal.spec.members import members, rented_members, rented_sets
@@ -36,8 +37,15 @@ def cluster_with_rented_nodes(spec: Spec, fleet: Fleet, facts: Mapping[str, Fact
     facts = {name: without_peers(fact, gone, spec.network.port) for name, fact in facts.items()}
     cluster = assemble(spec, facts, reached, before)
     addresses = {**cluster.addresses, **{m.name: kept[m.name] for m in members(spec) if m.name in kept}}
-    ids = choose_ids(controller, {controller: facts[controller]})
-    return replace(cluster, addresses=addresses, ids=ids, conf=replace(cluster.conf, one_address=before.one_address))
+    # New machines take the ids of the controller, never the reverse.
+    own_facts = {controller: facts[controller]}
+    return replace(
+        cluster,
+        addresses=addresses,
+        ids=choose_ids(controller, own_facts),
+        conf=replace(cluster.conf, one_address=before.one_address),
+        user_ids=choose_user_ids(spec, own_facts, controller),
+    )
 
 
 def incompatible_versions(cluster: Cluster, new: Iterable[str]) -> dict[str, str]:

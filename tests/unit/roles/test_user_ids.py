@@ -1,0 +1,124 @@
+"""Which ids users get that have none in the file: free ones, which stay; and what is said where none fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.plan.fake_world import LAB, lab, spec_of
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
+
+from shoal.agent.document import User
+from shoal.agent.facts import Facts, FileFact, UnixIds
+from shoal.errors import ShoalError
+from shoal.roles.component import AccountIds
+from shoal.roles.user_ids import RECORD, choose_user_ids, user_id_conflicts
+from shoal.verbs.up import plan, up
+
+PEOPLE = "users:\n  alice: {}\n  bob: {}\n"
+
+
+def host(users: dict[str, int] | None = None, groups: dict[str, int] | None = None, record: str = "") -> Facts:
+    return Facts(
+        users={name: UnixIds(number) for name, number in (users or {}).items()},
+        groups={name: UnixIds(number) for name, number in (groups or {}).items()},
+        files={RECORD: FileFact(text=record)},
+    )
+
+
+def ids(people: str, **facts: Facts) -> dict[str, int]:
+    return {name: ids.uid for name, ids in choose_user_ids(spec_of(LAB + people), facts, "c1").items()}
+
+
+def conflicts(people: str, **facts: Facts) -> list[str]:
+    spec = spec_of(LAB + people)
+    return [str(finding) for finding in user_id_conflicts(spec, facts, choose_user_ids(spec, facts, "c1"))]
+
+
+def test_users_get_free_ids_in_the_order_of_the_file() -> None:
+    assert ids(PEOPLE, c1=host(), n1=host()) == {"alice": 2000, "bob": 2001}
+
+
+def test_id_of_any_user_or_group_on_any_host_or_in_the_file_is_skipped() -> None:
+    people = PEOPLE + "  carol: {uid: 2003}\n  dave: {uid: 2900, gid: 2004}\n"
+    chosen = ids(people, c1=host({"zoe": 2000}), n1=host({}, {"team": 2001}), n2=host({"mallory": 2002}))
+    assert chosen == {"alice": 2005, "bob": 2006, "carol": 2003, "dave": 2900}
+
+
+def test_id_of_a_former_user_is_not_given_to_another() -> None:
+    assert ids(PEOPLE, c1=host(record="# by shoal\ncarol 2000\n"))["alice"] == 2001
+
+
+def test_user_keeps_the_id_whatever_the_order_of_the_file() -> None:
+    created = host({"alice": 2000, "bob": 2001}, {"alice": 2000, "bob": 2001}, "alice 2000\nbob 2001\n")
+    people = "users:\n  carol: {}\n  bob: {}\n  alice: {}\n"
+    assert ids(people, c1=created, n1=host()) == {"carol": 2002, "bob": 2001, "alice": 2000}
+    assert conflicts(people, c1=created, n1=host()) == []
+
+
+def test_user_recorded_by_a_run_that_failed_keeps_the_id() -> None:
+    assert ids(PEOPLE, c1=host(), n1=host(record="alice 2040\n"))["alice"] == 2040
+
+
+def test_user_that_all_hosts_have_with_one_id_keeps_it() -> None:
+    there = host({"alice": 1005}, {"alice": 1006})
+    spec = spec_of(LAB + PEOPLE)
+    assert choose_user_ids(spec, {"c1": there, "n1": there}, "c1")["alice"] == AccountIds(1005, 1006)
+    assert conflicts(PEOPLE, c1=there, n1=there) == []
+
+
+def test_unrelated_unix_user_of_some_hosts_is_not_taken() -> None:
+    assert conflicts(PEOPLE, c1=host(), n1=host({"alice": 1001})) == [
+        "n1 users.alice: alice is a Unix user of this host only, and not from this file, found id 1001, "
+        "if this is the same person, set `uid: 1001`; else give the user another name"
+    ]
+    assert conflicts("users: {alice: {uid: 1001}}\n", c1=host(), n1=host({"alice": 1001})) == []
+
+
+def test_different_ids_on_hosts_are_reported_with_the_id_to_set() -> None:
+    created = host({"alice": 2000}, record="alice 2000\n")
+    assert conflicts("users: {alice: {}}\n", c1=host({"alice": 1001}), n1=created) == [
+        "c1 users.alice: alice has the id 2000 on other hosts, found id 1001, if this is the same person, set "
+        "`uid: 2000`: `shoal up` then changes the id on this host; else give the user another name"
+    ]
+
+
+def test_system_user_of_that_name_is_never_taken() -> None:
+    games = host({"games": 5}, {"games": 60})
+    assert ids("users: {games: {}}\n", c1=games, n1=games) == {"games": 2000}
+    assert conflicts("users: {games: {}}\n", c1=games) == [
+        "c1 users.games: games is a system user of this host, found id 5, give the user another name"
+    ]
+
+
+def test_new_host_where_another_user_has_the_id_is_reported() -> None:
+    created = host({"alice": 2000}, record="alice 2000\n")
+    assert conflicts("users: {alice: {}}\n", c1=created, n1=host({"zoe": 2000})) == [
+        "n1 users.alice: the id 2000 of alice belongs to another user of this host, found zoe, give zoe another id on "
+        "this host (`usermod -u`, then chown its files), or set `uid` of alice to an id that is free on all hosts"
+    ]
+
+
+async def test_plan_shows_the_id_and_the_next_up_from_elsewhere_keeps_it() -> None:
+    world = lab(LAB + PEOPLE, n2={"users": {"zoe": UnixIds(2000)}})
+    planned = await plan(context_of(world))
+    users = {
+        item for host in planned.hosts for _, document in host.stages for item in document if isinstance(item, User)
+    }
+    assert {user.uid for user in users if user.name == "alice"} == {2001} and not world.applied()
+    assert (await up(context_of(world), AT_ONCE)).whole
+    world.look_again()
+    agent = world.agents["n2"]
+    agent.facts = replace(agent.facts, users={})
+    assert (await up(context_of(world), AT_ONCE)).unchanged
+
+
+async def test_up_changes_nothing_while_no_id_fits_all_hosts() -> None:
+    world = lab(LAB + PEOPLE, n1={"users": {"alice": UnixIds(1001)}})
+    with pytest.raises(ShoalError) as caught:
+        await up(context_of(world), AT_ONCE)
+    assert str(caught.value) == (
+        "n1: alice is a Unix user of this host only, and not from this file (id 1001)\nnothing was changed\n"
+        "  fix: if this is the same person, set `uid: 1001`; else give the user another name"
+    )
+    assert not world.applied()
