@@ -75,21 +75,21 @@ def restore(
 
 
 def show_usage(console: Console, result: UsageResult) -> None:
-    period = f"{_minute(result.since)} to {_minute(result.until)}"
+    period = f"{_format_minute(result.since)} to {_format_minute(result.until)}"
     console.print(f"[bold]{result.cluster}[/]: {period}\n")
     if not result.rows:
         console.print("no usage")
         return
-    costs = any(row.cost is not None for row in result.rows)
-    detailed = result.by == "job"
-    numbers = (*(() if detailed else ("jobs",)), "CPU hours", "GPU hours", *(("cost",) if costs else ()))
-    table = Columns(result.by, *numbers, *(("what",) if detailed else ()), right=numbers, wraps=(result.by, "what"))
+    has_costs = any(row.cost is not None for row in result.rows)
+    is_by_job = result.by == "job"
+    numbers = (*(() if is_by_job else ("jobs",)), "CPU hours", "GPU hours", *(("cost",) if has_costs else ()))
+    table = Columns(result.by, *numbers, *(("what",) if is_by_job else ()), right=numbers, wraps=(result.by, "what"))
     for row in result.rows:
-        table.add_row(*_cells(row, costs, detailed))
+        table.add_row(*_cells(row, has_costs, is_by_job))
     if len(result.rows) > 1:
-        table.add_row(*_cells(result.total, costs, detailed), style="bold")
+        table.add_row(*_cells(result.total, has_costs, is_by_job), style="bold")
     console.print(table)
-    if costs and result.total.unpriced > 0:
+    if has_costs and result.total.unpriced > 0:
         hours = f"{result.total.unpriced:.2f} GPU hours"
         console.print(f"\nnot in the cost: {hours} on nodesets that have no `price`")
 
@@ -105,21 +105,21 @@ def show_restore(console: Console, result: RestoreResult) -> None:
         return
     table = Columns("backup", "made", "size", wraps=("backup", "made"))
     for backup in result.backups:
-        table.add_row(backup.name, _minute(backup.made), _size(backup.size))
+        table.add_row(backup.name, _format_minute(backup.made), _format_size(backup.size))
     console.print(table)
     console.print(f"\non {result.host}; `shoal restore NAME` restores one")
 
 
-def _cells(row: UsageRow, costs: bool, detailed: bool) -> list[str]:
-    cost = [] if not costs else ["" if row.cost is None else f"{row.cost:.2f}"]
+def _cells(row: UsageRow, has_costs: bool, is_by_job: bool) -> list[str]:
+    cost = [] if not has_costs else ["" if row.cost is None else f"{row.cost:.2f}"]
     hours = [f"{row.cpu_hours:.2f}", f"{row.gpu_hours:.2f}", *cost]
     name = escape_text(row.name)
-    return [name, *hours, escape_text(row.detail)] if detailed else [name, str(row.jobs), *hours]
+    return [name, *hours, escape_text(row.detail)] if is_by_job else [name, str(row.jobs), *hours]
 
 
-def _minute(when: float) -> str:
-    return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M")
+def _format_minute(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M")
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1024:.0f} KiB" if count < 1024 * 1024 else f"{count / 1024 / 1024:.1f} MiB"

@@ -63,13 +63,15 @@ def show_links(console: Console, result: LinksResult) -> None:
         console.print("\n[bold]round trip[/] from row to column, milliseconds")
         _show_matrix(console, result.hosts, trips, lambda value: f"{value:.2f}", best=min)
         console.print()
-    for problem, broken in group_by((link for link in result.links if link.problem), lambda link: link.problem).items():
-        pairs = ", ".join(f"{link.source} to {link.target}" for link in broken)
+    for problem, failed_links in group_by(
+        (link for link in result.links if link.problem), lambda link: link.problem
+    ).items():
+        pairs = ", ".join(f"{link.source} to {link.target}" for link in failed_links)
         console.print(Text(f"no link from {pairs}: {problem}", style="red"))
     show_failures(console, result.failures)
     if len(result.groups) > 1:
-        near = " | ".join(compress(group) for group in result.groups)
-        console.print(f"near each other: {near}", markup=False)
+        group_text = " | ".join(compress(group) for group in result.groups)
+        console.print(f"near each other: {group_text}", markup=False)
         console.print(
             "Unless the file names sites, the next `shoal up` tells Slurm: a job then stays inside one group."
         )
@@ -92,27 +94,27 @@ def _show_matrix(
     best: Callable[[float, float], float],
 ) -> None:
     """The matrix, in pieces below one another where the terminal is too narrow."""
-    worst, top = (min, max) if best is max else (max, min)
-    ends = (worst(values.values()), top(values.values())) if values else (1.0, 1.0)
+    choose_worst, choose_best = (min, max) if best is max else (max, min)
+    limits = (choose_worst(values.values()), choose_best(values.values())) if values else (1.0, 1.0)
 
     def cell(row: str, column: str) -> Text:
         value = values.get((row, column))
         if row == column:
             return Text("·", style="dim")
-        return Text("none", style="bold red") if value is None else Text(text(value), style=HEAT[heat(value, *ends)])
+        return Text("none", style="bold red") if value is None else Text(text(value), style=HEAT[heat(value, *limits)])
 
-    names = max(map(len, hosts))
-    wide = max(names, len("none"), *(len(text(value)) for value in values.values())) + 1
-    fit = max((console.width - names - 1) // wide, 1)
-    for first in range(0, len(hosts), fit):
-        columns = hosts[first : first + fit]
+    name_width = max(map(len, hosts))
+    cell_width = max(name_width, len("none"), *(len(text(value)) for value in values.values())) + 1
+    columns_per_table = max((console.width - name_width - 1) // cell_width, 1)
+    for start in range(0, len(hosts), columns_per_table):
+        columns = hosts[start : start + columns_per_table]
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
         table.add_column("", no_wrap=True)
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for row in hosts:
             table.add_row(row, *(cell(row, column) for column in columns))
-        if first:
+        if start:
             console.print()
         console.print(table)
 
@@ -122,5 +124,5 @@ def heat(value: float, worst: float, best: float) -> int:
     spread = math.log(best / worst)
     if abs(spread) < math.log(2):
         return len(HEAT) - 1
-    part = math.log(value / worst) / spread
-    return min(int(part * len(HEAT)), len(HEAT) - 1)
+    fraction = math.log(value / worst) / spread
+    return min(int(fraction * len(HEAT)), len(HEAT) - 1)

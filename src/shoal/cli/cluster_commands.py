@@ -108,8 +108,8 @@ def up(
     from shoal.plan.apply import ApplyTimeouts
     from shoal.verbs.up import up as verb
 
-    allowed = {"allow_job_loss": allow_job_loss, "leave_rented": leave_rented, "leave_records": leave_records}
-    finish_up(session, session.run(verb(session.open(), ApplyTimeouts(drain_s=drain_timeout), **allowed)))
+    permissions = {"allow_job_loss": allow_job_loss, "leave_rented": leave_rented, "leave_records": leave_records}
+    finish_up(session, session.run(verb(session.open(), ApplyTimeouts(drain_s=drain_timeout), **permissions)))
 
 
 def finish_up(session: Session, result: UpResult) -> None:

@@ -48,8 +48,8 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     show_findings(console, plan.findings)
     show_failures(console, plan.unreached)
     if plan.empty:
-        where = f" on the hosts that answered; {_unreached_text(plan)}" if plan.unreached else ""
-        console.print(f"{plan.cluster}: {_no_changes(plan.findings)}{where}")
+        scope_text = f" on the hosts that answered; {_unreached_text(plan)}" if plan.unreached else ""
+        console.print(f"{plan.cluster}: {_no_changes_text(plan.findings)}{scope_text}")
         return
     table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
     for (text, cost), changes in group_by(plan.changes, lambda change: (_change_text(change), change.cost)).items():
@@ -60,11 +60,11 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
         for change in plan.changes:
             if change.diff:
                 console.print(f"\n[bold]{change.host}[/] {escape_text(change.what)}")
-                console.print(_coloured(change.diff))
-    touched = {change.host for change in plan.changes}
-    number = f"{count(len(plan.changes), 'change')} on {count(len(touched), 'host')}"
-    rest = f"; {_unreached_text(plan)}" if plan.unreached else ""
-    console.print(f"\n{number}; costs at most: {plan.cost.label}{rest}")
+                console.print(_color_diff(change.diff))
+    hosts_to_change = {change.host for change in plan.changes}
+    number = f"{count(len(plan.changes), 'change')} on {count(len(hosts_to_change), 'host')}"
+    unreached_note = f"; {_unreached_text(plan)}" if plan.unreached else ""
+    console.print(f"\n{number}; costs at most: {plan.cost.label}{unreached_note}")
     if plan.lost_jobs:
         console.print(f"[red]These jobs would end:[/] {', '.join(plan.lost_jobs)}")
     if plan.create:
@@ -75,7 +75,7 @@ def _unreached_text(plan: Plan) -> str:
     return f"{compress(plan.unreached)} {'was' if len(plan.unreached) == 1 else 'were'} not inspected"
 
 
-def _no_changes(findings: Iterable[Finding]) -> str:
+def _no_changes_text(findings: Iterable[Finding]) -> str:
     return ONLY_ERRORS if any(finding.level == "error" for finding in findings) else "no changes"
 
 
@@ -95,16 +95,16 @@ def show_up(console: Console, result: UpResult) -> None:
     for name in result.staying:
         console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `{result.again}` again when they have ended")
     show_failures(console, result.failures)
-    changed = [name for name in result.changed if name not in result.created]
-    groups = (("created", result.created), ("changed", changed), ("removed", result.removed))
-    done = ", ".join(f"{word} {compress(names)}" for word, names in groups if names)
-    done = done or _no_changes(result.findings)
+    changed_names = [name for name in result.changed if name not in result.created]
+    groups = (("created", result.created), ("changed", changed_names), ("removed", result.removed))
+    summary = ", ".join(f"{verb} {compress(names)}" for verb, names in groups if names)
+    summary = summary or _no_changes_text(result.findings)
     if not result.whole:
-        console.print(f"[yellow]![/] {result.cluster}: {done}; not complete")
+        console.print(f"[yellow]![/] {result.cluster}: {summary}; not complete")
         console.print(f"  fix the problems above, then run `{result.again}` again")
         return
-    mark = "[yellow]![/]" if done == ONLY_ERRORS else "[green]✓[/]"
-    console.print(f"{mark} {result.cluster}: {done}")
+    mark = "[yellow]![/]" if summary == ONLY_ERRORS else "[green]✓[/]"
+    console.print(f"{mark} {result.cluster}: {summary}")
     if (result.created or result.changed) and not result.removed:
         console.print("  `shoal status` shows it, `shoal run train.py` trains on it")
 
@@ -126,17 +126,17 @@ def show_down(console: Console, result: DownResult) -> None:
 
 def show_status(console: Console, status: ClusterStatus) -> None:
     """Nodes by state, partitions, services, queue. Figures beside a group of nodes are those of each node."""
-    counts = Counter(_headline(node) for node in status.nodes)
+    counts = Counter(_format_state(node) for node in status.nodes)
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     console.print(
         f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n"
     )
-    of_nodes = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
-    table = Columns(*of_nodes, wraps=("nodes", "state", "reason"))
+    node_titles = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
+    table = Columns(*node_titles, wraps=("nodes", "state", "reason"))
     for row, nodes in group_by(status.nodes, _node_cells).items():
         state = nodes[0].state
-        base = next((word for word in STATE_STYLE if word in state), "")
-        style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base, "")
+        base_state = next((state_name for state_name in STATE_STYLE if state_name in state), "")
+        style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base_state, "")
         table.add_row(compress([node.name for node in nodes]), Text(row[0], style=style), *row[1:])
     console.print(table)
     if status.absent:
@@ -154,11 +154,11 @@ def show_status(console: Console, status: ClusterStatus) -> None:
     if not status.jobs:
         console.print("no jobs")
         return
-    of_jobs = ("job", "name", "user", "state", "time", "limit", "nodes", "where or why")
-    jobs = Columns(*of_jobs, wraps=("job", "name", "user", "where or why"))
+    job_titles = ("job", "name", "user", "state", "time", "limit", "nodes", "where or why")
+    jobs = Columns(*job_titles, wraps=("job", "name", "user", "where or why"))
     for job in status.jobs:
-        why = status.rented.waiting.get(job.id, "") if status.rented else ""
-        where = job.nodes or why or f"({job.reason})"
+        wait_reason = status.rented.waiting.get(job.id, "") if status.rented else ""
+        location = job.nodes or wait_reason or f"({job.reason})"
         jobs.add_row(
             job.id,
             escape_text(job.name),
@@ -167,7 +167,7 @@ def show_status(console: Console, status: ClusterStatus) -> None:
             job.time_used,
             format_time_limit(job.time_limit),
             str(job.node_count),
-            escape_text(where),
+            escape_text(location),
         )
     console.print(jobs)
 
@@ -180,27 +180,28 @@ def _change_text(change: Change) -> str:
 def _node_cells(node: NodeState) -> tuple[str, ...]:
     """The cells of a row, beside the names of the nodes that share it."""
     return (
-        _headline(node),
+        _format_state(node),
         f"{node.cpus_alloc}/{node.cpus}",
         f"{node.memory_mb / 1024:.1f}G",
-        _gpus(node.gres, node.gres_used) or "-",
+        _format_gpus(node.gres, node.gres_used) or "-",
         node.version or "-",
         escape_text(node.reason),
     )
 
 
-def _gpus(gres: str, used: str) -> str:
+def _format_gpus(gres: str, used: str) -> str:
     """`gpu:h100:8(S:0-1)` of which `gpu:h100:2(IDX:0-1)` are in use, as `2/8 h100`."""
-    busy: dict[str, str] = dict(_GPUS.findall(used))
-    found = _GPUS.findall(gres)
-    return ", ".join(f"{busy.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in found) or escape_text(gres)
+    used_counts: dict[str, str] = dict(_GPUS.findall(used))
+    counts = _GPUS.findall(gres)
+    texts = [f"{used_counts.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in counts]
+    return ", ".join(texts) or escape_text(gres)
 
 
-def _headline(node: NodeState) -> str:
+def _format_state(node: NodeState) -> str:
     return "+".join(node.state).lower()
 
 
-def _coloured(diff: str) -> Text:
+def _color_diff(diff: str) -> Text:
     text = Text()
     for line in diff.splitlines():
         style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
@@ -212,14 +213,14 @@ def show_services(console: Console, status: ClusterStatus) -> None:
     """A line for each service that the cluster has."""
     clocks, lines = status.clocks, []
     if clocks and clocks.ahead:
-        off = {name: ahead for name, ahead in clocks.ahead.items() if abs(ahead) > SHOWN_CLOCK_OFFSET_S}
-        listed = ", ".join(f"[yellow]{name} {ahead:+.1f} s[/]" for name, ahead in sorted(off.items()))
-        near = [abs(ahead) for name, ahead in clocks.ahead.items() if name not in off]
-        within = f"within {max(near):.2f} s of {status.controller}'s" if near else ""
+        far_clocks = {name: offset for name, offset in clocks.ahead.items() if abs(offset) > SHOWN_CLOCK_OFFSET_S}
+        far_text = ", ".join(f"[yellow]{name} {offset:+.1f} s[/]" for name, offset in sorted(far_clocks.items()))
+        near_offsets = [abs(offset) for name, offset in clocks.ahead.items() if name not in far_clocks]
+        near_text = f"within {max(near_offsets):.2f} s of {status.controller}'s" if near_offsets else ""
         containers = (
             f"; {compress(clocks.containers)}: containers, on their machine's clock" if clocks.containers else ""
         )
-        lines.append(f"clocks: {', '.join(filter(None, (within, listed)))}{containers}")
+        lines.append(f"clocks: {', '.join(filter(None, (near_text, far_text)))}{containers}")
     if status.wireguard:
         lines.append(wireguard_line(status.wireguard))
     if status.tailnet:
@@ -227,7 +228,7 @@ def show_services(console: Console, status: ClusterStatus) -> None:
     if status.tracking:
         state = "[green]responds[/]" if status.tracking.well else f"[red]{escape_text(status.tracking.said)}[/]"
         lines.append(f"{status.tracking.kind}: {' '.join(filter(None, (escape(status.tracking.uri), state)))}")
-    lines += [_share(share) for share in status.shares]
+    lines += [_format_share(share) for share in status.shares]
     if status.accounting:
         lines.append(accounting_line(status.accounting))
     if status.rented:
@@ -238,18 +239,19 @@ def show_services(console: Console, status: ClusterStatus) -> None:
         print_wrapped(console, line)
 
 
-def _share(share: ShareState) -> str:
-    about = f"share {share.where} on {share.server} ({share.kind})"
+def _format_share(share: ShareState) -> str:
+    title = f"share {share.where} on {share.server} ({share.kind})"
     if share.trouble:
-        return f"{about}: [red]{escape(share.trouble)}[/]"
+        return f"{title}: [red]{escape(share.trouble)}[/]"
     style = "yellow" if share.free_mb < share.total_mb / 20 else "green"
     quotas = "".join(
-        f"; {escape_text(name)} has {_size(used)} of {_size(allowed)}" for name, (used, allowed) in share.quotas.items()
+        f"; {escape_text(name)} has {_format_size(used_mb)} of {_format_size(limit_mb)}"
+        for name, (used_mb, limit_mb) in share.quotas.items()
     )
-    return f"{about}: [{style}]{_size(share.free_mb)} free[/] of {_size(share.total_mb)}{quotas}"
+    return f"{title}: [{style}]{_format_size(share.free_mb)} free[/] of {_format_size(share.total_mb)}{quotas}"
 
 
-def _size(megabytes: int) -> str:
+def _format_size(megabytes: int) -> str:
     return f"{megabytes / 1024:.1f}G"
 
 
@@ -257,13 +259,15 @@ def wireguard_line(view: WireGuardView) -> str:
     """`wireguard: heard from 3 members recently`, or who was not heard from."""
     if view.problem:
         return f"wireguard: [red]{escape_text(view.problem)}[/]"
-    heard = len(view.heard) - len(view.quiet)
+    recent_count = len(view.heard) - len(view.quiet)
     if not view.quiet:
-        return f"wireguard: [green]heard from {heard} member{'s' if heard != 1 else ''} recently[/]"
-    ago = {name: "never" if seconds is None else f"{seconds // 60} min" for name, seconds in view.heard.items()}
-    quiet = ", ".join(f"{name} ({ago[name]})" for name in view.quiet)
-    rest = f"; {heard} other{'s were' if heard != 1 else ' was'} heard from recently" if heard else ""
-    return f"wireguard: [yellow]not heard from {quiet}[/]{rest}"
+        return f"wireguard: [green]heard from {recent_count} member{'s' if recent_count != 1 else ''} recently[/]"
+    ages = {name: "never" if seconds is None else f"{seconds // 60} min" for name, seconds in view.heard.items()}
+    quiet_text = ", ".join(f"{name} ({ages[name]})" for name in view.quiet)
+    others_text = (
+        f"; {recent_count} other{'s were' if recent_count != 1 else ' was'} heard from recently" if recent_count else ""
+    )
+    return f"wireguard: [yellow]not heard from {quiet_text}[/]{others_text}"
 
 
 def accounting_line(accounting: AccountingHealth) -> str:
@@ -275,8 +279,8 @@ def accounting_line(accounting: AccountingHealth) -> str:
         return f"accounting: [green]works[/], on {accounting.host}; {backup}"
     if accounting.error:
         return f"accounting: [red]{escape_text(accounting.error)}[/], on {accounting.host}"
-    wrong = escape_text(accounting.down)
-    return f"accounting: [red]{wrong}[/], on {accounting.host}; {backup}"
+    problem = escape_text(accounting.down)
+    return f"accounting: [red]{problem}[/], on {accounting.host}; {backup}"
 
 
 def rented_lines(view: RentedView) -> Iterator[str]:
@@ -290,10 +294,10 @@ def rented_lines(view: RentedView) -> Iterator[str]:
         spot = " (spot)" if node.market == "spot" else ""
         return f"{node.type} at {node.account} {node.place}{spot}", RENTAL_STATES.get(node.state, node.state)
 
-    for (where, state), nodes in group_by(view.nodes, where_and_state).items():
+    for (location, state), nodes in group_by(view.nodes, where_and_state).items():
         usd_hour = nodes[0].usd_hour
         price = f", ${usd_hour:.2f} an hour each" if usd_hour is not None else ", price unknown"
-        yield f"  {compress([node.name for node in nodes])}: {escape_text(where)}, {state}{price}"
+        yield f"  {compress([node.name for node in nodes])}: {escape_text(location)}, {state}{price}"
     if view.problem:
         yield f"rented: [red]{escape_text(view.problem)}[/]"
     for account, problem in view.accounts.items():
@@ -305,10 +309,10 @@ def tailnet_lines(view: TailnetView) -> Iterator[str]:
     if view.problem or view.state != "Running":
         yield f"tailnet: [red]{escape_text(view.problem or view.state)}[/]; `shoal up` joins the controller again"
         return
-    groups = group_by(view.members, lambda member: (member.way, _way(member)))
+    groups = group_by(view.members, lambda member: (member.way, _describe_path(member)))
     paths = (
-        f"{compress(member.name for member in members)} [{PATH_STYLES[way]}]{text}[/]"
-        for (way, text), members in groups.items()
+        f"{compress(member.name for member in members)} [{PATH_STYLES[path_kind]}]{text}[/]"
+        for (path_kind, text), members in groups.items()
     )
     yield "tailnet: " + "; ".join(paths)
     for member in view.members:
@@ -317,7 +321,7 @@ def tailnet_lines(view: TailnetView) -> Iterator[str]:
             yield f"[yellow]the key of {member.name} expires in {member.days} days[/]: {fix}"
 
 
-def _way(member: TailnetMember) -> str:
+def _describe_path(member: TailnetMember) -> str:
     if member.way == "relayed":
         return f"relayed by {escape_text(member.relay)}, slowly"
     return PATH_TEXTS.get(member.way, member.way)

@@ -39,8 +39,8 @@ def env_build(
     from shoal.verbs.env_build import build
 
     result = session.run(build(session.open(), names or []))
-    failed = any(finding.level == "error" for finding in result.findings)
-    if not session.finish(result, 1 if failed else PARTLY if result.failures else 0):
+    has_errors = any(finding.level == "error" for finding in result.findings)
+    if not session.finish(result, 1 if has_errors else PARTLY if result.failures else 0):
         show_built(session.console, result)
 
 
@@ -73,15 +73,18 @@ def env_clean(
 def show_built(console: Console, result: BuildResult) -> None:
     show_findings(console, result.findings)
     show_failures(console, result.failures)
-    for made in result.made:
-        word = "built" if made.name in result.fresh else "no changes"
-        packages = count(len(made.packages), "package")
-        torch = f", torch {made.torch}" + (f" for CUDA {made.cuda}" if made.cuda else "") if made.torch else ""
+    for environment in result.made:
+        action = "built" if environment.name in result.fresh else "no changes"
+        packages = count(len(environment.packages), "package")
+        cuda = f" for CUDA {environment.cuda}" if environment.cuda else ""
+        torch = f", torch {environment.torch}{cuda}" if environment.torch else ""
         console.print(
-            f"[green]✓[/] {made.name}: {word}; {packages}, Python {made.python}{torch}; {made.path}", soft_wrap=True
+            f"[green]✓[/] {environment.name}: {action}; {packages}, Python {environment.python}{torch}; "
+            f"{environment.path}",
+            soft_wrap=True,
         )
-        if made.name in result.copied:
-            console.print(f"  copied to {compress(result.copied[made.name])}")
+        if environment.name in result.copied:
+            console.print(f"  copied to {compress(result.copied[environment.name])}")
 
 
 def show_list(console: Console, listed: list[EnvironmentState]) -> None:

@@ -129,7 +129,7 @@ def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
 def _option(option: Any) -> tuple[str, str]:
     """An option as `-N, --nodes NUMBER`, and what it does."""
     names = ", ".join(sorted(option.opts, key=len))
-    either = " / ".join([names, *option.secondary_opts])
+    spellings = " / ".join([names, *option.secondary_opts])
     default = "" if option.is_flag or option.default in (None, "", 0) else f"Default: {option.default}."
     variable = f"Or set {option.envvar}." if option.envvar else ""
-    return f"{either} {placeholder(option)}".strip(), " ".join(filter(None, (option.help, default, variable)))
+    return f"{spellings} {placeholder(option)}".strip(), " ".join(filter(None, (option.help, default, variable)))

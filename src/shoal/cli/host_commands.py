@@ -192,11 +192,11 @@ def show_keys(console: Console, result: KeysResult) -> None:
     from shoal.cli.screen import show_failures
 
     for key in result.rotated:
-        how = "an earlier rotation is finished" if key.finished else "a new key"
-        console.print(f"[green]✓[/] {key.key}: {how} on {compress(key.hosts)}")
+        key_state = "an earlier rotation is finished" if key.finished else "a new key"
+        console.print(f"[green]✓[/] {key.key}: {key_state} on {compress(key.hosts)}")
         outage = "Slurm always answered" if not key.failed_seconds else f"Slurm failed for {key.failed_seconds:.2f} s"
-        slowest = f"{key.asked} requests, the slowest answer took {key.slowest_answer:.1f} s"
-        console.print(f"  {outage} ({slowest})")
+        probe_text = f"{key.asked} requests, the slowest answer took {key.slowest_answer:.1f} s"
+        console.print(f"  {outage} ({probe_text})")
     show_failures(console, result.left)
     if result.left:
         verb = "has" if len(result.left) == 1 else "have"

@@ -25,9 +25,11 @@ RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bri
 
 def show_submitted(console: Console, job: SubmittedJob) -> None:
     ranks = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
-    where = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-    sent = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
-    console.print(f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}")
+    node_text = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    sent_text = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
+    console.print(
+        f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {node_text} of {job.partition}; {sent_text}"
+    )
     number, printer = (f"{job.id}_N", "its task N") if job.array else (job.id, "it")
     console.print(f"  `shoal logs -f {number}` shows what {printer} prints")
     if job.nodes > 1 and not job.shared:
@@ -50,7 +52,7 @@ def show_jobs(console: Console, result: JobsResult) -> None:
             record.id,
             escape_text(record.name),
             escape_text(record.user),
-            Text(_state(record), style=STATE_STYLE.get(record.state, "red" if record.failed else "")),
+            Text(_format_state(record), style=STATE_STYLE.get(record.state, "red" if record.failed else "")),
             record.run_time,
             format_time_limit(record.time_limit),
             escape_text(record.nodes) or str(record.node_count),
@@ -61,14 +63,14 @@ def show_jobs(console: Console, result: JobsResult) -> None:
 
 def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None:
     """One line as its program wrote it, behind its rank; behind the number of the restart as well after one."""
-    who = "-" if line.rank == BATCH else f"{line.rank}.{line.restart}" if line.restart else str(line.rank)
-    when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f ") if timestamps else ""
+    prefix = "-" if line.rank == BATCH else f"{line.rank}.{line.restart}" if line.restart else str(line.rank)
+    timestamp = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f ") if timestamps else ""
     style = "dim" if line.rank == BATCH else RANK_STYLES[line.rank % len(RANK_STYLES)]
     if console.is_terminal:
-        console.out(f"{when}[{who}] ", style=style, end="")
+        console.out(f"{timestamp}[{prefix}] ", style=style, end="")
         console.file.write(f"{line.text}\n")
     else:
-        console.file.write(f"{when}[{who}] {line.text}\n")
+        console.file.write(f"{timestamp}[{prefix}] {line.text}\n")
     console.file.flush()
 
 
@@ -78,9 +80,9 @@ def show_job_end(console: Console, record: JobRecord | None, reason: FailureReas
         return
     if reason is None:
         mark = "[green]✓[/]" if record.state == "COMPLETED" else "[cyan]…[/]"
-        console.print(f"{mark} job {record.id}: {_state(record)} ({record.run_time})")
+        console.print(f"{mark} job {record.id}: {_format_state(record)} ({record.run_time})")
         return
-    console.print(f"[red]✗[/] job {record.id}: {_state(record)}: {escape_text(reason.text)}", soft_wrap=True)
+    console.print(f"[red]✗[/] job {record.id}: {_format_state(record)}: {escape_text(reason.text)}", soft_wrap=True)
     for text in reason.details:
         console.print(f"    {escape_text(text)}", soft_wrap=True)
     if reason.fix:
@@ -88,26 +90,26 @@ def show_job_end(console: Console, record: JobRecord | None, reason: FailureReas
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:
-    """What a training says of itself, in one line: `step 120/1000, loss 0.31, 5400 samples/s, 3 min left`."""
-    known = {key: value for key, value in progress.items() if isinstance(value, int | float)}
-    parts = []
-    if "step" in known:
-        total = f"/{known['total_steps']}" if "total_steps" in known else ""
-        parts.append(f"step {known['step']}{total}")
+    """The progress that a training reports, in one line: `step 120/1000, loss 0.31, 5400 samples/s, 3 min left`."""
+    numbers = {key: value for key, value in progress.items() if isinstance(value, int | float)}
+    texts = []
+    if "step" in numbers:
+        total = f"/{numbers['total_steps']}" if "total_steps" in numbers else ""
+        texts.append(f"step {numbers['step']}{total}")
     if progress.get("diverged") is True:
-        parts.append("the loss is no longer a number")
-    elif "loss" in known:
-        parts.append(f"loss {known['loss']:.4g}")
-    if "samples_per_second" in known:
-        parts.append(f"{known['samples_per_second']:.4g} samples/s")
-    if "mfu" in known:
-        parts.append(f"MFU {known['mfu']:.0%}")
-    if "eta_seconds" in known:
-        parts.append(f"{_duration(known['eta_seconds'])} left")
-    return ", ".join(parts)
+        texts.append("the loss is no longer a number")
+    elif "loss" in numbers:
+        texts.append(f"loss {numbers['loss']:.4g}")
+    if "samples_per_second" in numbers:
+        texts.append(f"{numbers['samples_per_second']:.4g} samples/s")
+    if "mfu" in numbers:
+        texts.append(f"MFU {numbers['mfu']:.0%}")
+    if "eta_seconds" in numbers:
+        texts.append(f"{_format_duration(numbers['eta_seconds'])} left")
+    return ", ".join(texts)
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -125,6 +127,6 @@ def _condition_text(view: JobView) -> str:
     return "" if view.record.reason == "None" else view.record.reason
 
 
-def _state(record: JobRecord) -> str:
-    again = f", restart {record.restarts}" if record.restarts else ""
-    return record.state.lower().replace("_", " ") + again
+def _format_state(record: JobRecord) -> str:
+    restart_text = f", restart {record.restarts}" if record.restarts else ""
+    return record.state.lower().replace("_", " ") + restart_text

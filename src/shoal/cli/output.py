@@ -61,9 +61,9 @@ def make_console(stderr: bool = False) -> Console:
         def on_broken_pipe(self) -> None:  # rich would exit 1
             raise BrokenPipeError
 
-    made = QuietConsole(stderr=stderr, highlight=False)
-    if made.is_terminal or "COLUMNS" in os.environ:
-        return made
+    console = QuietConsole(stderr=stderr, highlight=False)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
     return QuietConsole(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 

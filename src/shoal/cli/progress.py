@@ -36,7 +36,7 @@ class TerminalProgress:
     def phase(self, title: str, total: int) -> Iterator[Phase]:
         if not self._console.is_terminal:
             phase = PlainPhase(title, total)
-            with _repeated(self._every, lambda: self._print(phase.so_far())):
+            with _repeat(self._every, lambda: self._print(phase.so_far())):
                 yield phase
             self._print(phase.line())
             return
@@ -55,16 +55,16 @@ class TerminalProgress:
             expand=True,
         )
         with bars:
-            moving = BarPhase(bars, title, total)
-            yield moving
-        self._console.print(moving.line())
+            bar_phase = BarPhase(bars, title, total)
+            yield bar_phase
+        self._console.print(bar_phase.line())
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _repeated(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+def _repeat(seconds: float, action: Callable[[], None]) -> Iterator[None]:
     """Repeat an action while the block runs. Outside of an event loop nothing runs long."""
     timer: asyncio.TimerHandle | None = None
 

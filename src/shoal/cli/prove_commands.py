@@ -92,13 +92,13 @@ def prove(
         if dtype not in TOLERANCES:
             raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
         _check_empty(keep)
-        launchers = _names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
+        launchers = _parse_names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
         settings = ProofSettings(
             script,
             tuple(args or ()),
             processes,
             launchers or (("srun",) if on_cluster else LOCAL_LAUNCHERS),
-            _names("--parallel", parallel, PARALLELS),
+            _parse_names("--parallel", parallel, PARALLELS),
             dtype,
             TOLERANCES[dtype] if tolerance is None else tolerance,
             steps,
@@ -106,11 +106,11 @@ def prove(
         )
         runner: Runner
         if on_cluster:
-            given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
-            spec = read_job(job, {**given, "script": script, "args": settings.args})
+            options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
+            spec = read_job(job, {**options, "script": script, "args": settings.args})
             runner = ClusterRunner(settings, session.open(), spec, Path.cwd())
         else:
-            _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
+            _reject_job_options({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
             runner = LocalRunner(settings, python)
         try:
             result = session.run(verb(settings, runner, progress_of(session), keep.absolute() if keep else None))
@@ -129,40 +129,40 @@ def progress_of(session: Session) -> ProgressReporter:
 
 def finish(session: Session, result: ProofResult) -> None:
     """Print what was found; the exit code is 1 where anything differs."""
-    if not session.finish(_finite({**plain(result), "passed": result.passed}), 0 if result.passed else 1):
+    if not session.finish(_replace_infinities({**plain(result), "passed": result.passed}), 0 if result.passed else 1):
         show_proof(session.console, result)
 
 
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity: a difference without bound is null."""
+def _replace_infinities(value: Any) -> Any:
+    """JSON has no infinity: an infinite difference becomes null."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_infinities(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_replace_infinities(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_empty(keep: Path | None) -> None:
     try:
-        used = keep is not None and keep.exists() and any(keep.iterdir())
+        has_files = keep is not None and keep.exists() and any(keep.iterdir())
     except OSError as error:
         raise UsageError(f"cannot use --keep {keep}: {error.strerror}", hint="name a new directory") from None
-    if used:
+    if has_files:
         raise UsageError(f"--keep {keep} is not empty", hint="name a new directory")
 
 
-def _refuse(of_jobs: dict[str, Any]) -> None:
-    for option, value in of_jobs.items():
+def _reject_job_options(job_options: dict[str, Any]) -> None:
+    for option, value in job_options.items():
         if value is not None and value != []:
             raise UsageError(f"{option} is for jobs on a cluster", hint="name the cluster with --file or --cluster")
 
 
-def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def _parse_names(option: str, text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in choices]
     if unknown or not names:
-        named = ", ".join(unknown) if unknown else "nothing"
-        raise UsageError(f"{option} names {named}", hint=f"use {', '.join(known)}, comma-separated")
+        rejected = ", ".join(unknown) if unknown else "nothing"
+        raise UsageError(f"{option} names {rejected}", hint=f"use {', '.join(choices)}, comma-separated")
     return names
 
 
@@ -181,9 +181,9 @@ def show_proof(console: Console, result: ProofResult) -> None:
     )
     console.print(table)
     for cause in dict.fromkeys(row.cause for row in result.rows if row.cause):
-        ways = ", ".join(f"{row.launcher} {row.parallel}" for row in result.rows if row.cause == cause)
+        combinations = ", ".join(f"{row.launcher} {row.parallel}" for row in result.rows if row.cause == cause)
         lines = [escape_text(line) for line in cause.split("\n")]
-        console.print(f"[red]✗[/] {ways}: {lines[0]}", soft_wrap=True)
+        console.print(f"[red]✗[/] {combinations}: {lines[0]}", soft_wrap=True)
         for line in lines[1:]:
             console.print(f"  {line}", soft_wrap=True)
     if result.passed:
@@ -197,8 +197,8 @@ def show_proof(console: Console, result: ProofResult) -> None:
 def _format(difference: Difference) -> str:
     if not difference.relative:
         return "none"
-    where = f" ({escape_text(difference.where)})" if difference.where else ""
-    return f"{difference.relative:.1e}{where}"
+    location = f" ({escape_text(difference.where)})" if difference.where else ""
+    return f"{difference.relative:.1e}{location}"
 
 
 def _verdict(row: ProofRow) -> Text:

@@ -97,15 +97,19 @@ def reap(
     from shoal.verbs.reap import reap as verb
 
     context = session.open()
-    before = session.run(preview(context))
+    reap_plan = session.run(preview(context))
     if not session.json:
-        show_preview(session.console, before)
-    if before.found:
-        effect = f"deletes {len(before.found)} rented machines of cluster {before.cluster}, with what is on their disks"
-    elif force and before.unlisted:
-        effect = f"removes {len(before.unlisted)} machines of cluster {before.cluster} from its ledger, unproven"
+        show_preview(session.console, reap_plan)
+    if reap_plan.found:
+        machines = f"{len(reap_plan.found)} rented machines of cluster {reap_plan.cluster}"
+        effect = f"deletes {machines}, with what is on their disks"
+    elif force and reap_plan.unlisted:
+        effect = f"removes {len(reap_plan.unlisted)} machines of cluster {reap_plan.cluster} from its ledger, unproven"
     else:
-        session.finish(_reap_json(before, (), before.unlisted), PARTLY if before.failures or before.findings else 0)
+        session.finish(
+            _reap_json(reap_plan, (), reap_plan.unlisted),
+            PARTLY if reap_plan.failures or reap_plan.findings else 0,
+        )
         return
     confirm(effect, f"This {effect}. Continue?", yes)
     result = session.run(verb(context, force=force))
@@ -137,7 +141,7 @@ def show_offers(console: Console, result: OffersResult) -> None:
 def _offer_cells(offer: Offer) -> tuple[str, ...]:
     gpus = f"{offer.gpus} × {offer.gpu}" if offer.gpus else "none"
     day = offer.as_of or ("now" if offer.usd_hour is not None else "")
-    return offer.provider, offer.type, offer.market, gpus, day, AVAILABLE[offer.available], *_prices(offer)
+    return offer.provider, offer.type, offer.market, gpus, day, AVAILABLE[offer.available], *_format_prices(offer)
 
 
 def _place(offer: Offer) -> str:
@@ -149,18 +153,18 @@ AVAILABLE = {"yes": "yes", "low": "few", "no": "none", "unknown": "unknown"}
 
 
 def show_cost(console: Console, result: CostResult) -> None:
-    costs, whole = result.costs, result.budget
+    costs, budget = result.costs, result.budget
     console.print(f"[bold]{result.cluster}[/]: {count(costs.machines, 'machine')}\n")
-    table = _table("", right=("", "of"))
-    table.add_row("now, an hour", format_dollars(costs.per_hour), _limit_text(whole.per_hour))
-    table.add_row("today (UTC)", format_dollars(costs.today), _limit_text(whole.per_day))
-    table.add_row(costs.month, format_dollars(costs.total), _limit_text(whole.per_month), style="bold")
+    table = _make_table("", right=("", "of"))
+    table.add_row("now, an hour", format_dollars(costs.per_hour), _limit_text(budget.per_hour))
+    table.add_row("today (UTC)", format_dollars(costs.today), _limit_text(budget.per_day))
+    table.add_row(costs.month, format_dollars(costs.total), _limit_text(budget.per_month), style="bold")
     console.print(table)
     if costs.total:
         limits = {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()}
-        _parts(console, "nodeset", costs.nodesets, limits)
-        _parts(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
-        _jobs(console, result)
+        _show_costs(console, "nodeset", costs.nodesets, limits)
+        _show_costs(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
+        _show_jobs(console, result)
     if costs.unpriced:
         console.print(f"\nnot included, because the price is unknown: {', '.join(costs.unpriced)}")
     if costs.unattributed:
@@ -177,8 +181,8 @@ def cost_json(result: CostResult) -> dict[str, Any]:
         "per_hour": dollars(costs.per_hour),
         "today": dollars(costs.today),
         "total": dollars(costs.total),
-        "nodesets": {name: dollars(part) for name, part in costs.nodesets.items()},
-        "users": {name: dollars(part) for name, part in costs.users.items()},
+        "nodesets": {name: dollars(cost_micros) for name, cost_micros in costs.nodesets.items()},
+        "users": {name: dollars(cost_micros) for name, cost_micros in costs.users.items()},
         "jobs": [{"id": job.id, "user": job.user, "name": job.name, "usd": dollars(job.micros)} for job in costs.jobs],
         "starting": dollars(costs.starting),
         "idle": dollars(costs.idle),
@@ -197,7 +201,7 @@ def show_preview(console: Console, preview: ReapPreview) -> None:
         if not preview.failures and not preview.findings:
             console.print(f"{preview.cluster}: no provider lists a machine of this cluster")
         return
-    _machines(console, preview.found)
+    _show_instances(console, preview.found)
 
 
 def show_reap(console: Console, result: ReapResult) -> None:
@@ -205,11 +209,11 @@ def show_reap(console: Console, result: ReapResult) -> None:
     show_findings(console, result.findings)
     if result.remaining:
         console.print("still there, or unknown:")
-        _machines(console, result.remaining)
-    gone = count(len(result.gone), "machine")
+        _show_instances(console, result.remaining)
+    count_text = count(len(result.gone), "machine")
     mark = "[green]✓[/]" if result.clean else "[yellow]![/]"
-    after = "no provider lists any more" if result.clean else "run `shoal reap` again"
-    console.print(f"{mark} {result.cluster}: {gone} released; {after}")
+    next_step = "no provider lists any more" if result.clean else "run `shoal reap` again"
+    console.print(f"{mark} {result.cluster}: {count_text} released; {next_step}")
 
 
 def _reap_json(
@@ -219,41 +223,43 @@ def _reap_json(
     return {"cluster": result.cluster, **machines, "failures": result.failures, "findings": result.findings}
 
 
-def _instances_json(listed: Iterable[RentedInstance]) -> list[dict[str, Any]]:
-    return [{"account": machine.account, **plain(machine)} for machine in listed]
+def _instances_json(instances: Iterable[RentedInstance]) -> list[dict[str, Any]]:
+    return [{"account": instance.account, **plain(instance)} for instance in instances]
 
 
-def _machines(console: Console, listed: Iterable[RentedInstance]) -> None:
-    table = _table("provider", "machine", "node", "type", "where", "state", right=("$/hour",))
-    for machine in listed:
-        price = "" if machine.usd_hour is None else format_dollars(micros(machine.usd_hour))
-        where = machine.zone or machine.region
-        cells = (machine.account, machine.id, machine.node, machine.type, where, machine.raw_state, price)
+def _show_instances(console: Console, instances: Iterable[RentedInstance]) -> None:
+    table = _make_table("provider", "machine", "node", "type", "where", "state", right=("$/hour",))
+    for instance in instances:
+        price = "" if instance.usd_hour is None else format_dollars(micros(instance.usd_hour))
+        location = instance.zone or instance.region
+        cells = (instance.account, instance.id, instance.node, instance.type, location, instance.raw_state, price)
         table.add_row(*map(escape_text, cells))
     console.print(table)
 
 
-def _parts(console: Console, title: str, parts: Mapping[str, int], limits: Mapping[str, str] | None = None) -> None:
+def _show_costs(
+    console: Console, title: str, costs: Mapping[str, int], limits: Mapping[str, str] | None = None
+) -> None:
     console.print()
-    table = _table(title, right=("cost", *(("of",) if limits else ())))
-    for name, part in parts.items():
-        if part:
-            table.add_row(escape_text(name), format_dollars(part), *([limits.get(name, "")] if limits else ()))
+    table = _make_table(title, right=("cost", *(("of",) if limits else ())))
+    for name, cost_micros in costs.items():
+        if cost_micros:
+            table.add_row(escape_text(name), format_dollars(cost_micros), *([limits.get(name, "")] if limits else ()))
     console.print(table)
 
 
-def _jobs(console: Console, result: CostResult) -> None:
+def _show_jobs(console: Console, result: CostResult) -> None:
     jobs = result.costs.jobs
     if not jobs:
         return
     console.print()
-    table = _table("job", "user", "name", right=("cost",))
+    table = _make_table("job", "user", "name", right=("cost",))
     for job in jobs[:ROWS]:
         table.add_row(*(escape_text(cell) for cell in (job.id, job.user, job.name)), format_dollars(job.micros))
     console.print(table)
     if len(jobs) > ROWS:
-        rest = format_dollars(sum(job.micros for job in jobs[ROWS:]))
-        console.print(f"and {len(jobs) - ROWS} more jobs for {rest}; --json shows all")
+        rest_text = format_dollars(sum(job.micros for job in jobs[ROWS:]))
+        console.print(f"and {len(jobs) - ROWS} more jobs for {rest_text}; --json shows all")
 
 
 def _show_provider_errors(console: Console, failures: Mapping[str, ShoalError]) -> None:
@@ -263,7 +269,7 @@ def _show_provider_errors(console: Console, failures: Mapping[str, ShoalError]) 
         print_fix(console, error.hint)
 
 
-def _prices(offer: Offer) -> tuple[str, str]:
+def _format_prices(offer: Offer) -> tuple[str, str]:
     if offer.usd_hour is None:
         return "?", "?"
     amount = micros(offer.usd_hour)
@@ -280,5 +286,5 @@ def _limits(budget: Budget) -> dict[str, float]:
     return {name: dollars(micros(limit)) for name, limit in limits.items() if limit is not None}
 
 
-def _table(*titles: str, right: Collection[str] = ()) -> Columns:
+def _make_table(*titles: str, right: Collection[str] = ()) -> Columns:
     return Columns(*titles, *right, right=right, wraps=("type", "machine", "region", "where", "name"))

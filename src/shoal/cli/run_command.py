@@ -51,27 +51,31 @@ def run(
         if dry_run:
             from shoal.verbs.run import dry_run as prepare
 
-            prepared = session.run(prepare(context, spec, Path.cwd(), limit))
-            value = {"script": prepared.script, "code": prepared.tree.hash, "job": prepared.job.spec.model_dump()}
+            prepared_job = session.run(prepare(context, spec, Path.cwd(), limit))
+            value = {
+                "script": prepared_job.script,
+                "code": prepared_job.tree.hash,
+                "job": prepared_job.job.spec.model_dump(),
+            }
             if not session.finish(value):
-                print(prepared.script, end="")
+                print(prepared_job.script, end="")
             return
         from shoal.verbs.run import run as verb
 
-        submitted = session.run(verb(context, spec, Path.cwd(), limit))
+        submitted_job = session.run(verb(context, spec, Path.cwd(), limit))
         if not json:
             from shoal.cli.job_screens import show_submitted
 
-            show_submitted(session.errors if wait else session.console, submitted)
+            show_submitted(session.errors if wait else session.console, submitted_job)
         if not wait:
-            session.finish(submitted)
+            session.finish(submitted_job)
             return
         from shoal.verbs.logs import follow
 
         show = print_line(session, None)
-        with keep_running(submitted.id):
-            result = session.run(follow(context, submitted.id, show, options["directory"]), watching=True)
-        finish_wait(session, submitted, result)
+        with keep_running(submitted_job.id):
+            result = session.run(follow(context, submitted_job.id, show, options["directory"]), watching=True)
+        finish_wait(session, submitted_job, result)
 
 
 def _job_spec(script: str | None, args: list[str] | None, file: Path | None, options: dict[str, Any]) -> JobSpec:
@@ -122,13 +126,13 @@ def _job_options() -> Iterator[inspect.Parameter]:
         if spelling is None:
             continue
         names = "/".join(filter(None, (option_name(name), spelling["negative"])))
-        declared = typer.Option(
+        option = typer.Option(
             *filter(None, (names, spelling["short"])),
             help=field.description,
             metavar=spelling["metavar"] or None,
             autocompletion=suggest(*CHOICES[name]) if name in CHOICES else None,
         )
-        annotation: Any = Annotated[Any, declared]  # its type is known only now
+        annotation: Any = Annotated[Any, option]  # its type is known only now
         annotation = annotation.copy_with((_option_type(field.annotation) | None,))
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -144,9 +148,9 @@ def _option_type(annotation: Any) -> Any:
 
 def _signature(function: Callable[..., None]) -> inspect.Signature:
     """The function's parameters with the job's options, where typer looks for them, in place of `**options`."""
-    own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
-    keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    return inspect.Signature([*keyword[:3], *_job_options(), *keyword[3:]])
+    parameters = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
+    keyword_parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    return inspect.Signature([*keyword_parameters[:3], *_job_options(), *keyword_parameters[3:]])
 
 
 run.__signature__ = _signature(run)  # type: ignore[attr-defined]

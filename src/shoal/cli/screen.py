@@ -86,13 +86,15 @@ def show_findings(console: Console, findings: Iterable[Finding]) -> None:
 
 def _group_findings(findings: Iterable[Finding]) -> Iterator[Finding]:
     def without_host(finding: Finding) -> Finding:
-        what, found, fix = (_without_host(text, finding.host) for text in (finding.what, finding.found, finding.fix))
-        return replace(finding, what=what, found=found, fix=fix, host=finding.host and _HOST)
+        what, found_text, fix = (
+            _without_host(text, finding.host) for text in (finding.what, finding.found, finding.fix)
+        )
+        return replace(finding, what=what, found=found_text, fix=fix, host=finding.host and _HOST)
 
     for key, group in group_by(findings, without_host).items():
         hosts = [finding.host for finding in group if finding.host]
-        what, found, fix, host = (_with_hosts(text, hosts) for text in (key.what, key.found, key.fix, key.host))
-        yield replace(key, what=what, found=found, fix=fix, host=host)
+        what, found_text, fix, host = (_with_hosts(text, hosts) for text in (key.what, key.found, key.fix, key.host))
+        yield replace(key, what=what, found=found_text, fix=fix, host=host)
 
 
 def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
@@ -143,10 +145,16 @@ class Columns(Table):
         """If the table is too wide, drop those of these columns that have one value in all rows; their text."""
         if self._natural_width(console, console.options) <= console.width:
             return ""
-        same = [column for column in self.columns if column.header in titles and len(set(column.cells)) == 1]
-        kept = [(column, least) for column, least in zip(self.columns, self._least, strict=True) if column not in same]
-        self.columns, self._least = [column for column, _ in kept], [least for _, least in kept]
-        return ", ".join(f"{column.header} {next(iter(column.cells))}" for column in same)
+        constant_columns = [
+            column for column in self.columns if column.header in titles and len(set(column.cells)) == 1
+        ]
+        remaining = [
+            (column, min_width)
+            for column, min_width in zip(self.columns, self._least, strict=True)
+            if column not in constant_columns
+        ]
+        self.columns, self._least = [column for column, _ in remaining], [min_width for _, min_width in remaining]
+        return ", ".join(f"{column.header} {next(iter(column.cells))}" for column in constant_columns)
 
     def _natural_width(self, console: Console, options: ConsoleOptions) -> int:
         return self.__rich_measure__(console, options.update(max_width=_UNBOUNDED_WIDTH)).maximum
@@ -154,7 +162,7 @@ class Columns(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = self._natural_width(console, options)
         if width > options.max_width >= sum(self._least) + _GAP * len(self._least):
-            for column, least in zip(self.columns, self._least, strict=True):
+            for column, min_width in zip(self.columns, self._least, strict=True):
                 if column.header not in self._wraps:
-                    column.width = least
+                    column.width = min_width
         yield from super().__rich_console__(console, options)

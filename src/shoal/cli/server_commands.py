@@ -81,9 +81,9 @@ def simulate(
 
         def show(cloud: Simulated) -> None:
             if not session.finish({key: value for key, value in vars(cloud).items() if value != ""}):
-                where = f"sandbox hosts of cluster {cloud.cluster}" if cloud.cluster else "no real hosts"
+                host_text = f"sandbox hosts of cluster {cloud.cluster}" if cloud.cluster else "no real hosts"
                 session.console.print(f"{cloud.kind} is simulated at {cloud.url}", soft_wrap=True)
-                session.console.print(f"  {where}; bill: {cloud.url}/_simulator/bill", soft_wrap=True)
+                session.console.print(f"  {host_text}; bill: {cloud.url}/_simulator/bill", soft_wrap=True)
                 if cloud.machines:
                     session.console.print(f"  {cloud.machines} machines from an earlier start")
                 if cloud.warning:

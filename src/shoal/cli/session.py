@@ -131,10 +131,10 @@ class Session:
             show_failures(self.errors, error.failures)
             return print_wrapped(self.errors, f"[red]error:[/] cannot go on without {error.host}, the controller")
         # Ctrl-C is no error, and there is nothing to fix.
-        stopped = isinstance(error, Interrupted)
-        print_wrapped(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))
+        is_interrupt = isinstance(error, Interrupted)
+        print_wrapped(self.errors, ("" if is_interrupt else "[red]error:[/] ") + escape(error.message))
         if error.hint:
-            label = "" if stopped else "fix: "
+            label = "" if is_interrupt else "fix: "
             self.errors.print(f"  {label}{error.hint}", markup=False, soft_wrap=True)
 
     def _report_bug(self, error: Exception) -> None:
@@ -148,8 +148,8 @@ class Session:
 
 def run_app(app: typer.Typer) -> None:
     """Run the command line. A wrong one exits 2, with --json as an object like every other error."""
-    words = sys.argv[1:]
-    json = "--json" in words[: words.index("--") if "--" in words else None]
+    arguments = sys.argv[1:]
+    json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
     allow_any_encoding()
     status = 0
     try:
@@ -162,8 +162,8 @@ def run_app(app: typer.Typer) -> None:
                     raise UsageError(error.format_message(), hint="see --help") from None
                 error.show()
                 session.status = UsageError.exit_code
-    except typer.Exit as end:
-        status = end.exit_code
+    except typer.Exit as exit_request:
+        status = exit_request.exit_code
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.exit(status)
