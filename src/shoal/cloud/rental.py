@@ -195,19 +195,19 @@ def cost(rental: Rental, at: float, *, whole: bool = False) -> int:
     A machine that is not known to be billed yet costs nothing; with `whole`, as budgets count, it is billed from the
     order.
     """
-    begun = _begun(rental, whole)
-    if begun is None or rental.usd_hour is None or at <= begun:
+    start = _billing_start(rental, whole)
+    if start is None or rental.usd_hour is None or at <= start:
         return 0
-    ended = min(at, _ended(rental))
-    spent, counted = 0, 0
-    changes = [*(at for at, _ in rental.prices[1:]), float("inf")]
+    end = min(at, _billing_end(rental))
+    total, counted_s = 0, 0
+    changes = [*(since for since, _ in rental.prices[1:]), float("inf")]
     prices = [*(usd for _, usd in rental.prices[:-1]), rental.usd_hour]
-    for until, usd_hour in zip(changes, prices, strict=True):
+    for change, usd_hour in zip(changes, prices, strict=True):
         # a billing step costs the price at its start
-        billed = rental.billing.seconds(min(ended, until) - begun) if until > begun else 0
-        spent += cost_of_time(micros(usd_hour), max(0, billed - counted))
-        counted = max(counted, billed)
-    return spent
+        billed_s = rental.billing.seconds(min(end, change) - start) if change > start else 0
+        total += cost_of_time(micros(usd_hour), max(0, billed_s - counted_s))
+        counted_s = max(counted_s, billed_s)
+    return total
 
 
 def cost_between(rental: Rental, since: float, until: float, *, whole: bool = False) -> int:
@@ -222,10 +222,10 @@ def hourly_rate(rental: Rental) -> int:
 
 def presence(rental: Rental, since: float, until: float) -> tuple[float, float] | None:
     """From when to when its machine existed within a period; None if it did not."""
-    begun = _begun(rental, False)
-    if begun is None or begun >= until or _ended(rental) < since:
+    start = _billing_start(rental, False)
+    if start is None or start >= until or _billing_end(rental) < since:
         return None
-    return max(since, begun), max(since, begun, min(until, _ended(rental)))
+    return max(since, start), max(since, start, min(until, _billing_end(rental)))
 
 
 def day_of(at: float) -> tuple[float, float]:
@@ -237,20 +237,20 @@ def day_of(at: float) -> tuple[float, float]:
 def month_of(at: float) -> tuple[float, float]:
     """Start and end of the month of a time, in UTC."""
     begin = datetime.fromtimestamp(at, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    following = (begin + timedelta(days=32)).replace(day=1)
-    return begin.timestamp(), following.timestamp()
+    next_month = (begin + timedelta(days=32)).replace(day=1)
+    return begin.timestamp(), next_month.timestamp()
 
 
-def _begun(rental: Rental, whole: bool) -> float | None:
+def _billing_start(rental: Rental, from_order: bool) -> float | None:
     if rental.billed_from is not None:
         return rental.billed_from
     if rental.made_at is not None and (rental.joined_at is not None or not rental.billing.from_up):
         return rental.made_at
     # an order without an answer, or a machine that is not up where billing starts with that
-    return rental.begun if whole and rental.live else None
+    return rental.begun if from_order and rental.live else None
 
 
-def _ended(rental: Rental) -> float:
+def _billing_end(rental: Rental) -> float:
     if rental.billed_until is not None:
         return rental.billed_until
     return rental.gone_at if rental.gone_at is not None else float("inf")

@@ -56,23 +56,23 @@ async def apply(
     plan: Plan, fleet: Fleet, controller: str, nodes: Sequence[str], progress: ProgressReporter, timeouts: ApplyTimeouts
 ) -> ApplyResult:
     """Apply the plan. `nodes` are the compute nodes that must be ready at the end."""
-    drained = await _drain(plan.drain, fleet, controller)
-    changed = await _converge(plan, [host for host in plan.hosts if host.changes], fleet, controller, progress)
-    staying: tuple[str, ...] = ()
+    is_drained = await _drain(plan.drain, fleet, controller)
+    changed_names = await _converge(plan, [host for host in plan.hosts if host.changes], fleet, controller, progress)
+    busy_nodes: tuple[str, ...] = ()
     if plan.drain:
-        if not drained:
+        if not is_drained:
             await drain_nodes(await fleet.host(controller), plan.drain)
-        staying = await _wait_until_empty(plan.drain, fleet, controller, progress, timeouts)
-        if not staying:
-            changed += await _converge(plan, plan.after_drain, fleet, controller, progress)
-    missing = await _wait_for_nodes(nodes, fleet, controller, progress, timeouts)
-    return ApplyResult(tuple(dict.fromkeys(changed)), missing, staying)
+        busy_nodes = await _wait_until_empty(plan.drain, fleet, controller, progress, timeouts)
+        if not busy_nodes:
+            changed_names += await _converge(plan, plan.after_drain, fleet, controller, progress)
+    unready = await _wait_for_nodes(nodes, fleet, controller, progress, timeouts)
+    return ApplyResult(tuple(dict.fromkeys(changed_names)), unready, busy_nodes)
 
 
-async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
+async def _drain(names: Sequence[str], fleet: Fleet, controller: str) -> bool:
     """Drain first, so that no job starts on a leaving node. False where slurmctld does not answer yet."""
     try:
-        await drain_nodes(await fleet.host(controller), leaving)
+        await drain_nodes(await fleet.host(controller), names)
     except (SlurmError, CommandTimeout):
         return False
     return True
@@ -82,43 +82,43 @@ async def _converge(
     plan: Plan, hosts: Sequence[HostPlan], fleet: Fleet, controller: str, progress: ProgressReporter
 ) -> list[str]:
     """All stages on these hosts; a host that fails drops out, a controller that fails ends the run."""
-    changed: list[str] = []
+    changed_names: list[str] = []
     for stage in Stage if hosts else ():
-        due = {host.name: host.document(stage) for host in hosts if host.name not in fleet.failures}
-        due = {name: document for name, document in due.items() if document}
+        documents = {host.name: host.document(stage) for host in hosts if host.name not in fleet.failures}
+        documents = {name: document for name, document in documents.items() if document}
         secrets = await fetch_secrets(
-            due.values(), plan.shared_secrets, plan.user_secrets, fleet, hosts_have_theirs=True
+            documents.values(), plan.shared_secrets, plan.user_secrets, fleet, hosts_have_theirs=True
         )
         fleet.require(controller)
-        if not due:
+        if not documents:
             continue
-        with progress.phase(TITLES[stage], len(due)) as phase:
-            reports = await fleet.converge_all(due, secrets, phase)
-        changed += [name for name, report in reports.items() if report.changed]
+        with progress.phase(TITLES[stage], len(documents)) as phase:
+            reports = await fleet.converge_all(documents, secrets, phase)
+        changed_names += [name for name, report in reports.items() if report.changed]
         fleet.require(controller)
-    return changed
+    return changed_names
 
 
 async def _wait_until_empty(
-    leaving: Sequence[str], fleet: Fleet, controller: str, progress: ProgressReporter, timeouts: ApplyTimeouts
+    names: Sequence[str], fleet: Fleet, controller: str, progress: ProgressReporter, timeouts: ApplyTimeouts
 ) -> tuple[str, ...]:
     """Wait for the jobs on leaving nodes. Returns the nodes that are still busy after the timeout."""
     host, clock = await fleet.host(controller), asyncio.get_running_loop()
-    end = None if timeouts.drain_s is None else clock.time() + timeouts.drain_s
-    with progress.phase("jobs on leaving nodes", len(leaving)) as phase:
-        empty: set[str] = set()
+    deadline = None if timeouts.drain_s is None else clock.time() + timeouts.drain_s
+    with progress.phase("jobs on leaving nodes", len(names)) as phase:
+        empty_nodes: set[str] = set()
         while True:
-            for node in leaving:
-                jobs = await jobs_on(host, node)
+            for name in names:
+                jobs = await jobs_on(host, name)
                 if jobs:
-                    phase.update(node, f"waiting for job {', '.join(jobs)}")
-                elif node not in empty:
-                    empty.add(node)
-                    phase.done(node)
-            if len(empty) == len(leaving):
+                    phase.update(name, f"waiting for job {', '.join(jobs)}")
+                elif name not in empty_nodes:
+                    empty_nodes.add(name)
+                    phase.done(name)
+            if len(empty_nodes) == len(names):
                 return ()
-            if end is not None and clock.time() > end:
-                return tuple(node for node in leaving if node not in empty)
+            if deadline is not None and clock.time() > deadline:
+                return tuple(name for name in names if name not in empty_nodes)
             await asyncio.sleep(1)
 
 
@@ -126,36 +126,36 @@ async def _wait_for_nodes(
     nodes: Sequence[str], fleet: Fleet, controller: str, progress: ProgressReporter, timeouts: ApplyTimeouts
 ) -> tuple[tuple[str, str], ...]:
     """Wait until every node that we could reach has registered with slurmctld."""
-    due = [name for name in nodes if name not in fleet.failures]
+    names = [name for name in nodes if name not in fleet.failures]
     host, clock = await fleet.host(controller), asyncio.get_running_loop()
-    end = clock.time() + timeouts.nodes_s
-    missing = await _unready(host, due, end)
-    if not missing:
+    deadline = clock.time() + timeouts.nodes_s
+    unready = await _find_unready(host, names, deadline)
+    if not unready:
         return ()
-    with progress.phase("nodes register with Slurm", len(due)) as phase:
-        await resume_not_responding(host, list(missing))
-        seen: set[str] = set()
+    with progress.phase("nodes register with Slurm", len(names)) as phase:
+        await resume_not_responding(host, list(unready))
+        ready: set[str] = set()
         while True:
-            for name in due:
-                if name not in missing and name not in seen:
-                    seen.add(name)
+            for name in names:
+                if name not in unready and name not in ready:
+                    ready.add(name)
                     phase.done(name)
-            if not missing or clock.time() > end:
-                return tuple(missing.items())
-            ours = [name for name, reason in missing.items() if LEAVING_REASON in reason]
-            if ours:
-                await resume_nodes(host, ours)
+            if not unready or clock.time() > deadline:
+                return tuple(unready.items())
+            drained_names = [name for name, reason in unready.items() if LEAVING_REASON in reason]
+            if drained_names:
+                await resume_nodes(host, drained_names)
             await asyncio.sleep(0.25)
-            missing = await _unready(host, due, end)
+            unready = await _find_unready(host, names, deadline)
 
 
-async def _unready(host: Host, due: Sequence[str], end: float) -> dict[str, str]:
-    """As `unready_nodes`, repeated until `end` while slurmctld restarts."""
+async def _find_unready(host: Host, names: Sequence[str], deadline: float) -> dict[str, str]:
+    """As `unready_nodes`, repeated until `deadline` while slurmctld restarts."""
     while True:
         try:
-            return await unready_nodes(host, due)
+            return await unready_nodes(host, names)
         except (SlurmError, CommandTimeout):
-            if asyncio.get_running_loop().time() > end:
+            if asyncio.get_running_loop().time() > deadline:
                 raise
             await asyncio.sleep(0.25)
 
@@ -168,12 +168,12 @@ async def preparations(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> 
 async def prepare(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet, progress: ProgressReporter) -> tuple[str, ...]:
     """Prepare the hosts that need it. Returns their names: their facts have changed since they were observed."""
     documents = _documents(spec, facts)
-    due = {name: documents[name] for name in await _changes(documents, fleet)}
-    if due:
-        secrets = await fetch_secrets(due.values(), shared_secrets(spec), user_secrets(spec), fleet)
-        with progress.phase("preparation", len(due)) as phase:
-            await fleet.converge_all(due, secrets, phase)
-    return tuple(due)
+    due_documents = {name: documents[name] for name in await _changes(documents, fleet)}
+    if due_documents:
+        secrets = await fetch_secrets(due_documents.values(), shared_secrets(spec), user_secrets(spec), fleet)
+        with progress.phase("preparation", len(due_documents)) as phase:
+            await fleet.converge_all(due_documents, secrets, phase)
+    return tuple(due_documents)
 
 
 async def _changes(documents: Mapping[str, Document], fleet: Fleet) -> dict[str, tuple[Change, ...]]:
@@ -185,6 +185,6 @@ async def _changes(documents: Mapping[str, Document], fleet: Fleet) -> dict[str,
 
 
 def _documents(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, Document]:
-    present = [member for member in all_members(spec) if member.name in facts]
-    documents = {member.name: preparation(spec, member, facts[member.name], facts) for member in present}
+    members = [member for member in all_members(spec) if member.name in facts]
+    documents = {member.name: preparation(spec, member, facts[member.name], facts) for member in members}
     return {name: document for name, document in documents.items() if document}

@@ -41,12 +41,12 @@ class Connections:
         """The connection to a host, made on first use."""
         if name not in self._hosts:
             self.start_connecting([name])
-            connecting = self._connecting[name]
+            connection = self._connecting[name]
             try:
                 # Several callers may wait for the same connection: a cancelled one must not cancel it for the others.
-                self._hosts[name] = await asyncio.shield(connecting)
+                self._hosts[name] = await asyncio.shield(connection)
             finally:
-                if connecting.done() and self._connecting.get(name) is connecting:
+                if connection.done() and self._connecting.get(name) is connection:
                     del self._connecting[name]
         return self._hosts[name]
 
@@ -79,11 +79,11 @@ class Connections:
         raise self.failures[name] if len(self.failures) == 1 else ControllerFailed(name, self.failures)
 
     async def close(self) -> None:
-        for connecting in self._connecting.values():
-            connecting.cancel()
-        connected = await asyncio.gather(*self._connecting.values(), return_exceptions=True)
+        for connection in self._connecting.values():
+            connection.cancel()
+        results = await asyncio.gather(*self._connecting.values(), return_exceptions=True)
         self._connecting.clear()
-        hosts = [*self._hosts.values(), *(host for host in connected if not isinstance(host, BaseException))]
+        hosts = [*self._hosts.values(), *(host for host in results if not isinstance(host, BaseException))]
         await asyncio.gather(*(host.close() for host in hosts), return_exceptions=True)
         self._hosts.clear()
 

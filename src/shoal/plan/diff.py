@@ -56,17 +56,19 @@ class ClusterGoal:
 def cluster_goal(spec: Spec, observed: Observation, reached: Mapping[str, str]) -> ClusterGoal:
     """The desired cluster. Raises VersionMismatch when the hosts' Slurm versions cannot talk to each other."""
     members = members_of(spec)
-    before = read_current_conf(observed.facts.get(members[0].name))
-    rented = {member.name for member in rented_members(spec)}
-    computes = {member.name for member in members if "compute" in member.roles} | rented
-    leaving = tuple(name for name in before.nodes if name not in computes)
-    now = assemble(spec, observed.facts, reached, before, leaving)
+    current = read_current_conf(observed.facts.get(members[0].name))
+    rented_names = {member.name for member in rented_members(spec)}
+    compute_names = {member.name for member in members if "compute" in member.roles} | rented_names
+    leaving_nodes = tuple(name for name in current.nodes if name not in compute_names)
+    now = assemble(spec, observed.facts, reached, current, leaving_nodes)
     _check_versions(now)
-    later = assemble(spec, observed.facts, reached, before) if leaving else None
-    names = {member.name for member in members} | rented
-    left = tuple(name for name in {**before.nodes, **before.addresses} if name not in names)
-    once_rented = tuple(name for name in left if name in before.nodes and before.nodes[name].cloud)
-    return ClusterGoal(now, later, leaving, left, new=not (before.nodes or before.addresses), rented=once_rented)
+    later = assemble(spec, observed.facts, reached, current) if leaving_nodes else None
+    names = {member.name for member in members} | rented_names
+    left_hosts = tuple(name for name in {**current.nodes, **current.addresses} if name not in names)
+    released_rentals = tuple(name for name in left_hosts if name in current.nodes and current.nodes[name].cloud)
+    return ClusterGoal(
+        now, later, leaving_nodes, left_hosts, new=not (current.nodes or current.addresses), rented=released_rentals
+    )
 
 
 def network_addresses(spec: Spec, observed: Observation, reached: Mapping[str, str]) -> Mapping[str, str]:
@@ -85,37 +87,41 @@ async def make_plan(
     """Ask each host how it differs from what it should be: in one round trip, or in two while a node leaves."""
     goal = cluster_goal(spec, observed, reached)
     stages = _stages(goal.now)
-    later = _stages(goal.later) if goal.later is not None else {}
+    later_stages = _stages(goal.later) if goal.later is not None else {}
 
     async def dry_run(name: str) -> tuple[Report, Report]:
         agent = await fleet.agent(name)
-        now = await agent.check(_all(stages[name]))
-        return now, await agent.check(_all(later[name])) if name in later else now
+        now = await agent.check(_join_stages(stages[name]))
+        return now, await agent.check(_join_stages(later_stages[name])) if name in later_stages else now
 
     answers = await fleet.each(stages, dry_run, phase)
     reports = {name: now for name, (now, _) in answers.items()}
-    ends_jobs, loses = _lost_jobs(goal.now, observed)
+    ends_jobs, conf_jobs = _lost_jobs(goal.now, observed)
     # On a login host the file is only read by commands.
     costs = {goal.now.controller.name: _conf_cost(goal.now, ends_jobs)}
     hosts = tuple(
         HostPlan(name, stages[name], host_changes(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
-    hosts, lost, user_findings = _lock_users(goal.now, hosts, observed.slurm.jobs)
-    hosts, ended, rental_findings = _release_rentals(goal.rented, hosts, observed.slurm.jobs)
-    after = tuple(
-        HostPlan(name, later[name], _later_changes(goal, host, later[name], answers[name][1]))
+    hosts, user_jobs, user_findings = _lock_users(goal.now, hosts, observed.slurm.jobs)
+    hosts, rental_jobs, rental_findings = _release_rentals(goal.rented, hosts, observed.slurm.jobs)
+    later_hosts = tuple(
+        HostPlan(name, later_stages[name], _later_changes(goal, host, later_stages[name], answers[name][1]))
         for host in hosts
-        if (name := host.name) in later
+        if (name := host.name) in later_stages
     )
     return Plan(
         cluster=spec.cluster,
         drain=goal.leaving,
         delete=tuple((provider, instance.name) for provider, instance in orphans),
-        foreign=tuple(instance.name for at, instance in orphans if goal.new and at != goal.now.controller.provider),
+        foreign=tuple(
+            instance.name
+            for provider_name, instance in orphans
+            if goal.new and provider_name != goal.now.controller.provider
+        ),
         hosts=hosts,
-        after_drain=after,
-        lost_jobs=tuple(dict.fromkeys((*loses, *lost, *ended))),
+        after_drain=later_hosts,
+        lost_jobs=tuple(dict.fromkeys((*conf_jobs, *user_jobs, *rental_jobs))),
         shared_secrets={**munge_secret(goal.now.controller.name), **shared_secrets(spec)},
         user_secrets=user_secrets(spec),
         findings=(
@@ -181,9 +187,9 @@ def _check_versions(cluster: Cluster) -> None:
             hint="add a package source that has Slurm (Debian's main, Ubuntu's universe), or make another host the "
             "controller",
         )
-    others = {host: version for host, version in cluster.versions.items() if host != name}
+    other_versions = {host: version for host, version in cluster.versions.items() if host != name}
     findings = [
-        *version_findings((name, cluster.versions[name]), others),
+        *version_findings((name, cluster.versions[name]), other_versions),
         *slurmdbd_skew(cluster.spec, cluster.versions),
         *auth_skew(cluster.spec, cluster.versions),
     ]
@@ -196,17 +202,17 @@ def _check_versions(cluster: Cluster) -> None:
 
 
 def _stages(cluster: Cluster) -> dict[str, tuple[tuple[Stage, Document], ...]]:
-    given = user_secrets(cluster.spec)
+    secrets = user_secrets(cluster.spec)
     return {
         member.name: tuple(
-            (stage, add_digests(document, given)) for stage, document in sorted(documents(cluster, member).items())
+            (stage, add_digests(document, secrets)) for stage, document in sorted(documents(cluster, member).items())
         )
         for member in cluster.members
         if member.name in cluster.facts
     }
 
 
-def _all(stages: tuple[tuple[Stage, Document], ...]) -> Document:
+def _join_stages(stages: tuple[tuple[Stage, Document], ...]) -> Document:
     return tuple(item for _, document in stages for item in document)
 
 
@@ -215,28 +221,30 @@ def _lost_jobs(cluster: Cluster, observed: Observation) -> tuple[bool, tuple[str
 
     slurmctld fails every job, running or waiting, whose partition is gone when it reads the file.
     """
-    old = _slurm_conf(cluster)
-    if not old:
+    old_conf = _slurm_conf(cluster)
+    if not old_conf:
         return False, ()
     jobs = [job for job in observed.slurm.jobs if job.state != "COMPLETING"]
-    if loses_jobs(old, slurm_conf(cluster.conf)):
+    if loses_jobs(old_conf, slurm_conf(cluster.conf)):
         return True, tuple(job.id for job in jobs if job.state in ACTIVE_STATES)
-    before = read_current_conf(cluster.facts[cluster.controller.name]).partitions.values()
-    removed = {name for names in before for name in names} - {partition.name for partition in cluster.conf.partitions}
-    lost = tuple(job.id for job in jobs if set(job.partition.split(",")) <= removed)
-    return bool(lost), lost
+    old_partitions = read_current_conf(cluster.facts[cluster.controller.name]).partitions.values()
+    removed_partitions = {name for names in old_partitions for name in names} - {
+        partition.name for partition in cluster.conf.partitions
+    }
+    job_ids = tuple(job.id for job in jobs if set(job.partition.split(",")) <= removed_partitions)
+    return bool(job_ids), job_ids
 
 
 def _conf_cost(cluster: Cluster, ends_jobs: bool) -> Cost:
     """What the new slurm.conf costs."""
-    old = _slurm_conf(cluster)
-    if not old:
+    old_conf = _slurm_conf(cluster)
+    if not old_conf:
         return Cost.NOTHING
-    return Cost.JOBS if ends_jobs else _step_cost(old, slurm_conf(cluster.conf))
+    return Cost.JOBS if ends_jobs else _step_cost(old_conf, slurm_conf(cluster.conf))
 
 
-def _step_cost(old: str, new: str) -> Cost:
-    return Cost.RESTART if change_cost(old, new) == "restart" else Cost.NOTHING
+def _step_cost(old_conf: str, new_conf: str) -> Cost:
+    return Cost.RESTART if change_cost(old_conf, new_conf) == "restart" else Cost.NOTHING
 
 
 def _slurm_conf(cluster: Cluster) -> str:
@@ -259,21 +267,21 @@ def host_changes(name: str, report: Report, conf_cost: Cost = Cost.NOTHING) -> t
 
 
 def _later_changes(
-    goal: ClusterGoal, host: HostPlan, later: tuple[tuple[Stage, Document], ...], report: Report
+    goal: ClusterGoal, host: HostPlan, stages: tuple[tuple[Stage, Document], ...], report: Report
 ) -> tuple[Change, ...]:
     """What changes on a host once the leaving nodes are empty, beyond what has changed by then."""
     assert goal.later is not None
     cost = Cost.NOTHING
     if host.name == goal.now.controller.name:
         cost = _step_cost(slurm_conf(goal.now.conf), slurm_conf(goal.later.conf))
-    now = {item.key: item for item in _all(host.stages)}
-    done = {change.what for change in host.changes}
-    done &= {item.key for item in _all(later) if now.get(item.key) == item}
-    when = f"once {compress(goal.leaving)} is empty"
+    items = {item.key: item for item in _join_stages(host.stages)}
+    applied_keys = {change.what for change in host.changes}
+    applied_keys &= {item.key for item in _join_stages(stages) if items.get(item.key) == item}
+    condition = f"once {compress(goal.leaving)} is empty"
     return tuple(
-        replace(change, action=f"{change.action}, {when}")
+        replace(change, action=f"{change.action}, {condition}")
         for change in host_changes(host.name, report, cost)
-        if change.what not in done
+        if change.what not in applied_keys
     )
 
 
@@ -294,31 +302,35 @@ def _lock_users(
     A user is locked, never deleted, so jobs run on. But where hosts mount every home by itself, a removed user's home
     is unmounted, and with it what a job writes there.
     """
-    leaving = sorted({name for host in hosts for _, name in _locks(host)})
-    queued = [job for job in jobs if job.state != "COMPLETING"]
-    by_user = {name: its_jobs for name in leaving if (its_jobs := [job for job in queued if job.user == name])}
-    share, answered = homes_of(cluster.spec), [m.name for m in cluster.members if m.name in cluster.facts]
-    unmounts = share is not None and any(access_kind(cluster, share, name) == "sshfs" for name in answered)
-    findings = [_lock_finding(name, its_jobs, cluster.controller.name, unmounts) for name, its_jobs in by_user.items()]
+    user_names = sorted({name for host in hosts for _, name in _locks(host)})
+    queue = [job for job in jobs if job.state != "COMPLETING"]
+    jobs_by_user = {name: user_jobs for name in user_names if (user_jobs := [job for job in queue if job.user == name])}
+    share, host_names = homes_of(cluster.spec), [m.name for m in cluster.members if m.name in cluster.facts]
+    unmounts = share is not None and any(access_kind(cluster, share, name) == "sshfs" for name in host_names)
+    findings = [
+        _lock_finding(name, user_jobs, cluster.controller.name, unmounts) for name, user_jobs in jobs_by_user.items()
+    ]
     if not unmounts:
         return tuple(hosts), (), findings
-    lost = tuple(job.id for its_jobs in by_user.values() for job in its_jobs)
-    keys = {key for host in hosts for key, name in _locks(host) if name in by_user}
-    return tuple(host.with_cost(Cost.JOBS, keys) for host in hosts), lost, findings
+    job_ids = tuple(job.id for user_jobs in jobs_by_user.values() for job in user_jobs)
+    keys = {key for host in hosts for key, name in _locks(host) if name in jobs_by_user}
+    return tuple(host.with_cost(Cost.JOBS, keys) for host in hosts), job_ids, findings
 
 
 def _locks(host: HostPlan) -> list[tuple[str, str]]:
     """Users that are to be locked on a host and are not yet, as (key, name)."""
-    due = {change.what for change in host.changes}
+    changed_keys = {change.what for change in host.changes}
     items = [item for _, document in host.stages for item in document]
-    return [(item.key, item.name) for item in items if isinstance(item, User) and item.locked and item.key in due]
+    return [
+        (item.key, item.name) for item in items if isinstance(item, User) and item.locked and item.key in changed_keys
+    ]
 
 
 def _lock_finding(name: str, jobs: Sequence[JobState], controller: str, unmounts: bool) -> Finding:
-    home, run = "nodes that have their home over SSH lose it", "their jobs still run, the waiting ones too"
+    home_text, jobs_text = "nodes that have their home over SSH lose it", "their jobs still run, the waiting ones too"
     return Finding(
         "warning",
-        f"{name} is no longer named and gets locked; {home if unmounts else run}",
+        f"{name} is no longer named and gets locked; {home_text if unmounts else jobs_text}",
         f"job {', '.join(job.id for job in jobs)}",
         f"`scancel -u {name}` on {controller} ends what they have in the queue",
         path="users",
@@ -335,6 +347,6 @@ def _release_rentals(
     if not names:
         return tuple(hosts), (), []
     what = f"{compress(names)}: no longer rented for the cluster; the controller releases their machines"
-    lost = tuple(job.id for job in jobs if job.state in ACTIVE_STATES and {*names} & {*job.node_names})
-    costly = {f"file {SPEC}"} if lost else ()
-    return tuple(host.with_cost(Cost.JOBS, costly) for host in hosts), lost, [Finding("info", what)]
+    job_ids = tuple(job.id for job in jobs if job.state in ACTIVE_STATES and {*names} & {*job.node_names})
+    costly_keys = {f"file {SPEC}"} if job_ids else ()
+    return tuple(host.with_cost(Cost.JOBS, costly_keys) for host in hosts), job_ids, [Finding("info", what)]

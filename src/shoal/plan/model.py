@@ -50,7 +50,7 @@ class HostPlan:
     changes: tuple[Change, ...] = ()
 
     def document(self, stage: Stage) -> Document:
-        return next((document for at, document in self.stages if at is stage), ())
+        return next((document for document_stage, document in self.stages if document_stage is stage), ())
 
     def with_cost(self, cost: Cost, keys: Container[str]) -> HostPlan:
         """The same plan with this cost for changes of these items."""
@@ -88,18 +88,18 @@ class Plan:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        made = tuple(
+        create_changes = tuple(
             Change(request.name, "host", f"create on {provider}: {describe_shape(request.shape)}")
             for provider, request in self.create
         )
-        drained = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
+        drain_changes = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
         costs = {**dict.fromkeys(self.drain, Cost.DRAIN), **dict.fromkeys(self.foreign, Cost.JOBS)}
-        deleted = tuple(
+        delete_changes = tuple(
             Change(name, "host", f"delete from {provider}", costs.get(name, Cost.NOTHING))
             for provider, name in self.delete
         )
-        on_hosts = tuple(change for host in (*self.hosts, *self.after_drain) for change in host.changes)
-        return made + self.prepare + drained + on_hosts + deleted
+        host_changes = tuple(change for host in (*self.hosts, *self.after_drain) for change in host.changes)
+        return create_changes + self.prepare + drain_changes + host_changes + delete_changes
 
     @property
     def cost(self) -> Cost:
@@ -112,27 +112,30 @@ class Plan:
 
 def describe_shape(shape: Shape) -> str:
     """The shape in short: `debian12, 2 CPUs, 2 simulated GPUs`."""
-    parts = [shape.image]
+    texts = [shape.image]
     if shape.cpus:
-        parts.append("1 CPU" if shape.cpus == 1 else f"{shape.cpus} CPUs")
+        texts.append("1 CPU" if shape.cpus == 1 else f"{shape.cpus} CPUs")
     if shape.memory_mb:
-        parts.append(f"{shape.memory_mb} MB")
+        texts.append(f"{shape.memory_mb} MB")
     if shape.gpus:
-        parts.append("1 simulated GPU" if shape.gpus == 1 else f"{shape.gpus} simulated GPUs")
+        texts.append("1 simulated GPU" if shape.gpus == 1 else f"{shape.gpus} simulated GPUs")
     if shape.site != "a":
-        parts.append(f"site {shape.site}")
-    return ", ".join(parts)
+        texts.append(f"site {shape.site}")
+    return ", ".join(texts)
 
 
 def shape_findings(members: Iterable[Member], made: Mapping[str, Shape]) -> list[Finding]:
     """Hosts that were created in another shape than the spec now has: only creating them again changes that."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for member in members:
-        before = made.get(member.name, member.shape)
+        current_shape = made.get(member.name, member.shape)
         names = [field.name for field in fields(Shape)]
-        differ = [name for name in names if getattr(before, name) != getattr(member.shape, name)]
-        if differ:
-            old, new = (", ".join(_describe_field(shape, name) for name in differ) for shape in (before, member.shape))
+        changed_fields = [name for name in names if getattr(current_shape, name) != getattr(member.shape, name)]
+        if changed_fields:
+            old, new = (
+                ", ".join(_describe_field(shape, name) for name in changed_fields)
+                for shape in (current_shape, member.shape)
+            )
             groups.setdefault((old, new, _remake_fix(member)), []).append(member.name)
     return [
         Finding("warning", f"was made with {old}; the file now says {new}", fix=fix, host=compress(names))

@@ -26,21 +26,21 @@ async def drain_nodes(host: Host, names: Sequence[str], reason: str = LEAVING_RE
 async def resume_nodes(host: Host, names: Sequence[str]) -> list[str]:
     """Put nodes back into scheduling. Returns the names of those that were out of it: Slurm rejects the others."""
     result = await host.run(state.NODES_COMMAND, timeout=30)
-    working = {node.name for node in state.parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
-    due = [name for name in names if name not in working]
-    await _update(host, due, "state=resume")
-    return due
+    scheduled = {node.name for node in state.parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
+    names_to_resume = [name for name in names if name not in scheduled]
+    await _update(host, names_to_resume, "state=resume")
+    return names_to_resume
 
 
 async def resume_not_responding(host: Host, names: Sequence[str]) -> None:
     """Resume nodes that Slurm marked DOWN for silence: it would ping them only after half an hour."""
     result = await host.run(state.NODES_COMMAND, timeout=30)
-    silent = [
+    silent_names = [
         node.name
         for node in state.parse_nodes(result.text)
         if set(node.state) == {"DOWN", "NOT_RESPONDING"} and node.reason.startswith(state.NOT_RESPONDING_REASON)
     ]
-    await _update(host, [name for name in names if name in silent], "state=resume")
+    await _update(host, [name for name in names if name in silent_names], "state=resume")
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:
@@ -64,14 +64,14 @@ async def unready_nodes(host: Host, names: Sequence[str]) -> dict[str, str]:
             hint=f"look at `shoal ssh {host.name} journalctl -u slurmctld`",
         )
     nodes = {node.name: node for node in state.parse_nodes(result.text)}
-    missing: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in names:
         node = nodes.get(name)
         if node is None:
-            missing[name] = "not in Slurm's configuration"
+            reasons[name] = "not in Slurm's configuration"
         elif NOT_READY & set(node.state) or LEAVING_REASON in node.reason:
-            missing[name] = node.reason or "+".join(node.state).lower()
-    return missing
+            reasons[name] = node.reason or "+".join(node.state).lower()
+    return reasons
 
 
 async def _jobs(host: Host, *options: str) -> list[state.JobState]:

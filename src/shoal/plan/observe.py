@@ -77,15 +77,15 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None) -> Obser
     answers = await fleet.each(fleet.targets, observe_host, phase)
     facts = {name: fact for name, (fact, _) in answers.items()}
     if spec.network.kind == "wireguard":
-        meshed = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
-        facts |= await add_reachability(spec, meshed, fleet)
+        mesh_facts = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
+        facts |= await add_reachability(spec, mesh_facts, fleet)
     if spec.network.kind == "tailscale" and controller in facts:
         tailnet = read_status(facts[controller].tailscale)
-        if unsettled := unsettled_paths(tailnet, tailscale_addresses(facts).values()):
+        if unsettled_addresses := unsettled_paths(tailnet, tailscale_addresses(facts).values()):
             host, agent = await fleet.host(controller), await fleet.agent(controller)
-            await host.run(path_command(unsettled), timeout=PATH_TIMEOUT_S)
-            settled = await agent.facts(FactsRequest(tailscale=True))
-            facts[controller] = replace(facts[controller], tailscale=settled.tailscale)
+            await host.run(path_command(unsettled_addresses), timeout=PATH_TIMEOUT_S)
+            new_facts = await agent.facts(FactsRequest(tailscale=True))
+            facts[controller] = replace(facts[controller], tailscale=new_facts.tailscale)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
     return Observation(facts, view)
 

@@ -51,7 +51,7 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
     sites = {name: members[name].site for name in facts}
     addresses = wireguard.addresses_to_try(facts, sites, connection_addresses(fleet))
     peers = {name: wireguard.peers_in(fact.text(wireguard.PEERS)) for name, fact in facts.items()}
-    known = {name: _known_endpoints(its_peers, addresses) for name, its_peers in peers.items()}
+    endpoints = {name: _known_endpoints(host_peers, addresses) for name, host_peers in peers.items()}
 
     def ports(name: str) -> tuple[int, ...]:
         # The ports most likely to answer. The port of our own connection may be a router's.
@@ -64,16 +64,16 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
 
     async def try_addresses(name: str, others: Iterable[str], seconds: float) -> dict[str, list[str]]:
         """The addresses at which each of the others answered, the best first."""
-        tries = [
+        attempts = [
             (other, address)
             for other in others
             for address in addresses[other]
             if wireguard.worth_trying(facts[name], sites[name], sites[other], address)
         ]
-        targets = [(address, port) for other, address in tries for port in ports(other)]
+        targets = [(address, port) for other, address in attempts for port in ports(other)]
         answers = iter(await (await fleet.agent(name)).reach(targets, seconds) if targets else ())
         reachable: dict[str, list[str]] = {}
-        for other, address in tries:
+        for other, address in attempts:
             results = [next(answers) for _ in ports(other)]
             # Between sites a router may have refused the connection.
             if "open" in results or ("refused" in results and sites[name] == sites[other]):
@@ -81,24 +81,24 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
         return reachable
 
     async def find_members(name: str) -> dict[str, str]:
-        before, others = known[name], [other for other in addresses if other != name]
+        old_endpoints, others = endpoints[name], [other for other in addresses if other != name]
         reachable = await try_addresses(name, others, CONNECT_TIMEOUT_S)
-        missed = [other for other in before if before[other] not in reachable.get(other, ())]
-        new = [other for other in others if other not in reachable and is_first_contact(name, other)]
-        if missed or new:
-            reachable |= await try_addresses(name, dict.fromkeys((*missed, *new)), PAIR_TIMEOUT_S)
-        lost = [other for other in before if other not in reachable]
-        if lost:
-            working = await _peers_with_handshake(fleet, name, [peers[name][other] for other in lost])
-            reachable |= {other: [before[other]] for other in working}
+        missed_names = [other for other in old_endpoints if old_endpoints[other] not in reachable.get(other, ())]
+        new_names = [other for other in others if other not in reachable and is_first_contact(name, other)]
+        if missed_names or new_names:
+            reachable |= await try_addresses(name, dict.fromkeys((*missed_names, *new_names)), PAIR_TIMEOUT_S)
+        lost_names = [other for other in old_endpoints if other not in reachable]
+        if lost_names:
+            working_names = await _peers_with_handshake(fleet, name, [peers[name][other] for other in lost_names])
+            reachable |= {other: [old_endpoints[other]] for other in working_names}
         return {
-            other: before[other] if before.get(other) in reachable[other] else reachable[other][0]
+            other: old_endpoints[other] if old_endpoints.get(other) in reachable[other] else reachable[other][0]
             for other in others
             if other in reachable
         }
 
-    seen = await fleet.each(facts, find_members)
-    return {name: replace(fact, reaches=seen.get(name, known[name])) for name, fact in facts.items()}
+    reached_addresses = await fleet.each(facts, find_members)
+    return {name: replace(fact, reaches=reached_addresses.get(name, endpoints[name])) for name, fact in facts.items()}
 
 
 def _known_endpoints(peers: Mapping[str, Peer], addresses: Mapping[str, list[str]]) -> dict[str, str]:
@@ -115,20 +115,20 @@ async def _peers_with_handshake(fleet: Fleet, name: str, peers: Sequence[Peer]) 
     if result.status != 0:
         return [peer.name for peer in peers]
     now, *lines = result.text.splitlines()
-    last = {key: int(at) for key, _, at in (line.partition("\t") for line in lines)}
-    return [peer.name for peer in peers if int(now) - last.get(peer.public_key, 0) < HANDSHAKE_MAX_AGE_S]
+    handshake_times = {key: int(handshake_time) for key, _, handshake_time in (line.partition("\t") for line in lines)}
+    return [peer.name for peer in peers if int(now) - handshake_times.get(peer.public_key, 0) < HANDSHAKE_MAX_AGE_S]
 
 
 async def unreachable_findings(
     spec: Spec, addresses: Mapping[str, str], fleet: Fleet, names: Iterable[str]
 ) -> list[Finding]:
     """Every host that others cannot reach on the cluster's network, where Slurm's messages go."""
-    present = [name for name in names if name in addresses and name not in fleet.failures]
+    present_names = [name for name in names if name in addresses and name not in fleet.failures]
     targets = slurm_ports(spec, addresses)
-    missing = await _failed_connections(spec, fleet, present, targets)
+    failures = await _failed_connections(spec, fleet, present_names, targets)
     findings = []
-    for name in present:
-        errors = {source: error for (source, target), error in missing.items() if target == name}
+    for name in present_names:
+        errors = {source: error for (source, target), error in failures.items() if target == name}
         if not errors:
             continue
         address, port = targets[name]
@@ -148,7 +148,9 @@ async def unreachable_findings(
 def slurm_ports(spec: Spec, addresses: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     """Where Slurm's messages to each member go."""
     controller = next(iter(all_members(spec))).name
-    return {name: (at, SLURMCTLD_PORT if name == controller else SLURMD_PORT) for name, at in addresses.items()}
+    return {
+        name: (address, SLURMCTLD_PORT if name == controller else SLURMD_PORT) for name, address in addresses.items()
+    }
 
 
 async def _failed_connections(
@@ -157,15 +159,15 @@ async def _failed_connections(
     """The pairs of hosts of which the first cannot connect to the second, with the error."""
     if spec.network.kind != "wireguard":
         return await try_connections(fleet, permutations(names, 2), targets)
-    forward, back = list(combinations(names, 2)), list(combinations(reversed(names), 2))
+    forward, backward = list(combinations(names, 2)), list(combinations(reversed(names), 2))
     # Two hosts that start a handshake with each other at the same time both drop the other's. They repeat it after 5 s,
     # and on busy hosts again at the same time: so one of the two goes first.
-    missing = await try_connections(fleet, forward, targets) | await try_connections(fleet, back, targets)
-    for turn in (forward, back):
-        silent = [pair for pair in turn if missing.get(pair) == SILENT]
-        again = await try_connections(fleet, silent, targets)
-        missing = {pair: error for pair, error in missing.items() if pair not in silent} | again
-    return missing
+    failures = await try_connections(fleet, forward, targets) | await try_connections(fleet, backward, targets)
+    for direction in (forward, backward):
+        silent_pairs = [pair for pair in direction if failures.get(pair) == SILENT]
+        new_failures = await try_connections(fleet, silent_pairs, targets)
+        failures = {pair: error for pair, error in failures.items() if pair not in silent_pairs} | new_failures
+    return failures
 
 
 async def try_connections(

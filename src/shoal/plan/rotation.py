@@ -137,10 +137,10 @@ async def rotate_munge(now: RotationContext) -> RotationResult:
     """A new munge key for all hosts at once. Daemons keep running: they ask munged for every message."""
     fleet, controller = now.fleet, now.controller
     agent = await fleet.agent(controller)
-    by_host = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
-    key, following = by_host[controller]
-    unfinished = following is not None or any(other != key for other, _ in by_host.values())
-    if unfinished and following is None:
+    digests_by_host = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
+    key, next_key = digests_by_host[controller]
+    is_unfinished = next_key is not None or any(host_key != key for host_key, _ in digests_by_host.values())
+    if is_unfinished and next_key is None:
         secret = await agent.secret(MUNGE_KEY)  # the controller has the new key, some other hosts do not
     else:
         secret = await agent.secret(MUNGE_KEY_NEXT, make=MUNGE_KEY_BYTES)
@@ -150,15 +150,17 @@ async def rotate_munge(now: RotationContext) -> RotationResult:
         await apply_all(now, dict.fromkeys(now.hosts, document), {MUNGE_SECRET: secret})
         await _verify(now, digest)
     await apply_all(now, {controller: (File(MUNGE_KEY_NEXT),)}, {})
-    return RotationResult(now.hosts, unfinished)
+    return RotationResult(now.hosts, is_unfinished)
 
 
 async def _verify(now: RotationContext, digest: str) -> None:
     """Every host has the key, and its munged accepts a credential of the controller."""
-    by_host = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
-    other = [name for name, (key, _) in by_host.items() if key != digest]
-    if other:
-        raise ShoalError(f"{compress(other)} still has another munge key", hint="run `shoal keys rotate munge` again")
+    digests_by_host = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
+    other_names = [name for name, (key, _) in digests_by_host.items() if key != digest]
+    if other_names:
+        raise ShoalError(
+            f"{compress(other_names)} still has another munge key", hint="run `shoal keys rotate munge` again"
+        )
     credential = (await (await now.fleet.host(now.controller)).run(("munge", "-n"), timeout=30)).stdout
 
     async def verify(name: str) -> None:
@@ -181,22 +183,23 @@ async def rotate_tailscale(now: RotationContext) -> RotationResult:
     spec, fleet, phase = now.spec, now.fleet, now.phase
     assert spec.network.auth_key is not None
     members = {member.name: member for member in members_of(spec)}
-    before = await fleet.each(now.hosts, lambda name: _tailscale_facts(fleet, name))
-    documents = {name: join(spec, members[name], facts, again=True) for name, facts in before.items()}
+    facts_by_host = await fleet.each(now.hosts, lambda name: _tailscale_facts(fleet, name))
+    documents = {name: join(spec, members[name], facts, again=True) for name, facts in facts_by_host.items()}
     secrets = await fetch_secrets(documents.values(), {}, {SECRET: spec.network.auth_key}, fleet)
-    addresses = tailscale_addresses(before)
+    addresses = tailscale_addresses(facts_by_host)
 
     async def rejoin(name: str) -> None:
         await fleet.converge(name, documents[name], secrets, phase, TAILSCALE_COMMAND)
-        old, new = read_status(before[name].tailscale), read_status((await _tailscale_facts(fleet, name)).tailscale)
-        if not new.running:
-            cause = new.problem or new.state
+        old_status = read_status(facts_by_host[name].tailscale)
+        new_status = read_status((await _tailscale_facts(fleet, name)).tailscale)
+        if not new_status.running:
+            cause = new_status.problem or new_status.state
             raise AgentFailed(
                 name, f"is not in the tailnet with its new key: {cause}", hint=f"run `{TAILSCALE_COMMAND}` again"
             )
-        if old.address not in ("", new.address):
-            moved = f"came back into the tailnet as {new.address}; it was {old.address}"
-            raise AgentFailed(name, moved, hint="run `shoal up`, which updates the other hosts")
+        if old_status.address not in ("", new_status.address):
+            cause = f"came back into the tailnet as {new_status.address}; it was {old_status.address}"
+            raise AgentFailed(name, cause, hint="run `shoal up`, which updates the other hosts")
         await _await_links(now, name, {peer: ip for peer, ip in addresses.items() if peer != name})
         phase.done(name)
 
@@ -206,16 +209,16 @@ async def rotate_tailscale(now: RotationContext) -> RotationResult:
     return RotationResult(now.hosts)
 
 
-async def _await_links(now: RotationContext, name: str, others: Mapping[str, str]) -> None:
+async def _await_links(now: RotationContext, name: str, addresses: Mapping[str, str]) -> None:
     """Wait until packets pass between the host and every other one."""
-    host, end = await now.fleet.host(name), time.monotonic() + LINKS_TIMEOUT_S
-    missing = dict(others)
+    host, deadline = await now.fleet.host(name), time.monotonic() + LINKS_TIMEOUT_S
+    missing = dict(addresses)
     while missing:
         now.phase.update(name, f"waits for its links to {compress(missing)}")
         answer = await host.run(unreachable_command(missing.values()), timeout=LINKS_TIMEOUT_S)
-        silent = {*answer.text.split()}
-        missing = {peer: ip for peer, ip in missing.items() if ip in silent}
-        if missing and time.monotonic() > end:
+        silent_addresses = {*answer.text.split()}
+        missing = {peer: ip for peer, ip in missing.items() if ip in silent_addresses}
+        if missing and time.monotonic() > deadline:
             raise AgentFailed(
                 name,
                 f"has no link to {compress(missing)} {LINKS_TIMEOUT_S:.0f} s after it logged in again",

@@ -27,25 +27,25 @@ RECONFIGURE_TIMEOUT_S = 90.0
 async def rotate_slurm(now: RotationContext) -> RotationResult:
     """Every step can be repeated: a run that was killed is finished by the next one, with the same key."""
     agent = await now.fleet.agent(now.controller)
-    unfinished = (await digests(now, KEY, NEXT_KEY))[now.controller][1] is not None
-    following = await agent.secret(NEXT_KEY, make=KEY_DIGITS, text=True)
-    secrets = {KEY_SECRET: await agent.secret(KEY), NEXT_SECRET: following}
-    old, new = (hashlib.sha256(secrets[name]).hexdigest() for name in (KEY_SECRET, NEXT_SECRET))
-    if old != new:
-        await _apply_and_restart(now, key_files(old, new), secrets)
-        await _apply_and_restart(now, key_files(old, new, flipped=True), secrets)
-    last = key_files(new)
+    is_unfinished = (await digests(now, KEY, NEXT_KEY))[now.controller][1] is not None
+    next_key = await agent.secret(NEXT_KEY, make=KEY_DIGITS, text=True)
+    secrets = {KEY_SECRET: await agent.secret(KEY), NEXT_SECRET: next_key}
+    old_digest, new_digest = (hashlib.sha256(secrets[name]).hexdigest() for name in (KEY_SECRET, NEXT_SECRET))
+    if old_digest != new_digest:
+        await _apply_and_restart(now, key_files(old_digest, new_digest), secrets)
+        await _apply_and_restart(now, key_files(old_digest, new_digest, flipped=True), secrets)
+    final_files = key_files(new_digest)
     # The controller first: from then on `shoal up` distributes this key.
-    await apply_all(now, {now.controller: last}, {KEY_SECRET: following})
-    await _apply_and_restart(now, last, {KEY_SECRET: following})
-    await _verify(now, new)
-    return RotationResult(now.hosts, unfinished)
+    await apply_all(now, {now.controller: final_files}, {KEY_SECRET: next_key})
+    await _apply_and_restart(now, final_files, {KEY_SECRET: next_key})
+    await _verify(now, new_digest)
+    return RotationResult(now.hosts, is_unfinished)
 
 
 async def _apply_and_restart(now: RotationContext, document: Document, secrets: dict[str, bytes]) -> None:
     """Apply the files on all hosts, then have all daemons read them."""
     await apply_all(now, dict.fromkeys(now.hosts, document), secrets)
-    restarts = {name: daemons for name, daemons in _restarts(now.spec).items() if name in now.hosts}
+    restarts = {name: daemons for name, daemons in _daemons_to_restart(now.spec).items() if name in now.hosts}
 
     async def restart(name: str) -> None:
         result = await (await now.fleet.host(name)).run(("systemctl", "restart", *restarts[name]), timeout=120)
@@ -54,7 +54,7 @@ async def _apply_and_restart(now: RotationContext, document: Document, secrets: 
 
     await run_on(now, restarts, restart)
     controller = await now.fleet.host(now.controller)
-    before = await _slurmd_start_times(controller)
+    start_times = await _slurmd_start_times(controller)
     await asyncio.sleep(1.1)  # start times have whole seconds
     for _ in range(15):
         result = await controller.run(("scontrol", "reconfigure"), timeout=120)
@@ -66,10 +66,10 @@ async def _apply_and_restart(now: RotationContext, document: Document, secrets: 
             f"slurmctld on {controller.name} does not read the new keys: {result.error_text.strip()}",
             hint="run the same command again",
         )
-    await _wait_for_nodes(now, controller, before)
+    await _wait_for_nodes(now, controller, start_times)
 
 
-def _restarts(spec: Spec) -> dict[str, tuple[str, ...]]:
+def _daemons_to_restart(spec: Spec) -> dict[str, tuple[str, ...]]:
     """The daemons that read the key file only when they start, by host."""
     restarts: dict[str, tuple[str, ...]] = {}
     for member in members_of(spec):
@@ -88,21 +88,21 @@ async def _slurmd_start_times(controller: Host) -> dict[str, str]:
     return {node.name: node.slurmd_start_time for node in parse_nodes(result.text) if not NOT_READY & set(node.state)}
 
 
-async def _wait_for_nodes(now: RotationContext, controller: Host, before: dict[str, str]) -> None:
+async def _wait_for_nodes(now: RotationContext, controller: Host, old_start_times: dict[str, str]) -> None:
     """Wait until every slurmd has restarted, which it does when it reads its configuration."""
-    due = [name for name in before if name in now.hosts]
-    end = asyncio.get_running_loop().time() + RECONFIGURE_TIMEOUT_S
+    names = [name for name in old_start_times if name in now.hosts]
+    deadline = asyncio.get_running_loop().time() + RECONFIGURE_TIMEOUT_S
     while True:
         try:
-            starts = await _slurmd_start_times(controller)
+            start_times = await _slurmd_start_times(controller)
         except CommandTimeout:
-            starts = {}
-        late = [name for name in due if starts.get(name) in (None, before[name])]
-        if not late:
+            start_times = {}
+        late_names = [name for name in names if start_times.get(name) in (None, old_start_times[name])]
+        if not late_names:
             return
-        if asyncio.get_running_loop().time() > end:
+        if asyncio.get_running_loop().time() > deadline:
             raise ShoalError(
-                f"the rotation is not finished: slurmd on {compress(late)} has not read the new keys",
+                f"the rotation is not finished: slurmd on {compress(late_names)} has not read the new keys",
                 hint="look at `shoal status`, then run the same command again",
             )
         await asyncio.sleep(0.5)
@@ -110,9 +110,9 @@ async def _wait_for_nodes(now: RotationContext, controller: Host, before: dict[s
 
 async def _verify(now: RotationContext, digest: str) -> None:
     """Every host has this key and no other, and slurmctld accepts what each of them signs."""
-    other = [name for name, keys in (await digests(now, KEY, NEXT_KEY)).items() if keys != (digest, None)]
-    if other:
-        raise ShoalError(f"{compress(other)} still has another key", hint="run `shoal keys rotate slurm` again")
+    other_names = [name for name, keys in (await digests(now, KEY, NEXT_KEY)).items() if keys != (digest, None)]
+    if other_names:
+        raise ShoalError(f"{compress(other_names)} still has another key", hint="run `shoal keys rotate slurm` again")
 
     async def verify(name: str) -> None:
         host = await now.fleet.host(name)

@@ -37,25 +37,25 @@ INSTALL_NEXT = (
 async def rotate_wireguard(now: RotationContext) -> RotationResult:
     now = await _with_wireguard(now)
     controller = await now.fleet.host(now.controller)
-    unfinished = (await controller.run(("test", "-e", MARK), timeout=30)).status == 0
+    is_unfinished = (await controller.run(("test", "-e", MARK), timeout=30)).status == 0
     async with scheduling_paused(controller):
-        if not unfinished:
+        if not is_unfinished:
             await run_on(now, now.hosts, lambda name: _shell(now, name, MAKE_NEXT))
             await _shell(now, now.controller, f"touch {MARK}")
         await run_on(now, now.hosts, lambda name: _shell(now, name, INSTALL_NEXT))
         await _verify(now, await _update_peers(now))
     await _shell(now, now.controller, f"rm -f {MARK}")
-    return RotationResult(now.hosts, unfinished)
+    return RotationResult(now.hosts, is_unfinished)
 
 
 async def _with_wireguard(now: RotationContext) -> RotationContext:
     """The same for the hosts with a WireGuard key. Containers behind a tunnel have none."""
     facts = (await observe(now.fleet, now.spec)).facts
     raise_failed(now)
-    without = [name for name in now.hosts if needs_tunnel(now.spec.network.kind, facts[name])]
-    for name in without:
+    names_without_key = [name for name in now.hosts if needs_tunnel(now.spec.network.kind, facts[name])]
+    for name in names_without_key:
         now.phase.done(name)
-    return replace(now, hosts=tuple(name for name in now.hosts if name not in without))
+    return replace(now, hosts=tuple(name for name in now.hosts if name not in names_without_key))
 
 
 async def _update_peers(now: RotationContext) -> Cluster:
@@ -74,21 +74,21 @@ async def _update_peers(now: RotationContext) -> Cluster:
 
 async def _verify(now: RotationContext, cluster: Cluster) -> None:
     """Every interface has its host's new key, and every pair of hosts connects with the new keys."""
-    own_key = f'test "$(wg show {INTERFACE} public-key)" = "$(cat {PUBLIC_KEY})"'
+    key_check = f'test "$(wg show {INTERFACE} public-key)" = "$(cat {PUBLIC_KEY})"'
     pairs, ports = _directed_pairs(cluster, now.hosts), slurm_ports(now.spec, cluster.addresses)
-    end = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
 
     async def verify(name: str) -> None:
-        again = "run the same command again"
-        while (await (await now.fleet.host(name)).run(("sh", "-c", own_key), timeout=60)).status != 0:
-            if time.monotonic() > end:
-                raise HostError(name, "does not use its new key", hint=again)
+        fix = "run the same command again"
+        while (await (await now.fleet.host(name)).run(("sh", "-c", key_check), timeout=60)).status != 0:
+            if time.monotonic() > deadline:
+                raise HostError(name, "does not use its new key", hint=fix)
             await asyncio.sleep(0.5)
-        silent = [pair for pair in pairs if pair[0] == name]
-        while silent := list(await try_connections(now.fleet, silent, ports)):
-            if time.monotonic() > end:
-                others = compress(target for _, target in silent)
-                raise HostError(name, f"cannot reach {others} with its new key", hint=again)
+        silent_pairs = [pair for pair in pairs if pair[0] == name]
+        while silent_pairs := list(await try_connections(now.fleet, silent_pairs, ports)):
+            if time.monotonic() > deadline:
+                peer_names = compress(target for _, target in silent_pairs)
+                raise HostError(name, f"cannot reach {peer_names} with its new key", hint=fix)
         now.phase.done(name)
 
     await run_on(now, now.hosts, verify)
@@ -99,9 +99,9 @@ def _directed_pairs(cluster: Cluster, hosts: Sequence[str]) -> list[tuple[str, s
 
     It is the host that knows the endpoint of the other: a host behind NAT has none.
     """
-    known = {name: {peer.name for peer in config_of(cluster, name).peers if peer.endpoint} for name in hosts}
+    endpoint_peers = {name: {peer.name for peer in config_of(cluster, name).peers if peer.endpoint} for name in hosts}
     return [
-        (other, host) if host in known[other] and other not in known[host] else (host, other)
+        (other, host) if host in endpoint_peers[other] and other not in endpoint_peers[host] else (host, other)
         for host, other in combinations(hosts, 2)
     ]
 

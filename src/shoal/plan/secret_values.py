@@ -28,7 +28,7 @@ def add_digests(document: Document, given: Mapping[str, str]) -> Document:
         if item.content.name not in given:
             return item
         try:
-            value = _value(given, item.content.name)
+            value = _read_value(given, item.content.name)
         except UsageError:
             return item
         return replace(item, content=replace(item.content, sha256=hashlib.sha256(value).hexdigest()))
@@ -41,7 +41,7 @@ def unavailable_secrets(given: Mapping[str, str]) -> dict[str, UsageError]:
     errors = {}
     for name in given:
         try:
-            _value(given, name)
+            _read_value(given, name)
         except UsageError as error:
             errors[name] = error
     return errors
@@ -49,11 +49,13 @@ def unavailable_secrets(given: Mapping[str, str]) -> dict[str, UsageError]:
 
 def missing_secrets(hosts: Iterable[HostPlan], given: Mapping[str, str]) -> dict[str, UsageError]:
     """The unavailable secrets that a host needs and does not have: without them the plan cannot be applied."""
-    needed = set()
+    needed_names = set()
     for host in hosts:
-        due = {change.what for change in host.changes}
-        needed |= {name for _, document in host.stages for key, name in _secret_files(document) if key in due}
-    return {name: error for name, error in unavailable_secrets(given).items() if name in needed}
+        changed_keys = {change.what for change in host.changes}
+        needed_names |= {
+            name for _, document in host.stages for key, name in _secret_files(document) if key in changed_keys
+        }
+    return {name: error for name, error in unavailable_secrets(given).items() if name in needed_names}
 
 
 def missing_secret_findings(hosts: Iterable[HostPlan], given: Mapping[str, str]) -> list[Finding]:
@@ -83,26 +85,26 @@ async def fetch_secrets(
 
     `hosts_have_theirs`: a secret that is not available here is on its host already, and stays.
     """
-    named = {name for document in documents for _, name in _secret_files(document)}
-    absent = unavailable_secrets(given) if hosts_have_theirs else {}
-    values = {name: _value(given, name) for name in sorted(named & given.keys() - absent.keys())}
+    secret_names = {name for document in documents for _, name in _secret_files(document)}
+    unavailable = unavailable_secrets(given) if hosts_have_theirs else {}
+    values = {name: _read_value(given, name) for name in sorted(secret_names & given.keys() - unavailable.keys())}
 
     async def fetch(host: str) -> dict[str, bytes]:
         agent = await fleet.agent(host)
         return {
             name: await agent.secret(shared[name].path, make=shared[name].length, text=shared[name].text)
-            for name in sorted(named & shared.keys())
+            for name in sorted(secret_names & shared.keys())
             if shared[name].host == host
         }
 
-    hosts = sorted({shared[name].host for name in named & shared.keys()})
+    hosts = sorted({shared[name].host for name in secret_names & shared.keys()})
     for secrets in (await fleet.each(hosts, fetch)).values():
         values.update(secrets)
     return values
 
 
-def _value(given: Mapping[str, str], name: str) -> bytes:
-    return build_wheel().content if given[name] == SHOAL_WHEEL else resolve_secret(given[name], name)
+def _read_value(references: Mapping[str, str], name: str) -> bytes:
+    return build_wheel().content if references[name] == SHOAL_WHEEL else resolve_secret(references[name], name)
 
 
 def _secret_files(document: Document) -> Iterator[tuple[str, str]]:

@@ -65,9 +65,9 @@ def failed_seconds(probes: Sequence[Probe]) -> float:
 
 def parse_probe(line: str) -> Probe | None:
     """A line of the loop; None for anything else. Some locales write a comma into numbers."""
-    parts = line.replace(",", ".").split()
+    fields = line.replace(",", ".").split()
     try:
-        begin, end, status = float(parts[0]), float(parts[1]), int(parts[2])
+        begin, end, status = float(fields[0]), float(fields[1]), int(fields[2])
     except (ValueError, IndexError):
         return None
     return Probe(begin, end, status == 0)
@@ -107,8 +107,8 @@ async def measure_downtime(fleet: Connections, names: Iterable[str]) -> AsyncIte
 async def _wait_for_answers(probes: Probes, readers: Sequence[asyncio.Task[None]], timeout_s: float = 30.0) -> None:
     """Wait until every host has an answer to a query that it began after now."""
     counts: Mapping[str, int] = {name: len(queries) for name, queries in probes.hosts.items()}
-    end = asyncio.get_running_loop().time() + timeout_s
-    while asyncio.get_running_loop().time() < end and not all(reader.done() for reader in readers):
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while asyncio.get_running_loop().time() < deadline and not all(reader.done() for reader in readers):
         # The query that was under way may have been answered before the change.
         if all(any(probe.answered for probe in queries[counts[name] + 1 :]) for name, queries in probes.hosts.items()):
             return

@@ -75,20 +75,23 @@ def _input_causes(runs: RunPair) -> Iterator[str]:
             " by the number of ranks once too often, or too seldom; the global batch must be the same"
         )
     if not runs.comparison.losses_told:
-        single, many = ([loss.step for loss in run.losses] for run in (runs.single, runs.many))
-        odd = sorted({*single} ^ {*many})
-        where = f"step {odd[0]} is among those of one alone" if odd else "they are in another order"
+        single_steps, many_run_steps = ([loss.step for loss in run.losses] for run in (runs.single, runs.many))
+        unmatched_steps = sorted({*single_steps} ^ {*many_run_steps})
+        difference = (
+            f"step {unmatched_steps[0]} is among those of one alone" if unmatched_steps else "they are in another order"
+        )
         yield (
-            f"one process reported {len(single)} losses, {runs.many.world_size} reported {len(many)} ({where}): what"
-            " was not reported cannot be compared; report the loss after every step, on every rank"
+            f"one process reported {len(single_steps)} losses, {runs.many.world_size} reported {len(many_run_steps)}"
+            f" ({difference}): what was not reported cannot be compared; report the loss after every step, on every"
+            " rank"
         )
     for step in runs.shared_steps:
-        rate, many_rate = (run.ranks[0].steps[step].lr for run in (runs.single, runs.many))
-        if runs.differ(rate, many_rate):
+        single_rate, many_rate = (run.ranks[0].steps[step].lr for run in (runs.single, runs.many))
+        if runs.differ(single_rate, many_rate):
             yield (
                 f"step {step + 1}: the learning rate is {many_rate:g} with {runs.many.world_size} processes and"
-                f" {rate:g} with one; the global batch is the same, so the learning rate must not depend on the number"
-                " of ranks"
+                f" {single_rate:g} with one; the global batch is the same, so the learning rate must not depend on"
+                " the number of ranks"
             )
     for step in runs.shared_steps:
         sizes = [len(part) for part in runs.many.samples(step)]
@@ -102,9 +105,10 @@ def _input_causes(runs: RunPair) -> Iterator[str]:
 
 def _report_causes(runs: RunPair) -> Iterator[str]:
     """Ranks that report no loss, or do not train together."""
-    reporting, world = runs.many.reporting_ranks, runs.many.world_size
-    if len(reporting) != world and runs.first_loss_differs and abs(runs.ratio - 1) <= runs.tolerance:
-        ranks = f"rank {reporting[0]}" if len(reporting) == 1 else f"ranks {', '.join(map(str, reporting))}"
+    reporting_ranks, world = runs.many.reporting_ranks, runs.many.world_size
+    if len(reporting_ranks) != world and runs.first_loss_differs and abs(runs.ratio - 1) <= runs.tolerance:
+        noun = "rank" if len(reporting_ranks) == 1 else "ranks"
+        ranks = f"{noun} {', '.join(map(str, reporting_ranks))}"
         yield (
             f"only {ranks} of {world} reported a loss, and it is that of its own part of the batch; the gradients"
             " agree: report the loss on every rank, not behind `if rank == 0`"
@@ -121,17 +125,17 @@ def _report_causes(runs: RunPair) -> Iterator[str]:
 def _gradient_causes(runs: RunPair) -> Iterator[str]:
     """The first loss or gradient differs, on the same samples and parameters."""
     world, ratio = runs.many.world_size, runs.ratio
-    also = ", as is the reported loss" if runs.first_loss_differs else "; the loss itself agrees"
+    loss_clause = ", as is the reported loss" if runs.first_loss_differs else "; the loss itself agrees"
     if abs(ratio / world - 1) < RATIO_TOLERANCE:
         yield (
-            f"the first gradient is {world} times that of one process{also}: gradients are summed over the {world}"
-            " ranks instead of averaged; take the mean over the rank's own samples as loss, and do not multiply by the"
-            " number of ranks"
+            f"the first gradient is {world} times that of one process{loss_clause}: gradients are summed over the"
+            f" {world} ranks instead of averaged; take the mean over the rank's own samples as loss, and do not"
+            " multiply by the number of ranks"
         )
     if abs(ratio * world - 1) < RATIO_TOLERANCE:
         yield (
-            f"the first gradient is 1/{world} of that of one process{also}: it is divided by the number of ranks twice;"
-            " DDP and FSDP average gradients already, so do not divide the loss or the gradients by it"
+            f"the first gradient is 1/{world} of that of one process{loss_clause}: it is divided by the number of"
+            " ranks twice; DDP and FSDP average gradients already, so do not divide the loss or the gradients by it"
         )
     if runs.first_loss_differs:
         model, clauses = runs.many.ranks[0], []
@@ -146,10 +150,10 @@ def _gradient_causes(runs: RunPair) -> Iterator[str]:
             )
         if clauses:
             yield "the first loss differs, on the same samples: " + "; ".join(clauses)
-        single, many = runs.single.losses[0].value, runs.many.losses[0].value
+        single_loss, many_loss = runs.single.losses[0].value, runs.many.losses[0].value
         yield (
-            f"the first loss differs, on the same samples and parameters: {single:.6g} with one process, {many:.6g}"
-            f" with {world}; it depends on how the batch is split, or on random numbers: take a mean"
+            f"the first loss differs, on the same samples and parameters: {single_loss:.6g} with one process,"
+            f" {many_loss:.6g} with {world}; it depends on how the batch is split, or on random numbers: take a mean"
             " over the samples (the ranks' part of it), and draw what is random from each sample's own seed"
         )
     if runs.differ(runs.single.gradient(0), runs.many.gradient(0)):
@@ -186,48 +190,52 @@ def sample_cause(single: RunRecord, many: RunRecord, step: int) -> str:
     if same_samples(single, many, step):
         return ""
     batch, parts = single.samples(step)[0], many.samples(step)
-    read = Counter(name for part in parts for name in part)
+    read_counts = Counter(name for part in parts for name in part)
     ranks, sizes = len(parts), [len(part) for part in parts]
     if all(Counter(part) == Counter(parts[0]) for part in parts):
-        return _identical_parts(batch, parts[0])
+        return _describe_identical_parts(batch, parts[0])
     if all(size == len(batch) for size in sizes):
         return (
             f"each of the {ranks} ranks reads {len(batch)} samples, {sum(sizes)} together, and one process"
             f" {len(batch)}: the batch is stated for a rank; state it for the job, {len(batch)} // world_size a rank"
             f" (or Loader(global_batch={len(batch)}))"
         )
-    if set(read) - set(batch):
-        return _foreign_samples(single, many, step)
-    return _unread_samples(batch, parts, read)
+    if set(read_counts) - set(batch):
+        return _describe_foreign_samples(single, many, step)
+    return _describe_unread_samples(batch, parts, read_counts)
 
 
-def _identical_parts(batch: Sequence[str], part: Sequence[str]) -> str:
-    remedy = "give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does"
+def _describe_identical_parts(batch: Sequence[str], part: Sequence[str]) -> str:
+    fix = "give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does"
     if Counter(part) == Counter(batch):
-        return f"every rank reads all {len(batch)} samples that one process reads: {remedy}"
-    shared = [at for at, name in enumerate(batch, 1) if name in set(part)]
-    if not shared:
-        return f"every rank reads the same {len(part)} samples, none of which one process reads then: {remedy}"
-    unread = [at for at, name in enumerate(batch, 1) if name not in set(part)]
+        return f"every rank reads all {len(batch)} samples that one process reads: {fix}"
+    shared_places = [place for place, name in enumerate(batch, 1) if name in set(part)]
+    if not shared_places:
+        return f"every rank reads the same {len(part)} samples, none of which one process reads then: {fix}"
+    unread_places = [place for place, name in enumerate(batch, 1) if name not in set(part)]
     return (
-        f"every rank reads the same {len(part)} samples, {_numbers(shared)} of the {len(batch)} that one process"
-        f" reads; no rank reads {_numbers(unread)}: {remedy}"
+        f"every rank reads the same {len(part)} samples, {_format_places(shared_places)} of the {len(batch)} that one"
+        f" process reads; no rank reads {_format_places(unread_places)}: {fix}"
     )
 
 
-def _foreign_samples(single: RunRecord, many: RunRecord, step: int) -> str:
+def _describe_foreign_samples(single: RunRecord, many: RunRecord, step: int) -> str:
     """Ranks read samples that are not in this batch."""
     batch = set(single.samples(step)[0])
-    foreign = {rank: [name for name in part if name not in batch] for rank, part in enumerate(many.samples(step))}
-    readers = [rank for rank, names in foreign.items() if names]
-    count = sum(map(len, foreign.values()))
-    sentence = f"{_ranks(readers)} {count} samples that one process does not read then"
-    elsewhere = {name for at in range(single.steps) if at != step for name in single.samples(at)[0]}
-    later = sum(name in elsewhere for names in foreign.values() for name in names)
-    if later:
+    foreign_samples = {
+        rank: [name for name in part if name not in batch] for rank, part in enumerate(many.samples(step))
+    }
+    readers = [rank for rank, names in foreign_samples.items() if names]
+    count = sum(map(len, foreign_samples.values()))
+    sentence = f"{_format_ranks(readers)} {count} samples that one process does not read then"
+    other_samples = {
+        name for other_step in range(single.steps) if other_step != step for name in single.samples(other_step)[0]
+    }
+    count_elsewhere = sum(name in other_samples for names in foreign_samples.values() for name in names)
+    if count_elsewhere:
         return (
-            f"{sentence}, but at another step ({later} of them): the ranks do not follow one order of the samples, the"
-            " same for any number of them; cut one global order into batches and each batch into parts, as"
+            f"{sentence}, but at another step ({count_elsewhere} of them): the ranks do not follow one order of the"
+            " samples, the same for any number of them; cut one global order into batches and each batch into parts, as"
             " shoal.train.data.Loader does"
         )
     return (
@@ -236,36 +244,40 @@ def _foreign_samples(single: RunRecord, many: RunRecord, step: int) -> str:
     )
 
 
-def _unread_samples(batch: Sequence[str], parts: Sequence[Sequence[str]], read: Counter[str]) -> str:
-    """Every sample is of this batch, but some are read by nobody or more than once."""
-    unread = [at for at, name in enumerate(batch, 1) if not read[name]]
-    twice = [at for at, name in enumerate(batch, 1) if read[name] > batch.count(name)]
+def _describe_unread_samples(batch: Sequence[str], parts: Sequence[Sequence[str]], read_counts: Counter[str]) -> str:
+    """Every sample is of this batch, but no rank reads some of them, or several ranks do."""
+    unread_places = [place for place, name in enumerate(batch, 1) if not read_counts[name]]
+    repeated_places = [place for place, name in enumerate(batch, 1) if read_counts[name] > batch.count(name)]
     clauses = []
-    if unread:
-        clauses.append(f"no rank reads {_numbers(unread)} of the {len(batch)} samples that one process reads")
-    if twice:
-        readers = [rank for rank, part in enumerate(parts) if batch[twice[0] - 1] in part]
-        clauses.append(f"{_ranks(readers)} the same: {_numbers(twice)}")
+    if unread_places:
+        clauses.append(
+            f"no rank reads {_format_places(unread_places)} of the {len(batch)} samples that one process reads"
+        )
+    if repeated_places:
+        readers = [rank for rank, part in enumerate(parts) if batch[repeated_places[0] - 1] in part]
+        clauses.append(f"{_format_ranks(readers)} the same: {_format_places(repeated_places)}")
     sizes = [len(part) for part in parts]
-    short = next((rank for rank, size in enumerate(sizes) if size < max(sizes)), None)
-    if short is not None:
-        clauses.append(f"rank {short} reads {sizes[short]}, others {max(sizes)}")
+    short_rank = next((rank for rank, size in enumerate(sizes) if size < max(sizes)), None)
+    if short_rank is not None:
+        clauses.append(f"rank {short_rank} reads {sizes[short_rank]}, others {max(sizes)}")
     return "; ".join(clauses) + ": every sample of the batch must be read by one rank, and by one only"
 
 
-def _numbers(places: Sequence[int]) -> str:
+def _format_places(places: Sequence[int]) -> str:
     """Places in a batch as a person writes them: `numbers 1-4, 7`."""
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for place in sorted(places):
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
+        if ranges and place == ranges[-1][-1] + 1:
+            ranges[-1].append(place)
         else:
-            runs.append([place])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            ranges.append([place])
+    text = ", ".join(
+        str(positions[0]) if len(positions) == 1 else f"{positions[0]}-{positions[-1]}" for positions in ranges
+    )
     return f"number{'s' * (len(places) > 1)} {text}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} reads"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read"

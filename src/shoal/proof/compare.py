@@ -55,9 +55,9 @@ class Comparison:
     def within(self, tolerance: float) -> bool:
         """Whether the two runs are the same but for rounding."""
         differences = (self.losses, self.gradient, self.parameters)
-        same = all(difference.relative <= tolerance for difference in differences)
-        whole = self.samples and self.losses_told and self.steps[0] == self.steps[1]
-        return same and whole and not self.apart
+        has_equal_numbers = all(difference.relative <= tolerance for difference in differences)
+        has_equal_steps = self.samples and self.losses_told and self.steps[0] == self.steps[1]
+        return has_equal_numbers and has_equal_steps and not self.apart
 
 
 def compare(single: RunRecord, many: RunRecord) -> Comparison:
@@ -101,13 +101,16 @@ def parameters(single: Mapping[str, Values], many: Mapping[str, Values]) -> Diff
 def same_samples(single: RunRecord, many: RunRecord, step: int) -> bool:
     """Whether the ranks together read what one process reads at a step; also where that is not known."""
     batch, parts = single.samples(step)[0], many.samples(step)
-    read = Counter(name for part in parts for name in part)
-    return not batch or not read or read == Counter(batch)
+    read_counts = Counter(name for part in parts for name in part)
+    return not batch or not read_counts or read_counts == Counter(batch)
 
 
 def _losses(single: RunRecord, many: RunRecord) -> Difference:
     pairs = zip(single.losses, many.losses, strict=False)
-    differences = (Difference(relative(ours.value, theirs.value), f"step {theirs.step}") for ours, theirs in pairs)
+    differences = (
+        Difference(relative(single_loss.value, many_loss.value), f"step {many_loss.step}")
+        for single_loss, many_loss in pairs
+    )
     return _largest([Difference(0.0), *differences])
 
 
@@ -133,7 +136,7 @@ def max_abs(*operands: memoryview[float]) -> float:
     maxima: Iterable[float]
     if len(operands[0]) >= TORCH_MIN_ELEMENTS and (torch := _torch()):
         chunks = zip(*(_chunks(torch, values) for values in operands), strict=True)
-        maxima = (float(functools.reduce(operator.sub, parts).abs().max()) for parts in chunks)
+        maxima = (float(functools.reduce(operator.sub, chunk_group).abs().max()) for chunk_group in chunks)
     else:
         maxima = map(abs, operands[0] if len(operands) == 1 else map(operator.sub, *operands))
     largest = 0.0
@@ -150,4 +153,4 @@ def _torch() -> Any:
 
 def _chunks(torch: Any, values: memoryview[float]) -> Iterator[Any]:
     tensor = torch.frombuffer(values, dtype={"d": torch.float64, "f": torch.float32}[values.format])
-    return (part.double() for part in tensor.split(CHUNK_ELEMENTS))
+    return (chunk.double() for chunk in tensor.split(CHUNK_ELEMENTS))

@@ -94,23 +94,23 @@ class LocalRunner:
         ]
 
     def _variables(self, run: ProofRun, directory: Path) -> dict[str, str]:
-        kept = {
+        inherited = {
             name: value
             for name, value in self._environ.items()
             if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_VARIABLES
         }
         # The library writes into the directory of the records. There are usually fewer GPUs than ranks here.
-        own = {SHOAL_JOB_DIR: str(directory), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-        return {**kept, **run.variables(self._settings, str(directory)), **own}
+        overrides = {SHOAL_JOB_DIR: str(directory), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        return {**inherited, **run.variables(self._settings, str(directory)), **overrides}
 
 
 async def _report_progress(directory: Path, steps: int, phase: Phase) -> None:
     """Report the progress of rank 0, until cancelled."""
     while True:
         await asyncio.sleep(0.3)
-        taken = _steps(directory / "rank-0.jsonl")
-        if taken:
-            phase.set_fraction(min(1.0, taken / steps), f"step {taken}/{steps}")
+        step = _steps(directory / "rank-0.jsonl")
+        if step:
+            phase.set_fraction(min(1.0, step / steps), f"step {step}/{steps}")
 
 
 def _steps(path: Path) -> int:
@@ -133,7 +133,7 @@ def _tail(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     # torchrun ends with its own report, which does not name the cause.
     report = re.compile(r"torch\.distributed\.elastic\.multiprocessing\.api:failed|ChildFailedError")
-    end = next((at for at, line in enumerate(lines) if report.search(line)), len(lines))
+    end = next((index for index, line in enumerate(lines) if report.search(line)), len(lines))
     lines = lines[: max(end, 1)]
     return "\n".join(f"  {printable(line)}" for line in lines[-SHOWN_LINES:]) or "  it printed nothing"
 

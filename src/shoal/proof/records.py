@@ -104,8 +104,8 @@ class RunRecord:
 
         As many as the rank with the fewest has reported.
         """
-        reported = [rank.losses[self.source] for rank in self.ranks if rank.losses.get(self.source)]
-        return tuple(_mean(together) for together in zip(*reported, strict=False))
+        losses_by_rank = [rank.losses[self.source] for rank in self.ranks if rank.losses.get(self.source)]
+        return tuple(_mean(step_losses) for step_losses in zip(*losses_by_rank, strict=False))
 
     def samples(self, step: int) -> tuple[tuple[str, ...], ...]:
         """The samples of a step, rank by rank. The first step is 0."""
@@ -126,19 +126,19 @@ class RunRecord:
         # A shard of each rank after that of the rank before, or rank 0's.
         return {
             name: [rank.end[name].values for rank in self.ranks if name in rank.end]
-            if first.sharded
-            else [first.values]
-            for name, first in (self.ranks[0].end.items() if self.ranks else ())
+            if parameter.sharded
+            else [parameter.values]
+            for name, parameter in (self.ranks[0].end.items() if self.ranks else ())
         }
 
     @cached_property
     def diverged(self) -> tuple[str, int] | None:
         """A parameter that all ranks hold whole, and a rank whose final value differs from rank 0's."""
-        first, *others = self.ranks
-        for name, stored in first.end.items():
-            for rank in others:
+        first_rank, *other_ranks = self.ranks
+        for name, parameter in first_rank.end.items():
+            for rank in other_ranks:
                 copy = rank.end.get(name)
-                if copy and not stored.sharded and not copy.sharded and copy.digest != stored.digest:
+                if copy and not parameter.sharded and not copy.sharded and copy.digest != parameter.digest:
                     return name, rank.rank
         return None
 
@@ -158,8 +158,11 @@ def describe_missing_record(run: RunRecord, processes: int) -> tuple[str, str] |
     if not run.ranks:
         return "the script recorded nothing: it never called shoal.train.init()", "call shoal.train.init() at its start"
     if len(run.ranks) != processes:
-        here = ", ".join(str(rank.rank) for rank in run.ranks)
-        return f"of {processes} processes only rank {here} recorded anything", "call shoal.train.init() on every rank"
+        rank_text = ", ".join(str(rank.rank) for rank in run.ranks)
+        return (
+            f"of {processes} processes only rank {rank_text} recorded anything",
+            "call shoal.train.init() on every rank",
+        )
     if not all(rank.parallel for rank in run.ranks):
         return (
             "the script recorded no model: it never called shoal.train.parallelize()",
@@ -170,8 +173,11 @@ def describe_missing_record(run: RunRecord, processes: int) -> tuple[str, str] |
             "no optimizer took a step with the model's parameters",
             "make the optimizer after parallelize(), from the parameters() of what it returns",
         )
-    if idle := [str(rank.rank) for rank in run.ranks if not rank.steps]:
-        return f"rank {', '.join(idle)} took no step: its optimizer never ran", "call optimizer.step() on every rank"
+    if idle_ranks := [str(rank.rank) for rank in run.ranks if not rank.steps]:
+        return (
+            f"rank {', '.join(idle_ranks)} took no step: its optimizer never ran",
+            "call optimizer.step() on every rank",
+        )
     if not run.source:
         return (
             "the script reported no loss",
@@ -194,23 +200,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
-    of_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    lines_by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        of_kind[str(line.get("kind"))].append(line)
+        lines_by_kind[str(line.get("kind"))].append(line)
     losses: dict[str, list[Loss]] = defaultdict(list)
-    for line in of_kind["loss"]:
+    for line in lines_by_kind["loss"]:
         losses[line["source"]].append(Loss(line["step"], float.fromhex(line["loss"]), line["samples"]))
-    model = of_kind["model"][0] if of_kind["model"] else {}
+    model = lines_by_kind["model"][0] if lines_by_kind["model"] else {}
     return RankRecord(
         rank=lines[0]["rank"],
         world_size=lines[0]["world_size"],
         parallel=model.get("parallel", ""),
         batch_norm=tuple(model.get("batch_norm", ())),
         dropout=tuple(model.get("dropout", ())),
-        steps=tuple(_step(line) for line in of_kind["step"]),
+        steps=tuple(_step(line) for line in lines_by_kind["step"]),
         losses=losses,
-        start={name: digest for name, (digest,) in _parts(of_kind["begins"])},
-        end=_read_parameters(of_kind["ends"], path.with_suffix(".end")),
+        start={name: digest for name, (digest,) in _parts(lines_by_kind["begins"])},
+        end=_read_parameters(lines_by_kind["ends"], path.with_suffix(".end")),
     )
 
 
@@ -221,18 +227,18 @@ def _step(line: dict[str, Any]) -> Step:
 
 def _read_parameters(lines: list[dict[str, Any]], path: Path) -> dict[str, StoredParameter]:
     parameters: dict[str, StoredParameter] = {}
-    data, at = _map_file(path), 0
+    data, offset = _map_file(path), 0
     for name, (digest, sharded, size) in _parts(lines):
-        parameters[name] = StoredParameter(sharded, digest, data[at : at + size].cast(lines[0]["type"]))
-        at += size
+        parameters[name] = StoredParameter(sharded, digest, data[offset : offset + size].cast(lines[0]["type"]))
+        offset += size
     return parameters
 
 
 def _parts(lines: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """The parameters of all models that a script trains. Two models may use the same names."""
     for model, line in enumerate(lines, 1):
-        for name, *rest in line["parts"]:
-            yield (name if model == 1 else f"model {model}: {name}"), rest
+        for name, *fields in line["parts"]:
+            yield (name if model == 1 else f"model {model}: {name}"), fields
 
 
 def _map_file(path: Path) -> memoryview:
