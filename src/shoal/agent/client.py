@@ -6,7 +6,8 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -104,10 +105,11 @@ class AgentSession:
         """What the host is, and how far its clock is ahead of ours."""
         begin = time.time()
         event = await self._answer("facts", **asdict(ask or FactsRequest()))
-        facts = from_wire(event["facts"])
-        # The clock was read `took` seconds after the request arrived; the rest of the time is the way there and back.
-        travel = time.time() - begin - event["took"]
-        return replace(facts, clock_offset=facts.clock - (begin + event["took"] + travel / 2))
+        with self._decoded():
+            facts = from_wire(event["facts"])
+            # The clock was read `took` seconds after the request arrived; the rest is the way there and back.
+            travel = time.time() - begin - event["took"]
+            return replace(facts, clock_offset=facts.clock - (begin + event["took"] + travel / 2))
 
     async def check(self, document: Document) -> Report:
         """What applying the document would change. Changes nothing."""
@@ -129,12 +131,17 @@ class AgentSession:
     async def reach(self, targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
         """What each address and port answers this host: `open`, `refused`, `silent`, or the kernel's error."""
         event = await self._answer("reach", targets=[list(target) for target in targets], seconds=seconds)
-        return list(event["answers"])
+        with self._decoded():
+            answers = [str(answer) for answer in event["answers"]]
+            if len(answers) != len(targets):
+                raise ValueError(f"{len(answers)} answers for {len(targets)} addresses")
+            return answers
 
     async def secret(self, path: str, make: int = 0, *, text: bool = False) -> bytes:
         """The content of a secret file. If there is none it is made first: `make` random bytes, or as `text` digits."""
         event = await self._answer("secret", path=path, make=make, text=text)
-        return base64.b64decode(event["content_b64"])
+        with self._decoded():
+            return base64.b64decode(event["content_b64"])
 
     async def close(self) -> None:
         """Let the agent go. Safe to call more than once, and after an error."""
@@ -162,20 +169,31 @@ class AgentSession:
         ordered: dict[int, ItemResult] = {}
         further: list[ItemResult] = []
         async for event in self._events():
-            if event["event"] == "progress":
-                on_event(ItemEvent(event["key"], event["text"]))
-            elif event["event"] == "item":
-                fields = {name: event[name] for name in ("action", "diff", "detail", "fix") if name in event}
-                result = ItemResult(event["key"], event["status"], **fields)
-                if event["index"] < 0:
-                    further.append(result)
-                else:
-                    ordered[event["index"]] = result
-                on_event(ItemEvent(result.key, result=result))
-            elif event["event"] == "done":
-                items = tuple(ordered[index] for index in range(count)) + tuple(further)
-                return Report(items, event["changed"], event["failed"])
+            with self._decoded():
+                if event["event"] == "progress":
+                    on_event(ItemEvent(event["key"], event["text"]))
+                elif event["event"] == "item":
+                    fields = {name: event[name] for name in ("action", "diff", "detail", "fix") if name in event}
+                    result = ItemResult(event["key"], event["status"], **fields)
+                    if event["index"] < 0:
+                        further.append(result)
+                    else:
+                        ordered[event["index"]] = result
+                    on_event(ItemEvent(result.key, result=result))
+                elif event["event"] == "done":
+                    items = tuple(ordered[index] for index in range(count)) + tuple(further)
+                    return Report(items, event["changed"], event["failed"])
         raise AssertionError("unreachable")
+
+    @contextmanager
+    def _decoded(self) -> Iterator[None]:
+        """Map the errors of an answer that no agent of ours gives to the failure of this host, and of no other."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            what = f"its agent gives an answer that cannot be read: {type(error).__name__}: {error}"
+            hint = "the host may have been tampered with; replace it, or report this with the lines above"
+            raise AgentFailed(self._host.name, what, hint=hint) from error
 
     async def _answer(self, operation: str, **values: Any) -> dict[str, Any]:
         await self._request(operation, **values)

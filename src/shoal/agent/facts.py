@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -155,7 +156,7 @@ _TABLES: dict[str, Any] = {"packages": Package, "users": UnixIds, "groups": Unix
 
 
 def from_wire(data: Mapping[str, Any]) -> Facts:
-    """Facts from the agent's JSON."""
+    """Facts from the agent's JSON. Raises ValueError, TypeError, KeyError or AttributeError for what is none."""
     fields = dict(data)
     for name in ("filesystems", "modules"):
         fields[name] = tuple(data.get(name, ()))
@@ -166,6 +167,8 @@ def from_wire(data: Mapping[str, Any]) -> Facts:
     cgroup = data.get("cgroup", {})
     fields["cgroup"] = Cgroup(cgroup.get("version", 0), tuple(cgroup.get("writable", ())))
     fields["cpu"] = _build(Cpu, data.get("cpu", {}))
+    for one in fields["addresses"]:
+        ipaddress.ip_interface(f"{one.address}/{one.prefix}")
     return _build(Facts, fields)
 
 

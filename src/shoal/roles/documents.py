@@ -56,7 +56,12 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
 
 
 def membership(cluster: Cluster, member: Member) -> Document:
-    """What changes on a host when others join or leave: names, the firewall, the network, access to shares."""
+    """What changes on a host when others join or leave: names, the firewall, the network, access to shares.
+
+    Nothing does in a container behind a tunnel, which knows only the controller.
+    """
+    if member.name in cluster.tunnels:
+        return ()
     components = (component for component in COMPONENTS if component.changes_with_members)
     services = [component.documents(cluster, member).get(Stage.SERVICES, ()) for component in components]
     return (*neighbour_items(cluster, member), *(item for document in services for item in document))

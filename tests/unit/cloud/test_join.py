@@ -18,7 +18,7 @@ from shoal.cloud.service import join as joining
 from shoal.cloud.service import join_checks as node_checks
 from shoal.cloud.service.context import UNFIT_PREFIX
 from shoal.cloud.service.join import LiveJoiner
-from shoal.cloud.service.join_checks import without_peers
+from shoal.cloud.service.membership import without_peers
 from shoal.cloud.service.settings import ServiceSettings
 from shoal.hosts.api import Result
 from shoal.network.addresses import addresses_in, hosts_block
@@ -28,6 +28,7 @@ from shoal.roles.assembly import assemble
 from shoal.roles.current_conf import CGROUP_CONF, HOSTS, SLURM_CONF
 from shoal.roles.rented import WATCHDOG
 from shoal.slurm.conf import cgroup_conf, slurm_conf
+from shoal.spec.model import Spec
 from shoal_simulators.fake_host import FakeConnector
 
 SPEC = spec_of("""
@@ -52,9 +53,11 @@ def machine(number: int, **changes: Any) -> RentedInstance:
 class Reef:
     """A controller with a cluster in force, and machines that were rented."""
 
-    def __init__(self, tmp_path: Path, *numbers: int, joined: tuple[int, ...] = (), stale: str = "") -> None:
-        static = {name: host_facts(name, address) for name, address in ADDRESSES.items()}
-        cluster = assemble(SPEC, static, ADDRESSES)
+    def __init__(
+        self, tmp_path: Path, *numbers: int, joined: tuple[int, ...] = (), stale: str = "", spec: Spec = SPEC
+    ) -> None:
+        static = {name: host_facts(name, address, modules=("wireguard",)) for name, address in ADDRESSES.items()}
+        cluster = assemble(spec, static, ADDRESSES)
         known = {**cluster.addresses, **{f"cloud{n}": f"10.0.0.{20 + n}" for n in joined}}
         known |= {stale: "10.0.0.99"} if stale else {}
         texts = {
@@ -67,14 +70,14 @@ class Reef:
         facts: dict[str, Facts] = {"c1": c1}
         for number in (*numbers, *joined):
             facts[f"cloud{number}"] = host_facts(f"ip-{number}", f"10.0.0.{20 + number}")
-        self.world = World(SPEC, facts)
+        self.world = World(spec, facts)
         self.world.agents["c1"].items[f"file {SLURM_CONF}"] = {
             "kind": "file",
             "path": SLURM_CONF,
             "content": texts[SLURM_CONF],
         }
         self.answers(dict.fromkeys(facts, Result(0)))
-        settings = ServiceSettings(SPEC, {}, "ssh-ed25519 AAAA", tmp_path / "id_ed25519")
+        settings = ServiceSettings(spec, {}, "ssh-ed25519 AAAA", tmp_path / "id_ed25519")
         self.known_hosts = tmp_path / "known_hosts"
         self.others: dict[str, RentedInstance | None] = {f"cloud{number}": machine(number) for number in joined}
         self.joiner = LiveJoiner(

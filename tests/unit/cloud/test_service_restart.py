@@ -44,7 +44,10 @@ from shoal_simulators.server import SimulatorApp, serve
 CONVERGED = 0
 LIMIT = 6 * 3600
 """Seconds of the snapshot's own clock. What has not settled by then is stuck."""
-LEDGER_WRITES = ("intend", "made", "joined", "releasing", "gone", "failed", "billed", "priced", "block", "paced")
+LEDGER_WRITES = (
+    "intend", "record_machine", "record_join", "record_release", "record_end", "record_failure", "record_billing",
+    "record_price", "record_order_time", "block",
+)  # fmt: skip
 PROVIDER_CHANGES = ("create", "delete", "ensure_key")
 SLURM_CHANGES = ("down", "drain", "power_down", "resume", "requeue", "warn", "comment")
 

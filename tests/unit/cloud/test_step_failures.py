@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
-from shoal.cloud.providers.api import RequestOutcome
+from shoal.cloud.providers.api import RentedInstance, RequestOutcome
 from shoal.cloud.providers.http import gather_all
+from shoal.cloud.rental import Rental
 from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
 from shoal.cloud.service.service import RentalService
 from shoal.cloud.service.slurm_requests import RequestQueue
@@ -298,3 +300,50 @@ async def test_killed_key_rotation_delays_joins_only_for_the_maximum_age(tmp_pat
         os.utime(hold, (it.clock.now(), it.clock.now()))
         job = it.slurm.submit("1", 1)
         await it.until(lambda: job.state == "RUNNING", seconds=2 * HOLD_MAX_AGE_S)
+
+
+async def test_join_that_fails_for_one_machine_is_repeated_for_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path, "sandbox", sets=(ALIKE,)) as it:
+        join = it.joiner.join
+
+        async def broken(nodes: Mapping[str, RentedInstance]) -> Mapping[str, str]:
+            if "alike1" in nodes:
+                raise KeyError("alike1")
+            return await join(nodes)
+
+        monkeypatch.setattr(it.joiner, "join", broken)
+        for number in (1, 2, 3):
+            it.slurm.submit(str(number), 1, seconds=3600)
+        await it.until(lambda: sum(one.state == "joined" for one in it.rentals()) == 2, seconds=120)
+        assert "cannot join alike1" in caplog.text
+
+
+async def test_rental_that_cannot_be_updated_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path, "sandbox", sets=(ALIKE,)) as it:
+        await started(it)
+        [first] = it.rentals("joined")
+        faulty = it.context.accounts["sandbox"].machine
+
+        def machine(rental: Rental) -> RentedInstance | None:
+            if rental.token == first.token:
+                raise KeyError("price")
+            return faulty(rental)
+
+        monkeypatch.setattr(it.context.accounts["sandbox"], "machine", machine)
+        it.slurm.submit("2", 1, seconds=30)
+        await it.until(lambda: it.slurm.job_by_id["2"].state == "COMPLETED", seconds=600)
+        assert caplog.text.count(f"{first.node}: cannot update it; the next step retries") == 1, "not in every step"
+
+
+async def test_machine_that_cannot_log_out_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+        [rental] = it.rentals("joined")
+        monkeypatch.setattr(it.joiner, "leave", failing)
+        it.context.release(rental, "no longer wanted")
+        await it.step()
+        assert it.machines() == []

@@ -18,7 +18,7 @@ from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.containers import container_conf, separate_containers
 from shoal.roles.current_conf import HOSTS, CurrentConf
-from shoal.roles.documents import documents
+from shoal.roles.documents import documents, membership
 from shoal.roles.registry import component_findings, component_packages, preparation
 from shoal.roles.rented import WATCHDOG, watchdog
 from shoal.slurm.conf import slurm_conf
@@ -254,6 +254,14 @@ def test_running_rented_container_gets_its_tunnel_and_node_name() -> None:
     conf = next(item.content for item in stages[Stage.NODES] if item.key == "file /etc/slurm/slurm.conf")  # type: ignore[attr-defined]
     assert "State=CLOUD" not in conf and "ResumeProgram" not in conf
     assert "NodeName=pods2 NodeAddr=127.0.0.1 " in conf and "pods1" not in conf
+
+
+@pytest.mark.parametrize("network", ["wireguard", "lan"])
+def test_membership_change_leaves_a_rented_container_alone(network: str) -> None:
+    pod = replace(container("x7f3", ConnectedAddress("203.0.113.9", 10400)), hostname="x7f3")
+    cluster = rented(RENTED.replace("wireguard", network), pods1=pod)
+    member = next(member for member in cluster.members if member.name == "pods1")
+    assert membership(cluster, member) == (), "it knows the controller only, at the end of its tunnel"
 
 
 def test_epilog_in_a_rented_container_waits_for_the_fetch() -> None:

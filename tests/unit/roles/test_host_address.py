@@ -12,7 +12,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, Command, File, Item
 from shoal.agent.facts import Address, Facts, FileFact
-from shoal.cloud.service.join_checks import cluster_with_rented_nodes
+from shoal.cloud.service.membership import cluster_with_rented_nodes
 from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
 from shoal.plan.connections import Fleet
 from shoal.roles.assembly import assemble

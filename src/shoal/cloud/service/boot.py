@@ -107,7 +107,10 @@ class NodeBooter:
             node = snapshot.nodes.get(rental.node)
             if rental.state != "made" or node is None or not wants_machine(node):
                 continue
-            if self._late(rental, snapshot.now):
+            late = True
+            with self.context.isolated(rental.node):
+                late = self._late(rental, snapshot.now)
+            if late:
                 continue
             machine = self._up(rental)
             waits_for_retry = not is_due(self._retry_at.get(rental.token, 0.0), snapshot.now, JOIN_RETRY_S)
@@ -153,16 +156,19 @@ class NodeBooter:
                 rental = booting.get(token)
                 if rental is None:
                     continue  # it was released meanwhile
-                problem = errors.get(node, "the joiner returned no result")
-                if not problem:
-                    log.info("%s: %s of %s takes jobs", node, rental.id, rental.account)
-                    self.context.ledger.record_join(token, now)
-                elif problem.startswith(UNFIT_PREFIX):
-                    cause = problem.removeprefix(UNFIT_PREFIX)
-                    self.context.reject(rental, f"{rental.id} of {rental.account}: {cause}")
-                else:
-                    log.info("%s: %s has not joined yet: %s", node, rental.id, problem)
-                    self._errors[token], self._retry_at[token] = problem, now + JOIN_RETRY_S
+                with self.context.isolated(node):
+                    self._record(rental, errors.get(node, "the joiner returned no result"), now)
+
+    def _record(self, rental: Rental, problem: str, now: float) -> None:
+        """Record how the join of a machine ended."""
+        if not problem:
+            log.info("%s: %s of %s takes jobs", rental.node, rental.id, rental.account)
+            self.context.ledger.record_join(rental.token, now)
+        elif problem.startswith(UNFIT_PREFIX):
+            self.context.reject(rental, f"{rental.id} of {rental.account}: {problem.removeprefix(UNFIT_PREFIX)}")
+        else:
+            log.info("%s: %s has not joined yet: %s", rental.node, rental.id, problem)
+            self._errors[rental.token], self._retry_at[rental.token] = problem, now + JOIN_RETRY_S
 
 
 async def _join(context: ServiceContext, ready: Mapping[str, RentedInstance]) -> Mapping[str, str]:
@@ -170,4 +176,8 @@ async def _join(context: ServiceContext, ready: Mapping[str, RentedInstance]) ->
         return await context.joiner.join(ready)
     except Exception as error:  # a failed join must not leave machines behind
         log.exception("cannot join %s", ", ".join(ready))
-        return dict.fromkeys(ready, f"{type(error).__name__}: {error}")
+        if len(ready) == 1:
+            return dict.fromkeys(ready, f"{type(error).__name__}: {error}")
+    # each by itself: one of them must not block the others
+    alone = await asyncio.gather(*(_join(context, {name: machine}) for name, machine in ready.items()))
+    return {name: problem for problems in alone for name, problem in problems.items()}

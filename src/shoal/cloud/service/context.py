@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +16,7 @@ from shoal.cloud.service.ledger import Ledger
 from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.scheduling import STEP_WAIT_S, Clock
 from shoal.cloud.service.slurm import QueuedJob, Slurm
-from shoal.errors import SlurmError
+from shoal.errors import LedgerError, SlurmError
 from shoal.roles.elastic import HOLD_MAX_AGE_S
 from shoal.slurm.state import NodeState
 from shoal.spec.rental import Budget, RentedSet
@@ -71,6 +72,8 @@ class ServiceContext:
     job_comments: dict[str, str] = field(default_factory=dict)
     """The last comment that was set on each job."""
     set_by_node: dict[str, RentedSet] = field(init=False)
+    _problems: set[tuple[str, str]] = field(default_factory=set)
+    """Failures of one node's part of a step, so that each is logged once and not in every step."""
 
     def __post_init__(self) -> None:
         self.set_by_node = {node: nodeset for nodeset in self.sets.values() for node in nodeset.nodes}
@@ -84,6 +87,18 @@ class ServiceContext:
             )
         except OSError:
             return False
+
+    @contextmanager
+    def isolated(self, node: str) -> Iterator[None]:
+        """Work on one node or its rental. If it fails, the next step retries, and the work on others goes on."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, LedgerError) and error.__cause__ is not None:
+                raise  # SQLite's: the ledger fails for all
+            if (node, repr(error)) not in self._problems:
+                log.exception("%s: cannot update it; the next step retries", node)
+            self._problems.add((node, repr(error)))
 
     def release(self, rental: Rental, why: str) -> None:
         """Mark a rental for release; the next step deletes its machine."""

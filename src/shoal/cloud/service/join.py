@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.agent.document import Command, Document, File
+from shoal.agent.facts import Facts
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join_checks as checks
 from shoal.cloud.service.connections import MachineConnector, connect_to
+from shoal.cloud.service.membership import cluster_with_rented_nodes, membership_change, without_faulty_machines
 from shoal.cloud.service.settings import KNOWN_HOSTS, ServiceSettings
 from shoal.errors import HostError, ShoalError
 from shoal.hosts.api import Connector
@@ -31,7 +33,7 @@ from shoal.plan.progress import NoProgress
 from shoal.plan.secret_values import fetch_secrets
 from shoal.roles.base import installation, munge_secret
 from shoal.roles.component import Cluster, Stage
-from shoal.roles.documents import documents, membership
+from shoal.roles.documents import documents
 from shoal.roles.registry import shared_secrets
 from shoal.roles.rented import watchdog
 from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines
@@ -223,11 +225,15 @@ class LiveJoiner:
         if await prepare(self._spec, observed.facts, fleet, NoProgress()):
             observed = await observe(fleet, self._spec)
             fleet.require(self._controller.name)
-        cluster = checks.cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
-        refused = checks.incompatible_versions(cluster, new)
-        there = [member for member in cluster.members if member.name in new and member.name in fleet.live]
-        due = [member for member in there if member.name not in refused]
-        await self._converge(fleet, {member.name: installation(cluster, member) for member in due})
+
+        def plan(facts: Mapping[str, Facts]) -> tuple[dict[str, str], dict[str, Document]]:
+            cluster = cluster_with_rented_nodes(self._spec, fleet, facts, self._known())
+            refused = checks.incompatible_versions(cluster, new)
+            due = [one for one in cluster.members if one.name in new and one.name in facts and one.name not in refused]
+            return refused, {member.name: installation(cluster, member) for member in due}
+
+        refused, by_host = without_faulty_machines(fleet, self._controller.name, observed.facts, plan)
+        await self._converge(fleet, by_host)
         return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused
 
     async def _change_membership(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
@@ -235,17 +241,19 @@ class LiveJoiner:
         controller = self._controller.name
         observed = await observe(fleet, self._spec)
         fleet.require(controller)
-        cluster = checks.cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
-        refused = checks.excluded_machines(cluster, new)
-        by_name = {member.name: member for member in cluster.members}
-        due = [name for name in fleet.live if name not in refused]
-        stages = {name: documents(cluster, by_name[name]) for name in due if name in new}
-        others = {name: membership(cluster, by_name[name]) for name in due if name not in new}
-        await self._converge(fleet, others | {name: by_stage.get(Stage.BASE, ()) for name, by_stage in stages.items()})
+        change = without_faulty_machines(
+            fleet,
+            controller,
+            observed.facts,
+            lambda facts: membership_change(self._spec, fleet, facts, self._known(), new),
+        )
+        stages = change.stages
+        first = {name: by_stage.get(Stage.BASE, ()) for name, by_stage in stages.items()}
+        await self._converge(fleet, {**change.others, **first})
         fleet.require(controller)  # it must accept the new ones first
         await self._converge(fleet, {name: by_stage.get(Stage.SERVICES, ()) for name, by_stage in stages.items()})
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
-        return cluster, failed | refused
+        return change.cluster, {**failed, **change.refused}
 
     async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, RentedInstance]) -> dict[str, str]:
         """Check the GPUs, start slurmd, and wait for its registration."""

@@ -14,6 +14,7 @@ present state, so it does not matter where the service was last killed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from shoal.cloud.providers.api import FailureKind, RentedInstance
 from shoal.cloud.rental import Rental, price_of
@@ -45,24 +46,30 @@ def without_slurm(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[st
 def _update_rentals(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
     """Find the machines of orders whose answer was lost, update prices, and release machines whose lifetime is over."""
     for rental in snapshot.rentals:
-        account = context.accounts.get(rental.account)
-        if account is None or rental.token in account.ordering:
-            continue  # the answer is more reliable than any list
-        machine = account.machine(rental)
-        if machine is not None:
-            _update_rental(context, rental, machine, snapshot.now)
-        elif not rental.id and account.gone(rental):
-            if rental.state == "intended":
-                why = f"no machine of this order was listed within {LOST_ORDER_SEARCH_S:.0f} s"
-                context.ledger.record_failure(rental.token, FailureKind.AMBIGUOUS, why, snapshot.now)
-            else:
-                context.ledger.record_end(rental.token, snapshot.now)
+        with context.isolated(rental.node):
+            _find_machine(context, rental, snapshot.now)
     snapshot.refresh(context.ledger)
     for rental in snapshot.rentals:  # whatever the state of their nodes: their jobs were warned before
         nodeset = context.sets.get(rental.nodeset)
         if nodeset is not None and nodeset.lifetime and snapshot.now >= rental.begun + nodeset.lifetime:
-            context.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
+            with context.isolated(rental.node):
+                context.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
     snapshot.refresh(context.ledger)
+
+
+def _find_machine(context: ServiceContext, rental: Rental, now: float) -> None:
+    account = context.accounts.get(rental.account)
+    if account is None or rental.token in account.ordering:
+        return  # the answer is more reliable than any list
+    machine = account.machine(rental)
+    if machine is not None:
+        _update_rental(context, rental, machine, now)
+    elif not rental.id and account.gone(rental):
+        if rental.state == "intended":
+            why = f"no machine of this order was listed within {LOST_ORDER_SEARCH_S:.0f} s"
+            context.ledger.record_failure(rental.token, FailureKind.AMBIGUOUS, why, now)
+        else:
+            context.ledger.record_end(rental.token, now)
 
 
 def _update_rental(context: ServiceContext, rental: Rental, machine: RentedInstance, now: float) -> None:
@@ -100,28 +107,35 @@ async def _handle_lost(context: ServiceContext, snapshot: ClusterSnapshot) -> se
     """Set nodes down whose machines died, so that their jobs are requeued. Returns these nodes."""
     down: set[str] = set()
     for rental in snapshot.rentals:
-        account = context.accounts.get(rental.account)
-        if account is None or rental.state not in ("made", "joined"):
-            continue
-        machine = account.machine(rental)
-        if machine is None and account.gone(rental):
-            why = f"{rental.id} of {rental.account} is gone"
-        elif machine is not None and _is_dead(rental, machine):
-            why = f"{rental.id} of {rental.account} is {machine.raw_state}"
-        else:
-            continue
-        if rental.state == "made":
-            context.reject(rental, why)  # it never came up
-        if machine is None:
-            context.ledger.record_end(rental.token, snapshot.now)
-        else:
-            context.release(rental, why)
-        node = snapshot.nodes.get(rental.node)
-        if node is not None and slurm.is_registered(node):
-            log.warning("%s: %s", rental.node, why)
-            if await context.update_slurm(context.slurm.down([rental.node], slurm.format_reason(why, snapshot.now))):
+        with context.isolated(rental.node):
+            if await _set_down_if_lost(context, snapshot, rental):
                 down.add(rental.node)
     return down
+
+
+async def _set_down_if_lost(context: ServiceContext, snapshot: ClusterSnapshot, rental: Rental) -> bool:
+    """Release a rental whose machine died. Returns whether its node was set down."""
+    account = context.accounts.get(rental.account)
+    if account is None or rental.state not in ("made", "joined"):
+        return False
+    machine = account.machine(rental)
+    if machine is None and account.gone(rental):
+        why = f"{rental.id} of {rental.account} is gone"
+    elif machine is not None and _is_dead(rental, machine):
+        why = f"{rental.id} of {rental.account} is {machine.raw_state}"
+    else:
+        return False
+    if rental.state == "made":
+        context.reject(rental, why)  # it never came up
+    if machine is None:
+        context.ledger.record_end(rental.token, snapshot.now)
+    else:
+        context.release(rental, why)
+    node = snapshot.nodes.get(rental.node)
+    if node is None or not slurm.is_registered(node):
+        return False
+    log.warning("%s: %s", rental.node, why)
+    return await context.update_slurm(context.slurm.down([rental.node], slurm.format_reason(why, snapshot.now)))
 
 
 def _is_dead(rental: Rental, machine: RentedInstance) -> bool:
@@ -139,33 +153,44 @@ async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, los
     to_power_down: list[str] = []
     to_resume: list[str] = []
     for node in snapshot.nodes.values():
-        kept = _keep_one(context, snapshot.rentals_of(node.name))
-        if slurm.is_powering_down(node):
-            for rental in kept:
-                if rental.state == "made" and node.reason == slurm.RESUME_TIMEOUT:
-                    context.reject(rental, f"{rental.id} of {rental.account} did not join in time")
-                context.release(rental, "Slurm has powered the node down")
-            if _is_stuck(node, snapshot.now):
-                to_resume.append(node.name)
-        elif slurm.is_down(node):
-            if not (slurm.set_by_us(node) or slurm.set_by_slurm(node)):
-                continue
-            for rental in kept:
-                context.release(rental, f"the node is down: {node.reason or 'no reason given'}")
-            if not slurm.set_by_us(node) or is_due(slurm.retry_time(node), snapshot.now):
-                to_power_down.append(node.name)
-        elif slurm.is_registered(node) and not kept and node.name not in lost:
-            why = slurm.format_reason("this node has no machine", snapshot.now)
-            await context.update_slurm(context.slurm.down([node.name], why))
-        elif slurm.is_registered(node) and kept and kept[0].state == "made":
-            context.ledger.record_join(kept[0].token, snapshot.now)  # a service was killed before it recorded this
+        with context.isolated(node.name):
+            command = await _correct_node(context, snapshot, node, node.name in lost)
+            if command is not None:
+                (to_power_down if command == "power down" else to_resume).append(node.name)
     for rental in snapshot.rentals:
         if rental.node not in snapshot.nodes:
-            context.release(rental, "the cluster no longer has this node")
+            with context.isolated(rental.node):
+                context.release(rental, "the cluster no longer has this node")
     for verb, names in ((context.slurm.power_down, to_power_down), (context.slurm.resume, to_resume)):
         if names and not await context.update_slurm(verb(names)) and len(names) > 1:
             for name in names:
                 await context.update_slurm(verb([name]))
+
+
+async def _correct_node(
+    context: ServiceContext, snapshot: ClusterSnapshot, node: NodeState, lost: bool
+) -> Literal["power down", "resume"] | None:
+    """Correct one node. Returns what Slurm is to do with it."""
+    kept = _keep_one(context, snapshot.rentals_of(node.name))
+    if slurm.is_powering_down(node):
+        for rental in kept:
+            if rental.state == "made" and node.reason == slurm.RESUME_TIMEOUT:
+                context.reject(rental, f"{rental.id} of {rental.account} did not join in time")
+            context.release(rental, "Slurm has powered the node down")
+        return "resume" if _is_stuck(node, snapshot.now) else None
+    if slurm.is_down(node):
+        if not (slurm.set_by_us(node) or slurm.set_by_slurm(node)):
+            return None
+        for rental in kept:
+            context.release(rental, f"the node is down: {node.reason or 'no reason given'}")
+        due = not slurm.set_by_us(node) or is_due(slurm.retry_time(node), snapshot.now)
+        return "power down" if due else None
+    if slurm.is_registered(node) and not kept and not lost:
+        why = slurm.format_reason("this node has no machine", snapshot.now)
+        await context.update_slurm(context.slurm.down([node.name], why))
+    elif slurm.is_registered(node) and kept and kept[0].state == "made":
+        context.ledger.record_join(kept[0].token, snapshot.now)  # a service was killed before it recorded this
+    return None
 
 
 def _is_stuck(node: NodeState, now: float) -> bool:
@@ -197,10 +222,11 @@ def _orphans_of(context: ServiceContext, account: AccountClient, live: Mapping[s
     for token, machines in account.listing.instances.items() if account.listing else ():
         rental = live.get(token)
         for machine in machines:
-            if rental is not None and rental.id in ("", machine.id):
+            if machine.state == "stopping" or (rental is not None and rental.id in ("", machine.id)):
                 continue
-            if machine.state != "stopping" and _is_orphan(context, account, machine, rental is not None):
-                orphans.append(machine)
+            with context.isolated(machine.node):
+                if _is_orphan(context, account, machine, rental is not None):
+                    orphans.append(machine)
     return orphans
 
 

@@ -31,15 +31,22 @@ REQUEUE_MARGIN_S = 5.0
 async def end_machines(context: ServiceContext, snapshot: ClusterSnapshot, spent: Mapping[str, str]) -> None:
     """Warn and drain machines that are about to end. `spent` has the nodesets to end now, with the reason."""
     for rental in snapshot.rentals:
-        node = snapshot.nodes.get(rental.node)
-        if rental.state != "joined" or node is None or not is_registered(node):
-            continue
-        jobs = snapshot.jobs_on(rental.node)
-        if "DRAIN" in node.state and set_by_us(node):
-            if not jobs or snapshot.now >= retry_time(node):
-                await _take_node_down(context, rental, jobs, reason_text(node), snapshot.now)
-        elif termination := _termination(context, rental, snapshot.now, spent):
-            await _warn(context, rental, jobs, *termination, snapshot.now)
+        with context.isolated(rental.node):
+            await _end_machine(context, snapshot, rental, spent)
+
+
+async def _end_machine(
+    context: ServiceContext, snapshot: ClusterSnapshot, rental: Rental, spent: Mapping[str, str]
+) -> None:
+    node = snapshot.nodes.get(rental.node)
+    if rental.state != "joined" or node is None or not is_registered(node):
+        return
+    jobs = snapshot.jobs_on(rental.node)
+    if "DRAIN" in node.state and set_by_us(node):
+        if not jobs or snapshot.now >= retry_time(node):
+            await _take_node_down(context, rental, jobs, reason_text(node), snapshot.now)
+    elif termination := _termination(context, rental, snapshot.now, spent):
+        await _warn(context, rental, jobs, *termination, snapshot.now)
 
 
 async def _warn(
@@ -104,9 +111,10 @@ class InstanceReleaser:
                 continue  # an order without an id is still searched for
             account = self.context.accounts[rental.account]
             if self._is_gone(account, rental):
-                self.context.ledger.record_end(rental.token, snapshot.now)
-                self._asked.pop(rental.token, None)
-                self._taken.pop(rental.token, None)
+                with self.context.isolated(rental.node):
+                    self.context.ledger.record_end(rental.token, snapshot.now)
+                    self._asked.pop(rental.token, None)
+                    self._taken.pop(rental.token, None)
             elif is_due(self._asked.get(rental.token, float("-inf")) + DELETE_RETRY_S, snapshot.now):
                 going.setdefault(rental.account, []).append(rental)
         for name in {*going, *orphans} - self._deletes.running:
@@ -149,7 +157,10 @@ class InstanceReleaser:
         }
         for rental in rentals:
             self._asked[rental.token] = now
-        await self.context.joiner.leave(there)
+        try:
+            await self.context.joiner.leave(there)
+        except Exception:  # a machine that cannot log out must not cost on
+            log.exception("%s: cannot log out %s", account.name, ", ".join(there))
         outcomes = await account.delete([*machines, *orphans])
         for machine, outcome in zip(orphans, outcomes[len(machines) :], strict=True):
             result = "deleted" if outcome.ok else f"cannot be deleted: {outcome.message}"
