@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 
 from shoal.cloud.providers.api import ProviderLogin
+from shoal.cloud.providers.response_limits import ACCEPT_ENCODING, fetch, parse_json
 from shoal.errors import ProviderError
 
+METADATA_TIMEOUT_S = 5.0
 AUDIENCE = "https://compute.googleapis.com/"
 METADATA = "http://metadata.google.internal"
 
@@ -55,10 +57,14 @@ class GoogleTokens:
     async def _request_metadata(self) -> tuple[str, float]:
         url = f"{self._metadata}/computeMetadata/v1/instance/service-accounts/default/token"
         try:
-            async with httpx.AsyncClient(timeout=5) as client:
-                answer = (await client.get(url, headers={"Metadata-Flavor": "Google"})).raise_for_status().json()
-            return str(answer["access_token"]), time.time() + float(answer["expires_in"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            async with httpx.AsyncClient(timeout=None) as client:
+                headers = {"Metadata-Flavor": "Google", "Accept-Encoding": ACCEPT_ENCODING}
+                answer = await fetch(client, client.build_request("GET", url, headers=headers), METADATA_TIMEOUT_S)
+            if not answer.is_success:
+                raise ValueError(answer.status)
+            token = parse_json(answer.content)
+            return str(token["access_token"]), time.time() + float(token["expires_in"])
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise ProviderError(
                 f"{self._name} has no key, and this machine gets no token from Google ({type(error).__name__})",
                 hint=f"set providers.{self._name}.key to a service account's JSON: file:~/account.json",

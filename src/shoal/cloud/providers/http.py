@@ -1,4 +1,4 @@
-"""The HTTP client that all rental providers share: rate limit, timeouts, and failures that say what to do next.
+"""The HTTP client that all rental providers share: rate limit, bounds, and failures that say what to do next.
 
 A call with `creates=True` whose answer is lost, a server error or unreadable fails as AMBIGUOUS. One that never reached
 the provider fails as TRANSIENT: nothing was made. Nothing is retried here.
@@ -7,7 +7,7 @@ the provider fails as TRANSIENT: nothing was made. Nothing is retried here.
 from __future__ import annotations
 
 import asyncio
-import json as json_module
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -19,6 +19,7 @@ import httpx
 
 from shoal.cloud.providers import responses
 from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalOrder, RequestOutcome, Scope
+from shoal.cloud.providers.response_limits import ACCEPT_ENCODING, Answer, AnswerError, fetch, parse_json
 from shoal.cloud.providers.responses import ApiError, Body, ReadError, ambiguous_on_error
 
 __all__ = ["ApiClient", "ApiError", "HttpProvider", "gather_all", "map_concurrently", "seconds_to_next_minute"]
@@ -27,6 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 REQUEST_TIMEOUT_S = 30.0
+"""From the first byte sent to the last one received."""
 CREATE_TIMEOUT_S = 90.0
 """A create that times out leaves a machine to look for: better to wait longer."""
 CONNECT_TIMEOUT_S = 10.0
@@ -36,6 +38,12 @@ MAX_CONCURRENT_CALLS = 8
 """So many calls of `map_concurrently` are under way at a time."""
 EXCERPT_LENGTH = 200
 """How much of an unreadable body is quoted, in characters."""
+MAX_PAGES = 200
+"""The most pages that one list may have."""
+MAX_LIST_MIB = 128
+"""All pages of one list together."""
+MAX_RETRY_AFTER_S = 3600.0
+"""A provider that asks for a longer pause is asked again after this one."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
 
 
@@ -61,7 +69,8 @@ class ApiClient:
         self._interval = float(account.settings.get("request_interval", interval))
         self._next_slot = 0.0
         self._client = httpx.AsyncClient(
-            headers={"User-Agent": "shoal", "Accept": "application/json"}, verify=_certificates()
+            headers={"User-Agent": "shoal", "Accept": "application/json", "Accept-Encoding": ACCEPT_ENCODING},
+            verify=_certificates(),
         )
 
     async def request(
@@ -82,35 +91,45 @@ class ApiClient:
         if not (key.isascii() and key.isprintable()):
             raise ApiError(f"{where}: the key has invalid characters", FailureKind.AUTH, scope="provider")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = self._client.build_request(
+            method,
+            self.base + path,
+            json=json,
+            params=dict(params) if params else None,
+            headers=headers,
+            # The time of the whole request is bounded by `fetch`; only what fails before it is sent has its own.
+            timeout=httpx.Timeout(None, connect=min(seconds / 2, CONNECT_TIMEOUT_S)),
+        )
         try:
-            response = await self._client.request(
-                method,
-                self.base + path,
-                json=json,
-                params=dict(params) if params else None,
-                headers=headers,
-                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT_S)),
-            )
+            answer = await fetch(self._client, request, seconds)
         except _NEVER_SENT as error:
             raise self._error(
                 f"{where}: cannot be reached: {_exception_text(error)}", FailureKind.TRANSIENT, "provider"
             ) from None
+        except TimeoutError:
+            raise self._error(f"{where}: no complete answer within {seconds:g} s", unknown) from None
+        except AnswerError as error:
+            raise self._error(f"{where}: {error}", unknown) from None
         except httpx.HTTPError as error:
             raise self._error(f"{where}: no answer: {_exception_text(error)}", unknown) from None
-        data, problem = _parse(response)
-        if response.is_success:
+        data, problem = _parse(answer)
+        if answer.is_success:
             if problem:
-                raise self._error(f"{where}: {problem}", unknown, status=response.status_code)
-            return Body(data, where, unknown)
-        raise self._refusal_error(where, response, data, unknown)
+                raise self._error(f"{where}: {problem}", unknown, status=answer.status)
+            return Body(data, where, unknown, length=len(answer.content))
+        raise self._refusal_error(where, answer, data, unknown)
 
     async def pages(
         self, path: str, cursor: str, following: Callable[[Body], str], **params: str | int
     ) -> AsyncIterator[Body]:
         """Every page of a list. `following` reads the value of the parameter `cursor` for the next page."""
         seen: set[str] = set()
-        while True:
+        length = 0
+        for _ in range(MAX_PAGES):
             page = await self.request("GET", path, params=params)
+            length += page.length
+            if length > MAX_LIST_MIB * 1024 * 1024:
+                raise page.error(f"the list is longer than {MAX_LIST_MIB} MiB")
             yield page
             value = following(page)
             if not value:
@@ -119,6 +138,7 @@ class ApiClient:
                 raise page.error("the list repeats the same page")
             seen.add(value)
             params[cursor] = value
+        raise page.error(f"the list has more than {MAX_PAGES} pages")
 
     async def poll(self, answer: Body, path: str, done: Callable[[Body], bool], seconds: float) -> Body:
         """Poll an accepted order until it is done or `seconds` have passed. Returns the last answer."""
@@ -149,16 +169,16 @@ class ApiClient:
         self._next_slot = slot + self._interval
         await asyncio.sleep(slot - now)
 
-    def _refusal_error(self, where: str, response: httpx.Response, data: Any, unknown: FailureKind) -> ApiError:
-        status = response.status_code
+    def _refusal_error(self, where: str, answer: Answer, data: Any, unknown: FailureKind) -> ApiError:
+        status = answer.status
         own = responses.read_refusal(self._read_error, status, data)
         refusal = own if own.failure else responses.refusal_by_status(status, unknown)
         failure = refusal.failure or unknown
-        message = own.message or _excerpt(self._redact(response.text)) or response.reason_phrase
+        message = own.message or _excerpt(self._redact(answer.text)) or answer.reason
         error = self._error(f"{where}: {status}: {message}", failure, refusal.scope, status)
         error.hint = refusal.hint
         if failure is FailureKind.RATE:
-            error.retry_after = _seconds(response.headers.get("retry-after")) or self._retry_after()
+            error.retry_after = _seconds(answer.headers.get("retry-after")) or self._retry_after()
         return error
 
     def _error(self, message: str, failure: FailureKind, scope: Scope = "offer", status: int = 0) -> ApiError:
@@ -237,16 +257,18 @@ def _exception_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _parse(response: httpx.Response) -> tuple[Any, str]:
+def _parse(answer: Answer) -> tuple[Any, str]:
     """The body as data, and what is wrong with it. An empty body is right only with status 204."""
-    if not response.content:
-        return None, "" if response.status_code == 204 else f"the answer has no body ({response.status_code})"
+    if not answer.content:
+        return None, "" if answer.status == 204 else f"the answer has no body ({answer.status})"
     try:
-        return json_module.loads(response.content), ""
+        return parse_json(answer.content), ""
+    except AnswerError as error:
+        return None, str(error)
     except ValueError:
-        if response.text.lstrip()[:1] in ("{", "["):  # a truncated body may contain anything, passwords included
-            return None, f"the answer is broken JSON, {len(response.content)} bytes long"
-        return None, f"the answer is not JSON: {_excerpt(response.text)!r}"
+        if answer.text.lstrip()[:1] in ("{", "["):  # a truncated body may contain anything, passwords included
+            return None, f"the answer is broken JSON, {len(answer.content)} bytes long"
+        return None, f"the answer is not JSON: {_excerpt(answer.text)!r}"
 
 
 def _excerpt(text: str) -> str:
@@ -256,6 +278,7 @@ def _excerpt(text: str) -> str:
 
 def _seconds(text: str | None) -> float:
     try:
-        return max(0.0, float(text or ""))
+        seconds = float(text or "")
     except ValueError:
         return 0.0
+    return 0.0 if math.isnan(seconds) else min(max(0.0, seconds), MAX_RETRY_AFTER_S)

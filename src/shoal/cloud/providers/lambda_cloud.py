@@ -16,7 +16,7 @@ from shoal.cloud.providers import api
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider
 from shoal.cloud.providers.prices import gpu_model
-from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_code
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, parse_epoch, refusal_by_code
 
 BASE = "https://cloud.lambda.ai/api/v1"
 IMAGE = "lambda-stack-24-04"
@@ -185,6 +185,6 @@ def _instance(one: Body) -> api.RentedInstance:
         type=kind.text("name", ""),
         region=one.object_or_empty("region").text("name", ""),
         usd_hour=None if cents is None else cents / 100,
-        created=float(epoch) if epoch.isdigit() else None,
+        created=parse_epoch(epoch),
         ending=status == "preempted",
     )

@@ -208,7 +208,7 @@ def code_of(region: str) -> str:
 
 def read_name(name: str) -> tuple[str, str, str, float | None]:
     """Cluster, node, token and creation time from one of our names; empty for another name."""
-    match = re.fullmatch(r"c-(.+)--(.+)--(\d+)-(.+)", name)
+    match = re.fullmatch(r"c-(.+)--(.+)--([0-9]{1,12})-(.+)", name)
     return (match[1], match[2], match[4], float(match[3])) if match else ("", "", "", None)
 
 

@@ -47,6 +47,11 @@ def ambiguous_on_error() -> Iterator[None]:
         raise ApiError(error.message, FailureKind.AMBIGUOUS, retry_after=error.retry_after) from error
 
 
+def parse_epoch(text: str) -> float | None:
+    """Seconds since 1970 that we once wrote into a mark of a machine; None where it is none."""
+    return float(text) if re.fullmatch("[0-9]{1,12}", text) else None
+
+
 def drop_none(fields: Any) -> Any:
     """The same data without fields that are None, at any depth."""
     if isinstance(fields, list):
@@ -68,6 +73,8 @@ class Body:
     failure: FailureKind = FailureKind.TRANSIENT
     """The failure if a field is missing: AMBIGUOUS in the answer to a create."""
     path: str = ""
+    length: int = 0
+    """Bytes of the whole answer; 0 for a part of it."""
 
     def error(self, problem: str, hint: str = "the provider's API may have changed") -> ApiError:
         return ApiError(f"{self.where}: {problem}", self.failure, hint=hint)
@@ -84,16 +91,25 @@ class Body:
         return self.text(name).rpartition("/")[2]
 
     def number(self, name: str, otherwise: float = _REQUIRED) -> float:
-        return float(self._field(name, (int, float), "a number", otherwise))
+        try:
+            return float(self._field(name, (int, float), "a number", otherwise))
+        except OverflowError:
+            raise self.error(f"{self._named(name)} is too large") from None
 
     def number_or_none(self, name: str) -> float | None:
         return self.number(name) if self.has(name) else None
+
+    def port(self, name: str, otherwise: int = _REQUIRED) -> int:
+        number = self.number(name, otherwise)
+        if number not in range(1, 65536):
+            raise self.error(f"{self._named(name)} is not a port")
+        return int(number)
 
     def time(self, name: str) -> float | None:
         """A date and time in seconds since 1970; None where it is missing or unreadable."""
         try:
             return datetime.fromisoformat(self.text(name, "")).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
 
     def flag(self, name: str, otherwise: bool = _REQUIRED) -> bool:

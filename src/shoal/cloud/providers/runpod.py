@@ -213,8 +213,8 @@ def _ssh_address(pod: Body) -> tuple[str, int]:
     """The direct SSH address. RunPod's proxy does not forward ports."""
     direct = pod.object_or_empty("ssh").object_or_empty("direct")
     if direct.has("host"):
-        return direct.text("host"), int(direct.number("port"))
+        return direct.text("host"), direct.port("port")
     for port in pod.object_or_empty("runtime").rows_or_empty("ports"):
         if port.has("ip") and port.has("public") and int(port.number("private", 0)) == 22:
-            return port.text("ip"), int(port.number("public"))
+            return port.text("ip"), port.port("public")
     return "", 22

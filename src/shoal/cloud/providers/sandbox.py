@@ -142,7 +142,7 @@ def _instance(one: Body) -> api.RentedInstance:
         one.text("state"),
         STATES,
         host=one.text("address", ""),
-        port=int(one.number("port", 22)),
+        port=one.port("port", 22),
         user=one.text("user", "root"),
         type=one.text("type", ""),
         region="sandbox",

@@ -12,7 +12,6 @@ and the duplicate is deleted.
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.client
 import json
 import os
@@ -23,6 +22,8 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from shoal.train.tracking.bounded_http import Answer, AnswerError, BoundedOpener
 
 API = "/api/2.0/mlflow/"
 ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts/"
@@ -60,7 +61,6 @@ class MlflowClient:
     def __init__(self, uri: str, environ: Mapping[str, str] = os.environ, timeout: float = REQUEST_TIMEOUT_S) -> None:
         """ValueError if the address is not that of a server."""
         self.uri, user, password = split_uri(uri)
-        self.timeout = timeout
         self._headers = {"User-Agent": "shoal"}
         user = user or environ.get("MLFLOW_TRACKING_USERNAME", "")
         password = password or environ.get("MLFLOW_TRACKING_PASSWORD", "")
@@ -68,10 +68,8 @@ class MlflowClient:
             self._headers["Authorization"] = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
         elif token := environ.get("MLFLOW_TRACKING_TOKEN"):
             self._headers["Authorization"] = f"Bearer {token}"
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-        if certificate := environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):
-            handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=certificate)))
-        self._opener = urllib.request.build_opener(*handlers)
+        certificate = environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
+        self._opener = BoundedOpener(ssl.create_default_context(cafile=certificate) if certificate else None, timeout)
 
     def get(self, path: str, /, **query: str) -> dict[str, Any]:
         return self._request("GET", API + path + "?" + urllib.parse.urlencode(query), None, "application/json")
@@ -87,27 +85,17 @@ class MlflowClient:
         headers = {**self._headers, "Content-Type": kind}
         request = urllib.request.Request(self.uri + path, data=data, headers=headers, method=method)
         try:
-            with self._opener.open(request, timeout=self.timeout) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _map_error(error) from None
+            answer = self._opener.send(request)
         except urllib.error.URLError as error:
             raise ServerUnavailable(f"{self.uri}: {error.reason}") from None
+        except AnswerError as error:
+            raise ServerUnavailable(f"{self.uri}: {error}: {_HINTS[404]}") from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerUnavailable(f"{self.uri}: {str(error) or type(error).__name__}") from None
-        try:
-            value = json.loads(text or b"{}")
-        except ValueError:
-            raise ServerUnavailable(f"{self.uri} does not answer in JSON: {_HINTS[404]}") from None
-        return value if isinstance(value, dict) else {}
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would turn POST into GET, and send the password to another server."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        value: dict[str, Any] = answer.value if isinstance(answer.value, dict) else {}
+        if answer.status >= 300:
+            raise _map_error(answer, str(value.get("error_code") or ""), str(value.get("message") or ""))
+        return value
 
 
 def split_uri(uri: str) -> tuple[str, str, str]:
@@ -124,18 +112,15 @@ def split_uri(uri: str) -> tuple[str, str, str]:
     return clean, urllib.parse.unquote(parts.username or ""), urllib.parse.unquote(parts.password or "")
 
 
-def _map_error(error: urllib.error.HTTPError) -> ServerUnavailable | RequestRejected:
-    code, message = "", ""
-    with contextlib.suppress(OSError, ValueError, http.client.HTTPException, AttributeError):
-        body = json.loads(error.read())
-        code, message = str(body.get("error_code") or ""), str(body.get("message") or "")
-    if error.code == 413:
+def _map_error(answer: Answer, code: str, message: str) -> ServerUnavailable | RequestRejected:
+    status = answer.status
+    if status == 413:
         return RequestRejected("TOO_LARGE", "the request is too large for the server")
-    if 400 <= error.code < 500 and code and code not in _RETRY_CODES and error.code not in (401, 403, 408, 429):
+    if 400 <= status < 500 and code and code not in _RETRY_CODES and status not in (401, 403, 408, 429):
         return RequestRejected(code, message[:500])
-    text = message[:200] or error.reason
-    hint = _HINTS.get(error.code)
-    return ServerUnavailable(f"the server answers {error.code} {text}" + (f": {hint}" if hint else ""))
+    text = message[:200] or answer.reason
+    hint = _HINTS.get(status)
+    return ServerUnavailable(f"the server answers {status} {text}" + (f": {hint}" if hint else ""))
 
 
 RUN_TAG = "shoal.run"
