@@ -1,4 +1,4 @@
-"""Refusals of an order as the documentation of the providers, and what others report of them, has them."""
+"""Errors with which providers reject an order, from their documentation and from public reports."""
 
 from __future__ import annotations
 

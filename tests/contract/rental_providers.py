@@ -1,4 +1,4 @@
-"""The renters that the contract tests are run over. A new provider adds its Case to CASES, and is tested."""
+"""The rental providers that the contract tests run against. A new provider adds its Case to CASES."""
 
 from __future__ import annotations
 

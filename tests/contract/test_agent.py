@@ -1,4 +1,4 @@
-"""What an agent guarantees to the operator's side: the real program on this machine, and the shipped fake."""
+"""What an agent guarantees to its client: the real program on this machine, and the shipped fake."""
 
 from __future__ import annotations
 

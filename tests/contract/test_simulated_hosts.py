@@ -1,4 +1,4 @@
-"""A simulated cloud's machines are hosts that boot, let us in, break and go."""
+"""The machines of a simulated cloud are hosts: they boot, accept SSH, fail and are deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How hypothesis looks for counterexamples: with patience, as a busy machine may take long for any of them."""
+"""Settings of hypothesis: no deadline, because an example may take long on a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents say what is so: commands that are run, examples that load, links that lead somewhere."""
+"""The documentation is correct: its commands run, its examples load, its links resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostlists mean what Slurm means by them: proved on examples, by properties, and against a real scontrol."""
+"""Hostlists have Slurm's meaning: checked by examples, by properties, and against a real scontrol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The provider that docs/adding-a-provider.md makes is one: its code is installed, found and held to the contract."""
+"""The provider of docs/adding-a-provider.md works: its code is installed, registered and passes the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A temporary directory that documents are made for, and a session with the real program on this machine."""
+"""A temporary directory for documents, and a session with the real agent on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real program on this machine, working in a temporary directory."""
+"""The real agent on this machine, in a temporary directory."""
 
 from __future__ import annotations
 

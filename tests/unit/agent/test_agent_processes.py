@@ -1,4 +1,4 @@
-"""What is seen of programs that run on the host."""
+"""What the agent reports about programs that run on the host."""
 
 from __future__ import annotations
 

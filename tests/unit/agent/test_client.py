@@ -1,4 +1,4 @@
-"""How the client tells a host that cannot run the agent from an agent that failed."""
+"""The client distinguishes a host that cannot run the agent from an agent that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of item comes to, tried for real below a temporary directory."""
+"""The result of each kind of item, applied for real below a temporary directory."""
 # ruff: noqa: ASYNC240 - a test has nothing else to wait for
 
 from __future__ import annotations

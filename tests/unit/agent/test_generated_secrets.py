@@ -1,4 +1,4 @@
-"""Secrets that a host makes for itself, and files that they are filled into."""
+"""Secrets that a host generates, and the files that contain them."""
 # ruff: noqa: ASYNC240 - a test has nothing else to wait for
 
 from __future__ import annotations

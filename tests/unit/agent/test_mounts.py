@@ -1,4 +1,4 @@
-"""What a host says of shares and does about them, as far as text tells: nothing is hidden, nothing is waited for."""
+"""How a host detects and mounts shares: existing files are not hidden, and boot does not wait for a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sits on the port that a daemon could not have is named with the failure."""
+"""If a daemon cannot listen because its port is taken, the error names the process that has the port."""
 
 from __future__ import annotations
 

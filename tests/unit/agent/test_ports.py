@@ -1,4 +1,4 @@
-"""Who listens on which port, read from the kernel's own tables."""
+"""Which process listens on which port, read from the kernel's tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's JSON is the standard library's, on a Python that has its inner parts and on one that has not."""
+"""The agent's JSON equals that of the standard library, with and without its private modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program is a few files that an old Python on a bare host can run as one, and that start quickly."""
+"""The agent is a few files that an old Python on a bare host runs as one program and starts quickly."""
 
 from __future__ import annotations
 

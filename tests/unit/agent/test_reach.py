@@ -1,4 +1,4 @@
-"""Which addresses answer a host, asked of real sockets."""
+"""Which addresses a host can connect to, with real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""People's accounts on a host: those that the host has for its own programs are never taken for a person's."""
+"""User accounts on a host: a system account of the host is never taken for a user's."""
 
 from __future__ import annotations
 

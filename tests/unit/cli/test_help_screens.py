@@ -1,4 +1,4 @@
-"""What `--help` shows of the whole command and of each: headings, and words for what to write."""
+"""The help of `shoal` and of each command: headings, and placeholders for values."""
 
 from __future__ import annotations
 

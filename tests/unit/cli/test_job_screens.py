@@ -1,4 +1,4 @@
-"""What a person sees of jobs."""
+"""How job results are shown."""
 
 from __future__ import annotations
 

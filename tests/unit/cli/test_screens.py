@@ -1,4 +1,4 @@
-"""What a verb's result looks like: as text without a terminal, as text on one, and as one JSON object."""
+"""How a verb's result is shown: as text without a terminal, as text on a terminal, and as a JSON object."""
 
 from __future__ import annotations
 

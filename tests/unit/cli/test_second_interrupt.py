@@ -1,4 +1,4 @@
-"""A second Ctrl-C leaves at once: what the verb had in hand is said, with the way to go on."""
+"""A second Ctrl-C exits at once, and prints what is unfinished and how to continue."""
 
 from __future__ import annotations
 

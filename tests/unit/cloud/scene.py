@@ -1,4 +1,4 @@
-"""A cluster with a simulated cloud, a Slurm and a clock of its own: hours of it pass in a moment."""
+"""A cluster with a simulated cloud, a fake Slurm and a fake clock: hours pass in a moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLUSTER = "reef"
 NO_PAUSE = {"request_interval": "0", "create_interval": "0"}
 """A renter waits by a clock on the wall; here the service keeps the pace alone, by the scene's clock."""
 
-PATIENCE = 120.0
+STEP_TIMEOUT_S = 120.0
 
 
 def choice(case: Case, **more: Any) -> OfferChoice:
@@ -137,7 +137,7 @@ async def scene(
     *kinds: str,
     sets: tuple[RentedSet, ...] = (),
     budget: Budget | None = None,
-    step_wait_s: float = PATIENCE,
+    step_wait_s: float = STEP_TIMEOUT_S,
 ) -> AsyncIterator[Scene]:
     """A cluster that rents from simulated clouds of these kinds; by default eight nodes of what each has plenty of.
 

@@ -1,4 +1,4 @@
-"""A machine that nobody comes for ends of its own accord, whoever rents it out."""
+"""A rented machine that never joins shuts itself down, by a timer in its boot script."""
 
 from __future__ import annotations
 

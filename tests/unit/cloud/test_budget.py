@@ -1,4 +1,4 @@
-"""Budgets are hard: orders that are not yet filled count, gangs count whole, and what has no price is not bought."""
+"""Budgets are hard limits: open orders count, a gang counts whole, and an offer without a price is not ordered."""
 
 from __future__ import annotations
 

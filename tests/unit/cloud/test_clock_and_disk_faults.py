@@ -1,4 +1,4 @@
-"""What nobody plans for: clocks that are set back, a full disk, a Slurm that has forgotten its nodes or is away."""
+"""Faults of the environment: clocks that are set back, a full disk, a Slurm that lost its nodes or is down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledger says in money: sums that add up to the last millionth, and who had which part of them."""
+"""Costs from the ledger: sums that are exact to a millionth, and their split by user and job."""
 
 from __future__ import annotations
 

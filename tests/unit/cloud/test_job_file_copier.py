@@ -1,4 +1,4 @@
-"""Jobs of `shoal run` in rented containers, with a directory in place of a container: their files go and come back."""
+"""The files of jobs in rented containers are copied there and back. A directory stands for the container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job starts as soon as its nodes are there: what waits for them, and what has it go on."""
+"""A job starts as soon as its nodes are ready: what is held until then, and what releases it."""
 
 from __future__ import annotations
 

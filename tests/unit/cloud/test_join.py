@@ -1,4 +1,4 @@
-"""Machines that answer become nodes: what is sent to whom, and what is said of one that does not make it."""
+"""Machines that answer become nodes: what is sent to which host, and the error for one that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of two services of one cluster the later one is the leader, and the earlier one changes nothing."""
+"""Of two rental services of one cluster the later is the leader, and the earlier changes nothing."""
 
 from __future__ import annotations
 

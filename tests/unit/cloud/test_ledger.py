@@ -1,4 +1,4 @@
-"""The ledger keeps what it was told, whole and on the disk, whatever happens to the process that writes."""
+"""The ledger keeps every record complete and on disk, whatever happens to the process that writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which offers are tried, in which order, what is remembered of those that were out, and what a job's owner reads."""
+"""Which offers are tried in which order, how long a stockout is remembered, and what the job's owner reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm's programs leave for the service, and what the service makes of it."""
+"""Requests that Slurm's resume and suspend programs leave, and how the service handles them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that the service starts: what they say is known, and none outlives whoever waits for it."""
+"""Programs that the service starts: their output is read, and none outlives its caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines that must go: the provider takes them away, or the money is spent. And what the service says of itself."""
+"""Machines that must be released: the provider takes them back, or the budget is spent. And the service's status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledger holds, as the program tells it that is sent to the controller, and what it strikes off."""
+"""The program that reads the ledger on the controller, and that marks rentals as ended."""
 
 from __future__ import annotations
 

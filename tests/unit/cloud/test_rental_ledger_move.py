@@ -1,4 +1,4 @@
-"""A ledger that goes with its controller: whole, or joined to the one that the new host has from before."""
+"""A ledger that moves with its controller: complete, or merged with the one on the new host."""
 
 from __future__ import annotations
 

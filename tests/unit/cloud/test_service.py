@@ -1,4 +1,4 @@
-"""The whole of it over a real socket: what Slurm asks for is rented, joined, used and given back."""
+"""The whole service over a real socket: what Slurm requests is rented, joined, used and released."""
 
 from __future__ import annotations
 

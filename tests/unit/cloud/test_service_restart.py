@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.contract.rental_providers import CASES, PUBLIC_KEY, account
-from tests.unit.cloud.scene import CLUSTER, NO_PAUSE, PATIENCE, choice, rented_set
+from tests.unit.cloud.scene import CLUSTER, NO_PAUSE, STEP_TIMEOUT_S, choice, rented_set
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import RentedInstance
@@ -222,7 +222,7 @@ class World:
             FakeJoiner(slurm, judge),
             self.clock,
             PUBLIC_KEY,
-            step_wait_s=PATIENCE,
+            step_wait_s=STEP_TIMEOUT_S,
         )
         service = RentalService(context)
         stack.push_async_callback(service.close)

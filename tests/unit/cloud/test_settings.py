@@ -1,4 +1,4 @@
-"""What `shoal up` leaves on the controller is what the service reads."""
+"""The service reads what `shoal up` writes to the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A provider that does not answer for minutes keeps nobody else waiting: not a notice, not a join, not a release."""
+"""A provider that does not answer for minutes delays nothing else: no notice, no join, no release."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
 from shoal.cloud.service.scheduling import BackgroundCalls
 from shoal.spec.rental import Budget
 
-PATIENCE = 0.2
+HANGING_CALL_TIMEOUT_S = 0.2
 """Each call that hangs costs a test so much. Those that do not hang may take longer: see `hang`."""
 
 SLOW = rented_set("slow", 4, choice(CASES["lambda"]))
@@ -56,7 +56,7 @@ def hang(it: Scene, *kinds: str, at: str = "lambda") -> Hanging:
     slow.kinds |= {*kinds}
     step = it.step
 
-    async def patient_step() -> None:
+    async def step_until_done() -> None:
         await step()
         async with asyncio.timeout(60):
             while running := calls(it):
@@ -64,7 +64,7 @@ def hang(it: Scene, *kinds: str, at: str = "lambda") -> Hanging:
                     break
                 await asyncio.sleep(0.001)
 
-    it.step = patient_step  # type: ignore[method-assign]
+    it.step = step_until_done  # type: ignore[method-assign]
     return slow
 
 
@@ -85,7 +85,7 @@ async def running(it: Scene, *jobs: Any) -> None:
 
 
 async def test_preemption_notice_is_read_while_another_account_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "gcp", sets=(SLOW, SPOT), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", "gcp", sets=(SLOW, SPOT), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it)
         other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
         await running(it, other, job)
@@ -98,7 +98,7 @@ async def test_preemption_notice_is_read_while_another_account_hangs(tmp_path: P
 
 
 async def test_account_rents_and_releases_while_another_order_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it, "create")
         first, second = job_on(it, "1", SLOW, 2), job_on(it, "2", QUICK, 2)
         await it.until(lambda: second.state == "COMPLETED")
@@ -111,7 +111,7 @@ async def test_account_rents_and_releases_while_another_order_hangs(tmp_path: Pa
 
 
 async def test_pending_order_is_not_treated_as_lost(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it, "create")
         job = job_on(it, "1", SLOW)
         await it.passes(3 * LOST_ORDER_SEARCH_S)
@@ -123,7 +123,7 @@ async def test_pending_order_is_not_treated_as_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", [None, RequestOutcome(failure=FailureKind.CAPACITY, message="none left")])
 async def test_late_answer_for_a_cancelled_job_leaves_no_machine(tmp_path: Path, answer: RequestOutcome | None) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it, "create")
         job_on(it, "1", SLOW, 2)
         await it.until(lambda: len(slow.hung) == 2)
@@ -138,7 +138,7 @@ async def test_late_answer_for_a_cancelled_job_leaves_no_machine(tmp_path: Path,
 
 
 async def test_job_cancelled_during_a_provider_call_sets_no_node_down(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it, "offers")
         job_on(it, "1", SLOW, 4)
         await it.until(lambda: bool(slow.hung))
@@ -152,7 +152,7 @@ async def test_job_cancelled_during_a_provider_call_sets_no_node_down(tmp_path: 
 
 
 async def test_account_releases_machines_while_another_delete_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it)
         jobs = job_on(it, "1", SLOW), job_on(it, "2", QUICK, seconds=400.0)
         await running(it, *jobs)
@@ -168,7 +168,9 @@ async def test_account_releases_machines_while_another_delete_hangs(tmp_path: Pa
 async def test_budget_reserves_orders_delayed_by_a_slow_provider(tmp_path: Path) -> None:
     price = 1.29
     sets = (rented_set("slow", 4, choice(CASES["lambda"])), rented_set("late", 4, choice(CASES["lambda"])))
-    async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * price), step_wait_s=PATIENCE) as it:
+    async with scene(
+        tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * price), step_wait_s=HANGING_CALL_TIMEOUT_S
+    ) as it:
         slow = hang(it, "create")
         slow.abilities = replace(slow.abilities, create_interval=12.0)
         first, second = job_on(it, "1", sets[0], 2), job_on(it, "2", sets[1], 1)
@@ -181,7 +183,7 @@ async def test_budget_reserves_orders_delayed_by_a_slow_provider(tmp_path: Path)
 
 
 async def test_order_listed_during_a_slurm_update_is_kept(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow, account = hang(it, "offers"), it.context.accounts["lambda"]
         job, down = job_on(it, "1", SLOW), it.slurm.down
         await it.until(lambda: bool(slow.hung))
@@ -206,7 +208,7 @@ async def test_order_listed_during_a_slurm_update_is_kept(tmp_path: Path) -> Non
 async def test_late_delete_answer_does_not_extend_the_billing(
     tmp_path: Path,
 ) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=PATIENCE) as it:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it, "delete")
         job_on(it, "1", SLOW)
         await it.until(lambda: bool(slow.hung))

@@ -1,4 +1,4 @@
-"""The seam to slurmctld: what its commands answer, and what it is told."""
+"""The interface to slurmctld: how its answers are parsed, and which commands it gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in which something fails: what is to go goes, no step runs beside the next, and nothing ends the service."""
+"""A step in which something fails: releases still happen, steps never overlap, and the service goes on."""
 
 from __future__ import annotations
 

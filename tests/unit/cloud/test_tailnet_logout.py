@@ -1,4 +1,4 @@
-"""Machines that are given back take their leave of the tailnet first, and none is kept for it."""
+"""Machines log out of the tailnet before they are released, and a failed logout delays no release."""
 
 from __future__ import annotations
 

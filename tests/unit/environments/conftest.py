@@ -1,4 +1,4 @@
-"""One uv for all tests of environments: to install it takes seconds."""
+"""A uv that all tests of environments share: installing it takes seconds."""
 
 from __future__ import annotations
 

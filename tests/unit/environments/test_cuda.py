@@ -1,4 +1,4 @@
-"""A torch for one CUDA on a driver of another."""
+"""A torch built for one version of CUDA on a driver for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that makes an environment, run for real on wheels of a few bytes."""
+"""The program that builds an environment, run for real on wheels of a few bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment that is moved: built in one directory, used in another, both with long names and blanks in them."""
+"""An environment that is moved: built in one directory, used in another, both with long names and spaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file on the operator's machine says of an environment."""
+"""How requirement files on the operator's machine are read."""
 
 from __future__ import annotations
 

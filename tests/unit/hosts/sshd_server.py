@@ -1,4 +1,4 @@
-"""A real OpenSSH server on a loopback port, with keys of its own, for the tests that need one."""
+"""A real OpenSSH server on a loopback port, with its own keys."""
 
 from __future__ import annotations
 

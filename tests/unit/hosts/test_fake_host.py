@@ -1,4 +1,4 @@
-"""The fake that other tests rely on: it answers from its table, remembers, and fails when told to."""
+"""The fake host of other tests: it answers from its table, records calls, and fails on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of known host keys, with many writers and with damage."""
+"""The file of known host keys, with concurrent writers and with damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The buffer holds a program back while nobody reads, and never while somebody waits."""
+"""The buffer blocks a program while its output is not read, and never while a reader waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every foreign error of an SSH connection becomes one of ours, with cause and fix."""
+"""Every error of asyncssh becomes an error of Shoal, with cause and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters and jobs for the tests: nodes as Slurm tells of them."""
+"""Clusters and jobs for tests: nodes as Slurm reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch script ends, run by a real bash with a srun and a scontrol of the test's own."""
+"""How a batch script ends, run by a real bash with stand-ins for srun and scontrol."""
 
 from __future__ import annotations
 

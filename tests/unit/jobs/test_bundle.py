@@ -1,4 +1,4 @@
-"""The working tree that is sent: which files, under which hash, and what is refused."""
+"""The working tree that is sent: which files, with which hash, and what is rejected."""
 
 from __future__ import annotations
 

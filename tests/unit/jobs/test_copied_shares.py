@@ -1,4 +1,4 @@
-"""A job on nodes that have copies of shares: filled before it, brought back after it, and a failure is the job's."""
+"""A job on nodes with copies of shares: copied in before it, copied back after it; a failed copy fails the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a job failed, from what was observed: the first rank by time, not those that died after it."""
+"""Why a job failed: the first rank by time is the cause, not those that died after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`job.yaml` and the options: what may stand there, and every finding about what may not."""
+"""`job.yaml` and the options: valid values, and every finding about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What carries a job's files between the controller and a rented container: both ends for real, joined by pipes."""
+"""The transfer of a job's files between controller and rented container: both ends for real, joined by pipes."""
 
 from __future__ import annotations
 

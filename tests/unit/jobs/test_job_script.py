@@ -1,4 +1,4 @@
-"""The batch script: whole texts, and that no value of the user's can be more than a value in it."""
+"""The batch script: whole texts, and no value of the user is ever run as code."""
 
 from __future__ import annotations
 

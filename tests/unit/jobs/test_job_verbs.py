@@ -1,4 +1,4 @@
-"""run, jobs, logs and cancel over a cluster in memory: what is asked of which host, and in which order."""
+"""run, jobs, logs and cancel over a cluster in memory: which commands run on which host, in which order."""
 
 from __future__ import annotations
 

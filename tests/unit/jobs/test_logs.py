@@ -1,4 +1,4 @@
-"""Lines of many ranks on many nodes, merged; and the reader that brings them."""
+"""Lines of many ranks on many nodes, merged; and the program that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node whose torchrun cannot get to the first node's says so before torchrun does."""
+"""A node whose torchrun cannot reach the first node reports it before torchrun does."""
 
 from __future__ import annotations
 

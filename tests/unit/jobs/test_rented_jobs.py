@@ -1,4 +1,4 @@
-"""`shoal run`, `logs` and `jobs` on nodes that are rented when a job needs them: nothing can be sent there before."""
+"""`shoal run`, `logs` and `jobs` on nodes that are rented only when a job needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job leaves out, and what is refused before anything is queued."""
+"""Defaults of a job, and what is rejected before anything is queued."""
 
 from __future__ import annotations
 

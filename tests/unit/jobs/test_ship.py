@@ -1,4 +1,4 @@
-"""Bringing the code to a host, for real on this machine's disk."""
+"""Sending the code to a host, for real on this machine's disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job in a rented container: its batch script waits for its files, and its end for whoever fetches what it wrote."""
+"""A job in a rented container: its batch script waits for its files, and ends once its results are fetched."""
 
 from __future__ import annotations
 

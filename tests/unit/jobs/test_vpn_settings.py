@@ -1,4 +1,4 @@
-"""What a job over several nodes tells NCCL and Gloo, by the network that its nodes have their addresses on."""
+"""The settings of NCCL and Gloo for a job on several nodes, by the network of their addresses."""
 
 from __future__ import annotations
 

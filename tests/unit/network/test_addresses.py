@@ -1,4 +1,4 @@
-"""Which address the others use, on hosts with several interfaces."""
+"""Which address other hosts use, on hosts with several interfaces."""
 
 from shoal.agent.facts import Address, Facts
 from shoal.network.addresses import lan_addresses

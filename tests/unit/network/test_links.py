@@ -1,4 +1,4 @@
-"""The tournament of links, and the groups of hosts that come of it."""
+"""The rounds in which links are measured, and the groups of hosts that follow from the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measuring program itself, between two of its kind on this machine."""
+"""The measuring program, run twice on this machine."""
 
 from __future__ import annotations
 

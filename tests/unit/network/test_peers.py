@@ -1,4 +1,4 @@
-"""Who reaches whom on a network of our own: directly, by being called, or by way of the hub."""
+"""Which members reach each other over WireGuard: directly, by an incoming connection, or through the hub."""
 
 from __future__ import annotations
 

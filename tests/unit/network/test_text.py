@@ -1,4 +1,4 @@
-"""The texts that the network room renders."""
+"""The files that the network package renders."""
 
 import subprocess
 from pathlib import Path

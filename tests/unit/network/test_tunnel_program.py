@@ -1,4 +1,4 @@
-"""The program that holds a tunnel open, run with a Slurm and an ssh that only note what is asked of them."""
+"""The program that keeps a tunnel open, run with stand-ins for Slurm and ssh that record their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of the WireGuard network, whole."""
+"""The files of the WireGuard network, as whole texts."""
 
 from __future__ import annotations
 

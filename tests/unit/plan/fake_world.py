@@ -1,4 +1,4 @@
-"""A cluster in memory: fake hosts with fake agents, and a Slurm that runs what the controller was given."""
+"""A cluster in memory: fake hosts with fake agents, and a Slurm that runs what the controller received."""
 
 from __future__ import annotations
 

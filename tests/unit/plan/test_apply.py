@@ -1,4 +1,4 @@
-"""Apply: the order of things, who drops out, and what is waited for."""
+"""Apply: the order of steps, which hosts drop out, and what it waits for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shoal.spec.members import members
 from shoal.spec.model import Spec
 from shoal_simulators.fake_host import Call, FakeAgent
 
-AT_ONCE = ApplyTimeouts(nodes_s=0, drain_s=0)
+ZERO_TIMEOUTS = ApplyTimeouts(nodes_s=0, drain_s=0)
 WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
 
 
-class Heard:
-    """Progress that keeps what it was told: the titles of the phases, and who ended each of them."""
+class ProgressRecorder:
+    """Records the titles of the phases, and the hosts that ended each phase."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, list[tuple[str, str]]]] = []
@@ -47,13 +47,16 @@ class Heard:
 
 
 async def bring(
-    world: World, spec: Spec | None = None, patience: ApplyTimeouts = AT_ONCE, heard: Heard | None = None
+    world: World,
+    spec: Spec | None = None,
+    timeouts: ApplyTimeouts = ZERO_TIMEOUTS,
+    progress: ProgressRecorder | None = None,
 ) -> tuple[ApplyResult, dict[str, HostError]]:
     spec = spec or world.spec
     async with world.fleet(*(member.name for member in members(spec))) as fleet:
         plan = await make_plan(spec, await observe(fleet, spec), fleet, {})
         nodes = [member.name for member in members(spec) if "compute" in member.roles]
-        done = await apply(plan, fleet, world.controller, nodes, heard or NoProgress(), patience)
+        done = await apply(plan, fleet, world.controller, nodes, progress or NoProgress(), timeouts)
         failures = dict(fleet.failures)
     world.look_again()
     return done, failures
@@ -64,9 +67,9 @@ def asked(agent: FakeAgent) -> list[str]:
 
 
 async def test_all_hosts_finish_a_stage_before_the_next_begins() -> None:
-    heard = Heard()
-    done, failures = await bring(lab(), heard=heard)
-    assert [(title, sorted(ends)) for title, ends in heard.phases] == [
+    progress = ProgressRecorder()
+    done, failures = await bring(lab(), progress=progress)
+    assert [(title, sorted(ends)) for title, ends in progress.phases] == [
         ("packages, keys, names", [("c1", ""), ("n1", ""), ("n2", "")]),
         ("controller", [("c1", "")]),
         ("nodes", [("c1", ""), ("n1", ""), ("n2", "")]),
@@ -88,11 +91,11 @@ async def test_second_run_changes_nothing_and_fetches_no_secret() -> None:
     world = lab()
     await bring(world)
     before = {name: asked(agent) for name, agent in world.agents.items()}
-    heard = Heard()
-    done, _ = await bring(world, heard=heard)
+    progress = ProgressRecorder()
+    done, _ = await bring(world, progress=progress)
     assert done == ApplyResult()
     assert {name: asked(agent) for name, agent in world.agents.items()} == before
-    assert heard.titles == []
+    assert progress.titles == []
 
 
 async def test_only_hosts_that_differ_change() -> None:
@@ -108,8 +111,8 @@ async def test_only_hosts_that_differ_change() -> None:
 async def test_failed_host_drops_out_and_the_others_finish() -> None:
     world = lab()
     world.agents["n1"].failing["packages munge slurm-client slurmd nftables"] = "no space left on /var"
-    heard = Heard()
-    done, failures = await bring(world, heard=heard)
+    progress = ProgressRecorder()
+    done, failures = await bring(world, progress=progress)
     assert str(failures["n1"]) == (
         "n1: packages munge slurm-client slurmd nftables: no space left on /var\n"
         "  fix: see what `shoal ssh n1 apt-get install munge slurm-client slurmd nftables` says, "
@@ -118,7 +121,7 @@ async def test_failed_host_drops_out_and_the_others_finish() -> None:
     assert "n1" not in done.changed
     assert "service slurmd" in world.agents["n2"].items
     assert "service slurmd" not in world.agents["n1"].items
-    assert ("n1", "packages munge slurm-client slurmd nftables: no space left on /var") in heard.phases[0][1]
+    assert ("n1", "packages munge slurm-client slurmd nftables: no space left on /var") in progress.phases[0][1]
     assert done.unready == ()
 
 
@@ -159,10 +162,10 @@ async def test_controller_failure_does_not_hide_other_failures() -> None:
 async def test_leaving_node_is_drained_and_removed_when_empty() -> None:
     world = lab()
     await bring(world)
-    heard = Heard()
-    done, _ = await bring(world, spec_of(WITHOUT_N2), heard=heard)
+    progress = ProgressRecorder()
+    done, _ = await bring(world, spec_of(WITHOUT_N2), progress=progress)
     assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
-    assert heard.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
+    assert progress.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
     assert world.slurm.nodes == ["n1"]
     assert done == ApplyResult(changed=("c1", "n1"))
 
@@ -222,7 +225,7 @@ async def test_returning_node_is_resumed() -> None:
     world = lab()
     await bring(world)
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", LEAVING_REASON
-    done, _ = await bring(world, patience=ApplyTimeouts(nodes_s=30))
+    done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
     assert world.slurm.updates == [("nodename=n2", "state=resume")]
     assert done.unready == ()
 
@@ -239,7 +242,7 @@ async def test_node_marked_down_by_slurm_is_resumed() -> None:
     world = lab()
     await bring(world)
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "DOWN+NOT_RESPONDING", "Not responding"
-    done, _ = await bring(world, patience=ApplyTimeouts(nodes_s=30))
+    done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
     assert world.slurm.updates == [("nodename=n2", "state=resume")]
     assert done.unready == ()
 
@@ -280,7 +283,7 @@ async def test_restarting_slurmctld_is_awaited() -> None:
     await bring(world)
     world.slurm.broken = "Unable to contact slurm controller"
     asyncio.get_running_loop().call_later(0.3, setattr, world.slurm, "broken", "")
-    done, _ = await bring(world, patience=ApplyTimeouts(nodes_s=30))
+    done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
     assert done == ApplyResult()
 
 

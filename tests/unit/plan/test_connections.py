@@ -1,4 +1,4 @@
-"""Connections that several ask for at a time."""
+"""Connections that several callers request at the same time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Slow:
 async def test_cancelled_wait_does_not_cancel_the_connection_of_others() -> None:
     slow = Slow()
     async with Connections({"n1": Target("n1")}, slow) as connections:
-        patient = asyncio.ensure_future(connections.host("n1"))
+        waiter = asyncio.ensure_future(connections.host("n1"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await connections.host("n1")
         slow.go.set()
-        assert (await patient).name == "n1" and slow.asked == 1
-        assert await connections.host("n1") is await patient
+        assert (await waiter).name == "n1" and slow.asked == 1
+        assert await connections.host("n1") is await waiter
 
 
 async def test_unawaited_connection_is_cancelled_at_the_end() -> None:

@@ -1,4 +1,4 @@
-"""The plan: what is asked of whom, and what it costs."""
+"""The plan: which changes are needed on which host, and what they cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.spec.member import Shape
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 
-PATIENCE = ApplyTimeouts(nodes_s=0, drain_s=0)
+ZERO_TIMEOUTS = ApplyTimeouts(nodes_s=0, drain_s=0)
 WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
 
 
@@ -37,7 +37,7 @@ async def applied(world: World) -> World:
     async with world.fleet() as fleet:
         plan = await make_plan(world.spec, await observe(fleet, world.spec), fleet, {})
         nodes = [member.name for member in members(world.spec) if "compute" in member.roles]
-        await apply(plan, fleet, world.controller, nodes, NoProgress(), PATIENCE)
+        await apply(plan, fleet, world.controller, nodes, NoProgress(), ZERO_TIMEOUTS)
     world.look_again()
     return world
 

@@ -1,4 +1,4 @@
-"""The program that lets no job start while keys change, run in a real shell: Slurm's commands are stand-ins."""
+"""The program that lets no job start while keys change, run in a real shell with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts it; with `patience` seconds in place of its two minutes."""
+    """Starts it; with `timeout_s` seconds in place of its two minutes."""
     for name, text in {"sinfo": SINFO, "scontrol": SCONTROL.format(place=tmp_path)}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     begun: list[subprocess.Popen[str]] = []
 
-    def begin(patience: str = "120") -> subprocess.Popen[str]:
-        line = [word.replace("-t 120", f"-t {patience}") for word in PAUSE_COMMAND]
+    def begin(timeout_s: str = "120") -> subprocess.Popen[str]:
+        line = [word.replace("-t 120", f"-t {timeout_s}") for word in PAUSE_COMMAND]
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         begun.append(subprocess.Popen(line, env=environment, text=True, **pipes))  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Which members reach which, as they say themselves."""
+"""Which members reach which, as their agents report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New WireGuard keys: seen to work from every host, and nothing of a rotation outlives the network."""
+"""New WireGuard keys: every host verifies them, and no file of a rotation outlives the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that were made in another shape than the file now says."""
+"""Hosts whose shape differs from the one in the file."""
 
 from __future__ import annotations
 

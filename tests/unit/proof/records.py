@@ -1,4 +1,4 @@
-"""Records of runs, made up for tests of what is made of them."""
+"""Records of runs for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that went another way is explained by what went wrong first, in words that say what to change."""
+"""A run that differs is explained by its first error, with a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on this machine: real processes, which leave nothing behind however they end."""
+"""Runs on this machine: real processes that leave nothing behind, however they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as jobs: what is asked of Slurm, and what is taken from the nodes. test_prove.py has them on a real cluster."""
+"""Runs as jobs: what is submitted to Slurm, and what is read from the nodes. test_prove.py uses a real cluster."""
 
 from __future__ import annotations
 

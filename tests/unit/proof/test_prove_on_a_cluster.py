@@ -1,4 +1,4 @@
-"""What a person is told when a proof's jobs cannot be queued, take too long or leave records that nobody can read."""
+"""Messages when the jobs of a proof cannot be queued, take too long or leave unreadable records."""
 
 from __future__ import annotations
 

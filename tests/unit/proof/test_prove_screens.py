@@ -1,4 +1,4 @@
-"""What a person sees of a proof, and what the command refuses."""
+"""How a proof is shown, and which options the command rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prove` runs the script once alone and once in every way asked for, and tells of each what came of it."""
+"""`prove` runs the script with one process and with each launcher and method, and reports every result."""
 
 from __future__ import annotations
 

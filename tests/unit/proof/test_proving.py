@@ -1,4 +1,4 @@
-"""Real ranks that train under a proof: right scripts agree with one process, and each wrong one is found out."""
+"""Real ranks that train in a proof: correct scripts agree with one process, and each faulty one is detected."""
 
 from __future__ import annotations
 

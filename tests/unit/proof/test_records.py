@@ -1,4 +1,4 @@
-"""What ranks record is put together to the job's: shards, means, and what is missing."""
+"""The records of ranks are merged into that of the job: shards, means, and what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake provider, told to fail."""
+"""The fake provider with injected failures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is particular to renting from Google Compute Engine; what all have in common is a contract test."""
+"""Behaviour specific to Google Compute Engine; the contract tests cover what all providers share."""
 
 from __future__ import annotations
 

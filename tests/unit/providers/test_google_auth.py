@@ -1,4 +1,4 @@
-"""How Google is told who asks."""
+"""How requests to Google are authenticated."""
 
 from __future__ import annotations
 

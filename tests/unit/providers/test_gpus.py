@@ -1,4 +1,4 @@
-"""What GPUs are called."""
+"""The names of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all renters' HTTP calls have in common: bodies that are read by name, failures that are told, a pace."""
+"""What all providers' HTTP calls share: bodies that are read by key, reported failures, a rate limit."""
 
 from __future__ import annotations
 

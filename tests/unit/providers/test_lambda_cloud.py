@@ -1,4 +1,4 @@
-"""Lambda's peculiarities, against its simulator over a real socket."""
+"""Behaviour specific to Lambda, against its simulator over a real socket."""
 
 from __future__ import annotations
 

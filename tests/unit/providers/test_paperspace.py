@@ -1,4 +1,4 @@
-"""What is particular to renting from Paperspace; what all have in common is a contract test."""
+"""Behaviour specific to Paperspace; the contract tests cover what all providers share."""
 
 from __future__ import annotations
 

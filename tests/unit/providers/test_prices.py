@@ -1,4 +1,4 @@
-"""The table of prices: what comes with Shoal, what providers told since, and which of the two counts."""
+"""The price table: the prices that Shoal ships, newer prices from providers, and which one applies."""
 
 from __future__ import annotations
 

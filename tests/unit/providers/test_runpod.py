@@ -1,4 +1,4 @@
-"""RunPod's own ways: texts that must be read, a way in that comes late, a command that carries a script."""
+"""Behaviour specific to RunPod: errors that are only text, a port that is known late, a script in the start command."""
 
 from __future__ import annotations
 

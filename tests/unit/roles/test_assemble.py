@@ -1,4 +1,4 @@
-"""Spec and facts put together: what stays when a host does not answer, versions, confinement."""
+"""Spec and facts combined: what stays when a host does not answer, versions, how jobs are confined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auth: slurm`: the same keys on all hosts, which host refuses it and why, and what moving to it and back costs."""
+"""`auth: slurm`: the same keys on all hosts, hosts that cannot use it and why, and the cost of a switch."""
 
 from __future__ import annotations
 

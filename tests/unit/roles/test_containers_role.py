@@ -1,4 +1,4 @@
-"""Containers that only a tunnel leads into: how they are told from other hosts, and what they and the others become."""
+"""Containers behind a tunnel: how they are recognized, and their documents and those of other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A provider of somebody else's: the package that has it is installed on the controller beside Shoal itself."""
+"""Third-party providers: their package is installed on the controller beside Shoal."""
 
 from __future__ import annotations
 

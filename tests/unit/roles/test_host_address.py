@@ -1,4 +1,4 @@
-"""Slurm listens at one address of each host: where that can be, who bars it, and what a host takes its own name for."""
+"""Slurm listens at one address of each host: which addresses are possible, and how a host resolves its own name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that Slurm has given up and that are back: the program itself, run with a stand-in for scontrol."""
+"""Nodes that Slurm marked DOWN and that answer again: the real program, with a stand-in for scontrol."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def asked(place: Path, nodes: str, slurmd: str = "runs") -> str:
         if slurmd == "runs":
             Thread(target=hang_up, args=(listener,), daemon=True).start()
         at = listener.getsockname()[1]
-        patience = "timeout 1 bash" if slurmd == "stopped" else "timeout 120 bash"
+        probe_command = "timeout 1 bash" if slurmd == "stopped" else "timeout 120 bash"
         script = (
             program()
             .replace(f"while sleep {CHECK_INTERVAL_S}; do", "for once in 1; do")
             .replace(f"port={SLURMD_PORT}", f"port={at}")
-            .replace("timeout 10 bash", patience)
+            .replace("timeout 10 bash", probe_command)
         )
         (place / "nodes").write_text(nodes.replace("Port=its-own", f"Port={at}"))
         environment = {"PATH": f"{place}:{os.environ['PATH']}", "PLACE": str(place)}

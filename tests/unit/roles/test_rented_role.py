@@ -1,4 +1,4 @@
-"""Rented nodesets: what slurmctld is told before there is a machine, and what the controller gets to rent them."""
+"""Rented nodesets: the slurm.conf before any machine exists, and what the controller gets to rent them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each role asks of a host, whole: every item of every stage."""
+"""The whole document of each role: every item of every stage."""
 
 from __future__ import annotations
 

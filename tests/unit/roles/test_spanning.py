@@ -1,4 +1,4 @@
-"""Sites and jobs: a wall that a job passes when it asks, where slurmctld has the plugin; else one that none passes."""
+"""Jobs stay inside one site unless they ask to span sites, which needs a plugin of slurmctld."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_slurmctld_without_the_lua_plugin_gets_separate_sites() -> None:
 
 
 def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
-    mine = conf(more="slurm: {options: {JobSubmitPlugins: throttle}}\n")
-    assert not mine.spanning
-    assert "JobSubmitPlugins=throttle\n" in slurm_settings(mine)
-    patient = conf(more="slurm: {options: {SchedulerParameters: 'defer,bf_interval=60'}}\n")
-    assert "SchedulerParameters=defer,bf_interval=60,max_switch_wait=31536000\n" in slurm_settings(patient)
+    plugin_conf = conf(more="slurm: {options: {JobSubmitPlugins: throttle}}\n")
+    assert not plugin_conf.spanning
+    assert "JobSubmitPlugins=throttle\n" in slurm_settings(plugin_conf)
+    scheduler_conf = conf(more="slurm: {options: {SchedulerParameters: 'defer,bf_interval=60'}}\n")
+    assert "SchedulerParameters=defer,bf_interval=60,max_switch_wait=31536000\n" in slurm_settings(scheduler_conf)
 
 
 def test_single_site_needs_no_plugin() -> None:

@@ -1,4 +1,4 @@
-"""What hosts are asked to be for shares: who serves, who mounts how, and what goes when the file no longer says so."""
+"""The documents of shares: which host serves, how others mount, and what is removed with a share."""
 
 from __future__ import annotations
 

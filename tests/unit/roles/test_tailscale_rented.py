@@ -1,4 +1,4 @@
-"""How rented machines get into the tailnet: what the controller has for them, and what they are given."""
+"""How rented machines join the tailnet: what the controller holds for them, and what they get."""
 
 from __future__ import annotations
 

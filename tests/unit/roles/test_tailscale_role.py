@@ -1,4 +1,4 @@
-"""How a host gets into the tailnet, out of it, and what is found there before it hurts."""
+"""How a host joins and leaves the tailnet, and which problems are found before a change."""
 
 from __future__ import annotations
 

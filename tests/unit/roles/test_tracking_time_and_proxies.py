@@ -1,4 +1,4 @@
-"""What the parts for tracking, time and packages ask of hosts, and what they take away again."""
+"""The documents for tracking, time and packages, and what is removed with them."""
 
 from __future__ import annotations
 

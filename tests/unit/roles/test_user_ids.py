@@ -1,4 +1,4 @@
-"""Which ids users get that have none in the file: free ones, which stay; and what is said where none fits."""
+"""Ids of users without one in the file: free ones, which stay; and the findings where none fits."""
 
 from __future__ import annotations
 

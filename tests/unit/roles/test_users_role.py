@@ -1,4 +1,4 @@
-"""What hosts are asked to be for users: the same everywhere, locked when they go, let in where a job of theirs runs."""
+"""The documents of users: the same on all hosts, locked when a user leaves, login where a job of theirs runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rented machine does of its own accord: the programs themselves, run with stand-ins for what they call."""
+"""The programs that run on a rented machine by themselves, with stand-ins for what they call."""
 
 from __future__ import annotations
 

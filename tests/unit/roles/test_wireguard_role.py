@@ -1,4 +1,4 @@
-"""WireGuard as a part of the cluster: what hosts prepare, what they become, and what stands in the way."""
+"""WireGuard as a part of the cluster: how hosts prepare, their documents, and what prevents it."""
 
 from __future__ import annotations
 

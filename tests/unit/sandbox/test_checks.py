@@ -1,4 +1,4 @@
-"""What the sandbox says about a machine that cannot hold the hosts."""
+"""The findings about a machine that cannot run sandbox hosts."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How images are kept. The building itself is seen in the end-to-end tests."""
+"""How images are stored. The end-to-end tests build them."""
 
 import asyncio
 import json

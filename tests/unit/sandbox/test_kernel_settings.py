@@ -1,4 +1,4 @@
-"""Kernel settings are raised once and put back."""
+"""Kernel settings are raised once and restored."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The pure parts of a sandbox host: what it is given, and how its cgroups are found."""
+"""The pure parts of a sandbox host: its arguments, and how its cgroups are found."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The sandbox's nvidia-smi, run as the program it is."""
+"""The sandbox's nvidia-smi, run as a program."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The simulated Google Compute Engine keeps to the shapes and the rules of the real one."""
+"""The simulated Google Compute Engine follows the documented API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated cloud's machines live, cost and go wrong by its own clock."""
+"""The machines of a simulated cloud start, cost money and fail by a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated Paperspace keeps to the shapes and the rules of the real one."""
+"""The simulated Paperspace follows the documented API."""
 
 from __future__ import annotations
 

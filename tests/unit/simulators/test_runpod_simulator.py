@@ -1,4 +1,4 @@
-"""The simulated RunPod keeps to what RunPod documents, so that a renter that gets along with it gets along there."""
+"""The simulated RunPod follows the documented API, so that a client that works here works there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated cloud does to its hosts, one thing after the other, and where machines ask for themselves."""
+"""The operations of a simulated cloud on its hosts, one after the other, and the metadata service."""
 
 from __future__ import annotations
 

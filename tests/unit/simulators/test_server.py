@@ -1,4 +1,4 @@
-"""The shell around simulated clouds: keys, limits, control routes, metadata, and `shoal simulate` itself."""
+"""The HTTP server of simulated clouds: keys, limits, control routes, metadata, and `shoal simulate` itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that brings Slurm's accounts about, run whole, with stand-ins for Slurm's commands."""
+"""The program that sets up Slurm's accounts, run whole, with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 

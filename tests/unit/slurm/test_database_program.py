@@ -1,4 +1,4 @@
-"""The program that backs up and restores the database, run whole: MariaDB and systemd are stand-ins."""
+"""The program that backs up and restores the database, run whole, with stand-ins for MariaDB and systemd."""
 
 from __future__ import annotations
 

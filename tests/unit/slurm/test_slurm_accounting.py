@@ -1,4 +1,4 @@
-"""Accounting: the texts, the accounts wanted in sacctmgr's words, and the commands that bring them about."""
+"""Accounting: the texts, the desired accounts in sacctmgr's format, and the commands that create them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of rendering that whole-file goldens do not show: refusals, order, costs, memory, names of GPUs."""
+"""Rules of rendering that whole-file goldens do not show: rejected input, order, costs, memory, GPU names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job has the time to save its work that the training library counts on, or it is said that it has not."""
+"""A job has the time to save its work that the training library expects, or a finding says so."""
 
 from __future__ import annotations
 

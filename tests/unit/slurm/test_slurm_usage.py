@@ -1,4 +1,4 @@
-"""What was used: sacct's answer read, and summed up by user, account, job and nodeset."""
+"""Usage: sacct's output parsed, and summed by user, account, job and nodeset."""
 
 from __future__ import annotations
 

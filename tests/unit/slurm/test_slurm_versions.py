@@ -1,4 +1,4 @@
-"""The version table: what is read, who talks to whom, and what a user is told about a skew."""
+"""The version table: how versions are parsed, which are compatible, and the findings about a skew."""
 
 from __future__ import annotations
 

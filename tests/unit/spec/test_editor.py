@@ -1,4 +1,4 @@
-"""Taking a host out of the file changes nothing else in it."""
+"""Removing a host from the file changes nothing else in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`environments`, `proxy`, `tracking` and `time`: what may stand there, and what is said of the rest."""
+"""`environments`, `proxy`, `tracking` and `time`: valid values, and the findings about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No input raises anything but our own errors, and no finding speaks pydantic."""
+"""No input raises anything but Shoal's errors, and no finding contains text of pydantic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page and the schema say what the models do."""
+"""The reference page and the schema agree with the models."""
 
 from __future__ import annotations
 

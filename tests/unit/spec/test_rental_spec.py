@@ -1,4 +1,4 @@
-"""Rented machines in the file: what it may say, and every finding about what it may not."""
+"""Rented machines in the file: valid values, and every finding about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References to secrets: what may stand in a spec, and how a value is looked up."""
+"""References to secrets: their syntax in a spec, and how a value is resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares and users in the file: every bad one gets its finding, word for word, at its place."""
+"""Shares and users in the file: every invalid one gets its finding, word for word, at its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each host accesses a share, and why not in a better way."""
+"""How each host accesses a share, and what prevents better access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that dies under an open share: every request gets its one answer, and nothing that was synced is lost."""
+"""A server that fails under an open share: every request gets one answer, and no synced data is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares that are copied: what the program does, run as it is with stand-ins for rsync and root."""
+"""Shares that are copied: the real program, with stand-ins for rsync and root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of shares, whole: exports, servers' settings, who may do what over SSH."""
+"""The files of shares, as whole texts: exports, server settings, and permissions over SSH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training script at its smallest: joins the job, adds up the ranks, and says in JSON what it found."""
+"""A minimal training script: joins the job, adds up the ranks, and prints the result as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of ranks and GPUs as tables: good ones pass, bad ones are refused with the flags that correct them."""
+"""Layouts of ranks and GPUs as tables: valid ones pass, invalid ones are rejected with the flags that fix them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Checkpointer keeps, refuses and reports."""
+"""What a Checkpointer keeps, rejects and reports."""
 
 from __future__ import annotations
 

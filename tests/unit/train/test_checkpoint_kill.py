@@ -1,4 +1,4 @@
-"""Killed at any moment of a save, a run still has a whole checkpoint, finds it by itself and goes on."""
+"""Killed at any moment of a save, a run still has a whole checkpoint, finds it and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never interrupted, and loads at another world size."""
+"""A resumed run equals one that was never interrupted, and loads at another world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two jobs do not write into one checkpoint directory, and no job that died stands in another's way."""
+"""Two jobs do not write into one checkpoint directory, and a dead job blocks no other."""
 
 from __future__ import annotations
 

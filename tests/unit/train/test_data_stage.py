@@ -1,4 +1,4 @@
-"""Staging: one copy a node, whole and checked or not at all, and never a reason not to train."""
+"""Staging: one copy per node, complete and verified or absent, and a failure never prevents training."""
 
 from __future__ import annotations
 

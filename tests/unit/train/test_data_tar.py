@@ -1,4 +1,4 @@
-"""Tar shards and their index: the samples that webdataset reads, any of them at once, and clear words when broken."""
+"""Tar shards and their index: the samples that webdataset reads, random access, and clear errors for broken ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole ranks with torch and Gloo: on two hosts whose networks mislead, under torchrun, spawned, and alone."""
+"""Complete ranks with torch and Gloo: on two hosts with misleading networks, under torchrun, spawned, and alone."""
 
 from __future__ import annotations
 

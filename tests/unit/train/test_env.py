@@ -1,4 +1,4 @@
-"""Tables of environments, as launchers really set them, and what the library makes of each."""
+"""Environments as launchers really set them, and how the library reads each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training that is done and whose last state cannot be saved: what follows the loop runs, and the job fails."""
+"""Training whose final state cannot be saved: code after the loop runs, and the job fails."""
 
 from __future__ import annotations
 

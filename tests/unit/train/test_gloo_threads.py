@@ -1,4 +1,4 @@
-"""A process does not end under threads that are still at a collective."""
+"""A process does not exit while its threads are in a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that saves its work and leaves: the tracker and the progress file say whether it comes back."""
+"""A job that saves its work and exits: the tracker and the progress file show whether it is requeued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is done ends."""
+"""A job that has finished training exits."""
 
 from __future__ import annotations
 

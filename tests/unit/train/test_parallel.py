@@ -1,4 +1,4 @@
-"""DDP and FSDP train the same model, with every option, and refuse what cannot be."""
+"""DDP and FSDP train the same model, with every option, and reject impossible ones."""
 
 from __future__ import annotations
 

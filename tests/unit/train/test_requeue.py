@@ -1,4 +1,4 @@
-"""A stopped job goes back into the queue under its right name, unless somebody cancelled it."""
+"""A stopped job is requeued with its own id, unless it was cancelled."""
 
 from __future__ import annotations
 

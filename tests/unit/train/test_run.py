@@ -1,4 +1,4 @@
-"""A loop over `Run.steps` survives what Slurm does to it, without a step lost or done twice."""
+"""A loop over `Run.steps` survives what Slurm does to it: no step is lost or repeated."""
 
 from __future__ import annotations
 

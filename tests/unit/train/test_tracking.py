@@ -1,4 +1,4 @@
-"""One run for a whole job, seen from the script."""
+"""One run for a whole job, as the script uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a node, from the kernel's and nvidia-smi's own text."""
+"""System metrics of a node, parsed from the text of the kernel and of nvidia-smi."""
 
 from __future__ import annotations
 

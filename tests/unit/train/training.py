@@ -1,4 +1,4 @@
-"""A small training run that draws on everything a checkpoint must hold: dropout, numpy, data order, a scheduler."""
+"""A small training run that uses everything a checkpoint must hold: dropout, numpy, data order, a scheduler."""
 
 from __future__ import annotations
 

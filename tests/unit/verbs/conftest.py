@@ -1,4 +1,4 @@
-"""What the verbs keep on this machine, away from that of the person who runs the tests."""
+"""Keeps the state of verbs away from that of the person who runs the tests."""
 
 from __future__ import annotations
 

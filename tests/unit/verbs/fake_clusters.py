@@ -1,4 +1,4 @@
-"""Clusters in memory for the tests of verbs: hosts that are there, and a sandbox that a provider makes."""
+"""Clusters in memory for the tests of verbs: hosts that exist, and a sandbox that a provider makes."""
 
 from __future__ import annotations
 

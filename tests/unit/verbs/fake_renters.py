@@ -1,4 +1,4 @@
-"""Providers in memory, for verbs that ask all of them."""
+"""Providers in memory, for verbs that query all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accounting's verbs over a cluster in memory: use, backups, jobs that ended, and how it does."""
+"""The verbs of accounting over a cluster in memory: usage, backups, ended jobs, and its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal bench links` over a cluster in memory, and what a person sees of it."""
+"""`shoal bench links` over a cluster in memory, and how its result is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal check` and `shoal plan` say what takes from jobs the time to save their work."""
+"""`shoal check` and `shoal plan` report settings that leave jobs too little time to save their work."""
 
 from __future__ import annotations
 

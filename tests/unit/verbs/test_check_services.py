@@ -1,4 +1,4 @@
-"""`shoal check` says what jobs would miss: a tracking server that does not answer, an environment that is not built."""
+"""`shoal check` reports what jobs would miss: a tracking server that is down, an environment that is not built."""
 
 from __future__ import annotations
 

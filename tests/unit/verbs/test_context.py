@@ -1,4 +1,4 @@
-"""What verbs start from: which cluster, which hosts, and where they are."""
+"""What verbs start from: which cluster, which hosts, and their addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A controller that moves takes along what rents: the old service ends before the new one begins, with its ledger."""
+"""A controller that moves takes the rental service along: the old one stops before the new one starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal cost`: what the controller's ledger says, with the limits of the file beside it."""
+"""`shoal cost`: the costs in the controller's ledger, beside the limits in the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal env`, `shoal run --env`, `shoal ui` and what `status` says of services, over hosts in memory."""
+"""`shoal env`, `shoal run --env`, `shoal ui` and the services in `shoal status`, over hosts in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `shoal status` says of a WireGuard network."""
+"""The WireGuard network in `shoal status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `shoal run` connects to, and what commands about jobs load: people wait for both."""
+"""Which hosts `shoal run` connects to, and which modules job commands import: both cost start time."""
 
 from __future__ import annotations
 

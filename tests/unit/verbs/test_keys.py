@@ -1,4 +1,4 @@
-"""New keys for a running cluster: all hosts get the same, a rotation that was cut short is finished, failures told."""
+"""New keys for a running cluster: all hosts get the same, the next run finishes an interrupted rotation."""
 
 from __future__ import annotations
 

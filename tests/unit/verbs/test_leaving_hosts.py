@@ -1,4 +1,4 @@
-"""Hosts that leave: nothing of ours stays on them unmentioned, and nothing that a provider made runs on unseen."""
+"""Hosts that leave: a finding names what stays on them, and instances of a provider are found and deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users whom the file no longer names: locked, never deleted, and what becomes of their jobs is said or refused."""
+"""Users that the file no longer names are locked, never deleted; the effect on their jobs is reported or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A share that the file gives to another host: what is in it would stay behind, so nothing is changed before asked."""
+"""A share that the file moves to another host: its data would stay behind, so `up` stops before any change."""
 
 from __future__ import annotations
 

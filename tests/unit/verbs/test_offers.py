@@ -1,4 +1,4 @@
-"""`shoal offers`: all providers side by side, cheapest first, and one that is down hides nobody."""
+"""`shoal offers`: all providers side by side, cheapest first; one that is down hides no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal reap`: nothing of a cluster is left at any provider, or it is said what is."""
+"""`shoal reap`: no machine of a cluster is left at any provider, or the result names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal down` gives rented machines back and proves it; `shoal status` shows what is rented and why jobs wait."""
+"""`shoal down` releases rented machines and proves it; `shoal status` shows rentals and why jobs wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rents is stopped by `down` and never stays so by accident: who is cut off has the controller start it again."""
+"""`shoal down` stops the rental service, and the controller starts it again if the connection is cut."""
 
 from __future__ import annotations
 

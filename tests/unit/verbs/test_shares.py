@@ -1,4 +1,4 @@
-"""What is said of shares: room, quotas, how hosts have them; and no wait for a server that is gone."""
+"""Shares in `shoal status` and `shoal check`: space, quotas, mounts; and no wait for a server that is down."""
 
 from __future__ import annotations
 

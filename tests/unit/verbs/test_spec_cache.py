@@ -1,4 +1,4 @@
-"""A spec that was read before is not read again, and never taken for another one."""
+"""A cached spec is not read again, and is never mistaken for another."""
 
 from __future__ import annotations
 

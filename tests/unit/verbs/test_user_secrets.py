@@ -1,4 +1,4 @@
-"""Secrets that the user has: needed once for each host, not at every `shoal up`, and missed before anything changes."""
+"""Secrets of the user: needed once for each host, not at every `shoal up`, and checked before any change."""
 
 from __future__ import annotations
 
