@@ -20,7 +20,7 @@ from shoal.cloud.providers.api import ProviderLogin, Query, RentalOrder, RentalP
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
 from shoal.sandbox.layout import Layout, cache_dir
-from shoal.sandbox.nspawn import ssh_answers
+from shoal.sandbox.lifecycle import ssh_answers
 from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
