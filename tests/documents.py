@@ -27,9 +27,11 @@ TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page
 SITES = "as it stands, on two sites joined by WireGuard, by test_the_command_of_the_page_spans_the_sites"
 MONEY = "as it stands, with simulated clouds, by test_the_commands_of_the_page_on_budgets_run_as_they_stand"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
+LAB = "as it stands, by the first user of test_lab.py"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {
+    "shoal join alice@desktop": LAB,
     "shoal check": LENT,
     "shoal plan": LENT,
     "shoal up": LENT,

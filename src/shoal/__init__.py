@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.contract import VERSION as __version__
+
 if TYPE_CHECKING:
     from shoal.verbs.job import Job
 
-__version__ = "0.1.0"
 __all__ = ["Job", "__version__"]
 
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import signal
 
+VERSION = "0.1.0"
+"""Shoal's own. A client and a cluster whose versions differ before the last dot do not work together."""
+
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """What asks a job to stop: --signal and preemption send the first two, scancel and the time limit the third."""
 

@@ -20,7 +20,7 @@ from shoal.cloud.providers.api import ProviderLogin, Query, RentalOrder, RentalP
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
 from shoal.sandbox.layout import Layout, cache_dir
-from shoal.sandbox.lifecycle import ssh_answers
+from shoal.sandbox.nspawn import ssh_answers
 from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
@@ -261,7 +261,7 @@ async def spot(kind: str, url: str, type: str, key: Any) -> RentedInstance:
 
 
 async def asked(machine: RentedInstance, key: Any, path: str) -> str:
-    """The answer of the metadata service to a machine."""
+    """What a machine is answered that asks for itself."""
     ask = (
         "import urllib.request as u; "
         f"r = u.Request('http://169.254.169.254/{path}', headers=dict([('Metadata-Flavor', 'Google')])); "
@@ -277,4 +277,4 @@ async def taken_away(url: str, machine: RentedInstance) -> None:
 
 
 def _silent(what: str, done: float) -> None:
-    """Progress that is not shown."""
+    """Nobody watches."""

@@ -22,6 +22,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "schema": "cluster_commands",
     },
     "Train": {
+        "join": "job_commands",
         "run": "run_command",
         "jobs": "job_commands",
         "logs": "job_commands",

@@ -22,6 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "node drain": ("shoal node drain gpu01 --reason fan",),
     "node resume": ("shoal node resume gpu[01-04]",),
     "node remove": ("shoal node remove gpu02",),
+    "join": ("shoal join alice@desktop", "shoal join"),
     "run": (
         "shoal run train.py",
         "shoal run -N2 --gpus-per-node 8 --time 4:00:00 train.py --lr 0.1",

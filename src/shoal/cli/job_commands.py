@@ -1,4 +1,4 @@
-"""The commands that show and end jobs: jobs, logs, cancel. `run_command.py` has run."""
+"""The commands of users: join, jobs, logs, cancel. `run_command.py` has run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,60 @@ import typer
 from shoal.cli.options import Cluster, Json, with_session
 from shoal.cli.output import plain
 from shoal.cli.session import PARTLY, Session
-from shoal.errors import Interrupted
+from shoal.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from shoal.jobs.logs import LogLine
+    from shoal.verbs.joined_cluster import JoinResult
     from shoal.verbs.logs import LogsResult
 
 # `shoal logs -f` follows, so its --file has no short form.
 LogsFile = Annotated[
     Path | None,
     typer.Option(
-        "--file", metavar="FILE", envvar="SHOAL_FILE", help="The spec. Default: shoal.yaml here, else the sandbox."
+        "--file",
+        metavar="FILE",
+        envvar="SHOAL_FILE",
+        help="The spec. Default: shoal.yaml here, else a joined cluster, else the sandbox.",
     ),
 ]
+
+
+def join(
+    login: Annotated[
+        str | None,
+        typer.Argument(metavar="USER@HOST", help="Your login on the controller or a login host. Default: as before."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(metavar="NUMBER", help="The SSH port.", min=1, max=65535)] = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Join a cluster as an ordinary user: without its file, without root.
+
+    Your commands then use this cluster wherever there is no shoal.yaml. Run it again to read the cluster's
+    description anew; other commands do so by themselves.
+    """
+    with Session(json) as session:
+        from shoal.verbs import joined_cluster
+
+        if login is not None:
+            chosen = joined_cluster.parse_login(login, port)
+        else:
+            before = joined_cluster.find_joined(cluster)
+            if before is None or before.login is None:
+                raise UsageError("no cluster is named", hint="use `shoal join USER@HOST`")
+            chosen = before.login
+        result = session.run(joined_cluster.join(chosen))
+        if not session.finish(result):
+            show_joined(session, result)
+
+
+def show_joined(session: Session, result: JoinResult) -> None:
+    what = "joined" if result.changed else "nothing has changed in"
+    session.console.print(f"{what} cluster [bold]{result.cluster}[/] as {result.login}; your jobs are in {result.jobs}")
+    if result.environments:
+        session.console.print(f"environments: {', '.join(result.environments)}")
+    session.console.print("next: `shoal status`, then `shoal run train.py`", markup=False)
 
 
 @with_session

@@ -19,11 +19,14 @@ File = Annotated[
         *("--file", "-f"),
         metavar="FILE",
         envvar="SHOAL_FILE",
-        help="The spec. Default: shoal.yaml here, else the sandbox.",
+        help="The spec. Default: shoal.yaml here, else a joined cluster, else the sandbox.",
     ),
 ]
 Cluster = Annotated[
-    str | None, typer.Option(metavar="NAME", envvar="SHOAL_CLUSTER", help="Name of a sandbox cluster that has no file.")
+    str | None,
+    typer.Option(
+        metavar="NAME", envvar="SHOAL_CLUSTER", help="A cluster you joined, or a sandbox cluster, without a file."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -58,6 +58,7 @@ class Session:
         self.json = json
         self.status = 0
         self._spec = (file, cluster)
+        self._context: Context | None = None
 
     # Made on first use: a job is submitted before rich is loaded.
 
@@ -74,12 +75,14 @@ class Session:
         from shoal.verbs.context import open_context, open_hosts
 
         if not phases:
-            return open_hosts(*self._spec)
-        if self.json:
-            return open_context(*self._spec)
-        from shoal.cli.progress import TerminalProgress
+            self._context = open_hosts(*self._spec)
+        elif self.json:
+            self._context = open_context(*self._spec)
+        else:
+            from shoal.cli.progress import TerminalProgress
 
-        return open_context(*self._spec, TerminalProgress(self.errors))
+            self._context = open_context(*self._spec, TerminalProgress(self.errors))
+        return self._context
 
     def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False) -> T:
         """Run a verb. Ctrl-C stops it after the current step; the next run continues from there.
@@ -101,6 +104,7 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._report_changes()
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(end_broken_pipe()) from None
         if isinstance(error, (KeyboardInterrupt, typer.Abort)):
@@ -114,6 +118,13 @@ class Session:
             raise typer.Exit(BUG) from None
         if error is None and self.status:
             raise typer.Exit(self.status)
+
+    def _report_changes(self) -> None:
+        """Tell a user that the operator has changed the cluster."""
+        joined = self._context.joined if self._context else None
+        if joined is not None and joined.changed and joined.login is not None and not self.json:
+            text = f"the operator has changed cluster {joined.cluster}; its description here is up to date again"
+            self.errors.print(text, markup=False, soft_wrap=True)
 
     def _report(self, error: ShoalError) -> None:
         if self.json:

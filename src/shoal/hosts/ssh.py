@@ -60,8 +60,10 @@ class SshConnector:
         connect_timeout: float = 10.0,
         agent: bool = True,
         keepalive: float = 5.0,
+        may_sudo: bool = True,
     ) -> None:
-        """`known_hosts` is the cluster's own file; `ssh_config` is `~/.ssh/config` unless another is given.
+        """`known_hosts` is the cluster's own file; `ssh_config` is `~/.ssh/config` unless another is given. Without
+        `may_sudo` every program runs as the login user.
 
         A host that misses three keepalives, `keepalive` seconds apart, counts as lost.
         """
@@ -70,12 +72,13 @@ class SshConnector:
         self._keys = KeyRing()
         self._timeout = connect_timeout
         self._keepalive = keepalive
+        self._may_sudo = may_sudo
         self._jumps: dict[tuple[Target, ...], _Jump] = {}
 
     async def connect(self, target: Target) -> SshHost:
         route = self._config.route(target)
         if not route.jumps:
-            return SshHost(target, route.user, await self._log_in(route, target.host_key))
+            return SshHost(target, route.user, await self._log_in(route, target.host_key), may_sudo=self._may_sudo)
         jump = self._jumps.setdefault(route.jumps, _Jump(route.jumps))
         tunnel = await jump.take(self)
         try:
@@ -83,7 +86,7 @@ class SshConnector:
         except BaseException:
             await jump.release()
             raise
-        return SshHost(target, route.user, connection, jump.release)
+        return SshHost(target, route.user, connection, jump.release, may_sudo=self._may_sudo)
 
     async def _log_in(
         self, route: Route, pinned: str | None = None, tunnel: Connection | None = None, *, via: str = ""
@@ -143,10 +146,17 @@ class SshHost(LineHost):
     """A host we are logged in to."""
 
     def __init__(
-        self, target: Target, user: str, connection: Connection, on_close: Callable[[], Any] | None = None
+        self,
+        target: Target,
+        user: str,
+        connection: Connection,
+        on_close: Callable[[], Any] | None = None,
+        *,
+        may_sudo: bool = True,
     ) -> None:
         self.target = target
         self._user = user
+        self._may_sudo = may_sudo
         self._connection = connection
         self._on_close = on_close
         self._sessions = asyncio.Semaphore(_SESSIONS)
@@ -176,7 +186,7 @@ class SshHost(LineHost):
         await self._connection.wait_closed()
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
-        through_sudo = root and self._user != "root"
+        through_sudo = root and self._may_sudo and self._user != "root"
         await self._sessions.acquire()
         channel = await self._start(
             [*PRINT_PID_COMMAND, *argv], program_name(argv), through_sudo, whole_stderr, self._ended

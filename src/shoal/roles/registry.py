@@ -10,6 +10,7 @@ from shoal.agent.facts import Facts
 from shoal.network.tunnel import needs_tunnel
 from shoal.roles.accounting import AccountingComponent
 from shoal.roles.auth import AuthComponent
+from shoal.roles.client import ClientComponent
 from shoal.roles.clock import ClockComponent
 from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret
 from shoal.roles.compute import LinksComponent
@@ -33,6 +34,7 @@ COMPONENTS: tuple[Component, ...] = (
     StorageComponent(),
     UsersComponent(),
     EnvironmentsComponent(),
+    ClientComponent(),
     ClockComponent(),
     TrackingComponent(),
     AuthComponent(),

@@ -20,6 +20,7 @@ from shoal.plan.connections import Connections
 from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
+from shoal.verbs.joined_cluster import JoinedCluster, JoinedConnector, find_joined, known_hosts
 from shoal.verbs.spec_cache import CachedSpec, read_cache, write_cache
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class ProviderInstances:
 class Context:
     """One cluster as one run of a command sees it."""
 
-    known: Spec | CachedSpec
-    """The spec, or its cached part."""
+    known: Spec | CachedSpec | JoinedCluster
+    """The spec, or its cached part; for an ordinary user, what the cluster says of itself."""
     file: Path | None = None
     warnings: tuple[Finding, ...] = ()
     progress: ProgressReporter = field(default_factory=NoProgress)
@@ -58,7 +59,12 @@ class Context:
 
     @property
     def spec(self) -> Spec:
-        """The whole spec. Reads the file where only the hosts are cached."""
+        """The whole spec. Reads the file where only the hosts are cached. Raises UsageError for ordinary users."""
+        if isinstance(self.known, JoinedCluster):
+            raise UsageError(
+                f"this command needs the operator's file of cluster {self.cluster}, and the right to become root",
+                hint="ask the operator; or, for the sandbox on this machine, use --cluster sandbox",
+            )
         if not isinstance(self.known, CachedSpec):
             return self.known
         return open_context(self.file, None if self.file else self.known.cluster).spec
@@ -69,7 +75,7 @@ class Context:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        if isinstance(self.known, CachedSpec):
+        if isinstance(self.known, CachedSpec | JoinedCluster):
             return self.known.members
         from shoal.spec.members import members
 
@@ -78,7 +84,17 @@ class Context:
     @property
     def shares(self) -> bool:
         """Whether it has storage that its hosts share."""
-        return self.known.shares if isinstance(self.known, CachedSpec) else bool(self.known.storage)
+        return self.known.shares if isinstance(self.known, CachedSpec | JoinedCluster) else bool(self.known.storage)
+
+    @property
+    def joined(self) -> JoinedCluster | None:
+        """The cluster of an ordinary user, who has no file and is not root."""
+        return self.known if isinstance(self.known, JoinedCluster) else None
+
+    @property
+    def accounting(self) -> bool:
+        """Whether Slurm keeps accounts."""
+        return self.joined.record.accounting if self.joined else self.spec.accounting is not None
 
     @property
     def controller(self) -> Member:
@@ -86,9 +102,13 @@ class Context:
 
     @property
     def known_hosts(self) -> Path:
+        if self.joined is not None:
+            return known_hosts()
         return state_directory(self.cluster) / "known_hosts"
 
     def connect(self) -> Connector:
+        if self.joined is not None:
+            return JoinedConnector(self.joined, self.connector)
         return self.connector or SshConnector(self.known_hosts)
 
     async def fleet(self, chosen: Iterable[Member] | None = None) -> Fleet:
@@ -110,6 +130,8 @@ class Context:
     async def targets(self, chosen: Iterable[Member] | None = None) -> dict[str, Target]:
         """The addresses of members, by name. Raises ProviderError for a host that is not made yet."""
         members = self.members if chosen is None else tuple(chosen)
+        if self.joined is not None:
+            return {member.name: self.joined.target() for member in members}
         instances = await self.instances() if any(member.provider for member in members) else {}
         return {member.name: _target(self.cluster, member, instances) for member in members}
 
@@ -181,9 +203,12 @@ class Context:
 def open_context(
     file: Path | None = None, cluster: str | None = None, progress: ProgressReporter | None = None
 ) -> Context:
-    """The cluster of a spec file; without a file, the sandbox."""
+    """The cluster of a spec file; without a file, one that was joined, or else the sandbox."""
     progress = progress or NoProgress()
     file = _file(file, cluster)
+    joined = find_joined(cluster) if file is None else None
+    if joined is not None:
+        return Context(joined, progress=progress)
     if file is None:
         return Context(_sandbox(cluster or NO_FILE), progress=progress)
     from shoal.spec.loader import load_all
@@ -196,6 +221,8 @@ def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
     """The same for commands that need only its hosts: they come from a cache where the file is unchanged."""
     try:
         path = _file(file, cluster)
+        if path is None and find_joined(cluster) is not None:
+            return open_context(file, cluster)
         cached_spec = read_cache(state_directory(), *_read_cache_key(path, cluster))
     except (OSError, ValueError, UsageError):
         cached_spec = None  # what is wrong with the file is raised below
@@ -299,7 +326,7 @@ def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:
 
 def report_to(phase: Phase) -> Callable[[str, float], None]:
     """A callback that shows a provider's progress in a phase."""
-    return lambda text, fraction: phase.set_fraction(fraction, text)
+    return lambda text, part: phase.set_fraction(part, text)
 
 
 _NOTES: list[Callable[[], str]] = []

@@ -224,7 +224,7 @@ async def all_ended_jobs(context: Context, controller: Host) -> list[JobRecord]:
         for record in slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
         if not record.active
     ]
-    if context.spec.accounting is not None:
+    if context.accounting:
         with contextlib.suppress(SlurmError):
             records = slurm_jobs.merge_records(
                 records, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.SACCT_COMMAND))

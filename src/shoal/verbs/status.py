@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import dataclass
 
 from shoal.slurm import state
+from shoal.slurm.versions import Version
 from shoal.spec.members import rented_sets
 from shoal.verbs import health
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.rentals import RentedView, rented_view
 from shoal.verbs.shares import ShareState, share_states
-from shoal.verbs.slurmctld import running_version, slurm_output
+from shoal.verbs.slurmctld import gather_answers, running_version, slurm_output
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class ClusterStatus:
 
 
 async def status(context: Context) -> ClusterStatus:
-    """The state of the cluster now."""
+    """The state of the cluster now. Ordinary users see what Slurm says; services are the operator's."""
+    if context.joined is not None:
+        return await _user_status(context)
     spec = context.spec
     async with await context.fleet(await health.existing_members(context)) as fleet:
         host = await fleet.host(context.controller.name)
@@ -77,4 +80,23 @@ async def status(context: Context) -> ClusterStatus:
         wireguard=wireguard,
         accounting=accounting,
         rented=rentals,
+    )
+
+
+async def _user_status(context: Context) -> ClusterStatus:
+    async with context.controller_host() as host:
+        version, nodes, partitions, jobs = await gather_answers(
+            host,
+            slurm_output(host, ("scontrol", "--version")),
+            slurm_output(host, state.NODES_COMMAND),
+            slurm_output(host, state.PARTITIONS_COMMAND),
+            slurm_output(host, state.JOBS_COMMAND),
+        )
+    return ClusterStatus(
+        cluster=context.cluster,
+        controller=context.controller.name,
+        version=str(Version.parse(version)),
+        nodes=tuple(state.parse_nodes(nodes)),
+        partitions=tuple(state.parse_partitions(partitions)),
+        jobs=tuple(state.parse_jobs(jobs)),
     )

@@ -1,6 +1,6 @@
-"""How packages are installed, also when apt fails.
+"""How packages are installed, whatever apt meets on its way.
 
-The program runs in its own mount namespace, with scripts in place of apt-get and dpkg.
+The program runs in a mount namespace of its own, with scripts in the place of apt-get and dpkg.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ITEM = Packages(("tree",))
 
 class AptPlace(Place):
     def answers(self, *lines: str) -> None:
-        """The error of apt-get, call by call; "" for a call that succeeds."""
+        """What apt-get says, call by call, when it fails; "" for a call that goes well."""
         (self.folder / "answers").write_text("".join(line + "\n" for line in lines))
 
     def calls(self, about: str = "") -> list[str]:

@@ -39,7 +39,7 @@ ON_A_CLUSTER = [
 
 @pytest.fixture(autouse=True)
 def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory without a shoal.yaml, and without the environment of the person who runs the tests."""
+    """A directory without a shoal.yaml, and none of the environment of whoever runs the tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "COLUMNS", "FORCE_COLOR"):
@@ -75,7 +75,7 @@ def test_command_list_is_complete() -> None:
     assert {" ".join(words) for words in ALL} == {
         *("init", "schema", "check", "plan", "up", "status", "down", "ssh", "exec"),
         *("node drain", "node resume", "node remove"),
-        *("run", "jobs", "logs", "cancel", "prove", "bench links"),
+        *("join", "run", "jobs", "logs", "cancel", "prove", "bench links"),
         *("env build", "env list", "env clean", "ui"),
         *("usage", "restore", "keys rotate", "offers", "cost", "reap", "simulate"),
     }

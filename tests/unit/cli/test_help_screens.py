@@ -68,7 +68,7 @@ def test_option_with_a_value_shows_a_placeholder(words: tuple[str, ...]) -> None
         (("cancel",), "Usage: shoal cancel [OPTIONS] JOB..."),
         (("simulate",), "Usage: shoal simulate [OPTIONS] PROVIDER"),
         (("bench", "links"), "  --seconds SECONDS  How long to measure each direction. Default: 1.0."),
-        (("status",), "  -f, --file FILE  The spec. Default: shoal.yaml here, else the sandbox. Or set\n"),
+        (("status",), "  -f, --file FILE  The spec. Default: shoal.yaml here, else a joined cluster,\n"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

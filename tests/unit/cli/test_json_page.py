@@ -28,6 +28,7 @@ from shoal.verbs.cost import CostResult
 from shoal.verbs.env import CleanResult, EnvironmentState
 from shoal.verbs.env_build import BuildResult
 from shoal.verbs.jobs import CancelResult, JobsResult, JobView
+from shoal.verbs.joined_cluster import JoinResult
 from shoal.verbs.keys import KeysResult
 from shoal.verbs.links import LinksResult
 from shoal.verbs.logs import LogsResult
@@ -48,6 +49,7 @@ def of(kind: type, *more: str) -> set[str]:
 
 
 COMMANDS = {
+    "join": of(JoinResult),
     "run": of(SubmittedJob),
     "logs": of(LogsResult),
     "jobs": of(JobsResult),

@@ -214,7 +214,7 @@ def test_job_in_both_records_counts_once() -> None:
     assert len(uses_of([record, record], NOW)) == 1
 
 
-# The report that the controller prints.
+# What the controller says to whoever asks.
 
 
 def test_report_round_trips_and_ignores_unknown_fields() -> None:

@@ -1,9 +1,9 @@
-"""After SIGKILL between any two steps, the next service continues: no orphan, no stuck node, no double order.
+"""Killed with SIGKILL between any two steps, the next service goes on: no orphan, no stuck node, nothing ordered twice.
 
-The service runs in its own process, against a simulated cloud in another and a Slurm that keeps its state in a
+The service runs in a process of its own, against a simulated cloud in another and a Slurm that keeps its state in a
 file. It is killed before and after every call that writes to the ledger or changes something at the provider or in
 Slurm, one call after the other, each time in a fresh snapshot. Where an order takes several requests over HTTP, as
-with Paperspace, also before and after each of these. A run without a kill counts these calls first.
+with Paperspace, also before and after each of these. A rehearsal that nobody kills tells how many there are.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Clock:
 
 
 class Fate:
-    """Kills this process at the chosen call."""
+    """Kills this process at the call that it was told of."""
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -180,7 +180,7 @@ class World:
         return slurm
 
     def serve(self, kill_at: int) -> int:
-        """Run a service in its own process until nothing changes. Returns its exit status; -9 where killed."""
+        """Run a service in a process of its own until all is settled. The status it ended with; -9 where killed."""
         child = os.fork()
         if child == 0:
             status = 1
@@ -207,7 +207,7 @@ class World:
         bad: set[str] = set(self._bad().read_text().split()) if self._bad().exists() else set()
 
         def judge(machine: RentedInstance) -> str:
-            # The first machine that any service checks is the unfit one.
+            # The first machine to be looked at is the bad one, whoever looks.
             if any(fault.kind == "bad-gpu" for fault in self.story.faults) and not bad:
                 bad.add(machine.id)
                 self._bad().write_text(machine.id)
@@ -243,7 +243,7 @@ class World:
 
 
 class Cloud:
-    """A simulated cloud in its own process, reset for every snapshot."""
+    """A simulated cloud in a process of its own, reset for every snapshot."""
 
     def __init__(self, story: Story) -> None:
         self._story, self._clock = story, Clock()

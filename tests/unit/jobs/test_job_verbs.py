@@ -59,9 +59,9 @@ class Reef:
         self.sbatch: bytes | Result = b"17;reef\n"
         self.submitted: dict[str, str] = {}
         self.remembered = 1000
-        """The number of queries after which slurmctld has no record of the job."""
+        """How many more times slurmctld is asked of a job before it forgets it."""
         self.ended = ""
-        """The records of ended jobs in slurmctld's file."""
+        """What slurmctld's file has of jobs that have ended."""
         controller = {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): self._scontrol,
@@ -265,7 +265,7 @@ async def test_multi_line_password_is_rejected_and_not_shown(tree: Path) -> None
 
 
 def test_secrets_reach_sbatch_and_its_job(tmp_path: Path) -> None:
-    """The shell line for real, with a program in place of sbatch that prints its input."""
+    """The shell line for real, with a program in place of sbatch that says what it got."""
     (tmp_path / "sbatch").write_text('#!/bin/sh\nenv > "$0.env"; cat > "$0.script"; echo "$*"\n')
     (tmp_path / "sbatch").chmod(0o755)
     script = "#!/bin/bash\n\necho 'a\\b'\n"

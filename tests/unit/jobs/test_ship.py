@@ -106,7 +106,7 @@ async def test_shared_storage_is_identified_by_its_id_and_marked(tmp_path: Path,
 
 
 class Elsewhere(LocalHost):
-    """A host with another name and process numbers than this machine."""
+    """A host with a name and process numbers of its own, as every host but this one has."""
 
     async def run(self, argv: Sequence[str], **more: Any) -> Result:
         apart = ["unshare", "--pid", "--fork", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name]
@@ -145,7 +145,7 @@ def aged(path: Path, order: int) -> Path:
 
 
 def crowd(root: Path, count: int) -> None:
-    """Archives that were not used for a month; the first is the oldest."""
+    """So many archives that nobody has used for a month, the first one for the longest."""
     for place in ("code", "lib"):
         (root / place).mkdir(parents=True)
     for number in range(count):

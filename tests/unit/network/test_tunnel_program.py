@@ -10,18 +10,18 @@ import pytest
 from shoal.network.tunnel import program
 
 REGISTERS_WITHIN = 60
-"""Seconds in which a rented container must register: the tunnel must be open well before."""
+"""Seconds that a rented container has for it: the tunnel must be there well before."""
 SELDOM = 30
-"""Seconds between two queries about a powered-down node: slurmctld may have hundreds of them."""
+"""Seconds between two questions about one that sleeps: there may be hundreds, and one slurmctld answers all."""
 
 
 def played(tmp_path: Path, *states: str) -> list[str]:
-    """The program's calls while Slurm reports these states of the node, one per query; then it is ended."""
+    """What the program does while Slurm says these states of the node, one at every question; then it is ended."""
     (tmp_path / "states").write_text("".join(f"NodeName=pod1 CPUTot=1 State={state} Reason=none\n" for state in states))
     commands = {
         "scontrol": f"cd {tmp_path}; head -n 1 states; sed -i 1d states",
         "sleep": f'echo "sleep $1" >> {tmp_path}/done',
-        # The second call of a round lasts as long as the tunnel. The test ends there.
+        # The second call of a round, which lasts for as long as the tunnel does, is the end of what we look at.
         "ssh": f'for last; do :; done; echo "ssh $last" >> {tmp_path}/done; case $last in hold) kill "$PPID" ;; esac',
     }
     for name, text in commands.items():

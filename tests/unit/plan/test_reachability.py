@@ -45,7 +45,7 @@ async def test_unreachable_host_is_reported_with_sources_cause_and_port() -> Non
     world = lab()
     silent(world, "c1", "10.0.0.12")
     world.agents["n1"].reach["10.0.0.12"] = "No route to host"
-    world.agents["n2"].reach["10.0.0.1"] = "refused"  # a host answers, which is enough
+    world.agents["n2"].reach["10.0.0.1"] = "refused"  # somebody is there, and that is all that is asked
     async with world.fleet() as fleet:
         findings = await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES)
     assert [str(finding) for finding in findings] == [
@@ -55,7 +55,7 @@ async def test_unreachable_host_is_reported_with_sources_cause_and_port() -> Non
 
 
 class Listening(FakeAgent):
-    """An agent that records the hosts it should reach, in one list for all agents; no answer the first `deaf` times."""
+    """An agent that notes in a list, for all hosts, when it was asked to reach whom; silent the first `deaf` times."""
 
     asked: list[tuple[str, list[str]]]
     deaf = 0
@@ -71,7 +71,7 @@ class Listening(FakeAgent):
 
 
 async def over_wireguard(*, deaf: int) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
-    """The result for three hosts, the last of which is `deaf` that many times; and the order of the queries."""
+    """What is found of three hosts, the last of which is `deaf` that many times; and who was asked, in turn."""
     world = lab(LAB + "network: wireguard\n")
     asked: list[tuple[str, list[str]]] = []
     for name, host in world.hosts.items():
@@ -148,7 +148,7 @@ async def test_refused_connection_from_another_site_does_not_count_as_reachable(
 
 
 class BusyAgent(FakeAgent):
-    """An agent whose host gets answers from `slow` addresses only with a long timeout."""
+    """An agent whose host hears from `slow` addresses only when it waits for long."""
 
     slow: tuple[str, ...] = ()
 
@@ -179,7 +179,7 @@ def written(name: str) -> dict[str, FileFact]:
 
 
 async def second_look(*, slow: dict[str, tuple[str, ...]], shakes: Result | bytes = b"", **reach: Any) -> Any:
-    """The result in a network that was joined before; `shakes` is WireGuard's output on the far host."""
+    """What is found in a network that was joined before; `shakes` is what WireGuard says on the far host."""
     fleet, facts, _ = sites()
     facts = {name: replace(fact, files={**fact.files, **written(name)}) for name, fact in facts.items()}
     agents = {name: BusyAgent(fact, reach={**NAT, **reach.get(name, {})}) for name, fact in facts.items()}
@@ -210,7 +210,7 @@ SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
     ("shakes", "stays"),
     [
         (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S + 1}\n".encode(), True),
-        (Result(1), True),  # WireGuard itself does not answer: the other host may still be reachable
+        (Result(1), True),  # WireGuard itself does not answer: that says nothing against the other
         (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S}\n".encode(), False),
         (b"9000\nkey-of-c1\t0\n", False),
     ],

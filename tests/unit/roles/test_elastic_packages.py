@@ -70,7 +70,7 @@ def test_service_files_change_only_after_the_installation() -> None:
 
 
 def installed(tmp_path: Path, place: Path, *packages: str, status: int = 0) -> int:
-    """Runs INSTALL with a Python whose pip only records its arguments and exits with `status`."""
+    """INSTALL with a Python that only notes what its pip is asked for, and a pip that ends as is said."""
     programs = tmp_path / "bin"
     programs.mkdir(exist_ok=True)
     pip = f'#!/bin/sh\nfor word in "$@"; do echo "$word" >> {tmp_path}/asked; done\nexit {status}\n'

@@ -155,7 +155,7 @@ def test_single_host_without_a_network_listens_on_loopback() -> None:
     assert cluster.conf.one_address and cluster.addresses == {"c1": "127.0.0.1"}
 
 
-# ---- hosts that do not answer
+# ---- who is not there
 
 
 def put_in_force(cluster: Cluster) -> CurrentConf:
@@ -272,7 +272,7 @@ def test_names_rewritten_by_cloud_init_are_restored_at_boot_before_slurm(tmp_pat
 
 
 def test_resolver_returns_the_listen_address_for_the_own_name(tmp_path: Path) -> None:
-    """As Slurm resolves it: getaddrinfo of the host's own name."""
+    """As Slurm asks: getaddrinfo of the host's own name."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
     hosts = tmp_path / "hosts"

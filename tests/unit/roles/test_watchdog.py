@@ -32,7 +32,7 @@ class Machine:
         self._program("systemctl", 'echo "$@" >> "$PLACE/asked"')
 
     def look(self, now: int, answer: str, until: int = 0) -> str:
-        """Its requests to systemd."""
+        """What it asked systemd for."""
         failed = answer in (UNKNOWN, SILENT)
         for name, text in (("now", str(now)), ("answer", answer), ("status", "1" if failed else "0")):
             (self.place / name).write_text(text + "\n")
@@ -96,13 +96,13 @@ def test_watchdog_runs_every_minute() -> None:
     assert isinstance(timer.content, str) and "OnUnitActiveSec=60\n" in timer.content
 
 
-# The check of GPUs
+# The look at GPUs
 
 TWO = "0, Simulated GPU, 16384\n1, Simulated GPU, 16384\n"
 
 
 def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, errors: str | None = None) -> str:
-    """The problem reported for this output of nvidia-smi; empty when the machine is healthy."""
+    """What is said of a machine whose nvidia-smi answers so; nothing when all is well."""
     if answer is not None:
         smi = place / "nvidia-smi"
         (place / "cards").write_text(answer)

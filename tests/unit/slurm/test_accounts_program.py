@@ -36,7 +36,7 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Runs the program; `wants` is the `accounting:` of a spec."""
+    """Runs it; `wants` is the `accounting:` of a spec."""
     for name, text in {"sacctmgr": SACCTMGR, "squeue": SQUEUE, "backup": BACKUP}.items():
         (tmp_path / name).write_text(text.format(place=tmp_path))
         (tmp_path / name).chmod(0o755)
@@ -95,7 +95,7 @@ def test_failed_command_is_retried_without_a_second_backup(program: Program, tmp
     done = program("apply")
     assert done.stderr == "sacctmgr add qos fast: Error with request: Job(s) active\n"
     assert heard(tmp_path) == ["backup", *["sacctmgr -i -Q add qos fast"] * 3]
-    # It failed, and the next run still has the record of what to remove.
+    # It failed, and still the next run knows what to remove.
     assert json.loads((tmp_path / "state" / "record.json").read_text())["users"] == ["ann@lab"]
 
 

@@ -1,6 +1,6 @@
-"""The same guarantees against a real MLflow server with a database, where one is installed.
+"""The same promises against a real MLflow server with a database, where one is installed.
 
-The other tests use a small server in place of MLflow; this shows that both behave the same. `mlflow` is searched
+The small server of the other tests stands for MLflow; this shows that it stands for it rightly. `mlflow` is looked for
 on PATH, or at SHOAL_TEST_MLFLOW.
 """
 
@@ -109,7 +109,7 @@ def test_server_killed_and_restarted_midway_has_every_metric_once(real: RealMlfl
         first.log({"loss": 1 / (step + 1)}, step=step)
     first.close("SCHEDULED", timeout=2)
     real.start()
-    # The server stored it and its answer was lost.
+    # What the server has and we forgot that it has: the answer that got lost.
     for sent in tmp_path.glob("*.sent"):
         sent.unlink()
     second = start(real, tmp_path, restart=1)

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Position:
-    """Data in its own order, for the position of a loader."""
+    """Data in an order of its own: what a loader's position is."""
 
     def __init__(self) -> None:
         self.at = 0

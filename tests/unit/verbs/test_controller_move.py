@@ -87,7 +87,7 @@ def moving(text: str = STAYS) -> World:
 
 
 def taken(world: World) -> list[Any]:
-    """The ledger that the new controller received."""
+    """What the new controller was told to go on with."""
     calls = [call for call in world.hosts["c2"].calls if call.argv[:3] == PROGRAM and "take" in call.argv]
     return [json.loads(call.stdin) for call in calls]
 

@@ -93,7 +93,7 @@ async def test_reap_repeats_until_the_lists_are_empty() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], lag=1, deletes_that_fail=2)
     result = await reaped(**{"lambda": lambda_})
     assert result.clean and ids(result.gone) == [("lambda", "a")]
-    assert lambda_.deleted == ["a"]  # a machine that is stopping is not deleted again with every list
+    assert lambda_.deleted == ["a"]  # what is going is not asked to go with every preview
 
 
 async def test_machine_that_stays_is_deleted_again() -> None:
@@ -211,7 +211,7 @@ async def test_wait_shows_its_remaining_time() -> None:
 
 
 def struck(host: FakeHost) -> list[dict[str, list[object]]]:
-    """The ended rentals that the ledger received, in all calls with any."""
+    """What the ledger was told of, in all calls that told it something."""
     return [ended for call in host.calls if (ended := json.loads(call.stdin)["ended"])]
 
 

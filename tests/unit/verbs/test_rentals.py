@@ -197,11 +197,11 @@ async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -
         assert not any("t0ken9" in one for one in ended)
 
 
-# ---- machines that the file no longer names
+# ---- machines that the file no longer knows
 
 
 def says(world: World, machines: dict[str, dict[str, str]], accounts: dict[str, object] | None = None) -> None:
-    """The last status of the service on the controller, and its accounts."""
+    """What the service on the controller last said, and the accounts that it has."""
     agent = world.agents["c1"]
     texts = {str(STATUS): json.dumps({"at": 1.0, "machines": machines})}
     texts |= {ACCOUNTS: json.dumps(accounts)} if accounts else {}
@@ -369,7 +369,7 @@ async def test_smaller_nodeset_is_reported_with_the_released_machines() -> None:
 
 
 async def test_job_on_a_removed_rented_node_blocks_up() -> None:
-    """Its machine is released as soon as the service has the new file."""
+    """Its machine is given back as soon as the service has the new file."""
     world = lab()
     before = rented_lab("http://10.0.0.1:1")
     await raised(world, before)

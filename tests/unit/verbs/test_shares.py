@@ -68,7 +68,7 @@ def test_free_space_and_quotas_are_parsed() -> None:
 
 
 def test_quotas_are_read_for_the_mount_point_of_the_directory(tmp_path: Path) -> None:
-    """repquota takes a mount point or a device, and prints nothing for any other directory."""
+    """repquota takes a mount point or a device, and says nothing of any other directory."""
     (tmp_path / "df").write_text(f"#!/bin/sh\ncat <<'END'\n{DF}END\n")
     (tmp_path / "repquota").write_text(f'#!/bin/sh\n[ "$*" = "-u -O csv -- /dev/sda1" ] && cat <<"END"\n{QUOTA}END\n')
     for program in tmp_path.iterdir():
@@ -140,7 +140,7 @@ async def test_silent_share_is_reported_only_where_mounted(
 
 
 async def told_of_home(*kernel_has: str) -> list[str]:
-    """The findings about /home, which is on an overlay, where the nodes' kernels have these file systems."""
+    """What is said of /home, which is on an overlay, where the nodes' kernels have these file systems."""
     nodes = {"n1": "10.0.0.11", "n2": "10.0.0.12"}
     facts = {name: host_facts(name, at, filesystems=kernel_has) for name, at in nodes.items()}
     facts["c1"] = host_facts("c1", "10.0.0.1", filesystems=())

@@ -1,0 +1,125 @@
+"""What ordinary users' commands need: a description of the cluster where they log in, and a place for their jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shoal.agent.document import Command, Directory, Document, File
+from shoal.contract import VERSION
+from shoal.network.tunnel import LOOPBACK
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.roles.environments import directory_of
+from shoal.roles.rented import rented_containers
+from shoal.roles.shares import homes_of
+from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordShare
+from shoal.spec.member import Member
+from shoal.spec.model import Spec
+from shoal.spec.rental import SANDBOX
+from shoal.spec.storage import SANDBOX_SHARED
+from shoal.storage.sshfs import HOST_KEY, strip_comment
+
+JOBS_NAME = "shoal-jobs"
+"""On a share: the directory of root's that has one for each user."""
+ENTRY_ROLES = frozenset({"controller", "login"})
+"""Where users log in."""
+
+
+class ClientComponent(Component):
+    """Written where users log in. It has no secret in it."""
+
+    files: Mapping[str, FileQuery] = {HOST_KEY: "text"}
+
+    def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
+        stages: dict[Stage, Document] = {Stage.SERVICES: tuple(_job_directories(cluster, member))}
+        if ENTRY_ROLES & member.roles:
+            stages[Stage.NODES] = (Directory("/etc/shoal"), File(RECORD_PATH, cluster_record(cluster).as_json()))
+        return {stage: items for stage, items in stages.items() if items}
+
+    def removal(self) -> Document:
+        return (File(RECORD_PATH),)
+
+
+def cluster_record(cluster: Cluster) -> ClusterRecord:
+    """What users may know of the cluster."""
+    spec = cluster.spec
+    members = [member for member in cluster.members if not member.rented]
+    entries = [member.name for member in members if ENTRY_ROLES & member.roles]
+    keys = {name: strip_comment(cluster.facts_of(name).text(HOST_KEY)) for name in entries}
+    share = job_share(spec, sandbox=is_sandbox(cluster))
+    return ClusterRecord(
+        cluster=spec.cluster,
+        version=VERSION,
+        controller=cluster.controller.name,
+        members=tuple(
+            RecordMember(member.name, cluster.addresses.get(member.name, LOOPBACK), tuple(sorted(member.roles)))
+            for member in members
+        ),
+        host_keys={name: key for name, key in keys.items() if key},
+        shares=shared_directories(spec, sandbox=is_sandbox(cluster)),
+        jobs=f"{share}/{JOBS_NAME}" if share else "",
+        environments={name: directory_of(spec, entry) for name, entry in spec.environments.items()},
+        accounting=spec.accounting is not None,
+        tracking=spec.tracking.kind if spec.tracking else "",
+        containers=tuple(sorted(rented_containers(spec))),
+    )
+
+
+def is_sandbox(cluster: Cluster) -> bool:
+    return any(member.provider == SANDBOX for member in cluster.members)
+
+
+def shared_directories(spec: Spec, *, sandbox: bool) -> dict[str, RecordShare]:
+    """The directories that all hosts have in common; a copy for each job is none."""
+    shares = {path: RecordShare(share.kind, not share.read_only) for path, share in spec.storage.items()}
+    shared = {path: share for path, share in shares.items() if share.kind != "stage"}
+    return shared | ({SANDBOX_SHARED: RecordShare("sandbox")} if sandbox else {})
+
+
+def job_share(spec: Spec, *, sandbox: bool) -> str:
+    """The share for the jobs of users; empty where homes are shared, or no share keeps owners and modes."""
+    if homes_of(spec) is not None:
+        return ""
+    shares = shared_directories(spec, sandbox=sandbox)
+    # Over SSH every file belongs to one account: nothing there is a user's own.
+    return next((path for path, share in shares.items() if share.writable and share.kind != "sshfs"), "")
+
+
+def _job_directories(cluster: Cluster, member: Member) -> Iterator[Command]:
+    """A directory for the jobs of each user, made on the host that keeps the share: others are not root there."""
+    spec = cluster.spec
+    where = job_share(spec, sandbox=is_sandbox(cluster))
+    if not where or not spec.users:
+        return
+    share = spec.storage.get(where)
+    if member.name != (share.server(cluster.controller.name) if share else cluster.controller.name):
+        return
+    place = f"{(share.path if share else None) or where}/{JOBS_NAME}"
+    program, done = ("sh", "-c", _MAKE, "sh", place, *spec.users), ("sh", "-c", _IS_MADE, "sh", place, *spec.users)
+    yield Command(f"make {place}", program, unless=done, fix=_FIX.format(place))
+
+
+_FIX = "remove {0} or give it to root, then run `shoal up`"
+_MAKE = r"""
+set -eu
+place=$1
+shift
+if [ -L "$place" ] || { [ -e "$place" ] && [ "$(stat -c %u "$place")" != 0 ]; }; then
+    echo "$place is a link, or does not belong to root" >&2
+    exit 1
+fi
+[ -d "$place" ] || mkdir -m 0700 "$place"
+chmod 0755 "$place"
+for user; do
+    [ -d "$place/$user" ] || mkdir -m 0700 "$place/$user"
+    chown -h "$user:$user" "$place/$user"
+done
+"""
+"""Below a share that everybody may write to, somebody may have made the directory first."""
+_IS_MADE = r"""
+place=$1
+shift
+[ "$(stat -c '%u %a %F' "$place" 2> /dev/null)" = "0 755 directory" ] || exit 1
+for user; do
+    [ "$(stat -c '%U:%G %F' "$place/$user" 2> /dev/null)" = "$user:$user directory" ] || exit 1
+done
+"""
