@@ -162,8 +162,8 @@ def choose_device(env: Env) -> torch.device:
 def set_threads(env: Env, environ: MutableMapping[str, str]) -> None:
     """Divide the CPUs among the ranks of the node: by default torch uses all of them in every rank."""
     cpus = len(os.sched_getaffinity(0))
-    mine = environ.get("SLURM_CPUS_PER_TASK", "") if env.launcher == "srun" else ""
-    share = min(int(mine), cpus) if mine.isdigit() else cpus // env.local_world_size
+    task_cpus = environ.get("SLURM_CPUS_PER_TASK", "") if env.launcher == "srun" else ""
+    share = min(int(task_cpus), cpus) if task_cpus.isdigit() else cpus // env.local_world_size
     if not environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(share, 1))
     on_node = environ.get("SLURM_CPUS_ON_NODE", "")

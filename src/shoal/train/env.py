@@ -73,34 +73,34 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
     launcher = launchers.find_launcher(environ)
     if launcher is None:
         return _single_process_env(environ)
-    read = VariableReader(environ, launcher)
-    rank, world_size = read.number("rank"), read.number("world_size")
-    nodes, placement = _slurm_placement(read, world_size)
+    variables = VariableReader(environ, launcher)
+    rank, world_size = variables.number("rank"), variables.number("world_size")
+    nodes, placement = _slurm_placement(variables, world_size)
     node_name = environ.get("SLURMD_NODENAME", "")
     placed_on = placement[rank] if rank < len(placement) else 0
-    node_rank = read.number("node_rank", nodes.index(node_name) if node_name in nodes else placed_on)
+    node_rank = variables.number("node_rank", nodes.index(node_name) if node_name in nodes else placed_on)
     if launcher.name == "srun" and nodes and node_rank >= len(nodes):  # the address of rank 0 would be unknown
-        raise read.error(
+        raise variables.error(
             f"node_rank {node_rank} does not exist: Slurm lists {len(nodes)} nodes, counted from 0",
-            f"{read.describe('node_rank', node_rank)}, nodes {', '.join(nodes[:8])}",
+            f"{variables.describe('node_rank', node_rank)}, nodes {', '.join(nodes[:8])}",
         )
     # A launcher that does not count the ranks of a node has one node only, unless MASTER_ADDR is elsewhere.
     master = environ.get("MASTER_ADDR", "")
     single_node_size = world_size if not master or is_loopback(master) else None
-    local_world_size = read.number("local_world_size", placement.count(node_rank) or single_node_size)
-    local_rank = read.number("local_rank", rank % max(local_world_size, 1))
-    if not read.first_set(launcher.node_rank) and not placement and node_name not in nodes:
+    local_world_size = variables.number("local_world_size", placement.count(node_rank) or single_node_size)
+    local_rank = variables.number("local_rank", rank % max(local_world_size, 1))
+    if not variables.first_set(launcher.node_rank) and not placement and node_name not in nodes:
         node_rank = rank // local_world_size if local_world_size else 0
     values = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
-    launchers.check_bounds(read, values)
-    launchers.check_torch_names(read, values)
+    launchers.check_bounds(variables, values)
+    launchers.check_torch_names(variables, values)
     if launcher.name == "torchrun":
-        launchers.check_torchrun(read, world_size, local_world_size)
+        launchers.check_torchrun(variables, world_size, local_world_size)
         placement = ()  # torchrun assigns node ranks in the order in which its agents arrive
     if launcher.name == "mpirun":
         launchers.check_mpirun(environ, rank, world_size)
     node = node_name or (nodes[node_rank] if node_rank < len(nodes) else socket.gethostname())
-    restarts = read.number("restart", 0, ("SLURM_RESTART_COUNT",)) + read.number("restart", 0)
+    restarts = variables.number("restart", 0, ("SLURM_RESTART_COUNT",)) + variables.number("restart", 0)
     multi_node = world_size > local_world_size
     addresses = _node_addresses(environ)
     return Env(
@@ -116,7 +116,7 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
         world_size=world_size,
         local_world_size=local_world_size,
         master_address=_master_address(master, launcher.name, nodes, addresses if multi_node else None),
-        master_port=_master_port(read),
+        master_port=_master_port(variables),
         placement=placement if multi_node else (),
         addresses=addresses,
     )
@@ -133,31 +133,31 @@ def _single_process_env(environ: Mapping[str, str]) -> Env:
     return Env(node, (node,), job_id, restarts, _job_key(environ, restarts))
 
 
-def _slurm_placement(read: VariableReader, world_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _slurm_placement(variables: VariableReader, world_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The job's nodes and the node rank of every rank, as far as Slurm's variables give them."""
-    environ = read.environ
-    name = read.first_set(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    environ = variables.environ
+    name = variables.first_set(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     if not name:
         return (), ()
     try:
         nodes = tuple(expand(environ[name]))
     except ValueError as error:
-        raise read.error("cannot read Slurm's list of nodes", f"{name}: {error}") from None
-    if read.launcher.name not in ("spawn", "srun"):
+        raise variables.error("cannot read Slurm's list of nodes", f"{name}: {error}") from None
+    if variables.launcher.name not in ("spawn", "srun"):
         return nodes, ()
-    counts_name = read.first_set(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    if read.launcher.name == "spawn" or not counts_name:
+    counts_name = variables.first_set(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    if variables.launcher.name == "spawn" or not counts_name:
         if world_size % len(nodes) == 0:
             return nodes, place_tasks([world_size // len(nodes)] * len(nodes))
-        if read.launcher.name == "spawn":
+        if variables.launcher.name == "spawn":
             return nodes, ()
     try:
         counts = launchers.tasks_per_node(environ.get(counts_name, ""))
     except ValueError as error:
         description = f"{counts_name or 'SLURM_TASKS_PER_NODE'}: {error}"
-        raise read.error("cannot read the number of tasks per node", description) from None
+        raise variables.error("cannot read the number of tasks per node", description) from None
     if sum(counts) != world_size or len(counts) != len(nodes):
-        size = read.describe("world_size", world_size)
+        size = variables.describe("world_size", world_size)
         raise EnvError(
             "Slurm's variables contradict each other about the size of this step",
             found=f"{size}, {counts_name}={environ[counts_name]}, {name}={environ[name]}",
@@ -203,8 +203,8 @@ def _master_address(
     return first
 
 
-def _master_port(read: VariableReader) -> int:
-    port = read.number("master_port", 0, ("MASTER_PORT",))
+def _master_port(variables: VariableReader) -> int:
+    port = variables.number("master_port", 0, ("MASTER_PORT",))
     if port > 65_535:
         raise EnvError(
             "MASTER_PORT is not a valid port",

@@ -93,14 +93,14 @@ def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ,
         store.set("binding/verdict", json.dumps(verdict))
     _wait_for_keys(store, ["binding/verdict"], 2 * timeout)
     verdict = json.loads(store.get("binding/verdict"))
-    read = store.add("binding/read", 1)
+    readers = store.add("binding/read", 1)
     if verdict["error"]:
         end = time.monotonic() + VERDICT_READ_TIMEOUT_S
-        while env.rank == 0 and read < env.world_size and time.monotonic() < end:
+        while env.rank == 0 and readers < env.world_size and time.monotonic() < end:
             time.sleep(0.01)  # the store ends with rank 0: the others must read the error first
-            read = store.add("binding/read", 0)
-        what, found, fix = verdict["error"]
-        raise BindingError(what, found=found, fix=fix)
+            readers = store.add("binding/read", 0)
+        what, evidence, fix = verdict["error"]
+        raise BindingError(what, found=evidence, fix=fix)
     return Binding(tuple(RankGpu(**row) for row in verdict["ranks"]))
 
 
@@ -110,10 +110,10 @@ def _wait_for_keys(store: Any, keys: Sequence[str], timeout: float) -> None:
     except RuntimeError:
         if "binding/verdict" in keys:
             raise BindingError("rank 0 did not compare the GPUs of the ranks", fix="read rank 0's log") from None
-        absent = [key.rpartition("/")[2] for key in keys if not store.check([key])]
+        missing = [key.rpartition("/")[2] for key in keys if not store.check([key])]
         raise BindingError(
-            f"{len(absent)} of {len(keys)} ranks did not report their GPU within {timeout:g} s",
-            found=f"nothing from rank {', '.join(absent[:8])}",
+            f"{len(missing)} of {len(keys)} ranks did not report their GPU within {timeout:g} s",
+            found=f"nothing from rank {', '.join(missing[:8])}",
             fix="read the logs of these ranks; nvidia-smi on their nodes may hang",
         ) from None
 
@@ -145,8 +145,8 @@ def check_binding(ranks: Sequence[RankGpu], env: Env) -> BindingError | None:
         return None
     flags = suggest_flags(env, max(entry.local_rank for entry in ranks) + 1)
 
-    def error(what: str, found: str = "", fix: str = "") -> BindingError:
-        return BindingError(what, found=found + str(Binding(tuple(ranks))), fix=fix + flags)
+    def error(what: str, evidence: str = "", fix: str = "") -> BindingError:
+        return BindingError(what, found=evidence + str(Binding(tuple(ranks))), fix=fix + flags)
 
     for entry in ranks:
         if not entry.gpu:

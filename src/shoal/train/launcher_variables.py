@@ -167,8 +167,8 @@ def check_bounds(read: VariableReader, values: Mapping[str, int]) -> None:
     for small, large in (("rank", "world_size"), ("local_rank", "local_world_size")):
         value, limit = values[small], values[large]
         check(small, large, value >= limit, f"{small} {value} does not exist: {large} is {limit}, counted from 0")
-    local, whole = values["local_world_size"], values["world_size"]
-    check("local_world_size", "world_size", local > whole, f"a node cannot have {local} of {whole} ranks")
+    local, world_size = values["local_world_size"], values["world_size"]
+    check("local_world_size", "world_size", local > world_size, f"a node cannot have {local} of {world_size} ranks")
 
 
 def check_torch_names(read: VariableReader, values: Mapping[str, int]) -> None:
@@ -176,14 +176,14 @@ def check_torch_names(read: VariableReader, values: Mapping[str, int]) -> None:
     if read.launcher.name in ("spawn", "torchrun", "env"):
         return
     for name, field in TORCH_NAMES.items():
-        own = read.first_set(getattr(read.launcher, field))
-        if own in ("", name) or not read.environ.get(name) or read.number(field, names=(name,)) == values[field]:
+        variable = read.first_set(getattr(read.launcher, field))
+        if variable in ("", name) or not read.environ.get(name) or read.number(field, names=(name,)) == values[field]:
             continue
-        too_early = f"\nIn a batch script ${own} is that of the script, not that of each process."
+        too_early = f"\nIn a batch script ${variable} is that of the script, not that of each process."
         raise EnvError(
             f"{read.launcher.name} and the environment contradict each other about {field}",
-            found=f"{name}={read.environ[name]}, {own}={read.environ[own]}",
-            fix=f"remove the line that exports {name}: the library reads {own} itself."
+            found=f"{name}={read.environ[name]}, {variable}={read.environ[variable]}",
+            fix=f"remove the line that exports {name}: the library reads {variable} itself."
             + (too_early if "rank" in field else ""),
         )
 

@@ -150,13 +150,13 @@ def _candidate_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def _recompute_blocks(model: nn.Module) -> None:
     """Recompute the activations of each block in the backward pass instead of storing them."""
-    chosen = set(blocks(model))
-    if not chosen:
+    recomputed = set(blocks(model))
+    if not recomputed:
         raise ParallelError(
             "activation_checkpointing needs blocks to recompute, but the model has none",
             fix="put its layers into an nn.ModuleList or nn.Sequential",
         )
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child in chosen:
+            if child in recomputed:
                 setattr(parent, name, checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT))

@@ -176,22 +176,22 @@ class Progress:
 def format_line(numbers: Mapping[str, Any]) -> str:
     """A progress file as one line of text, without unknown values."""
     total = f"/{numbers['total_steps']}" if numbers.get("total_steps") is not None else ""
-    parts = [f"step {numbers['step']}{total}"]
+    pieces = [f"step {numbers['step']}{total}"]
     if numbers.get("loss") is not None:
-        parts.append(f"loss {numbers['loss']:.4g}")
+        pieces.append(f"loss {numbers['loss']:.4g}")
     elif numbers.get("diverged"):
-        parts.append("loss is not finite")
+        pieces.append("loss is not finite")
     if numbers.get("samples_per_second"):
-        parts.append(f"{_short(numbers['samples_per_second'])} samples/s")
+        pieces.append(f"{_short(numbers['samples_per_second'])} samples/s")
     elif numbers.get("steps_per_second"):
-        parts.append(f"{_short(numbers['steps_per_second'])} steps/s")
+        pieces.append(f"{_short(numbers['steps_per_second'])} steps/s")
     if numbers.get("mfu") is not None:
-        parts.append(f"MFU {numbers['mfu']:.1%}")
+        pieces.append(f"MFU {numbers['mfu']:.1%}")
     if numbers.get("state", "running") != "running":
-        parts.append(str(numbers["state"]))
+        pieces.append(str(numbers["state"]))
     elif numbers.get("eta_seconds"):
-        parts.append(f"ETA {_duration(numbers['eta_seconds'])}")
-    return "  ".join(parts)
+        pieces.append(f"ETA {_duration(numbers['eta_seconds'])}")
+    return "  ".join(pieces)
 
 
 def peak_of_this_gpu() -> float | None:

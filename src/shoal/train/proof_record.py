@@ -146,13 +146,13 @@ class ProofRecorder:
 
     def record_end(self, parts: Iterable[ParameterPart]) -> None:
         """Record this rank's part of the parameters. A second call adds those of another model."""
-        described = []
+        entries = []
         with self._path.with_suffix(".end").open("ab") as file:
             for part in parts:
                 # Parameters are large, and those that every rank has are the same: a digest tells whether they are.
-                kept = file.write(part.values) if part.sharded or self.rank == 0 else 0
-                described.append([part.name, part.digest, part.sharded, kept])
-        self._line("ends", type=TYPES[self.dtype], parts=described)
+                size = file.write(part.values) if part.sharded or self.rank == 0 else 0
+                entries.append([part.name, part.digest, part.sharded, size])
+        self._line("ends", type=TYPES[self.dtype], parts=entries)
 
     def _line(self, kind: str, **values: Any) -> None:
         with self._path.open("a") as file:

@@ -68,7 +68,7 @@ class ModelWatch:
         model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)
         self._optimizer: torch.optim.Optimizer | None = None
         self._ended = False
-        recorder.record_start(self._parts())
+        recorder.record_start(self._parameter_parts())
 
     def choose_kind(self, script_kind: Literal["ddp", "fsdp"]) -> Literal["ddp", "fsdp"]:
         """The parallelism: that of the proof, else that of the script."""
@@ -77,9 +77,9 @@ class ModelWatch:
 
     def after_parallelize(self, kind: str) -> None:
         """The model is distributed: training follows."""
-        named = list(self._model.named_modules())
-        norms = [name for name, part in named if type(part) in _BATCH_NORMS]
-        drops = [name for name, part in named if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0]
+        modules = list(self._model.named_modules())
+        norms = [name for name, part in modules if type(part) in _BATCH_NORMS]
+        drops = [name for name, part in modules if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0]
         self._recorder.model(kind, norms, drops)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -89,7 +89,7 @@ class ModelWatch:
         """Record the final parameters, once."""
         if not self._ended:
             self._ended = True
-            self._recorder.record_end(self._parts())
+            self._recorder.record_end(self._parameter_parts())
 
     def _forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,14 +108,14 @@ class ModelWatch:
                 return
             self._optimizer = optimizer
         if optimizer is self._optimizer:
-            whole, sharded = self._squared_gradients()
-            self._recorder.step(float(optimizer.param_groups[0]["lr"]), whole, sharded)
+            whole_sum, sharded_sum = self._sum_squared_gradients()
+            self._recorder.step(float(optimizer.param_groups[0]["lr"]), whole_sum, sharded_sum)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self._optimizer and self._recorder.complete:
             self.end()
 
-    def _squared_gradients(self) -> tuple[float, float]:
+    def _sum_squared_gradients(self) -> tuple[float, float]:
         """The sums of squared gradients: of those that this rank has whole, and of its shards of the others."""
         sums = {False: 0.0, True: 0.0}
         for parameter in self._model.parameters():
@@ -124,7 +124,7 @@ class ModelWatch:
                 sums[sharded] += float(local.double().square().sum())
         return sums[False], sums[True]
 
-    def _parts(self) -> Iterator[ParameterPart]:
+    def _parameter_parts(self) -> Iterator[ParameterPart]:
         for name, parameter in self._model.named_parameters():
             local, sharded = _local(parameter)
             plain = name.replace("_checkpoint_wrapped_module.", "")

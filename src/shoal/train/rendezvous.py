@@ -120,9 +120,9 @@ class _RankZero:
             try:
                 while len(self.connected) < self.env.world_size - 1:
                     self._serve(selector)
-                    self.timer.report_once(self._missing)
+                    self.timer.report_once(self._missing_ranks_error)
                     if self.timer.expired:
-                        raise self._missing()
+                        raise self._missing_ranks_error()
                 return self._finish()
             except RendezvousError as error:
                 self.store_listener.close()
@@ -192,7 +192,7 @@ class _RankZero:
         connection.sock.setblocking(False)
         return True
 
-    def _missing(self) -> RendezvousError:
+    def _missing_ranks_error(self) -> RendezvousError:
         nodes = {rank: str(connection.hello["node"]) for rank, connection in self.connected.items()}
         reports = self.exchange.failure_reports()
         return missing_ranks(self.env, nodes, self.disconnected, reports, self.timer.elapsed)
@@ -202,10 +202,12 @@ class _RankZero:
         port = self.store_listener.getsockname()[1]
         connections = self.connected.values()
         reached_by = [plain_address(connection.sock.getsockname()[0]) for connection in connections]
-        own = next((address for address in (*reached_by, *self.own_addresses) if not is_loopback(address)), "127.0.0.1")
+        own_address = next(
+            (address for address in (*reached_by, *self.own_addresses) if not is_loopback(address)), "127.0.0.1"
+        )
         for connection, address in zip(connections, reached_by, strict=True):
-            connection.send({"go": [address, port, own]})
-        return Rendezvous(own, port, own, self.store_listener)
+            connection.send({"go": [address, port, own_address]})
+        return Rendezvous(own_address, port, own_address, self.store_listener)
 
 
 def _connect(env: Env, exchange: AddressExchange, timer: RendezvousTimer) -> Rendezvous:
@@ -239,7 +241,7 @@ def _connect(env: Env, exchange: AddressExchange, timer: RendezvousTimer) -> Ren
 def _try_endpoint(env: Env, endpoint: Endpoint, timer: RendezvousTimer) -> Rendezvous | FailedAttempt:
     """Connect to one endpoint and wait for rank 0 there. A FailedAttempt gives the reason."""
 
-    def failed(reason: str, *, unreachable: bool = False) -> FailedAttempt:
+    def failure(reason: str, *, unreachable: bool = False) -> FailedAttempt:
         return FailedAttempt(endpoint.address, endpoint.port, reason, unreachable)
 
     hello = {
@@ -253,28 +255,28 @@ def _try_endpoint(env: Env, endpoint: Endpoint, timer: RendezvousTimer) -> Rende
     try:
         sock = socket.create_connection((endpoint.address, endpoint.port), timeout=CONNECT_TIMEOUT_S)
     except TimeoutError:
-        return failed(f"no answer within {CONNECT_TIMEOUT_S:g} s", unreachable=True)
+        return failure(f"no answer within {CONNECT_TIMEOUT_S:g} s", unreachable=True)
     except ConnectionRefusedError:
-        return failed("connection refused")
+        return failure("connection refused")
     except OSError as error:
-        return failed(error.strerror or str(error), unreachable=True)
+        return failure(error.strerror or str(error), unreachable=True)
     with sock, sock.makefile("rb") as lines:
         try:
             sock.sendall(json.dumps(hello).encode() + b"\n")
-            answer = parse_json_object(lines.readline(MAX_LINE_BYTES))
-            if answer.get("welcome") != endpoint.nonce:
-                return failed("another job's port")
+            reply = parse_json_object(lines.readline(MAX_LINE_BYTES))
+            if reply.get("welcome") != endpoint.nonce:
+                return failure("another job's port")
             # From here on rank 0 enforces the timeout: it answers, unless it has ended.
             sock.settimeout(timer.timeout + 10)
             message = parse_json_object(lines.readline(MAX_LINE_BYTES))
         except (OSError, ValueError):
-            return failed("the connection broke")
+            return failure("the connection broke")
         if "abort" in message:
-            what, found, fix = message["abort"]
-            raise RendezvousError(what, found=found, fix=fix)
+            what, evidence, fix = message["abort"]
+            raise RendezvousError(what, found=evidence, fix=fix)
         if "go" not in message:
-            return failed("rank 0 closed the connection")
+            return failure("rank 0 closed the connection")
         address, port, cluster_address = message["go"]
-        own = plain_address(sock.getsockname()[0])
+        own_address = plain_address(sock.getsockname()[0])
     # A rank on rank 0's node may have connected over loopback: the other nodes know both by rank 0's address.
-    return Rendezvous(address, port, cluster_address if is_loopback(own) else own)
+    return Rendezvous(address, port, cluster_address if is_loopback(own_address) else own_address)

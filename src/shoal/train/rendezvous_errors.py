@@ -154,10 +154,10 @@ def _summarize(attempts: Sequence[FailedAttempt]) -> str:
 def _route(address: str) -> str:
     if is_loopback(address):
         return ""
-    source = source_address(address)
-    if not source:
+    local_address = source_address(address)
+    if not local_address:
         return "; no route to it from here"
-    return f"; route: {interface_of(source) or 'an unknown interface'} from {source}"
+    return f"; route: {interface_of(local_address) or 'an unknown interface'} from {local_address}"
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:

@@ -112,17 +112,17 @@ class Run:
         self._first = self.checkpointer.restore(self.state) or 0
         return self._first
 
-    def _after_step(self, done: int, *, last: bool) -> None:
+    def _after_step(self, step: int, *, last: bool) -> None:
         """After a step: stop if the job must, save if it is due."""
         profile.step("run", self._environ)
-        stop = self._stopper.agree(done, save_seconds=self.checkpointer.save_seconds)
+        stop = self._stopper.agree(step, save_seconds=self.checkpointer.save_seconds)
         if stop is not None and not last:
             self._save_and_exit(stop)
-        if self.save_every and done % self.save_every == 0 and not last:
-            self.save(done)
+        if self.save_every and step % self.save_every == 0 and not last:
+            self.save(step)
 
-    def _finish(self, done: int, *, trained: bool) -> None:
-        saved = self.checkpointer.save(done, self.state, reason="end", wait=True) if trained else None
+    def _finish(self, step: int, *, trained: bool) -> None:
+        saved = self.checkpointer.save(step, self.state, reason="end", wait=True) if trained else None
         if saved is not None and not saved.committed:
             self._log(
                 logging.ERROR,
@@ -187,28 +187,28 @@ def _request_requeue(environ: Mapping[str, str]) -> RequeueOutcome:
         return "failed"
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": SCONTROL_TIMEOUT_S}
     try:
-        shown = subprocess.run([scontrol, "show", "job", job], **options)
-        fields = dict(re.findall(r"\b(JobState|Reason|Restarts)=(\S+)", shown.stdout))
+        job_query = subprocess.run([scontrol, "show", "job", job], **options)
+        fields = dict(re.findall(r"\b(JobState|Reason|Restarts)=(\S+)", job_query.stdout))
         # Its grace time is over, or a user did it.
         if int(fields.get("Restarts", 0)) > int(environ.get("SLURM_RESTART_COUNT") or 0):
             log.warning("job %s is already requeued", job)
             return "requeued"
-        if _cancelled(fields.get("JobState", ""), fields.get("Reason", "")):
+        if _is_cancelled(fields.get("JobState", ""), fields.get("Reason", "")):
             log.warning("job %s was cancelled and is not requeued", job)
             return "cancelled"
         # Slurm ends the processes of a requeued job at once, scontrol included: it ignores SIGTERM.
-        done = subprocess.run(["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job], **options)
+        requeue = subprocess.run(["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job], **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         log.error("cannot requeue job %s: %s", job, error)
         return "failed"
-    if done.returncode != 0:
-        log.error("cannot requeue job %s: %s", job, done.stderr.strip() or f"exit status {done.returncode}")
+    if requeue.returncode != 0:
+        log.error("cannot requeue job %s: %s", job, requeue.stderr.strip() or f"exit status {requeue.returncode}")
         return "failed"
     log.warning("job %s requeued", job)
     return "requeued"
 
 
-def _cancelled(state: str, reason: str) -> bool:
+def _is_cancelled(state: str, reason: str) -> bool:
     """Whether a user cancelled the job.
 
     While its processes run, Slurm shows it as COMPLETING, like a job at its time limit; only the latter has a reason.

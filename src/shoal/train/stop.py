@@ -190,13 +190,13 @@ def _protect_forked_workers() -> None:
 
     def in_child() -> None:
         stopper_active = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Stopper)
-        if stopper_active and _forked_by("torch.utils.data.dataloader"):
+        if stopper_active and _is_forked_by("torch.utils.data.dataloader"):
             worker_signals()
 
     os.register_at_fork(after_in_child=in_child)
 
 
-def _forked_by(module: str) -> bool:
+def _is_forked_by(module: str) -> bool:
     """Whether a function of this module has made the current fork: it is still on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != module:

@@ -112,8 +112,8 @@ class Checkpointer:
         if self._pending is not None:
             began = time.monotonic()
             result, self._pending = self._pending.result(), None
-            if (waited := time.monotonic() - began) > 1:
-                log.warning("training waited %.1f s for the save of step %d", waited, result.step)
+            if (wait_seconds := time.monotonic() - began) > 1:
+                log.warning("training waited %.1f s for the save of step %d", wait_seconds, result.step)
             self._record_result(result)
         return self.last
 
@@ -264,8 +264,8 @@ class Checkpointer:
     def _delete_older(self, just: Path, nonce: str) -> None:
         """Delete all but the last keep_last checkpoints. Damaged ones do not count."""
         committed = files.committed(self.directory)
-        whole = [path for path in committed if path not in self._damaged]
-        for checkpoint in sorted(set(committed) - {just, *whole[: self.keep_last]}):
+        undamaged = [path for path in committed if path not in self._damaged]
+        for checkpoint in sorted(set(committed) - {just, *undamaged[: self.keep_last]}):
             try:
                 files.delete(checkpoint, nonce)
                 self._damaged.discard(checkpoint)

@@ -129,19 +129,19 @@ class Claim:
         """Whether the other job touches its file: twice, since the first may be an old one from a cache."""
         if (other.node, other.pids) == (self.owner.node, self.owner.pids) and not _process_exists(other.pid):
             return False
-        seen, touches = self._mtime_ns(), 0
-        if seen is None or time.time() - seen / 1e9 > STALE_AFTER_S:
+        last_mtime, touches = self._mtime_ns(), 0
+        if last_mtime is None or time.time() - last_mtime / 1e9 > STALE_AFTER_S:
             return False
         limit = self._takeover_timeout
         log.warning("%s was written by %s; checking for up to %.0f s whether that job runs", self.file, other, limit)
         until = time.monotonic() + limit
         while touches < 2 and time.monotonic() < until:
             time.sleep(self._touch_period / 5)
-            now = self._mtime_ns()
-            if now is None:
+            mtime = self._mtime_ns()
+            if mtime is None:
                 return False
-            touches += now != seen
-            seen = now
+            touches += mtime != last_mtime
+            last_mtime = mtime
         return touches == 2
 
     def _mtime_ns(self) -> int | None:

@@ -84,10 +84,10 @@ def _entries(directory: Path) -> list[Path]:
 
 def new_checkpoint_path(directory: Path, step: int) -> Path:
     """The path for a checkpoint of this step: never an existing one, which stays until the new one is committed."""
-    name, again = directory / f"step-{step}", 0
+    name, attempt = directory / f"step-{step}", 0
     while name.exists():
-        again += 1
-        name = directory / f"step-{step}.{again}"
+        attempt += 1
+        name = directory / f"step-{step}.{attempt}"
     return name
 
 
@@ -127,10 +127,10 @@ def commit(writing: Path, manifest: Manifest) -> Path:
         path = writing / record.name
         size = path.stat().st_size if path.exists() else None
         if size != record.size:
-            seen = "does not see" if size is None else f"sees {size} of {record.size} bytes of"
+            problem = "does not see" if size is None else f"sees {size} of {record.size} bytes of"
             raise OSError(
-                f"rank 0 {seen} {path}, which another rank wrote: the checkpoint directory must be on storage that all "
-                "nodes share"
+                f"rank 0 {problem} {path}, which another rank wrote: the checkpoint directory must be on storage that "
+                "all nodes share"
             )
     with (writing / MANIFEST).open("w") as stream:
         stream.write(manifest.to_json())

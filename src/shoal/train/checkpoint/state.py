@@ -84,8 +84,8 @@ def allocate_state(state: TrainState, metadata: Metadata, rank: int, world_size:
     saved = metadata.state_dict_metadata
     flat: dict[str, Any] = dict(_parameters(state.model, "model/"))
     _check_same_tensors(flat, {name: meta for name, meta in saved.items() if name.startswith("model/")})
-    source = rank if f"rank/{rank}" in saved and world_size == saved_by else 0
-    of_source = f"buffers/{source if any(name.startswith(f'buffers/{source}/') for name in saved) else 0}/"
+    saved_rank = rank if f"rank/{rank}" in saved and world_size == saved_by else 0
+    of_source = f"buffers/{saved_rank if any(name.startswith(f'buffers/{saved_rank}/') for name in saved) else 0}/"
     buffers = {name.replace("buffers/0/", of_source): value for name, value in _buffers(state.model, 0).items()}
     _check_same_tensors(buffers, {name: meta for name, meta in saved.items() if name.startswith(of_source)})
     flat |= buffers
@@ -155,11 +155,11 @@ def _equal(first: Any, second: Any) -> bool:
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DDP and torch.compile."""
-    model = _uncompiled(model)
-    return _uncompiled(model.module) if isinstance(model, DistributedDataParallel) else model
+    model = _unwrap_compiled(model)
+    return _unwrap_compiled(model.module) if isinstance(model, DistributedDataParallel) else model
 
 
-def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
     # By attribute: the class is in torch._dynamo, which takes most of a second to import.
     inside = getattr(model, "_orig_mod", None)
     return inside if isinstance(inside, torch.nn.Module) else model
@@ -184,7 +184,7 @@ def _buffers(model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
 
 def _shares_buffers(model: torch.nn.Module) -> bool:
     """Whether DDP sends rank 0's buffers to the other ranks before each forward pass."""
-    model = _uncompiled(model)
+    model = _unwrap_compiled(model)
     return isinstance(model, DistributedDataParallel) and bool(model.broadcast_buffers)
 
 
@@ -198,15 +198,15 @@ def _check_same_tensors(live: Mapping[str, torch.Tensor], saved: Mapping[str, An
     differences = [f"{name}: not in the checkpoint" for name in live if name not in saved]
     differences += [f"{name}: only in the checkpoint" for name in saved if name not in live]
     for name in live.keys() & saved.keys():
-        here, there = tuple(live[name].shape), tuple(getattr(saved[name], "size", ()))
-        if here != there:
-            differences.append(f"{name}: {list(there)} in the checkpoint, {list(here)} in the model")
+        live_shape, saved_shape = tuple(live[name].shape), tuple(getattr(saved[name], "size", ()))
+        if live_shape != saved_shape:
+            differences.append(f"{name}: {list(saved_shape)} in the checkpoint, {list(live_shape)} in the model")
     if differences:
-        shown = sorted(differences)[:5]
+        listed = sorted(differences)[:5]
         more = f"\nand {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(
             "the checkpoint is of another model",
-            found="\n".join(shown) + more,
+            found="\n".join(listed) + more,
             fix="train the model that wrote it, or start in another checkpoint directory",
         )
 

@@ -104,7 +104,7 @@ def build_index(shard: Path) -> ShardIndex:
     keys = bytearray()
     key_ends, layout_of, first = array("I"), array("H"), array("I")
     offsets, sizes = array("Q"), array("Q")
-    seen: set[str] = set()
+    keys_in_shard: set[str] = set()
     key: str | None = None
     fields: list[str] = []
 
@@ -122,13 +122,13 @@ def build_index(shard: Path) -> ShardIndex:
         file_key, field = matched[1], matched[2].lower()
         if file_key != key:
             close_sample()
-            if file_key in seen:
+            if file_key in keys_in_shard:
                 raise DataError(
                     f"shard {shard} has the key {file_key!r} twice",
                     found=f"the file {name!r} lies apart from the key's other files",
                     fix="write the files of one sample side by side (tar --sort=name), and a key once in a shard",
                 )
-            seen.add(file_key)
+            keys_in_shard.add(file_key)
             key, fields = file_key, []
         if field in fields:
             raise DataError(
@@ -254,9 +254,9 @@ def _stat(shard: Path) -> os.stat_result:
 
 def missing_shards(shards: Sequence[Path], error: OSError | None = None) -> DataError:
     """The error for missing shards."""
-    some = ", ".join(str(shard) for shard in shards[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
+    names = ", ".join(str(shard) for shard in shards[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
     return DataError(
-        f"cannot read {'shard' if len(shards) == 1 else f'{len(shards)} shards'} {some}",
+        f"cannot read {'shard' if len(shards) == 1 else f'{len(shards)} shards'} {names}",
         found=(error.strerror or str(error)) if error is not None else "no such file",
         fix="check the path from this node (is the shared folder mounted?), or leave the shard out of the list",
     )

@@ -86,12 +86,12 @@ class LmdbDataset:
         if process != os.getpid():
             if environment is not None:
                 environment.close()  # of our parent, before the fork; open there, it may not be opened here
-            environment = _opened(self.path)
+            environment = _open_environment(self.path)
             _environments[place] = (os.getpid(), environment)
         return environment
 
 
-def _opened(path: Path) -> Any:
+def _open_environment(path: Path) -> Any:
     try:
         import lmdb
     except ImportError:

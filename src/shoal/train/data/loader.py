@@ -167,16 +167,16 @@ class Loader:
     def close(self) -> None:
         """Stop the workers; iterating over the loader starts them again."""
         self._move(self._epoch, self._position)
-        running = self._batches._iterator
+        iterator = self._batches._iterator
         self._batches._iterator = None
-        if running is not None:
-            running._shutdown_workers()
+        if iterator is not None:
+            iterator._shutdown_workers()
 
     def __iter__(self) -> Iterator[Any]:
         self._lap += 1
         lap = self._lap
         samples = len(self._dataset)
-        for batch in self._fetched():
+        for batch in self._fetch_batches():
             self._real = min(self.global_batch, samples - self._position)
             # Counted before it is handed out: a checkpoint taken in the loop's body includes this batch.
             self._position += self._real
@@ -189,7 +189,7 @@ class Loader:
                 )
         self._move(self._epoch + 1, 0)
 
-    def _fetched(self) -> Iterator[Any]:
+    def _fetch_batches(self) -> Iterator[Any]:
         """DataLoader's batches, with an error that explains the death of a worker."""
         try:
             with hold_stop_signals():
@@ -267,16 +267,16 @@ class _Fetch:
 
     def __getitems__(self, batch: Sequence[tuple[int, int]]) -> list[Any]:
         ids = [id for id, _ in batch]
-        together = getattr(self._dataset, "__getitems__", None)
-        samples = together(ids) if together else [self._dataset[id] for id in ids]
+        get_items = getattr(self._dataset, "__getitems__", None)
+        samples = get_items(ids) if get_items else [self._dataset[id] for id in ids]
         # A copy: the dataset may hand out dicts that it keeps.
         samples = [
             {**sample, "__seed__": seed} if isinstance(sample, dict) else sample
             for sample, (_, seed) in zip(samples, batch, strict=True)
         ]
-        return [self._decoded(sample, id) for sample, id in zip(samples, ids, strict=True)]
+        return [self._decode_sample(sample, id) for sample, id in zip(samples, ids, strict=True)]
 
-    def _decoded(self, sample: Any, id: int) -> Any:
+    def _decode_sample(self, sample: Any, id: int) -> Any:
         try:
             return self._decode(sample) if self._decode else sample
         except Exception as error:

@@ -41,8 +41,8 @@ class SampleOrder:
         self._seed, self._epoch, self._shuffle = seed, epoch, shuffle
         starts, sizes = _blocks(lengths, block)
         if shuffle and starts:
-            drawn = _mix(torch.arange(len(starts)), _salt(seed, epoch, "blocks")).argsort(stable=True).tolist()
-            starts, sizes = [starts[at] for at in drawn], [sizes[at] for at in drawn]
+            permutation = _mix(torch.arange(len(starts)), _salt(seed, epoch, "blocks")).argsort(stable=True).tolist()
+            starts, sizes = [starts[at] for at in permutation], [sizes[at] for at in permutation]
         self._starts, self._sizes, self._window = starts, sizes, max(1, window)
         ends = list(accumulate(sizes))
         # Where each window begins in the order; a window is a whole number of blocks.
@@ -69,8 +69,8 @@ class SampleOrder:
     def seeds(self, ids: Sequence[int]) -> list[int]:
         """A number for each sample that depends on seed, epoch and sample alone: for random augmentation."""
         salt = _salt(self._seed, self._epoch, "samples")
-        drawn: list[int] = (_mix(torch.tensor(ids, dtype=torch.int64), salt) & _POSITIVE).tolist()
-        return drawn
+        seeds: list[int] = (_mix(torch.tensor(ids, dtype=torch.int64), salt) & _POSITIVE).tolist()
+        return seeds
 
     def _ids_of_window(self, index: int) -> list[int]:
         if self._kept[0] != index:

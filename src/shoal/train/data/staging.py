@@ -55,8 +55,8 @@ def _stage_one(shard: Path, folder: Path, keep_free: int, *, wait: bool) -> Path
     if _is_copy(target, shard):
         return target
     try:
-        with lock_file(target.with_name(f".{target.name}.lock"), wait=wait) as ours:
-            if not ours:
+        with lock_file(target.with_name(f".{target.name}.lock"), wait=wait) as locked:
+            if not locked:
                 return None
             if not _is_copy(target, shard):
                 _copy(shard, target, keep_free)
@@ -68,10 +68,10 @@ def _stage_one(shard: Path, folder: Path, keep_free: int, *, wait: bool) -> Path
 
 def _is_copy(target: Path, shard: Path) -> bool:
     try:
-        there, here = target.stat(), shard.stat()
+        copy_stat, shard_stat = target.stat(), shard.stat()
     except OSError:
         return False
-    return (there.st_size, there.st_mtime_ns) == (here.st_size, here.st_mtime_ns)
+    return (copy_stat.st_size, copy_stat.st_mtime_ns) == (shard_stat.st_size, shard_stat.st_mtime_ns)
 
 
 def _copy(shard: Path, target: Path, keep_free: int) -> None:
@@ -82,9 +82,9 @@ def _copy(shard: Path, target: Path, keep_free: int) -> None:
     # The lock is ours, so the name needs no process id, and what a killed copier left here is written over.
     draft = target.with_name(f".{target.name}.partial")
     try:
-        with shard.open("rb") as source, draft.open("wb") as copy:
+        with shard.open("rb") as shard_file, draft.open("wb") as copy:
             checksum = 0
-            while chunk := source.read(_CHUNK):
+            while chunk := shard_file.read(_CHUNK):
                 checksum = zlib.crc32(chunk, checksum)
                 copy.write(chunk)
             copy.flush()
@@ -98,18 +98,18 @@ def _copy(shard: Path, target: Path, keep_free: int) -> None:
 
 
 def _verify(draft: Path, size: int, checksum: int, shard: Path) -> None:
-    copied = draft.stat().st_size
-    if copied != size:
+    copy_size = draft.stat().st_size
+    if copy_size != size:
         raise DataError(
             f"shard {shard} was changed while it was copied",
-            found=f"{copied} bytes were read of a file of {size}",
+            found=f"{copy_size} bytes were read of a file of {size}",
             fix="let whatever writes the shard finish, then start the job again",
         )
-    again = 0
+    copy_checksum = 0
     with draft.open("rb") as copy:
         while chunk := copy.read(_CHUNK):
-            again = zlib.crc32(chunk, again)
-    if again != checksum:
+            copy_checksum = zlib.crc32(chunk, copy_checksum)
+    if copy_checksum != checksum:
         raise OSError(
-            f"the copy reads back with checksum {again:08x}, the shard has {checksum:08x}: is the disk failing?"
+            f"the copy reads back with checksum {copy_checksum:08x}, the shard has {checksum:08x}: is the disk failing?"
         )

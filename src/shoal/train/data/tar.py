@@ -80,10 +80,10 @@ class ShardDataset:
     @property
     def fingerprint(self) -> str:
         """Names the content: the shards' names, sizes and counts, in their order. Where they lie does not matter."""
-        parts = [
+        entries = [
             f"{shard.name}/{index.size}/{len(index)}" for shard, index in zip(self.shards, self._indexes, strict=True)
         ]
-        return f"tar-{zlib.crc32(chr(10).join(parts).encode('utf-8', 'surrogateescape')):08x}"
+        return f"tar-{zlib.crc32(chr(10).join(entries).encode('utf-8', 'surrogateescape')):08x}"
 
     def place(self, id: int) -> str:
         """Where a sample lies, for messages."""
@@ -139,7 +139,7 @@ class ShardDataset:
             # pread keeps no position, so that forked workers may share a file without a lock.
             more = os.pread(self._file(shard), size - len(data), offset + len(data))
             if not more:
-                raise self._changed(shard, f"it ends at byte {offset + len(data)}")
+                raise self._change_error(shard, f"it ends at byte {offset + len(data)}")
             data = data + more if data else more
         return data
 
@@ -147,24 +147,24 @@ class ShardDataset:
         file = self._open.get(shard)
         if file is not None:
             return file
-        path, expected = self._paths[shard], self._indexes[shard].size
+        path, indexed_size = self._paths[shard], self._indexes[shard].size
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise missing_shards([path], error) from None
         size = os.fstat(file).st_size
-        if size != expected:
+        if size != indexed_size:
             os.close(file)
-            raise self._changed(shard, f"it has {size} bytes; its index was built when it had {expected}")
+            raise self._change_error(shard, f"it has {size} bytes; its index was built when it had {indexed_size}")
         if len(self._open) >= _OPEN_SHARDS:
             os.close(self._open.pop(next(iter(self._open))))
         self._open[shard] = file
         return file
 
-    def _changed(self, shard: int, found: str) -> DataError:
+    def _change_error(self, shard: int, evidence: str) -> DataError:
         return DataError(
             f"shard {self._paths[shard]} was changed while it was in use",
-            found=found,
+            found=evidence,
             fix="write shards under new names, and start the job again; its index is then built again",
         )
 
@@ -186,9 +186,9 @@ def expand(shards: str | Path | Iterable[str | Path]) -> list[Path]:
     if not paths:
         fix = "name the shards, e.g. data/*.tar"
         raise DataError("a dataset needs at least one shard", found="an empty list", fix=fix)
-    absent = [path for path in paths if not path.is_file()]
-    if absent:
-        raise missing_shards(absent)
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise missing_shards(missing)
     return paths
 
 
@@ -239,13 +239,13 @@ def _picks(index: ShardIndex, shard: Path, fields: tuple[str, ...] | None) -> li
     """For each layout of a shard, which files to read: (field, place in the sample), in the order they lie."""
     picks = []
     for number, layout in enumerate(index.layouts):
-        lacking = [field for field in fields or () if field not in layout]
-        if lacking:
+        missing = [field for field in fields or () if field not in layout]
+        if missing:
             first = index.layout_of.index(number)
             raise DataError(
-                f"sample {index.key(first)!r} of {shard} lacks the field {lacking[0]!r}",
+                f"sample {index.key(first)!r} of {shard} lacks the field {missing[0]!r}",
                 found=f"only {', '.join(layout)} ({index.layout_of.count(number)} of {len(index)} samples there)",
-                fix=f"write the shard again with .{lacking[0]} files, or leave {lacking[0]!r} out of fields=",
+                fix=f"write the shard again with .{missing[0]} files, or leave {missing[0]!r} out of fields=",
             )
         picks.append([(field, at) for at, field in enumerate(layout) if fields is None or field in fields])
     return picks
@@ -253,9 +253,9 @@ def _picks(index: ShardIndex, shard: Path, fields: tuple[str, ...] | None) -> li
 
 def _braces(pattern: str) -> list[str]:
     """`{00..03}` and `{a,b}` written out, as a shell does."""
-    parts = re.split(r"\{([^{}]*)\}", pattern)
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
     choices: list[list[str]] = []
-    for at, part in enumerate(parts):
+    for at, part in enumerate(pieces):
         numbers = re.fullmatch(r"(\d+)\.\.(\d+)", part) if at % 2 else None
         if numbers:
             low, high = int(numbers[1]), int(numbers[2])

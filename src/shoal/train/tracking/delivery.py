@@ -87,18 +87,18 @@ class Delivery:
 
     def _send(self, spool: Path, run: RemoteRun, items: list[LogEntry]) -> None:
         try:
-            self._put(spool, run, items)
+            self._post(spool, run, items)
         except RequestRejected as error:
             self._check_run_exists(run)
             if len(items) > 1:  # one bad entry fails the whole request: bisect, and send the rest
                 self._send(spool, run, items[: len(items) // 2])
                 self._send(spool, run, items[len(items) // 2 :])
             elif items[0].kind == "param":  # parameters are immutable in MLflow, and a restart may have changed it
-                self._send(spool, run, [_named("tag", "param." + items[0].value["key"], items[0].value["value"])])
+                self._send(spool, run, [_named_entry("tag", "param." + items[0].value["key"], items[0].value["value"])])
             else:
                 _save_rejected(spool, items[0], error)
 
-    def _put(self, spool: Path, run: RemoteRun, items: list[LogEntry]) -> None:
+    def _post(self, spool: Path, run: RemoteRun, items: list[LogEntry]) -> None:
         if items[0].kind == "status":
             self.server.post("runs/update", {"run_id": run.id, **items[0].value})
             if self._create:  # at the start and end of a job: delete runs that a lost answer duplicated
@@ -140,7 +140,7 @@ def _items(record: Record) -> Iterator[LogEntry]:
         yield LogEntry("metric", metric)
     for kind in VALUE_LENGTHS:
         for key, value in record.get(f"{kind}s", {}).items():
-            yield _named(kind, key, value)
+            yield _named_entry(kind, key, value)
     if "status" in record:
         end = {} if record["status"] in ("RUNNING", "SCHEDULED") else {"end_time": record["t"]}
         yield LogEntry("status", {"status": record["status"], **end})
@@ -148,7 +148,7 @@ def _items(record: Record) -> Iterator[LogEntry]:
         yield LogEntry("artifact", record["artifact"])
 
 
-def _named(kind: str, key: str, value: str) -> LogEntry:
+def _named_entry(kind: str, key: str, value: str) -> LogEntry:
     return LogEntry(kind, {"key": key[:KEY_LENGTH], "value": value[: VALUE_LENGTHS[kind]]})
 
 
@@ -158,11 +158,11 @@ def _requests(items: list[LogEntry]) -> Iterator[list[LogEntry]]:
     names: set[tuple[str, str]] = set()
     size = 0
     for item in items:
-        named = item.kind in VALUE_LENGTHS
+        has_name = item.kind in VALUE_LENGTHS
         name, item_size = (item.kind, str(item.value.get("key"))), len(json.dumps(item.value))
         single = item.kind in ("status", "artifact")
         full = len(group) >= BATCH_ITEMS or size + item_size > BATCH_BYTES
-        clash = named and (name in names or len(names) >= BATCH_NAMES)
+        clash = has_name and (name in names or len(names) >= BATCH_NAMES)
         if group and (single or full or clash):
             yield group
             group, names, size = [], set(), 0
@@ -171,7 +171,7 @@ def _requests(items: list[LogEntry]) -> Iterator[list[LogEntry]]:
             continue
         group.append(item)
         size += item_size
-        if named:
+        if has_name:
             names.add(name)
     if group:
         yield group
@@ -215,14 +215,14 @@ class DeliveryThread:
         sizes = {spool.path: _size(spool.path) for spool in self._spools}
         deadline = time.monotonic() + timeout
         with self._done:
-            begun = self._rounds_begun
+            first_round = self._rounds_begun
             self._next_try = self._next_sync = 0.0
             self._wake.set()
             # A round that has begun may miss the last record: wait for one that begins now.
-            while not (self._rounds_ended > begun and (self._delivered(sizes) or self._failures)):
+            while not (self._rounds_ended > first_round and (self._is_delivered(sizes) or self._failures)):
                 if not self._thread.is_alive() or not self._done.wait(max(0.0, deadline - time.monotonic())):
                     break
-        return self._delivered(sizes)
+        return self._is_delivered(sizes)
 
     def stop(self, timeout: float) -> bool:
         """Flush, and end the thread. If it hangs in a request, it ends with the process."""
@@ -236,7 +236,7 @@ class DeliveryThread:
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
-    def _delivered(self, sizes: dict[Path, int]) -> bool:
+    def _is_delivered(self, sizes: dict[Path, int]) -> bool:
         if self._delivery is None:
             return True
         return all(self._delivery.acknowledged.get(path, 0) >= size for path, size in sizes.items())
@@ -275,8 +275,8 @@ class DeliveryThread:
         return more
 
     def _log_failure(self, text: str) -> None:
-        when, what = self._last_logged
-        if text != what or time.monotonic() - when > 60:
+        logged_at, logged_text = self._last_logged
+        if text != logged_text or time.monotonic() - logged_at > 60:
             self._last_logged = (time.monotonic(), text)
             log.warning("tracking: %s; records stay on disk, training continues", text)
 

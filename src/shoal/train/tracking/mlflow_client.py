@@ -101,15 +101,15 @@ class MlflowClient:
 def split_uri(uri: str) -> tuple[str, str, str]:
     """An address without its credentials, the user and the password. Only the first may be written to a file."""
     try:
-        parts = urllib.parse.urlsplit(uri)
-        port = parts.port
+        url = urllib.parse.urlsplit(uri)
+        port = url.port
     except ValueError:
         raise ValueError("the tracking address is not a URL") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"the tracking address must begin with http:// or https://, not {parts.scheme or 'nothing'!r}")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    clean = f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
-    return clean, urllib.parse.unquote(parts.username or ""), urllib.parse.unquote(parts.password or "")
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"the tracking address must begin with http:// or https://, not {url.scheme or 'nothing'!r}")
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    clean = f"{url.scheme}://{host}{f':{port}' if port else ''}{url.path.rstrip('/')}"
+    return clean, urllib.parse.unquote(url.username or ""), urllib.parse.unquote(url.password or "")
 
 
 def _map_error(answer: Answer, code: str, message: str) -> ServerUnavailable | RequestRejected:

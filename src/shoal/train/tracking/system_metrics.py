@@ -87,10 +87,10 @@ def read_counters(proc: Path) -> KernelCounters:
     idle = sum(times[3:5])  # idle and waiting for a disk
     received = sent = 0
     for line in _text(proc / "net/dev").splitlines():
-        name, colon, rest = line.partition(":")
-        words = rest.split()
-        if colon and name.strip() != "lo" and len(words) >= 9:
-            received, sent = received + int(words[0]), sent + int(words[8])
+        name, colon, counters = line.partition(":")
+        fields = counters.split()
+        if colon and name.strip() != "lo" and len(fields) >= 9:
+            received, sent = received + int(fields[0]), sent + int(fields[8])
     return KernelCounters(sum(times) - idle, sum(times), received, sent)
 
 
@@ -122,14 +122,14 @@ def gpus(csv: str) -> dict[str, float]:
     """The answer of nvidia-smi. What a GPU does not tell (`[N/A]`) is left out."""
     values: dict[str, float] = {}
     for line in csv.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) != 5:
+        fields = [word.strip() for word in line.split(",")]
+        if len(fields) != 5:
             continue
         numbers: dict[str, float] = {}
-        for name, word in zip(("load", "used", "total", "power"), words[1:], strict=True):
+        for name, word in zip(("load", "used", "total", "power"), fields[1:], strict=True):
             with contextlib.suppress(ValueError):
                 numbers[name] = float(word)
-        gpu = f"gpu_{words[0]}"
+        gpu = f"gpu_{fields[0]}"
         if "load" in numbers:
             values[f"{gpu}_utilization_percentage"] = numbers["load"]
         if "used" in numbers:

@@ -161,14 +161,14 @@ class Tracker:
 
     def artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Attach a copy of a file, as `name`."""
-        source = Path(path)
+        file = Path(path)
         try:
-            if source.stat().st_size > MAX_ARTIFACT_BYTES:
-                self._log_once(f"{source} is not attached: it is larger than {MAX_ARTIFACT_BYTES >> 20} MiB")
+            if file.stat().st_size > MAX_ARTIFACT_BYTES:
+                self._log_once(f"{file} is not attached: it is larger than {MAX_ARTIFACT_BYTES >> 20} MiB")
                 return
-            self.data(name or source.name, source.read_bytes())
+            self.data(name or file.name, file.read_bytes())
         except OSError as error:
-            self._log_once(f"{source} is not attached: {error.strerror}")
+            self._log_once(f"{file} is not attached: {error.strerror}")
 
     def data(self, name: str, content: bytes) -> None:
         """Attach bytes as a file of this name, which may contain directories."""
