@@ -24,14 +24,14 @@ def lan_addresses(facts: Mapping[str, Facts], reached: Mapping[str, str]) -> dic
         for network in {_network(address) for address in addresses}:
             shared[network] = shared.get(network, 0) + 1
 
-    chosen = {}
+    by_name = {}
     for name, addresses in usable.items():
         if not addresses:
-            chosen[name] = reached.get(name, "")
+            by_name[name] = reached.get(name, "")
             continue
         best = max(addresses, key=lambda a: (shared[_network(a)], a.address == reached.get(name), ":" not in a.address))
-        chosen[name] = best.address
-    return chosen
+        by_name[name] = best.address
+    return by_name
 
 
 def candidates(facts: Facts) -> list[Address]:
@@ -64,7 +64,7 @@ def addresses_in(hosts: str, block: str) -> dict[str, str]:
     """The addresses that an earlier run wrote into the named block of `/etc/hosts`, by name."""
     inside = hosts.partition(f"# BEGIN shoal {block}\n")[2].partition(f"# END shoal {block}\n")[0]
     lines = [line.split() for line in inside.splitlines()]
-    return {words[1]: words[0] for words in lines if len(words) > 1}
+    return {fields[1]: fields[0] for fields in lines if len(fields) > 1}
 
 
 def own_names(hosts: str, block: str, names: Iterable[str], address: str) -> tuple[str, ...]:
@@ -72,21 +72,21 @@ def own_names(hosts: str, block: str, names: Iterable[str], address: str) -> tup
 
     Debian maps the host's name to 127.0.1.1, and programs that resolve their own name would listen there.
     """
-    own, inside, lines = {name.lower() for name in names}, False, []
+    lower_names, inside, lines = {name.lower() for name in names}, False, []
     for line in hosts.splitlines():
         inside = line == f"# BEGIN shoal {block}" or (inside and line != f"# END shoal {block}")
-        words = line.partition("#")[0].lower().split()
-        if not inside and words and words[0] != address and own.intersection(words[1:]):
+        fields = line.partition("#")[0].lower().split()
+        if not inside and fields and fields[0] != address and lower_names.intersection(fields[1:]):
             lines.append(line)
     return tuple(lines)
 
 
 def own_name_rule(block: str, names: Iterable[str]) -> str:
     """A `sed -E` script that comments out such lines, and keeps their `localhost` part in a line of its own."""
-    words = "|".join(name.replace(".", "[.]") for name in dict.fromkeys(names))
+    alternatives = "|".join(name.replace(".", "[.]") for name in dict.fromkeys(names))
     return (
         f"/^# BEGIN shoal {block}$/,/^# END shoal {block}$/ b\n"
-        f"/^[0-9a-fA-F.:]+[[:blank:]]+([^#]*[[:blank:]])?({words})([[:blank:]#]|$)/I! b\n"
+        f"/^[0-9a-fA-F.:]+[[:blank:]]+([^#]*[[:blank:]])?({alternatives})([[:blank:]#]|$)/I! b\n"
         "h\n"
         f"s/^/{MARK}/\n"
         "/[[:blank:]](ip6-)?localhost/! b\n"
@@ -94,7 +94,7 @@ def own_name_rule(block: str, names: Iterable[str]) -> str:
         "g\n"
         "s/[[:blank:]]*#.*//\n"
         ":next\n"
-        f"s/[[:blank:]]+({words})([[:blank:]]|$)/\\2/I\n"
+        f"s/[[:blank:]]+({alternatives})([[:blank:]]|$)/\\2/I\n"
         "t next\n"
         f"s/$/{SPLIT_LINE_MARK}/\n"
     )

@@ -66,7 +66,7 @@ def open_commands(firewall: str, members: Iterable[str], ports: Iterable[str], u
     WireGuard's, which answers known peers only.
     """
     families = _by_family(members)
-    addresses = [address for some in families.values() for address in some]
+    addresses = [address for of_family in families.values() for address in of_family]
     if firewall == "ufw":
         port_list = ",".join(ports).replace("-", ":")
         commands = [f"ufw allow proto tcp from {address} to any port {port_list}" for address in addresses]
@@ -78,8 +78,8 @@ def open_commands(firewall: str, members: Iterable[str], ports: Iterable[str], u
     else:
         chain, guarded = firewall.partition(" ")[2], ", ".join(ports)
         commands = [
-            f"nft 'insert rule {chain} {family} saddr {{ {', '.join(some)} }} tcp dport {{ {guarded} }} accept'"
-            for family, some in families.items()
+            f"nft 'insert rule {chain} {family} saddr {{ {', '.join(of_family)} }} tcp dport {{ {guarded} }} accept'"
+            for family, of_family in families.items()
             if chain.partition(" ")[0] in ("inet", family)
         ]
         commands += [f"nft 'insert rule {chain} udp dport {udp} accept'"] if udp else []

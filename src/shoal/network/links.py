@@ -55,7 +55,9 @@ def rounds(names: Sequence[str], sites: Mapping[str, str] | None = None) -> list
     for _ in range(len(table) - 1):
         half = len(table) // 2
         facing = zip(table[:half], reversed(table[half:]), strict=True)
-        scheduled += _turns([(one, other) for one, other in facing if one is not None and other is not None], sites)
+        scheduled += _turns(
+            [(first, second) for first, second in facing if first is not None and second is not None], sites
+        )
         table.insert(1, table.pop())
     return scheduled
 
@@ -109,8 +111,8 @@ def _speeds(links: Iterable[LinkSpeed]) -> dict[Pair, float]:
     return speeds
 
 
-def _pair(one: str, other: str) -> Pair:
-    return (one, other) if one < other else (other, one)
+def _pair(first: str, second: str) -> Pair:
+    return (first, second) if first < second else (second, first)
 
 
 def _split_speed(speeds: Sequence[float]) -> float | None:
@@ -139,8 +141,8 @@ def sockets(text: str, name: str, names: Iterable[str]) -> int | None:
     ]
     if not speeds:
         return None
-    one, many = min(speeds)
-    return PARALLEL_CONNECTIONS if many >= one * MIN_PARALLEL_GAIN else 1
+    single, parallel = min(speeds)
+    return PARALLEL_CONNECTIONS if parallel >= single * MIN_PARALLEL_GAIN else 1
 
 
 def nccl_settings(connections: int) -> str:
@@ -154,8 +156,8 @@ def merge_measurements(
 ) -> tuple[LinkSpeed, ...]:
     """A new measurement with those links of an older one whose hosts are still members."""
     members = set(names)
-    kept = {(link.source, link.target): link for link in before if {link.source, link.target} <= members}
-    return tuple({**kept, **{(link.source, link.target): link for link in now}}.values())
+    earlier = {(link.source, link.target): link for link in before if {link.source, link.target} <= members}
+    return tuple({**earlier, **{(link.source, link.target): link for link in now}}.values())
 
 
 def links_text(links: Iterable[LinkSpeed]) -> str:

@@ -83,12 +83,12 @@ def read_status(status: Mapping[str, Any]) -> Tailnet:
         return Tailnet(problem=str(status.get("problem", "")))
     peers = status.get("Peer") or []
     listed = peers.values() if isinstance(peers, Mapping) else peers
-    own = status.get("Self") or {}
-    addresses = status.get("TailscaleIPs") or own.get("TailscaleIPs") or ()
+    own_node = status.get("Self") or {}
+    addresses = status.get("TailscaleIPs") or own_node.get("TailscaleIPs") or ()
     return Tailnet(
         state=str(status.get("BackendState", "")),
         tun=bool(status.get("TUN", True)),
-        own=_node({**own, "TailscaleIPs": addresses}),
+        own=_node({**own_node, "TailscaleIPs": addresses}),
         peers=tuple(_node(peer) for peer in listed),
     )
 

@@ -72,12 +72,12 @@ def needs_tunnel(network: str, facts: Facts) -> bool:
 
 def choose_ports(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
     """A port for the slurmd of each container; those in `known` stay."""
-    chosen: dict[str, int] = {}
-    taken = {*known.values()}
+    ports: dict[str, int] = {}
+    used_ports = {*known.values()}
     for name in names:
-        chosen[name] = known.get(name) or next(n for n in range(FIRST_PORT, 32000) if n not in taken)
-        taken.add(chosen[name])
-    return chosen
+        ports[name] = known.get(name) or next(n for n in range(FIRST_PORT, 32000) if n not in used_ports)
+        used_ports.add(ports[name])
+    return ports
 
 
 def conf_file(node: str) -> str:
@@ -116,8 +116,8 @@ def ssh_conf(tunnel: Tunnel) -> str:
 
 def known_hosts(tunnel: Tunnel) -> str:
     """The container's host keys, read over the connection that set it up."""
-    where = tunnel.host if tunnel.port == 22 else f"[{tunnel.host}]:{tunnel.port}"
-    return HEADER + "".join(f"{where} {key}\n" for key in tunnel.host_keys)
+    address = tunnel.host if tunnel.port == 22 else f"[{tunnel.host}]:{tunnel.port}"
+    return HEADER + "".join(f"{address} {key}\n" for key in tunnel.host_keys)
 
 
 def program() -> str:

@@ -78,11 +78,11 @@ def member_config(
 ) -> MemberConfig:
     """The configuration of a member that has answered. `known` has its former peers, for those that do not answer."""
     me = ends[name]
-    apart = {other for other, end in ends.items() if end.comes != me.comes and hub not in (name, other)}
+    through_hub_only = {other for other, end in ends.items() if end.comes != me.comes and hub not in (name, other)}
     links = {
-        other: None if other in apart else _link(me, end, port, known)
+        other: None if other in through_hub_only else _link(me, end, port, known)
         for other, end in ends.items()
-        if other != name and (end.public_key or other in apart)
+        if other != name and (end.public_key or other in through_hub_only)
     }
     through = [end for other, end in ends.items() if other in links and links[other] is None]
     through_hub = [end.address for end in through]
@@ -101,15 +101,15 @@ def member_config(
     return MemberConfig(me.address, tuple(peers), mtu, slower, relays=name == hub)
 
 
-def _link(me: MemberFacts, other: MemberFacts, port: int, known: Mapping[str, Peer]) -> tuple[str, bool] | None:
+def _link(me: MemberFacts, other: MemberFacts, port: int, former_peers: Mapping[str, Peer]) -> tuple[str, bool] | None:
     """The endpoint of another member, and whether to keep the path open; None where both use the hub."""
-    if other.reaches is None and (before := known.get(other.name)):
-        return before.endpoint, before.keepalive  # it does not answer now: keep its configuration
-    there, back = _endpoint(me, other, port), _endpoint(other, me, port)
-    if not there and not back:
+    if other.reaches is None and (former := former_peers.get(other.name)):
+        return former.endpoint, former.keepalive  # it does not answer now: keep its configuration
+    endpoint, reverse = _endpoint(me, other, port), _endpoint(other, me, port)
+    if not endpoint and not reverse:
         return None
     # A member that others can reach needs no keepalive; one behind NAT does, also if the spec gives it an endpoint.
-    return there, bool(there) and not back
+    return endpoint, bool(endpoint) and not reverse
 
 
 def _endpoint(me: MemberFacts, other: MemberFacts, port: int) -> str:
@@ -151,11 +151,13 @@ def addresses_to_try(
         inside |= lan_addresses({name: fact for name, fact in facts.items() if sites[name] == site}, reached)
     tries: dict[str, list[str]] = {}
     for name, fact in facts.items():
-        own = [address.address for address in candidates(fact)]
+        own_addresses = [address.address for address in candidates(fact)]
         outer = reached.get(name, "")
         shared = [other for other, address in reached.items() if address == outer and other != name]
         public = bool(outer) and ipaddress.ip_address(outer).is_global and not shared
-        tries[name] = list(dict.fromkeys(filter(None, (inside.get(name), *own, *([outer] if public else ())))))
+        tries[name] = list(
+            dict.fromkeys(filter(None, (inside.get(name), *own_addresses, *([outer] if public else ()))))
+        )
     return tries
 
 
@@ -174,9 +176,11 @@ def assign_addresses(subnet: str, names: Iterable[str], before: Mapping[str, str
     """An address of the subnet for each member. Members keep theirs; new ones get the first free addresses."""
     network = ipaddress.IPv4Network(subnet)
     names = list(names)
-    kept = {name: before[name] for name in names if name in before and ipaddress.ip_address(before[name]) in network}
-    free = (str(address) for address in network.hosts() if str(address) not in set(kept.values()))
-    return {name: kept[name] if name in kept else next(free) for name in names}
+    assigned = {
+        name: before[name] for name in names if name in before and ipaddress.ip_address(before[name]) in network
+    }
+    free = (str(address) for address in network.hosts() if str(address) not in set(assigned.values()))
+    return {name: assigned[name] if name in assigned else next(free) for name in names}
 
 
 INTERFACE = "shoal0"
@@ -216,7 +220,7 @@ MAKE_KEYS = (
 
 def peers_conf(peers: Iterable[Peer], port: int) -> str:
     """The configuration for `wg`, without the private key."""
-    parts = [f"{HEADER}[Interface]\nListenPort = {port}\n"]
+    sections = [f"{HEADER}[Interface]\nListenPort = {port}\n"]
     for peer in peers:
         lines = [f"# {peer.name}", "[Peer]", f"PublicKey = {peer.public_key}"]
         lines.append(f"AllowedIPs = {', '.join(f'{address}/32' for address in peer.allowed)}")
@@ -224,8 +228,8 @@ def peers_conf(peers: Iterable[Peer], port: int) -> str:
             lines.append(f"Endpoint = {peer.endpoint}")
         if peer.keepalive:
             lines.append(f"PersistentKeepalive = {KEEPALIVE_INTERVAL_S}")
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+        sections.append("\n".join(lines) + "\n")
+    return "\n".join(sections)
 
 
 def peers_in(text: str) -> dict[str, Peer]:
@@ -235,9 +239,9 @@ def peers_in(text: str) -> dict[str, Peer]:
         name = part.partition("\n")[0].removeprefix("# ")
         values = dict(line.split(" = ", 1) for line in part.splitlines() if " = " in line)
         if "PublicKey" in values:
-            allowed = tuple(address.partition("/")[0] for address in values.get("AllowedIPs", "").split(", "))
+            allowed_ips = tuple(address.partition("/")[0] for address in values.get("AllowedIPs", "").split(", "))
             keepalive = "PersistentKeepalive" in values
-            peers[name] = Peer(name, values["PublicKey"], allowed, values.get("Endpoint", ""), keepalive)
+            peers[name] = Peer(name, values["PublicKey"], allowed_ips, values.get("Endpoint", ""), keepalive)
     return peers
 
 
@@ -276,10 +280,10 @@ def knock_script(peers: Iterable[Peer]) -> str:
     A peer whose WireGuard restarted has no session with us, and cannot reach us behind NAT. Keepalive packets expect no
     answer; a data packet does, and without one WireGuard starts a new session after 15 s. Else it takes two minutes.
     """
-    called = " ".join(peer.allowed[0] for peer in peers if peer.keepalive)
+    addresses = " ".join(peer.allowed[0] for peer in peers if peer.keepalive)
     # bash sends it, to the discard port.
-    knock = f"    for peer in {called}; do echo > /dev/udp/$peer/9; done 2> /dev/null\n"
-    wait = f"while sleep {KNOCK_INTERVAL_S}; do\n{knock}done\n" if called else "exec sleep infinity\n"
+    knock = f"    for peer in {addresses}; do echo > /dev/udp/$peer/9; done 2> /dev/null\n"
+    wait = f"while sleep {KNOCK_INTERVAL_S}; do\n{knock}done\n" if addresses else "exec sleep infinity\n"
     return f"#!/bin/bash\n{HEADER}{wait}"
 
 

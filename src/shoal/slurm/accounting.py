@@ -56,8 +56,8 @@ def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None
     `address` is where slurmdbd listens; None listens on all addresses.
     """
     other = "" if auth == "munge" else "AuthAltTypes=auth/munge\n"
-    words = [] if address is None else ["NoInAddrAny"] if ":" not in address else ["NoInAddrAny", "EnableIPv6"]
-    listening = f"CommunicationParameters={','.join(words)}\n" if words else ""
+    parameters = [] if address is None else ["NoInAddrAny"] if ":" not in address else ["NoInAddrAny", "EnableIPv6"]
+    listening = f"CommunicationParameters={','.join(parameters)}\n" if parameters else ""
     return (
         f"{HEADER}AuthType=auth/{auth}\n{other}"
         f"DbdHost={hostname}\n"

@@ -115,8 +115,8 @@ def topology_conf(c: ClusterConf) -> str:
 
 def gpu_type(name: str) -> str:
     """The Slurm type of a GPU by its name: `NVIDIA H100 80GB HBM3` is h100, `NVIDIA GeForce RTX 4090` is rtx_4090."""
-    words = [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and not _NOT_A_MODEL.fullmatch(word)]
-    kind = re.sub(r"[^a-z0-9]+", "_", "_".join(words).replace("simulated", "sim")).strip("_")[:32]
+    name_words = [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and not _NOT_A_MODEL.fullmatch(word)]
+    kind = re.sub(r"[^a-z0-9]+", "_", "_".join(name_words).replace("simulated", "sim")).strip("_")[:32]
     if not kind:
         return "unknown"
     return kind if kind[0].isalpha() else f"gpu_{kind}"
@@ -231,8 +231,8 @@ def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[
         if key.lower() in _PARAMETER_LISTS and name in settings:
             parameters = value.split(",")
             replaced = {word.partition("=")[0].lower() for word in parameters}
-            kept = [word for word in settings[name].split(",") if word.partition("=")[0].lower() not in replaced]
-            value = ",".join([*kept, *parameters])
+            defaults = [word for word in settings[name].split(",") if word.partition("=")[0].lower() not in replaced]
+            value = ",".join([*defaults, *parameters])
         settings[name] = value
     return settings
 
@@ -254,29 +254,29 @@ def node_lines(nodes: Iterable[Node]) -> Iterator[str]:
 
 
 def partition_line(partition: PartitionConf, memory: Mapping[str, int]) -> str:
-    parts = [f"PartitionName={checked_word('the name of a partition', partition.name)}"]
+    fields = [f"PartitionName={checked_word('the name of a partition', partition.name)}"]
     unknown = [name for name in partition.nodes if name not in memory]
     if unknown:
         raise ValueError(f"partition {partition.name} names {compress(unknown)}, which the cluster does not have")
     if partition.nodes:
-        parts.append(f"Nodes={checked_names(partition.nodes)}")
+        fields.append(f"Nodes={checked_names(partition.nodes)}")
         # Without it a job that does not say takes all the memory of its nodes, and nothing runs beside it.
-        parts.append(f"DefMemPerCPU={max(1, min(memory[name] for name in partition.nodes))}")
+        fields.append(f"DefMemPerCPU={max(1, min(memory[name] for name in partition.nodes))}")
     if partition.default:
-        parts.append("Default=YES")
-    parts.append(f"MaxTime={checked_word('the MaxTime of a partition', partition.max_time or 'UNLIMITED')}")
+        fields.append("Default=YES")
+    fields.append(f"MaxTime={checked_word('the MaxTime of a partition', partition.max_time or 'UNLIMITED')}")
     if partition.default_time is not None:
-        parts.append(f"DefaultTime={checked_word('the DefaultTime of a partition', partition.default_time)}")
+        fields.append(f"DefaultTime={checked_word('the DefaultTime of a partition', partition.default_time)}")
     if partition.max_nodes is not None:
-        parts.append(f"MaxNodes={partition.max_nodes:d}")
+        fields.append(f"MaxNodes={partition.max_nodes:d}")
     if partition.priority is not None:
-        parts.append(f"PriorityTier={partition.priority:d}")
-    parts.append(f"GraceTime={partition.grace:d}")
+        fields.append(f"PriorityTier={partition.priority:d}")
+    fields.append(f"GraceTime={partition.grace:d}")
     if not partition.preemptable:
-        parts.append("PreemptMode=OFF")
+        fields.append("PreemptMode=OFF")
     if partition.suspend_time is not None:
-        parts.append(f"SuspendTime={partition.suspend_time:d}")
-    return " ".join([*parts, "State=UP"])
+        fields.append(f"SuspendTime={partition.suspend_time:d}")
+    return " ".join([*fields, "State=UP"])
 
 
 def real_memory(memory_mb: int) -> int:

@@ -67,8 +67,8 @@ def contract_violations(settings: Mapping[str, str]) -> list[ContractViolation]:
     """Settings of a slurm.conf, or of `scontrol show config`, that cost a job its work. Keys in lower case."""
     violations = []
 
-    def add(key: str, what: str, found: str, least: str) -> None:
-        violations.append(ContractViolation(key, what, found, least))
+    def add(key: str, what: str, value: str, least: str) -> None:
+        violations.append(ContractViolation(key, what, value, least))
 
     wait = re.match(r"[0-9]+", settings.get("killwait", ""))  # `30` of a slurm.conf, or `30 sec` of scontrol
     if wait and int(wait[0]) < KILL_WAIT_S:
@@ -102,5 +102,5 @@ def partition_findings(partitions: Iterable[PartitionState]) -> list[Finding]:
 
 
 def _can_lose_nodes(partition: PartitionState, others: Iterable[PartitionState]) -> bool:
-    own = set(expand(partition.nodes))
-    return any(other.priority > partition.priority and own & set(expand(other.nodes)) for other in others)
+    nodes = set(expand(partition.nodes))
+    return any(other.priority > partition.priority and nodes & set(expand(other.nodes)) for other in others)

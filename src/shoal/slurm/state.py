@@ -180,14 +180,14 @@ def parse_config(text: str) -> dict[str, str]:
 
 def parse_state(text: str) -> tuple[str, ...]:
     """Parse a state of scontrol (`IDLE+DRAIN`) or sinfo (`drained*`) into scontrol's names."""
-    words: list[str] = []
+    states: list[str] = []
     for word in text.strip().upper().split("+"):
         flags: list[str] = []
         while word and word[-1] in STATE_SUFFIXES:
             flags.insert(0, STATE_SUFFIXES[word[-1]])
             word = word[:-1]
-        words += [*STATE_NAMES.get(word, (word,) if word else ()), *flags]
-    return tuple(dict.fromkeys(words))
+        states += [*STATE_NAMES.get(word, (word,) if word else ()), *flags]
+    return tuple(dict.fromkeys(states))
 
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=(\S*)")

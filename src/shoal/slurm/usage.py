@@ -51,8 +51,8 @@ class UsageRow:
 def usage_command(since: float, until: float) -> tuple[str, ...]:
     """The command for all runs in the period, earlier runs of requeued jobs included."""
     period = ("-S", f"uts{since:.0f}", "-E", f"uts{until:.0f}")
-    words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", *period, "-o", ",".join(_FIELDS))
-    return ("env", "SLURM_TIME_FORMAT=%s", "sacct", *words)
+    arguments = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", *period, "-o", ",".join(_FIELDS))
+    return ("env", "SLURM_TIME_FORMAT=%s", "sacct", *arguments)
 
 
 def parse_usage(text: str, now: float) -> list[JobUsage]:
@@ -96,7 +96,7 @@ def summarize_usage(
     `nodesets` maps nodes to nodesets, `prices` nodesets to the price of a GPU hour. The GPUs of a job count as
     spread evenly over its nodes.
     """
-    parts: dict[str, list[UsageRow]] = {}
+    groups: dict[str, list[UsageRow]] = {}
     for run in runs:
         hours = max(0.0, min(run.end, until) - max(run.start, since)) / 3600
         for node in run.nodes or ("",):
@@ -107,8 +107,10 @@ def summarize_usage(
             cost, unpriced = (None, gpu_hours) if price is None else (gpu_hours * price, 0.0)
             detail = f"{run.user}: {run.name}" if by == "job" else ""
             part = UsageRow(run.id, 1, cpu_hours, gpu_hours, cost, unpriced, detail)
-            parts.setdefault(_KEYS[by](run, nodeset), []).append(part)
-    rows = [usage_total(some, len({part.name for part in some}), name, some[0].detail) for name, some in parts.items()]
+            groups.setdefault(_KEYS[by](run, nodeset), []).append(part)
+    rows = [
+        usage_total(group, len({part.name for part in group}), name, group[0].detail) for name, group in groups.items()
+    ]
     return tuple(sorted(rows, key=lambda row: (-row.gpu_hours, -row.cpu_hours, row.name)))
 
 

@@ -36,8 +36,8 @@ class SlurmRelease(NamedTuple):
 
     def supports(self, feature: Feature) -> bool:
         """Whether this release has a feature. A release newer than the table has what the newest entry has."""
-        since, gone = _FEATURES[feature]
-        return since <= self and (gone is None or self < gone)
+        since, until = _FEATURES[feature]
+        return since <= self and (until is None or self < until)
 
     @property
     def oldest_compatible(self) -> SlurmRelease:
@@ -160,9 +160,9 @@ def version_findings(controller: tuple[str, Version], others: Mapping[str, Versi
             continue
         newer = its_version.release > version.release
         what = "Slurm newer than the controller's" if newer else "Slurm too old for the controller's"
-        found = f"Slurm {its_version}; the controller {name} has {version} and talks to {window}"
+        evidence = f"Slurm {its_version}; the controller {name} has {version} and talks to {window}"
         its_fix = f"{fix}; or install Slurm {window} on {host}; or take {host} out of the spec"
-        findings.append(Finding("error", what, found, its_fix, host=host))
+        findings.append(Finding("error", what, evidence, its_fix, host=host))
     return findings
 
 
