@@ -40,24 +40,24 @@ def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
     """The tree around `here`. Raises UsageError when the script is not in it, or when it is too large to send."""
     top = _git(here, "rev-parse", "--show-toplevel")
     root = here if top is None else Path(top.decode().rstrip("\n"))
-    target, shown = (here / script).resolve(), printable(script)
+    target, script_name = (here / script).resolve(), printable(script)
     if not target.exists():
-        raise UsageError(f"there is no {shown} in {here}", hint="name a script of your working tree")
+        raise UsageError(f"there is no {script_name} in {here}", hint="name a script of your working tree")
     if target.is_dir():
-        raise UsageError(f"{shown} is a directory", hint="name the script in it")
+        raise UsageError(f"{script_name} is a directory", hint="name the script in it")
     if root.resolve() not in target.parents:
         raise UsageError(
-            f"{shown} is outside of your working tree {root}", hint="run the command from the tree it is in"
+            f"{script_name} is outside of your working tree {root}", hint="run the command from the tree it is in"
         )
-    names = sorted(set(_all(root) if top is None else _tracked(root)))
+    names = sorted(set(_all(root) if top is None else _tracked_files(root)))
     inside = target.relative_to(root.resolve()).as_posix()
     spelled = os.path.relpath((here / script).absolute(), root.absolute())
     if inside not in names and spelled not in names:
-        hint = f"take it out of .gitignore, or `git add -f {shown}`"
-        raise UsageError(f"git ignores {shown}, so it would not be sent", hint=hint)
+        hint = f"take it out of .gitignore, or `git add -f {script_name}`"
+        raise UsageError(f"git ignores {script_name}, so it would not be sent", hint=hint)
     if not script.endswith(".py") and not os.access(target, os.X_OK):
-        hint = f"name it .py, or `chmod +x {shown}`"
-        raise UsageError(f"{shown} is neither a Python script nor executable", hint=hint)
+        hint = f"name it .py, or `chmod +x {script_name}`"
+        raise UsageError(f"{script_name} is neither a Python script nor executable", hint=hint)
     _check_size(root, names, limit)
     return _bundle({name: root / name for name in names}, os.path.relpath(here.resolve(), root.resolve()))
 
@@ -68,8 +68,8 @@ def runtime() -> Bundle:
     # Beside the library, not in it: scripts import from there, and may have a `runner` of their own.
     programs = [package / "remote/start.py", *(package / "remote/runner").glob("*.py")]
     contents = {f"programs/{path.relative_to(package / 'remote').as_posix()}": path for path in sorted(programs)}
-    own = ("__init__.py", "contract.py", "hostlist.py")
-    for path in (*(package / name for name in own), *sorted((package / "train").rglob("*.py"))):
+    top_level = ("__init__.py", "contract.py", "hostlist.py")
+    for path in (*(package / name for name in top_level), *sorted((package / "train").rglob("*.py"))):
         contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
     return _bundle(contents)
 
@@ -97,7 +97,7 @@ def archive(contents: Mapping[str, Path]) -> bytes:
     return buffer.getvalue()
 
 
-def _tracked(root: Path) -> Iterator[str]:
+def _tracked_files(root: Path) -> Iterator[str]:
     """Files that git tracks or does not ignore, and that are there. A submodule's files are asked of itself."""
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is None:
@@ -107,15 +107,15 @@ def _tracked(root: Path) -> Iterator[str]:
         if path.is_symlink() or path.is_file():
             yield name
         elif path.is_dir() and (path / ".git").exists():
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in _tracked(path))
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _tracked_files(path))
 
 
-def _git(where: Path, *words: str) -> bytes | None:
+def _git(directory: Path, *arguments: str) -> bytes | None:
     try:
-        done = subprocess.run(["git", "-C", str(where), *words], capture_output=True)
+        result = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True)
     except FileNotFoundError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None
 
 
 def _all(root: Path) -> Iterator[str]:
@@ -133,10 +133,10 @@ def _check_size(root: Path, names: Iterable[str], limit: int) -> None:
     if total <= limit:
         return
     largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:5]
-    shown = ", ".join(f"{printable(name)} ({_mib(sizes[name])})" for name in largest)
+    listing = ", ".join(f"{printable(name)} ({_mib(sizes[name])})" for name in largest)
     raise UsageError(
         f"the working tree {root} is {_mib(total)}, more than the {_mib(limit)} that are sent with a job; the largest"
-        f" files: {shown}",
+        f" files: {listing}",
         hint="put data into .gitignore and on the nodes' storage, or raise --max-size",
     )
 

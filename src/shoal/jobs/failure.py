@@ -29,7 +29,7 @@ _RENDEZVOUS = re.compile(
 )
 _UNSAVED = re.compile(r"the checkpoint of step \d+ \(.*?\) FAILED: (.*) \(failure \d+ of this process\)")
 _DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
-_WAITED = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout|timed out in call to wait")
+_COLLECTIVE_TIMEOUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout|timed out in call to wait")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
 _UNREACHED = "shoal: torchrun on "
@@ -84,19 +84,19 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
     if record.exit_code == EXIT_REQUEUE:
         return _UNFINISHED
     if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
-        return _unsaved(first, lines)
+        return _checkpoint_failure(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
         return memory
     if first is not None:
         return _script(first, lines)
-    return _never_started(record, batch)
+    return _start_failure(record, batch)
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank that failed first, by itself if there is one that did."""
     failed = sorted((end for end in ends if end.status != 0), key=lambda end: end.end)
-    own = [end for end in failed if not _ended_by_others(end)]
-    return next(iter(own or failed), None)
+    causes = [end for end in failed if not _is_ended_by_others(end)]
+    return next(iter(causes or failed), None)
 
 
 def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
@@ -111,14 +111,14 @@ def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
             first = earlier
         else:
             break
-    shown = lines[first : _raised(lines) + _LINES_AFTER_RAISE]
-    if len(shown) <= _LINES:
-        return tuple(shown)
+    excerpt = lines[first : _error_line(lines) + _LINES_AFTER_RAISE]
+    if len(excerpt) <= _LINES:
+        return tuple(excerpt)
     half = _LINES // 2  # where it began and what it came to: what is in between tells least
-    return (*shown[:half], "...", *shown[1 - half :])
+    return (*excerpt[:half], "...", *excerpt[1 - half :])
 
 
-def _raised(lines: Sequence[str]) -> int:
+def _error_line(lines: Sequence[str]) -> int:
     """Where the error of the last traceback stands: behind its frames, which are indented."""
     start = max((number for number, line in enumerate(lines) if _TRACEBACK in line), default=len(lines))
     behind = (number for number in range(start + 1, len(lines)) if lines[number] and not lines[number][0].isspace())
@@ -127,11 +127,11 @@ def _raised(lines: Sequence[str]) -> int:
 
 def _message(lines: Sequence[str]) -> str:
     """What a traceback ends in: the first line of the error, whose text may have more. Without one, the last line."""
-    at = _raised(lines)
+    at = _error_line(lines)
     return lines[at] if at < len(lines) else next((text.strip() for text in reversed(lines) if text.strip()), "")
 
 
-def _ended_by_others(end: RankEnd) -> bool:
+def _is_ended_by_others(end: RankEnd) -> bool:
     """Ended because another rank had failed, or the job was ended: Slurm and torchrun kill no rank unwarned."""
     number = -end.status if end.status < 0 else end.status - 128
     if number == signal.SIGKILL:
@@ -150,8 +150,8 @@ def _time_limit(record: JobRecord, ends: Sequence[RankEnd]) -> FailureReason:
 
 
 def _node_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
-    named = next((match[1] for text in reversed(batch) if (match := _NODE.search(text))), "")
-    node = named.strip(".,:*'\"") or record.nodes
+    node_name = next((match[1] for text in reversed(batch) if (match := _NODE.search(text))), "")
+    node = node_name.strip(".,:*'\"") or record.nodes
     return FailureReason(
         "node failure",
         f"a node of the job failed: {node or 'Slurm does not say which'}",
@@ -171,8 +171,8 @@ def _out_of_memory(
         printed = last_traceback(_rank_lines(first, lines))
         message = next((text for text in reversed(printed) if _OUT_OF_MEMORY.search(text)), "")
         if message:
-            where = "on its GPU" if "CUDA" in message or "OutOfMemoryError" in message else "on the node"
-            text = f"rank {first.rank} on {first.node} ran out of memory {where}: {message.strip()[:200]}"
+            place = "on its GPU" if "CUDA" in message or "OutOfMemoryError" in message else "on the node"
+            text = f"rank {first.rank} on {first.node} ran out of memory {place}: {message.strip()[:200]}"
             fix = "use a smaller batch, activation checkpointing or fsdp"
             return FailureReason("out of memory", text, first.rank, first.node, printed, fix)
     if record.state == "OUT_OF_MEMORY" or any(_SLURM_OOM.search(text) for text in batch):
@@ -185,7 +185,7 @@ def _out_of_memory(
     return None
 
 
-def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> FailureReason:
+def _checkpoint_failure(first: RankEnd | None, lines: Sequence[LogLine]) -> FailureReason:
     """The end of the training, or all of a turn. On a full disk the logs may have ended before."""
     cause = next((match[1] for line in reversed(lines) if (match := _UNSAVED.search(line.text))), "")
     return FailureReason(
@@ -198,22 +198,22 @@ def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> FailureReason:
 
 
 def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
-    own = _rank_lines(first, lines)
-    printed = last_traceback(own)
-    last = _message(own)
-    who = f"rank {first.rank} on {first.node}"
+    rank_lines = _rank_lines(first, lines)
+    printed = last_traceback(rank_lines)
+    last = _message(rank_lines)
+    rank = f"rank {first.rank} on {first.node}"
     if any(_RENDEZVOUS.search(text) for text in printed):
-        text = f"the ranks did not find each other; {who} gave up first: {last[:300]}"
+        text = f"the ranks did not find each other; {rank} gave up first: {last[:300]}"
         fix = "the ranks' output says which are missing; can the nodes reach each other on every port?"
         return FailureReason("rendezvous", text, first.rank, first.node, printed, fix)
     if first.status == 127 and last.startswith("shoal: cannot start"):
         fix = _NSYS_FIX if last.startswith("shoal: cannot start nsys") else _START_FIX
-        return FailureReason("start", f"{who}: {last.removeprefix('shoal: ')}", first.rank, first.node, fix=fix)
+        return FailureReason("start", f"{rank}: {last.removeprefix('shoal: ')}", first.rank, first.node, fix=fix)
     if last.endswith(("No module named kernprof", "No module named line_profiler")):
-        text = f"{who} could not be profiled: {last}"
+        text = f"{rank} could not be profiled: {last}"
         return FailureReason("start", text, first.rank, first.node, fix=_LINE_FIX)
-    if any(_WAITED.search(text) for text in printed):
-        fix = _WAITED_FIX
+    if any(_COLLECTIVE_TIMEOUT.search(text) for text in printed):
+        fix = _COLLECTIVE_TIMEOUT_FIX
     elif last.startswith("ModuleNotFoundError:"):
         fix = _MODULE_FIX
     else:
@@ -221,10 +221,10 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
     if first.status < 0:
         if first.status == -signal.SIGKILL:
             fix = f"Slurm did not do that: `shoal ssh {first.node} journalctl -k` tells if memory ran out"
-        text = f"{who} was ended by {_signal(-first.status)}"
+        text = f"{rank} was ended by {_signal(-first.status)}"
         return FailureReason("script", text, first.rank, first.node, printed, fix)
     message = f": {last[:300]}" if last else ""
-    text = f"{who} failed first, with exit status {first.status}{message}"
+    text = f"{rank} failed first, with exit status {first.status}{message}"
     return FailureReason("script", text, first.rank, first.node, printed, fix)
 
 
@@ -237,7 +237,7 @@ _MODULE_FIX = (
     "the Python of the job does not have it. A package: name it in an environment of the file, then `shoal env build` "
     "and `shoal run --env NAME`. Your own: is it in the working tree?"
 )
-_WAITED_FIX = (
+_COLLECTIVE_TIMEOUT_FIX = (
     "it waited for another rank, which hangs, is slow, or took another way: `shoal logs` shows what each did last. "
     "Where one rank works long while the others wait: init(collective_timeout=SECONDS)"
 )
@@ -249,7 +249,7 @@ _NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"
 _LINE_FIX = "install line_profiler for the Python of the job, or leave out --profile"
 
 
-def _never_started(record: JobRecord, batch: Sequence[str]) -> FailureReason:
+def _start_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
     if unreached := next((text for text in reversed(batch) if text.startswith(_UNREACHED)), ""):
         text = f"no rank of the job has started: {unreached.removeprefix('shoal: ')}"
         fix = "let the nodes reach each other on all ports"

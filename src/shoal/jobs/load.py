@@ -29,9 +29,9 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
         place = tree.keys.get((name,))
         findings.append(tree.finding((), "renamed key", show(name), RENAMED_FIELDS[name], place=place))
     # File and options are validated apart, so that each finding names its own place.
-    kept = {name: value for name, value in tree.data.items() if name not in over and name not in RENAMED_FIELDS}
+    values = {name: value for name, value in tree.data.items() if name not in over and name not in RENAMED_FIELDS}
     try:
-        JobSpec.model_validate({**kept, **({"script": "x"} if "script" in over else {})})
+        JobSpec.model_validate({**values, **({"script": "x"} if "script" in over else {})})
     except ValidationError as error:
         findings += explain(error, tree, JobSpec)
     try:
@@ -41,4 +41,4 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
     if findings:
         findings.sort(key=reader.by_place)
         raise SpecError(tuple(findings))
-    return JobSpec.model_validate({**kept, **over})
+    return JobSpec.model_validate({**values, **over})

@@ -140,11 +140,11 @@ def split_records(text: str) -> list[str]:
 
 def _values(text: str, name_key: str, next_key: str) -> dict[str, str]:
     """The pairs of a job. Its name, under `name`, is its owner's to choose: nothing in it may be taken for a key."""
-    named = re.search(rf"(?:^|\s){name_key}=(.*?)\s{next_key}=", text, re.DOTALL)
-    rest = f"{text[: named.start()]} {next_key}={text[named.end() :]}" if named else text
-    comment = _ADMIN_COMMENT.search(rest)
-    values = {key: value for key, value in reversed(_PAIR.findall(rest))}
-    return values | {"name": named[1] if named else "", "AdminComment": comment[1] if comment else ""}
+    name_match = re.search(rf"(?:^|\s){name_key}=(.*?)\s{next_key}=", text, re.DOTALL)
+    other_pairs = f"{text[: name_match.start()]} {next_key}={text[name_match.end() :]}" if name_match else text
+    comment = _ADMIN_COMMENT.search(other_pairs)
+    values = {key: value for key, value in reversed(_PAIR.findall(other_pairs))}
+    return values | {"name": name_match[1] if name_match else "", "AdminComment": comment[1] if comment else ""}
 
 
 def _record(values: dict[str, str]) -> JobRecord:
@@ -199,8 +199,8 @@ def parse_jobcomp(text: str) -> list[JobRecord]:
 
 def parse_recent(text: str) -> list[JobRecord]:
     """The answer to RECENT_COMMAND, oldest first, without the turns of jobs that were queued again."""
-    since, _, rest = text.partition("\n")
-    return [record for record in parse_jobcomp(rest) if record.end >= since and not record.active]
+    since, _, jobcomp = text.partition("\n")
+    return [record for record in parse_jobcomp(jobcomp) if record.end >= since and not record.active]
 
 
 def parse_runs(text: str) -> list[JobRecord]:
@@ -223,8 +223,8 @@ def parse_sacct(text: str) -> list[JobRecord]:
 
 def merge_records(first: Iterable[JobRecord], second: Iterable[JobRecord]) -> list[JobRecord]:
     """Jobs of both, oldest first; of one that both have, what the second says."""
-    found = {(record.id, record.start): record for record in (*first, *second)}
-    return sorted(found.values(), key=lambda record: (record.end, record.id))
+    records = {(record.id, record.start): record for record in (*first, *second)}
+    return sorted(records.values(), key=lambda record: (record.end, record.id))
 
 
 def may_be_requeued(record: JobRecord) -> bool:
@@ -235,24 +235,24 @@ def may_be_requeued(record: JobRecord) -> bool:
 def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
     """Each job once, with its last run. A number that comes again after a job had ended is another job's: numbers begin
     again on a controller that lost its state."""
-    kept: dict[str, JobRecord] = {}
+    last_runs: dict[str, JobRecord] = {}
     ended: list[JobRecord] = []
     for record in records:
-        before = kept.get(record.id)
-        if before is not None and not may_be_requeued(before):
-            ended.append(before)
-        kept[record.id] = record
-    return sorted([*ended, *kept.values()], key=lambda record: (record.end, record.id))
+        previous = last_runs.get(record.id)
+        if previous is not None and not may_be_requeued(previous):
+            ended.append(previous)
+        last_runs[record.id] = record
+    return sorted([*ended, *last_runs.values()], key=lambda record: (record.end, record.id))
 
 
 def _from_jobcomp(text: str) -> JobRecord:
     values = _values(text, "Name", "JobState")
     values["NumNodes"] = values.get("NodeCnt", "")
     record = _record(values)
-    return replace(record, run_time=_elapsed(record.start, record.end))
+    return replace(record, run_time=_run_time(record.start, record.end))
 
 
-def _elapsed(start: str, end: str) -> str:
+def _run_time(start: str, end: str) -> str:
     try:
         seconds = int((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds())
     except ValueError:

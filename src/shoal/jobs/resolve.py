@@ -30,16 +30,16 @@ def resolve(
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
     candidates = [node for node in inside if node.name in containers or _will_have_code(job, node)]
-    lacking = [node for node in inside if node not in candidates]
-    count = _node_count(job, launcher, partition, candidates, lacking)
-    chosen, gpus = _gpus_per_node(job, count, candidates)
+    unusable = [node for node in inside if node not in candidates]
+    count = _node_count(job, launcher, partition, candidates, unusable)
+    job_nodes, gpus = _gpus_per_node(job, count, candidates)
     ranks = _ranks_per_node(job, launcher, gpus)
-    cpus = _cpus_per_rank(job, ranks, gpus, chosen)
-    _check_memory(job, chosen)
+    cpus = _cpus_per_rank(job, ranks, gpus, job_nodes)
+    _check_memory(job, job_nodes)
     _check_time(job, partition)
     hosts = tuple(node.name for node in candidates if not node.cloud)
     rented = tuple(node.name for node in candidates if node.cloud and node.name not in containers)
-    exclude = tuple(node.name for node in lacking)
+    exclude = tuple(node.name for node in unusable)
     boxes = tuple(node.name for node in candidates if node.name in containers)
     return ResolvedJob(job, partition.name, count, gpus, ranks, cpus, hosts, exclude, rented, boxes)
 
@@ -104,7 +104,7 @@ def _node_count(
     launcher: JobLauncher,
     partition: PartitionState,
     candidates: list[NodeState],
-    lacking: list[NodeState],
+    unusable: list[NodeState],
 ) -> int:
     listed = len(expand(job.nodelist)) if job.nodelist else None
     count = job.nodes or listed or 1
@@ -120,9 +120,9 @@ def _node_count(
     if count > len(candidates):
         which = f" ({compress(node.name for node in candidates)})" if candidates else ""
         fit = " that fit" if job.constraint or job.nodelist else ""
-        rented = [node.name for node in lacking if node.cloud]
+        rented = [node.name for node in unusable if node.cloud]
         down = _unavailable_clause(rented, "rented only when needed") or _unavailable_clause(
-            [node.name for node in lacking], "down"
+            [node.name for node in unusable], "down"
         )
         hint = f"use --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
         nodes = "1 node" if count == 1 else f"{count} nodes"
@@ -183,8 +183,8 @@ def _ranks_per_node(job: JobSpec, launcher: JobLauncher, gpus: int) -> int:
     return ranks
 
 
-def _cpus_per_rank(job: JobSpec, ranks: int, gpus: int, chosen: list[NodeState]) -> int:
-    most = max(node.cpus for node in chosen)
+def _cpus_per_rank(job: JobSpec, ranks: int, gpus: int, job_nodes: list[NodeState]) -> int:
+    most = max(node.cpus for node in job_nodes)
     if job.cpus_per_task is not None:
         if job.cpus_per_task * ranks > most:
             raise UsageError(
@@ -199,20 +199,20 @@ def _cpus_per_rank(job: JobSpec, ranks: int, gpus: int, chosen: list[NodeState])
             hint=f"use --ntasks-per-node {most}",
         )
     # A job that takes half the GPUs of a node leaves half its CPUs to the next one.
-    fits = [node for node in chosen if node.cpus >= ranks]
+    fits = [node for node in job_nodes if node.cpus >= ranks]
     shares = [node.cpus * gpus // gpus_of(node) if gpus and not job.exclusive else node.cpus for node in fits]
     if not gpus and not job.exclusive:
         return 1
     return max(1, min(shares) // ranks)
 
 
-def _check_memory(job: JobSpec, chosen: list[NodeState]) -> None:
+def _check_memory(job: JobSpec, job_nodes: list[NodeState]) -> None:
     if job.mem is None:
         return
     unit = job.mem[-1].upper() if job.mem[-1].isalpha() else "M"
-    asked = int(job.mem.rstrip("KMGTkmgt")) * _UNITS[unit]
-    most = max(node.memory_mb for node in chosen)
-    if asked > most:
+    memory_mb = int(job.mem.rstrip("KMGTkmgt")) * _UNITS[unit]
+    most = max(node.memory_mb for node in job_nodes)
+    if memory_mb > most:
         raise UsageError(
             f"the job asks for {job.mem} of memory a node; no node it may use has more than {most}M",
             hint=f"use --mem {most}M, or --mem 0 for all of a node's",
@@ -230,16 +230,16 @@ def _check_profile(job: JobSpec) -> None:
 def _check_time(job: JobSpec, partition: PartitionState) -> None:
     if job.time is None:
         return
-    asked = minutes(job.time)
+    time_minutes = minutes(job.time)
     limit = minutes(partition.max_time)
-    if asked > limit:
+    if time_minutes > limit:
         raise UsageError(
             f"the job asks for a time limit of {printable(job.time)}; partition {partition.name} allows"
             f" {partition.max_time}",
             hint=f"use --time {partition.max_time}, or choose another partition",
         )
-    if job.grace >= asked * 60:
+    if job.grace >= time_minutes * 60:
         raise UsageError(
             f"--signal {job.signal} warns {job.grace} s before the end, and --time {job.time} is no longer than that",
-            hint=f"use --signal {job.signal.partition('@')[0]}@{max(1, int(asked * 60) // 2)}",
+            hint=f"use --signal {job.signal.partition('@')[0]}@{max(1, int(time_minutes * 60) // 2)}",
         )

@@ -112,8 +112,8 @@ def _names(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
 
 def _environment(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     """What its ranks find in their environment."""
-    sent, spec = _code_path(shipped), job.spec
-    yield f"export SHOAL_CODE={sent}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
+    code_path, spec = _code_path(shipped), job.spec
+    yield f"export SHOAL_CODE={code_path}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
     yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
     yield f"export SHOAL_ECHO={int(spec.output is not None)}"
     yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
@@ -140,7 +140,7 @@ def _environment(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
         yield "export CUDA_VISIBLE_DEVICES=  # where no cgroup hides them, it would see those of other jobs"
     for name, value in spec.export.items():
         yield f"export {name}={shlex.quote(value)}"
-    yield f"export PYTHONPATH={sent}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
+    yield f"export PYTHONPATH={code_path}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
     # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
     yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, LAUNCHERS[spec.launcher])}"
     yield f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"
@@ -167,8 +167,10 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
     if spec.output:
         srun.append("--label")
     yield " ".join(srun) + " \\"
-    words = launcher.command(launch)
-    yield "    " + " ".join(word.text if isinstance(word, ShellText) else shlex.quote(word) for word in words)
+    arguments = launcher.command(launch)
+    yield "    " + " ".join(
+        argument.text if isinstance(argument, ShellText) else shlex.quote(argument) for argument in arguments
+    )
 
 
 def _code_path(shipped: JobPaths) -> str:

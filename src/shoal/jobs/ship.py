@@ -151,14 +151,14 @@ async def mark(host: Host, root: str, shared: bool) -> None:
 
 async def send(host: Host, root: str, code: Bundle, runtime: Bundle, state: StorageState) -> int:
     """Send what the host lacks; returns how many bytes."""
-    sent = 0
+    size = 0
     if not state.runtime:
         await _transfer(host, _UNPACK, f"{root}/lib/{runtime.hash}", runtime.data)
-        sent += len(runtime.data)
+        size += len(runtime.data)
     if not state.code:
         await _transfer(host, _STORE_FILE, f"{root}/code/{code.hash}.tar", code.data)
-        sent += len(code.data)
-    return sent
+        size += len(code.data)
+    return size
 
 
 async def clean(
@@ -166,9 +166,9 @@ async def clean(
 ) -> None:
     """Remove old code but what these jobs and those of these hashes use. Logs, checkpoints and whatever else jobs
     wrote stay. Failures are ignored: the next job tries again."""
-    kept = [root, str(newest), str(KEEP_DAYS)]
-    await host.run(["sh", "-c", _CLEAN_CODE, "sh", *kept, " ".join(hashes)], timeout=60)
-    await host.run(["sh", "-c", _CLEAN_TREES, "sh", *kept, " ".join(jobs)], timeout=60, root=False)
+    arguments = [root, str(newest), str(KEEP_DAYS)]
+    await host.run(["sh", "-c", _CLEAN_CODE, "sh", *arguments, " ".join(hashes)], timeout=60)
+    await host.run(["sh", "-c", _CLEAN_TREES, "sh", *arguments, " ".join(jobs)], timeout=60, root=False)
 
 
 async def _transfer(host: Host, program: str, place: str, data: bytes) -> None:
