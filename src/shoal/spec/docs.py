@@ -162,10 +162,10 @@ def _section(title: str, model: type[SpecModel]) -> str:
     definition = definition["anyOf"][1] if "anyOf" in definition else definition
     required = definition.get("required", [])
     lines = [f"## {title}", "", inspect.cleandoc(model.__doc__ or ""), ""]
-    own = _own_fields(model)
-    if own:
+    own_fields = _own_fields(model)
+    if own_fields:
         lines += ["| Field | Type | Default | What it says |", "|---|---|---|---|"]
-    for name in own:
+    for name in own_fields:
         entry = definition["properties"][name]
         default = "required" if name in required else _default(entry.get("default"))
         lines.append(f"| `{name}` | {_type(entry)} | {default} | {entry['description']} |")
@@ -182,9 +182,9 @@ def _own_fields(model: type[SpecModel]) -> list[str]:
     shared: set[str] = set()
     if model not in (LoginFields, MachineFields) and issubclass(model, LoginFields | MachineFields):
         shared = {*LoginFields.model_fields, *MachineFields.model_fields} - {*model.__annotations__}
-    own = [name for name in model.model_fields if name not in shared]
+    fields = [name for name in model.model_fields if name not in shared]
     # `hosts` before what is particular to the kind of set
-    return sorted(own, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else own
+    return sorted(fields, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else fields
 
 
 def _default(value: object) -> str:

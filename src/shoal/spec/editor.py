@@ -78,9 +78,9 @@ def _without(text: str, node: Node, entry: HostSet, name: str, place: tuple[str,
     hosts = _at(node, ("hosts",))
     assert isinstance(hosts, SequenceNode)
     index = next(index for index, host in enumerate(entry.hosts) if name in host.names)
-    rest = [other for other in entry.hosts[index].names if other != name]
-    if rest:
-        return _replace_names(text, hosts.value[index], rest)
+    other_names = [other for other in entry.hosts[index].names if other != name]
+    if other_names:
+        return _replace_names(text, hosts.value[index], other_names)
     if len(entry.hosts) == 1:
         raise _only_host_error(name, place)
     return _cut_flow(text, hosts.value, index) if hosts.flow_style else _cut_block(text, hosts.value[index])
@@ -121,20 +121,20 @@ def _end(node: Node) -> int:
 
 
 def _check(changed: str, spec: Spec, name: str, path: Path) -> None:
-    expected = [member for member in members(spec) if member.name != name]
+    other_members = [member for member in members(spec) if member.name != name]
     try:
-        remaining = list(members(load_text(changed, str(path))))
+        new_members = list(members(load_text(changed, str(path))))
     except SpecError:
-        remaining = []
-    if remaining != expected:
+        new_members = []
+    if new_members != other_members:
         raise UsageError(f"{path} has a layout that Shoal cannot edit", hint=f"take {name} out of it by hand")
 
 
 def _only_host_error(name: str, place: tuple[str, ...]) -> UsageError:
-    where = ".".join(place)
+    path = ".".join(place)
     return UsageError(
-        f"{name} is the only host of `{where}`",
-        hint=f"delete `{where}` from the file, and from the partitions' nodesets",
+        f"{name} is the only host of `{path}`",
+        hint=f"delete `{path}` from the file, and from the partitions' nodesets",
     )
 
 

@@ -44,16 +44,16 @@ def _proxy(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[!#-&(-~]{1,300}", value):
         raise refusal("not the address of a proxy", fix, None if isinstance(value, str) else value)
     try:
-        parts = urllib.parse.urlsplit(value)
-        _ = parts.port
+        url = urllib.parse.urlsplit(value)
+        _ = url.port
     except ValueError:
         raise refusal("not the address of a proxy", fix, "(hidden)" if "@" in value else None) from None
     if "@" in value:
         what = "a proxy with a password, and every user can read this"
         raise refusal(what, "leave user and password out", "(hidden)")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+    if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/") or url.query:
         raise refusal("not the address of a proxy", fix)
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{url.scheme}://{url.netloc}"
 
 
 def _no_proxy(value: object) -> str:
@@ -111,12 +111,12 @@ class Proxy(SpecModel):
 def environment_problems(environments: Mapping[str, Environment | None], proxy: Proxy | None) -> Iterator[Problem]:
     """Every environment says what is in it once, and a proxy has an address."""
     for name, environment in environments.items():
-        given = environment.set_among(SOURCES) if environment is not None else list(SOURCES[:1])
-        if not given:
+        sources = environment.set_among(SOURCES) if environment is not None else list(SOURCES[:1])
+        if not sources:
             fix = "add one of `requirements`, `lock` and `pyproject`"
             yield Problem(("environments", name), "nothing says what is in it", "", fix)
-        for key in given[1:]:
+        for key in sources[1:]:
             fix = "keep one, delete the other"
-            yield Problem(("environments", name, key), f"both `{given[0]}` and `{key}`", "", fix)
+            yield Problem(("environments", name, key), f"both `{sources[0]}` and `{key}`", "", fix)
     if proxy is not None and not proxy.is_set("http") and not proxy.is_set("https"):
         yield Problem(("proxy",), "neither `http` nor `https`", "", "name a proxy, or delete this")

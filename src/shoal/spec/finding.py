@@ -61,8 +61,8 @@ def path_text(path: Path) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
             continue
-        shown = part if part and all(c.isalnum() or c in "-_" for c in part) and part.isascii() else show(part)
-        text += f".{shown}" if text else shown
+        part_text = part if part and all(c.isalnum() or c in "-_" for c in part) and part.isascii() else show(part)
+        text += f".{part_text}" if text else part_text
     return text
 
 

@@ -87,11 +87,11 @@ def parse_host(text: str) -> dict[str, Any]:
     if text.count(":") > 1:  # an IPv6 address, whole; the field says what to do about it
         user, at, name = text.rpartition("@")
         return {"name": name, "user": user} if at else {"name": name}
-    parts: dict[str, Any] = {key: value for key, value in match.groupdict().items() if value is not None}
-    if "port" in parts:
-        port = parts["port"]
-        parts["port"] = int(port) if re.fullmatch("[0-9]{1,9}", port) else port
-    return parts
+    fields: dict[str, Any] = {key: value for key, value in match.groupdict().items() if value is not None}
+    if "port" in fields:
+        port = fields["port"]
+        fields["port"] = int(port) if re.fullmatch("[0-9]{1,9}", port) else port
+    return fields
 
 
 class LoginFields(SpecModel):
@@ -216,10 +216,10 @@ def located_members(
     if controller is not None:
         roles: frozenset[Role] = frozenset({"controller", "compute"} if controller.compute else {"controller"})
         if controller.host is not None:
-            for member in _existing("controller", roles, controller.host, controller):
+            for member in _existing_members("controller", roles, controller.host, controller):
                 yield ("controller", "host"), member
         elif controller.provider is not None:
-            yield ("controller",), _created("controller", "controller", roles, controller)
+            yield ("controller",), _sandbox_member("controller", "controller", roles, controller)
     if login is not None:
         yield from _set_members(("login",), frozenset({"login"}), login)
     for name, nodeset in nodesets.items():
@@ -283,12 +283,12 @@ def _duplicates(controller: Controller | None, login: Login | None, nodesets: No
     """Every host is in the file once. Names are compared as DNS does, without regard to case."""
     hosts = [(member.nodeset, path, member.name) for path, member in located_members(controller, login, nodesets)]
     hosts += [(owner, ("nodesets", owner), name) for owner, name in rental_names(nodesets)]
-    seen: dict[str, tuple[str, FilePlace]] = {}
+    first_places: dict[str, tuple[str, FilePlace]] = {}
     for owner, path, name in hosts:
-        if name.lower() not in seen:
-            seen[name.lower()] = (owner, path)
+        if name.lower() not in first_places:
+            first_places[name.lower()] = (owner, path)
             continue
-        first, first_path = seen[name.lower()]
+        first, first_path = first_places[name.lower()]
         if first == owner:
             yield Problem(path, "duplicate host", show(name), f"it is named at {path_text(first_path)} already")
         elif first in ("controller", "login"):
@@ -302,14 +302,16 @@ def _duplicates(controller: Controller | None, login: Login | None, nodesets: No
 def _set_members(path: FilePlace, roles: frozenset[Role], entry: HostSet) -> Iterator[tuple[FilePlace, Member]]:
     name = str(path[-1])
     for index, host in enumerate(entry.hosts):
-        for member in _existing(name, roles, host, entry) if host is not None else ():
+        for member in _existing_members(name, roles, host, entry) if host is not None else ():
             yield (*path, "hosts", index), member
     if entry.provider == SANDBOX and not entry.hosts:
         for number in range(1, (entry.count or 0) + 1):
-            yield path, _created(f"{name}{number}", name, roles, entry)
+            yield path, _sandbox_member(f"{name}{number}", name, roles, entry)
 
 
-def _existing(nodeset: str, roles: frozenset[Role], host: HostEntry, login: Controller | HostSet) -> Iterator[Member]:
+def _existing_members(
+    nodeset: str, roles: frozenset[Role], host: HostEntry, login: Controller | HostSet
+) -> Iterator[Member]:
     identity = host.identity or login.identity
     for name in host.names:
         yield Member(
@@ -326,7 +328,7 @@ def _existing(nodeset: str, roles: frozenset[Role], host: HostEntry, login: Cont
         )
 
 
-def _created(name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet) -> Member:
+def _sandbox_member(name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet) -> Member:
     return Member(
         name=name,
         roles=roles,

@@ -105,8 +105,8 @@ def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) ->
         path: FilePlace = detail["loc"]
         if detail["type"] == "missing" and path in misspelt:
             continue  # one finding is enough: the key is there under another name
-        seen = any(path[:end] in tree.unreadable for end in range(len(path) + 1))
-        if seen and detail["type"] != "extra_forbidden":
+        unreadable = any(path[:end] in tree.unreadable for end in range(len(path) + 1))
+        if unreadable and detail["type"] != "extra_forbidden":
             continue
         findings.append(_explain(detail, tree, root))
     return findings
@@ -131,9 +131,9 @@ def partial(model: type[Model], data: Mapping[str, Any]) -> Model:
                 del values[name]
         if name not in values and field.is_required():
             values[name] = None
-    made = model.model_construct(_fields_set={*data} & {*model.model_fields}, **values)
-    object.__setattr__(made, "invalid", frozenset(invalid))  # the model is frozen
-    return made
+    instance = model.model_construct(_fields_set={*data} & {*model.model_fields}, **values)
+    object.__setattr__(instance, "invalid", frozenset(invalid))  # the model is frozen
+    return instance
 
 
 def _partial_value(annotation: Any, value: Any) -> Any:
@@ -143,7 +143,7 @@ def _partial_value(annotation: Any, value: Any) -> Any:
         return {str(key): _partial_entry(arguments[1], entry) for key, entry in value.items()}
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_partial_entry(arguments[0], entry) for entry in value)
-    model = _nested(annotation) if origin not in (dict, tuple) else None
+    model = _nested_model(annotation) if origin not in (dict, tuple) else None
     if model is HostEntry and isinstance(value, str):
         value = parse_host(value)
     return partial(model, value) if model is not None and isinstance(value, dict) else None
@@ -182,21 +182,21 @@ def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding
         return tree.finding(path[:-1], "unknown key", show(key), fix, place=tree.keys.get(path))
     if path[-1:] == ("[key]",):
         path, place = path[:-1], tree.keys.get(path[:-1])
-        found = show(path[-1])
+        evidence = show(path[-1])
     else:
         while path and path not in tree.places:  # a part of `user@host:port`: the file has only the whole
             path = path[:-1]
         place = None
-        found = show(reduce(getitem, path, tree.data)) if path not in tree.source else tree.source[path][:40]
+        evidence = show(reduce(getitem, path, tree.data)) if path not in tree.source else tree.source[path][:40]
     context: dict[str, Any] = detail.get("ctx", {})
     if detail["type"] == "shoal":
-        return tree.finding(path, context["what"], context.get("found", found), context["fix"], place=place)
+        return tree.finding(path, context["what"], context.get("found", evidence), context["fix"], place=place)
     what, fix = _WRONG_TYPE.get(detail["type"], ("not a value that can stand here", ""))
     if what == "not a mapping" and (line := _example_line(path)):
         fix = f"write it as `{line}`"
     elif what == "not a list" and isinstance(text := reduce(getitem, path, tree.data), str):
         fix = f"write {_as_list(text)}"
-    return tree.finding(path, what, found, fix, place=place)
+    return tree.finding(path, what, evidence, fix, place=place)
 
 
 def _example_line(path: FilePlace) -> str:
@@ -222,11 +222,11 @@ def _model_at(path: FilePlace, root: type[BaseModel]) -> type[BaseModel]:
             continue
         annotation = model.model_fields[str(part)].annotation
         inside = get_origin(annotation) in (dict, tuple)
-        model = _nested(annotation) or model
+        model = _nested_model(annotation) or model
     return model
 
 
-def _nested(annotation: Any) -> type[BaseModel] | None:
+def _nested_model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for argument in get_args(annotation) if (model := _nested(argument))), None)
+    return next((model for argument in get_args(annotation) if (model := _nested_model(argument))), None)

@@ -107,5 +107,5 @@ def network_problems(network: Network, hosts: Sequence[str], *, rentals: int = 0
         yield Problem(("network", "hub"), "the hub is not a host of the cluster", show(hub), nearest(hub, list(hosts)))
     addresses, count = ipaddress.IPv4Network(network.subnet).num_addresses - 2, len(hosts) + rentals
     if network.kind == "wireguard" and count > addresses:
-        found = f"{count} hosts, and room for {addresses}"
-        yield Problem(("network", "subnet"), "more hosts than the subnet has addresses", found, "give a larger one")
+        evidence = f"{count} hosts, and room for {addresses}"
+        yield Problem(("network", "subnet"), "more hosts than the subnet has addresses", evidence, "give a larger one")

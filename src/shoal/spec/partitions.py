@@ -49,7 +49,7 @@ def partition_problems(
             path = ("partitions", name, "default")
             yield Problem(path, "two default partitions", show(name), f"`{default}` is one already")
         default = default or (name if partition.default else None)
-    yield from _unlisted(readable, nodesets)
+    yield from _unlisted_problems(readable, nodesets)
     yield from _preemption(readable)
 
 
@@ -83,7 +83,7 @@ def _times(name: str, partition: Partition) -> Iterator[Problem]:
         yield Problem(path, "longer than `max_time`", show_time(usual), f"give at most {longest}")
 
 
-def _unlisted(partitions: Mapping[str, Partition], listable: Sequence[str]) -> Iterator[Problem]:
+def _unlisted_problems(partitions: Mapping[str, Partition], listable: Sequence[str]) -> Iterator[Problem]:
     """A warning for each nodeset that no partition lists, once the partitions themselves are in order."""
     listed = [nodeset for partition in partitions.values() for nodeset in partition.nodesets or (None,)]
     if not partitions or any(nodeset not in listable for nodeset in listed):

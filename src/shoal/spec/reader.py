@@ -139,13 +139,13 @@ class _Builder:
 
     def _value(self, event: events.Event, path: Path) -> Any:
         if isinstance(event, events.AliasEvent):
-            return self._refuse(event, path, "aliases are not supported", f"`*{event.anchor}`", "write the value out")
+            return self._reject(event, path, "aliases are not supported", f"`*{event.anchor}`", "write the value out")
         if anchor := getattr(event, "anchor", None):
-            shown = f"`&{anchor}`"
-            self._refuse(event, path, "anchors are not supported", shown, "delete it and write the value out")
+            anchor_text = f"`&{anchor}`"
+            self._reject(event, path, "anchors are not supported", anchor_text, "delete it and write the value out")
         tag = getattr(event, "tag", None)
         if tag and tag != "!":
-            self._refuse(event, path, "tags are not supported", show(str(tag)), "delete it")
+            self._reject(event, path, "tags are not supported", show(str(tag)), "delete it")
         if isinstance(event, events.ScalarEvent):
             return self._scalar(event, path)
         if len(path) >= MAX_DEPTH:
@@ -191,28 +191,28 @@ class _Builder:
         if event.style is not None or (event.tag and event.tag != "!"):
             return text
         if text in _NULL:
-            return self._refuse(event, path, "no value", "nothing", "give one, indent its lines, or delete the key")
+            return self._reject(event, path, "no value", "nothing", "give one, indent its lines, or delete the key")
         if text in _BOOL:
             return _BOOL[text]
         if _INT.fullmatch(text):
             if len(text) > 18:
-                return self._refuse(event, path, "the number is too large", show(text), "give a smaller one")
+                return self._reject(event, path, "the number is too large", show(text), "give a smaller one")
             return int(text)
         if _FLOAT.fullmatch(text):
             self._tree.source[path] = text
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         return text
 
-    def _refuse(self, event: events.Event, path: Path, what: str, found: str, fix: str) -> Unreadable:
+    def _reject(self, event: events.Event, path: Path, what: str, evidence: str, fix: str) -> Unreadable:
         self._tree.unreadable.add(path)
-        self._report(path, what, found, fix)
+        self._report(path, what, evidence, fix)
         return Unreadable()
 
-    def _report(self, path: Path, what: str, found: str, fix: str, place: tuple[int, int] | None = None) -> None:
-        self._tree.findings.append(self._tree.finding(path, what, found, fix, place=place))
+    def _report(self, path: Path, what: str, evidence: str, fix: str, place: tuple[int, int] | None = None) -> None:
+        self._tree.findings.append(self._tree.finding(path, what, evidence, fix, place=place))
 
-    def _fatal(self, place: tuple[int, int], what: str, found: str, fix: str, path: Path = ()) -> SpecError:
-        self._report(path, what, found, fix, place)
+    def _fatal(self, place: tuple[int, int], what: str, evidence: str, fix: str, path: Path = ()) -> SpecError:
+        self._report(path, what, evidence, fix, place)
         self._tree.findings.sort(key=by_place)
         return SpecError(tuple(self._tree.findings))
 

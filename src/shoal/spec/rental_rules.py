@@ -110,16 +110,16 @@ def _offer_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Iterato
         else:
             fix = nearest(account, list(dict.fromkeys((*accounts, *KINDS))))
             yield Problem(place, "unknown provider", show(account), fix)
-    seen: list[OfferChoice] = []
+    earlier: list[OfferChoice] = []
     for index, offer in enumerate(nodeset.offers):
         if offer is None:
             continue
         place = (*path, "offers", index)
         if not offer.is_set("type"):
             yield Problem(place, "missing key `type`", "", "say what to rent there: `type: gpu_1x_a10`")
-        if offer in seen and not offer.invalid:
+        if offer in earlier and not offer.invalid:
             yield Problem(place, "the same offer twice", "", "delete one")
-        seen.append(offer)
+        earlier.append(offer)
 
 
 def _budget_problems(path: Path, budget: Budget | None) -> Iterator[Problem]:

@@ -58,9 +58,9 @@ class SlurmOptions(SpecModel):
 
 def option_problems(options: Iterable[str], *, accounting: bool) -> Iterator[Problem]:
     """Keys that are there twice, as slurm.conf ignores their case, and keys that `accounting` writes."""
-    seen: dict[str, str] = {}
+    first_keys: dict[str, str] = {}
     for key in options:
-        first = seen.setdefault(key.lower(), key)
+        first = first_keys.setdefault(key.lower(), key)
         if first != key:
             fix = f"`{first}` is the same key to Slurm; delete one"
             yield Problem(("slurm", "options", key), "duplicate key", show(key), fix)

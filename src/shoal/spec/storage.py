@@ -35,8 +35,8 @@ _absolute_path = matching(
 def share_path(value: object) -> str:
     """Where a share is mounted: nothing that a host needs to run."""
     path = _absolute_path(value)
-    first, _, rest = path[1:].partition("/")
-    if first in _SYSTEM or (first in _REFUSED_AT_TOP_LEVEL and not rest):
+    first, _, below = path[1:].partition("/")
+    if first in _SYSTEM or (first in _REFUSED_AT_TOP_LEVEL and not below):
         raise refusal("a host needs this directory for itself", "choose another, such as /data or /srv/data")
     return path
 

@@ -49,8 +49,8 @@ def _key(value: object) -> str:
         if "PRIVATE KEY" in key:
             fix = "give the public one, which ends in .pub, and nobody the private one"
             raise refusal("a private key", fix, "(hidden)")
-        kind, _, rest = key.partition(" ")
-        if kind not in _KEY_KINDS or not _is_base64(rest.partition(" ")[0]) or not key.isprintable():
+        kind, _, data = key.partition(" ")
+        if kind not in _KEY_KINDS or not _is_base64(data.partition(" ")[0]) or not key.isprintable():
             raise refusal("not a public key", "write file:PATH, or the key itself: ssh-ed25519 AAAA... alice")
     return "\n".join(keys)
 

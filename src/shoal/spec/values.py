@@ -303,9 +303,9 @@ def resolve_secret(reference: str, what: str) -> bytes:
     return data
 
 
-def _name(kind: str, pattern: str, limit: int, allowed: str, reserved: tuple[str, ...]) -> Callable[[object], str]:
+def _name(kind: str, pattern: str, limit: int, characters: str, reserved: tuple[str, ...]) -> Callable[[object], str]:
     def check(value: object) -> str:
-        text = matching(pattern, f"not a {kind} name", f"use {allowed}")(_text(value))
+        text = matching(pattern, f"not a {kind} name", f"use {characters}")(_text(value))
         if len(text) > limit:
             raise refusal(f"this {kind} name is too long", f"use at most {limit} characters")
         if text.lower() in reserved:
