@@ -203,6 +203,6 @@ def slurmdbd_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding,
         return ()
     if versions[host].release >= versions[controller].release:
         return ()
-    found = f"Slurm {versions[host]}; the controller {controller} has {versions[controller]}"
+    evidence = f"Slurm {versions[host]}; the controller {controller} has {versions[controller]}"
     fix = f"delete `accounting.host`, so that {controller} has the database, or name a host with a newer Slurm"
-    return (Finding("error", "slurmdbd older than slurmctld", found, fix, host=host),)
+    return (Finding("error", "slurmdbd older than slurmctld", evidence, fix, host=host),)

@@ -152,14 +152,16 @@ def _addresses(
     names = (*(m.name for m in members), *leaving)
     if spec.network.kind == "wireguard":
         return assign_addresses(spec.network.subnet, names, before.addresses)
-    answered = {m.name: facts[m.name] for m in members if m.name in facts}
-    chosen = tailscale_addresses(answered) if spec.network.kind == "tailscale" else lan_addresses(answered, reached)
+    member_facts = {m.name: facts[m.name] for m in members if m.name in facts}
+    addresses = (
+        tailscale_addresses(member_facts) if spec.network.kind == "tailscale" else lan_addresses(member_facts, reached)
+    )
     for name in names:
-        if name not in chosen and name in before.addresses:
-            chosen[name] = before.addresses[name]
-        elif name not in chosen and name in before.nodes and not before.nodes[name].cloud:
-            chosen[name] = before.nodes[name].address  # the address of a rented node is only a name
-    return {name: chosen[name] for name in names if chosen.get(name)}
+        if name not in addresses and name in before.addresses:
+            addresses[name] = before.addresses[name]
+        elif name not in addresses and name in before.nodes and not before.nodes[name].cloud:
+            addresses[name] = before.nodes[name].address  # the address of a rented node is only a name
+    return {name: addresses[name] for name in names if addresses.get(name)}
 
 
 def _confinement(
@@ -169,11 +171,11 @@ def _confinement(
     before: CurrentConf,
     leaving: tuple[str, ...],
 ) -> Confinement:
-    answered = [facts[name] for name in computes if name in facts]
-    possible = confinement(answered, versions.values())
-    if before.confinement is None or (len(answered) == len(computes) and not leaving):
+    compute_facts = [facts[name] for name in computes if name in facts]
+    possible = confinement(compute_facts, versions.values())
+    if before.confinement is None or (len(compute_facts) == len(computes) and not leaving):
         return possible
-    return limit_confinement(possible, before.confinement) if answered else before.confinement
+    return limit_confinement(possible, before.confinement) if compute_facts else before.confinement
 
 
 def _switches(
@@ -203,9 +205,9 @@ def _accounting(spec: Spec, controller: Member, addresses: Mapping[str, str]) ->
 def _pmix(
     members: tuple[Member, ...], facts: Mapping[str, Facts], versions: Mapping[str, Version], before: CurrentConf
 ) -> bool:
-    answered = {member.name: facts[member.name] for member in members if member.name in facts}
-    silent = [member.name for member in members if member.name not in facts and member.name in before.addresses]
-    return (before.pmix or not silent) and all_have_pmix(answered, versions, before.addresses, before.pmix)
+    member_facts = {member.name: facts[member.name] for member in members if member.name in facts}
+    without_facts = [member.name for member in members if member.name not in facts and member.name in before.addresses]
+    return (before.pmix or not without_facts) and all_have_pmix(member_facts, versions, before.addresses, before.pmix)
 
 
 def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[str, str]) -> Iterator[Finding]:

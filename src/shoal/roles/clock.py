@@ -69,13 +69,13 @@ def other_daemon(facts: Facts) -> str:
 
 def serving_conf(address: str, members: Iterable[str]) -> str:
     """chrony's configuration on the controller: it serves members only, also without a time source of its own."""
-    allowed = "".join(f"allow {member}\n" for member in sorted(set(members)) if member != address)
+    allow_lines = "".join(f"allow {member}\n" for member in sorted(set(members)) if member != address)
     return (
         f"{HEADER}"
         "# The cluster's clocks agree with each other even when nothing outside can be asked.\n"
         "local stratum 10\n"
         f"bindaddress {address}\n"
-        f"{allowed}"
+        f"{allow_lines}"
     )
 
 

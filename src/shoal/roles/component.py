@@ -83,15 +83,15 @@ def choose_account_ids(name: str, first_choice: int, controller: str, facts: Map
     users, groups = [fact.users for fact in ordered], [fact.groups for fact in ordered]
     for fact in ordered:
         user, group = fact.users.get(name), fact.groups.get(name)
-        if user and group and not _taken(user.id, name, users) and not _taken(group.id, name, groups):
+        if user and group and not _is_taken(user.id, name, users) and not _is_taken(group.id, name, groups):
             return AccountIds(uid=user.id, gid=group.id)
     number = first_choice
-    while _taken(number, name, users) or _taken(number, name, groups):
+    while _is_taken(number, name, users) or _is_taken(number, name, groups):
         number -= 1
     return AccountIds(uid=number, gid=number)
 
 
-def _taken(number: int, name: str, tables: list[Mapping[str, UnixIds]]) -> bool:
+def _is_taken(number: int, name: str, tables: list[Mapping[str, UnixIds]]) -> bool:
     """Whether another name has this id on any host."""
     return any(account.id == number and other != name for table in tables for other, account in table.items())
 

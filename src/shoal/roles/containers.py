@@ -39,8 +39,8 @@ class ContainersComponent(Component):
     def prepare_among(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
         """The controller's key, which the containers must authorize."""
         needed = any(needs_tunnel(spec.network.kind, facts) for facts in everyone.values())
-        made = everyone.get(member.name, NO_FACTS).text(text.PUBLIC_KEY)
-        if "controller" not in member.roles or not needed or made:
+        public_key = everyone.get(member.name, NO_FACTS).text(text.PUBLIC_KEY)
+        if "controller" not in member.roles or not needed or public_key:
             return ()
         return (
             Directory("/etc/shoal"),
@@ -122,13 +122,13 @@ def separate_containers(partitions: Iterable[PartitionConf], nodes: Iterable[Nod
                 moved.setdefault(sets[name], (line, []))[1].append(name)
             line = replace(line, nodes=tuple(name for name in line.nodes if name not in sets))
         lines.append(line)
-    taken = {line.name for line in lines}
+    line_names = {line.name for line in lines}
     for nodeset, (model, names) in moved.items():
         placed = {name for line in lines if line.max_nodes == 1 for name in line.nodes}
-        rest = tuple(name for name in dict.fromkeys(names) if name not in placed)
-        if rest:
-            name = nodeset if nodeset not in taken else f"{nodeset}-containers"
-            lines.append(replace(model, name=name, nodes=rest, default=False, max_nodes=1))
+        unplaced = tuple(name for name in dict.fromkeys(names) if name not in placed)
+        if unplaced:
+            name = nodeset if nodeset not in line_names else f"{nodeset}-containers"
+            lines.append(replace(model, name=name, nodes=unplaced, default=False, max_nodes=1))
     return tuple(lines)
 
 
@@ -153,9 +153,9 @@ def container_conf(conf: ClusterConf, node: Node) -> ClusterConf:
 
 def _options(conf: ClusterConf) -> dict[str, str]:
     """The user's options without those that a container's kernel does not support."""
-    kept = {key: value for key, value in conf.options.items() if key.lower() not in _KERNEL_OPTIONS}
+    options = {key: value for key, value in conf.options.items() if key.lower() not in _KERNEL_OPTIONS}
     # With cgroups slurmctld runs prologs at allocation, and the node must agree.
-    return {**kept, "PrologFlags": "Alloc"} if conf.confinement.tracked else kept
+    return {**options, "PrologFlags": "Alloc"} if conf.confinement.tracked else options
 
 
 _KERNEL_OPTIONS = ("proctracktype", "taskplugin", "prologflags", "jobacctgathertype")
@@ -226,10 +226,10 @@ def _controller_end(cluster: Cluster) -> Iterator[Item]:
         yield Directory("/etc/shoal")
         yield Directory(text.DIRECTORY, mode=0o700)
         yield File(text.RECORD, text.record(containers) if containers else None)
-        running = tuple(text.service(name) for name in sorted(cluster.tunnels))
+        services = tuple(text.service(name) for name in sorted(cluster.tunnels))
         yield Directory("/usr/local/lib/shoal")
-        yield File(text.PROGRAM, text.program() if containers else None, mode=0o755, restarts=running)
-        yield File(text.UNIT, text.unit() if containers else None, restarts=running)
+        yield File(text.PROGRAM, text.program() if containers else None, mode=0o755, restarts=services)
+        yield File(text.UNIT, text.unit() if containers else None, restarts=services)
     for name, tunnel in sorted(cluster.tunnels.items()):
         restarts = (text.service(name),)
         yield File(text.conf_file(name), text.ssh_conf(tunnel), mode=0o600, restarts=restarts)

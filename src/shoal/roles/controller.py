@@ -63,8 +63,8 @@ def slurm_conf_file(cluster: Cluster) -> File:
 def advice(cluster: Cluster) -> tuple[tuple[str, str], ...]:
     """The fix in the spec when Slurm rejects a setting, by the setting's name and the plugin in its value."""
     options = cluster.conf.options.items()
-    words = [(key, key) for key, _ in options] + [(value, key) for key, value in options if "/" in value]
-    return tuple((word, f"correct or delete slurm.options.{key} in the cluster's file") for word, key in words)
+    advice_keys = [(key, key) for key, _ in options] + [(value, key) for key, value in options if "/" in value]
+    return tuple((text, f"correct or delete slurm.options.{key} in the cluster's file") for text, key in advice_keys)
 
 
 DIRECTORY = "/usr/local/lib/shoal"

@@ -77,9 +77,9 @@ def confinement(computes: Sequence[Facts], versions: Iterable[Version]) -> Confi
     Without the memory controller a job's memory is scheduled and not limited. Slurm could poll and kill instead, but it
     counts shared memory once for each process, and would kill healthy jobs.
     """
-    same = len({fact.cgroup.version for fact in computes}) == 1
-    version = computes[0].cgroup.version if same else 0
-    shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if same else set()
+    uniform = len({fact.cgroup.version for fact in computes}) == 1
+    version = computes[0].cgroup.version if uniform else 0
+    shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if uniform else set()
     if ("cpuset" if version == 2 else "freezer") in shared:
         return Confinement(True, "devices" in shared, "cpuset" in shared, "memory" in shared)
     if version == 1:

@@ -21,8 +21,8 @@ from shoal.spec.model import Spec
 
 def fact_services() -> tuple[str, ...]:
     """All services in documents, so that an agent asks systemd once."""
-    own = ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, host_address.NAMES_SERVICE)
-    return (*own, *(name for component in COMPONENTS for name in component.services))
+    base_services = ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, host_address.NAMES_SERVICE)
+    return (*base_services, *(name for component in COMPONENTS for name in component.services))
 
 
 def fact_files(spec: Spec) -> Mapping[str, FileQuery]:

@@ -173,9 +173,9 @@ def start_program() -> str:
 def service_removal() -> Document:
     """Removes the service and its keys. The ledger stays: it records rentals and their cost."""
     paths = (SETTINGS, REQUESTS, STATUS, SUPERSEDED)
-    absent = " && ".join(f"! test -e {path}" for path in paths)
+    is_absent = " && ".join(f"! test -e {path}" for path in paths)
     away = f"rm -rf {' '.join(paths)} {INSTALLED}/shoal-* {WHEELS}"
-    forget = Command("forget accounts at providers", ("sh", "-c", away), unless=("sh", "-c", absent))
+    forget = Command("forget accounts at providers", ("sh", "-c", away), unless=("sh", "-c", is_absent))
     return (Service(SERVICE, enabled=False, running=False), File(UNIT), forget)
 
 

@@ -91,13 +91,13 @@ def _lan_obstacle(name: str, facts: Facts, addresses: Mapping[str, str]) -> Obst
     address = addresses.get(name)
     if address is None:
         return "it has no address that others can reach", "connect it to the network of the others"
-    own = {a.address: ipaddress.ip_interface(f"{a.address}/{a.prefix}").network for a in facts.addresses}
+    own_networks = {a.address: ipaddress.ip_interface(f"{a.address}/{a.prefix}").network for a in facts.addresses}
     ip = _parse_ip(address)
-    if address not in own and not (ip and ip.is_loopback):
+    if address not in own_networks and not (ip and ip.is_loopback):
         return f"others reach it at {address}, which is not its own", "use `network: wireguard` for hosts behind NAT"
     for other, target in addresses.items():
         ip = _parse_ip(target)
-        near = [source for source, network in own.items() if ip and ip in network]
+        near = [own_address for own_address, network in own_networks.items() if ip and ip in network]
         if near and address not in near and other != name:
             return f"it is {address} to the others, and {near[0]} to {other}", "give all hosts addresses in one subnet"
     return None
@@ -135,14 +135,14 @@ def host_name_items(cluster: Cluster, member: Member) -> Document:
     text = hosts_block(cluster.addresses, {member.name: alias} if alias else {})
     if not _changes_hosts_file(cluster):
         return (Block(HOSTS, HOSTS_BLOCK, text),)
-    own = (member.name, alias) if alias else (member.name,)
-    rule = own_name_rule(HOSTS_BLOCK, own)
-    other_lines = own_names(facts.text(HOSTS), HOSTS_BLOCK, own, cluster.addresses.get(member.name, ""))
+    own_hostnames = (member.name, alias) if alias else (member.name,)
+    rule = own_name_rule(HOSTS_BLOCK, own_hostnames)
+    other_lines = own_names(facts.text(HOSTS), HOSTS_BLOCK, own_hostnames, cluster.addresses.get(member.name, ""))
     change = Command("own name", ("sed", "-i", "-E", rule, HOSTS), restarts=NAME_READERS)
     return (
         Block(HOSTS, HOSTS_BLOCK, text),
         *([change] if other_lines else ()),
-        *(_again_at_boot(text, rule) if facts.has_file(CLOUD_INIT) and facts.init == "systemd" else ()),
+        *(_boot_items(text, rule) if facts.has_file(CLOUD_INIT) and facts.init == "systemd" else ()),
     )
 
 
@@ -163,7 +163,7 @@ def host_name_removal() -> Document:
     )
 
 
-def _again_at_boot(text: str, rule: str) -> Document:
+def _boot_items(text: str, rule: str) -> Document:
     program = names_program(HOSTS, HOSTS_BLOCK, HOSTS_COPY, rule)
     return (
         File(HOSTS_COPY, text),
@@ -180,8 +180,8 @@ def is_localhost(name: str) -> bool:
 def _alias(cluster: Cluster, name: str) -> str:
     """The host name where it is neither the member's name nor another member's."""
     hostname = cluster.facts[name].hostname
-    taken = {other.lower() for other in cluster.addresses}
-    return "" if hostname.lower() in taken or is_localhost(hostname) else hostname
+    member_names = {other.lower() for other in cluster.addresses}
+    return "" if hostname.lower() in member_names or is_localhost(hostname) else hostname
 
 
 def _changes_hosts_file(cluster: Cluster) -> bool:

@@ -49,9 +49,9 @@ def dropped_accounts(spec: Spec, controller: Facts | None) -> frozenset[str]:
 
 def orphan_finding(spec: Spec, machines: Sequence[Rental], host: str) -> Finding:
     """An error that names the orphaned rentals and the reason."""
-    named = provider_accounts(spec)
+    spec_accounts = provider_accounts(spec)
     accounts = dict.fromkeys(rental.account for rental in machines)
-    removed = [name for name in accounts if name not in named]
+    removed = [name for name in accounts if name not in spec_accounts]
     what, missing = "the file has no rented nodeset any more", "one"
     if removed:
         what, missing = f"the file has no account {', '.join(removed)} any more", "it"

@@ -72,8 +72,8 @@ def _is_packaged(facts: Facts, version: Version | None) -> bool:
 
 def _pmix(facts: Facts) -> tuple[str, str]:
     """The library and its package; empty where the distribution has none."""
-    known = PMIX_DISTRIBUTIONS.get((facts.os_id, facts.os_version)) if facts.arch in ARCHITECTURES else None
-    return known or ("", "")
+    pmix = PMIX_DISTRIBUTIONS.get((facts.os_id, facts.os_version)) if facts.arch in ARCHITECTURES else None
+    return pmix or ("", "")
 
 
 def _plugin(arch: str, name: str) -> str:

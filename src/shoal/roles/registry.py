@@ -79,14 +79,17 @@ def user_secrets(spec: Spec) -> dict[str, str]:
 def preparation(spec: Spec, member: Member, facts: Facts, everyone: Mapping[str, Facts] | None = None) -> Document:
     """What the host must be before the cluster can be assembled, because of itself and of the other hosts."""
     components, everyone = components_of(spec, facts), everyone or {member.name: facts}
-    own = [item for component in components for item in component.prepare(spec, member, facts)]
-    return (*own, *(item for component in components for item in component.prepare_among(spec, member, everyone)))
+    member_items = [item for component in components for item in component.prepare(spec, member, facts)]
+    return (
+        *member_items,
+        *(item for component in components for item in component.prepare_among(spec, member, everyone)),
+    )
 
 
 def component_findings(cluster: Cluster) -> tuple[Finding, ...]:
     """The findings of all components, each asked about the hosts that have it."""
-    whole = {name: facts for name, facts in cluster.facts.items() if name not in cluster.tunnels}
-    others = replace(cluster, facts=whole)
+    without_tunnels = {name: facts for name, facts in cluster.facts.items() if name not in cluster.tunnels}
+    others = replace(cluster, facts=without_tunnels)
     clusters = ((component, cluster if component.in_containers else others) for component in COMPONENTS)
     return tuple(finding for component, its_cluster in clusters for finding in component.findings(its_cluster))
 

@@ -70,12 +70,12 @@ def minimum_shape(spec: Spec, nodeset: RentedSet) -> InstanceShape:
     The GPU is Slurm's type; empty where the offers differ.
     """
     shapes = (_shape(spec, offer.provider, offer.type) for offer in nodeset.offers)
-    known = list(filter(None, shapes)) or [SMALLEST_SHAPE]
-    kinds = {gpu_type(shape.gpu) if shape.gpu else "" for shape in known}
+    known_shapes = list(filter(None, shapes)) or [SMALLEST_SHAPE]
+    kinds = {gpu_type(shape.gpu) if shape.gpu else "" for shape in known_shapes}
     return InstanceShape(
-        cpus=nodeset.cpus or min(shape.cpus for shape in known),
-        memory_mb=nodeset.memory_mb or min(shape.memory_mb for shape in known),
-        gpus=min(shape.gpus for shape in known) if nodeset.gpus is None else nodeset.gpus,
+        cpus=nodeset.cpus or min(shape.cpus for shape in known_shapes),
+        memory_mb=nodeset.memory_mb or min(shape.memory_mb for shape in known_shapes),
+        gpus=min(shape.gpus for shape in known_shapes) if nodeset.gpus is None else nodeset.gpus,
         gpu=kinds.pop() if len(kinds) == 1 else "",
     )
 
@@ -86,7 +86,7 @@ def power_saving(spec: Spec) -> PowerSaving | None:
     if not sets:
         return None
     kinds = {provider_accounts(spec)[name].kind or name for nodeset in sets.values() for name in nodeset.accounts}
-    boots = [known.boot_s if (known := _abilities(kind)) else UNKNOWN_BOOT_S for kind in kinds]
+    boots = [kind_abilities.boot_s if (kind_abilities := _abilities(kind)) else UNKNOWN_BOOT_S for kind in kinds]
     return PowerSaving(PROGRAMS, max(boots))
 
 
@@ -106,9 +106,9 @@ def addressed_rentals(spec: Spec, facts: Mapping[str, Facts], before: CurrentCon
 
     With WireGuard each node has a permanent address, so that members know it before it is rented.
     """
-    own = spec.network.kind == "wireguard"
-    absent = [member.name for member in rented_members(spec) if member.name not in facts]
-    return tuple(name for name in absent if own or name in before.addresses)
+    assigns_addresses = spec.network.kind == "wireguard"
+    without_facts = [member.name for member in rented_members(spec) if member.name not in facts]
+    return tuple(name for name in without_facts if assigns_addresses or name in before.addresses)
 
 
 def rented_containers(spec: Spec) -> tuple[str, ...]:
@@ -127,17 +127,17 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
     """Problems of rented nodesets, before anything is rented."""
     sets = rented_sets(spec)
     for nodeset in sets.values():
-        for level, what, found, fix in _nodeset_problems(spec, nodeset):
+        for level, what, evidence, fix in _nodeset_problems(spec, nodeset):
             name = nodeset.name
-            yield Finding(level, f"nodeset `{name}`: {what}", found, fix, path=f"nodesets.{name}")
+            yield Finding(level, f"nodeset `{name}`: {what}", evidence, fix, path=f"nodesets.{name}")
     for name, partition in partitions(spec).items():
         times = {inside: sets[inside].idle for inside in partition.nodesets if inside in sets}
         if len(set(times.values())) > 1:
             longest = max(times, key=lambda inside: times[inside])
             what = f"Slurm has one idle time for a partition, so all nodes wait as long as {longest}"
-            found = ", ".join(f"{inside} {seconds} s" for inside, seconds in times.items())
+            evidence = ", ".join(f"{inside} {seconds} s" for inside, seconds in times.items())
             fix = "give them the same `idle`, or a partition each"
-            yield Finding("warning", f"partition `{name}`: {what}", found, fix, path=f"partitions.{name}")
+            yield Finding("warning", f"partition `{name}`: {what}", evidence, fix, path=f"partitions.{name}")
 
 
 def _nodeset_problems(spec: Spec, nodeset: RentedSet) -> Iterator[tuple[Level, str, str, str]]:
@@ -165,21 +165,25 @@ def _base_type(type: str) -> str:
     return re.sub(r"^[0-9]+x ", "", type).partition("+")[0]
 
 
-def _likely_type(type: str, known: frozenset[str]) -> str | None:
+def _likely_type(type: str, candidates: frozenset[str]) -> str | None:
     """The known type that the user has probably misspelt.
 
     Providers have more types than we know. Types differ by a number or by whole words; a misspelt one has the numbers
     of the right one and similar words.
     """
-    words = _words(type)
-    split = {other: _words(other) for other in known}
-    similar = [other for other, its in split.items() if len(its) == len(words) and all(map(_similar, words, its))]
-    return None if type in known else closest(type, sorted(similar))
+    pieces = _split_type(type)
+    split = {other: _split_type(other) for other in candidates}
+    similar = [
+        other
+        for other, other_pieces in split.items()
+        if len(other_pieces) == len(pieces) and all(map(_similar, pieces, other_pieces))
+    ]
+    return None if type in candidates else closest(type, sorted(similar))
 
 
-def _words(type: str) -> list[str]:
+def _split_type(type: str) -> list[str]:
     """Words and numbers: `H20O-sxm5` is h 200 sxm 5, as an O after digits is read as a zero."""
-    plain = re.sub(r"(?<=[0-9])o+", lambda found: "0" * len(found[0]), type.lower())
+    plain = re.sub(r"(?<=[0-9])o+", lambda match: "0" * len(match[0]), type.lower())
     return re.findall(r"[a-z]+|[0-9]+", plain)
 
 

@@ -51,7 +51,9 @@ class ServedShare:
 def shares(spec: Spec) -> tuple[ServedShare, ...]:
     """The shares of a spec, in its order."""
     controller = members_of(spec)[0].name
-    return tuple(ServedShare(where, share, share.server(controller)) for where, share in spec.storage.items())
+    return tuple(
+        ServedShare(mount_point, share, share.server(controller)) for mount_point, share in spec.storage.items()
+    )
 
 
 def homes_of(spec: Spec) -> ServedShare | None:
@@ -68,10 +70,10 @@ def moved_share_findings(spec: Spec, facts: Mapping[str, Facts]) -> tuple[Findin
     findings = []
     for name, fact in facts.items():
         lines = [line.split(" ") for line in fact.text(RECORD).splitlines()]
-        kept = {words[1]: words[2] for words in lines if words[0] == SERVED_RECORD and len(words) == 3}
+        paths = {fields[1]: fields[2] for fields in lines if fields[0] == SERVED_RECORD and len(fields) == 3}
         for share in shares(spec):
-            if share.where in kept and (name, kept[share.where]) != (share.server, share.path):
-                what = f"{share.where} is in {kept[share.where]} here, and the file has {share.path} of {share.server}"
+            if share.where in paths and (name, paths[share.where]) != (share.server, share.path):
+                what = f"{share.where} is in {paths[share.where]} here, and the file has {share.path} of {share.server}"
                 findings.append(Finding("error", what, fix=fix, host=name))
     return tuple(findings)
 
@@ -108,8 +110,8 @@ def shares_ids(cluster: Cluster) -> AccountIds:
 
 def server_items(cluster: Cluster, member: Member) -> Iterator[Item]:
     """The directories of the member's shares, and the servers through which others mount them."""
-    own = [share for share in shares(cluster.spec) if share.server == member.name]
-    for share in own:
+    served = [share for share in shares(cluster.spec) if share.server == member.name]
+    for share in served:
         # Over SSH all files belong to one user: with the sticky bit, users on the server could not overwrite them.
         open_to_all = "1777" if share.share.kind == "nfs" else "0777"
         mode = "0755" if share.homes or share.share.read_only else open_to_all
@@ -118,12 +120,12 @@ def server_items(cluster: Cluster, member: Member) -> Iterator[Item]:
         if share.path != share.where:
             yield Mount(share.where, share.path, "none", "bind")
     others = tuple(address for name, address in cluster.addresses.items() if name != member.name)
-    exports = [nfs.Export(share.path, others, share.share.read_only) for share in own if share.share.kind == "nfs"]
+    exports = [nfs.Export(share.path, others, share.share.read_only) for share in served if share.share.kind == "nfs"]
     if exports:
         serve = _kernel_server if kernel_serves_nfs(cluster.facts[member.name]) else _ganesha
         yield from serve(cluster.facts[member.name], cluster.addresses.get(member.name, "127.0.0.1"), exports)
-    over_ssh = [share for share in own if not share.homes]
-    if over_ssh and _has_ssh_clients(cluster, own):
+    over_ssh = [share for share in served if not share.homes]
+    if over_ssh and _has_ssh_clients(cluster, served):
         yield from _ssh_server(cluster, member, over_ssh)
 
 
@@ -170,17 +172,17 @@ def has_rpcbind(facts: Facts) -> bool:
     return any(map(facts.is_active, RPCBIND))
 
 
-def _ssh_server(cluster: Cluster, member: Member, own: list[ServedShare]) -> Iterator[Item]:
+def _ssh_server(cluster: Cluster, member: Member, served: list[ServedShare]) -> Iterator[Item]:
     yield from shares_account(cluster)
     yield Directory(sshfs.ROOT)
-    for share in own:
+    for share in served:
         mode = "ro" if share.share.read_only else "rw"
         yield Mount(sshfs.ROOT + share.where, share.path, "none", f"bind,{mode},nosuid,nodev")
     yield Directory(sshfs.KEYS)
     keys = host_keys(cluster, member.name, f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
     yield File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}", sshfs.render_authorized_keys(keys))
     conf = sshfs.sshd_conf()
-    if "stage" in _access_kinds(cluster, own):
+    if "stage" in _access_kinds(cluster, served):
         # sshd starts rrsync with the user's shell.
         account = User(stage.ACCOUNT, shares_ids(cluster).uid, group=sshfs.ACCOUNT, home="/", twin_of=sshfs.ACCOUNT)
         yield replace(account, shell="/bin/sh")  # noqa: S604
@@ -189,18 +191,18 @@ def _ssh_server(cluster: Cluster, member: Member, own: list[ServedShare]) -> Ite
     yield reload_sshd()
 
 
-def _access_kinds(cluster: Cluster, own: list[ServedShare]) -> set[AccessKind]:
+def _access_kinds(cluster: Cluster, served: list[ServedShare]) -> set[AccessKind]:
     """How the hosts that answer have access to these shares."""
     names = [member.name for member in cluster.members if member.name in cluster.facts]
-    return {access_kind(cluster, share, name) for share in own for name in names}
+    return {access_kind(cluster, share, name) for share in served for name in names}
 
 
-def _has_ssh_clients(cluster: Cluster, own: list[ServedShare]) -> bool:
+def _has_ssh_clients(cluster: Cluster, served: list[ServedShare]) -> bool:
     """Whether any host needs SSH for these shares. A host that does not answer may, if any did before."""
-    silent = any(member.name not in cluster.facts for member in cluster.members)
-    if silent and any(SERVES_SSH in cluster.facts[share.server].text(RECORD).splitlines() for share in own):
+    facts_missing = any(member.name not in cluster.facts for member in cluster.members)
+    if facts_missing and any(SERVES_SSH in cluster.facts[share.server].text(RECORD).splitlines() for share in served):
         return True
-    return not {"sshfs", "stage"}.isdisjoint(_access_kinds(cluster, own))
+    return not {"sshfs", "stage"}.isdisjoint(_access_kinds(cluster, served))
 
 
 def host_keys(cluster: Cluster, server: str, path: str) -> list[sshfs.MemberKey]:

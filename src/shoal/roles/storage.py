@@ -86,8 +86,8 @@ class StorageComponent(Component):
         served, used = tuple(server_items(cluster, member)), tuple(client_items(cluster, member))
         keeps = [share for share in shares(cluster.spec) if share.server == member.name]
         lines = [f"{SERVED_RECORD} {share.where} {share.path}" for share in keeps]
-        silent = [share.where for share in unreachable_shares(cluster, member)]
-        clearing = tuple(_record_items(cluster.facts[member.name], (*served, *used), lines, silent))
+        unreachable = [share.where for share in unreachable_shares(cluster, member)]
+        clearing = tuple(_record_items(cluster.facts[member.name], (*served, *used), lines, unreachable))
         return {Stage.SERVICES: (*clearing, *served), Stage.NODES: used}
 
     def removal(self) -> Document:
@@ -120,19 +120,21 @@ def _record_items(
     before = [tuple(line.split(" ", 1)) for line in lines if line.startswith(("automount /", "mount /"))]
     mounts = [("automount" if mount.automount else "mount", mount.where) for mount in items if isinstance(mount, Mount)]
     away = tuple(f"{share}/" for share in unreachable_shares)
-    mounts += [(kind, where) for kind, where in before if f"{where}/".startswith(away)]
+    mounts += [(kind, mount_point) for kind, mount_point in before if f"{mount_point}/".startswith(away)]
     files = {item.path for item in items if isinstance(item, File)}
-    kept = [line for line, signs in _RECORD_FILES.items() if not files.isdisjoint(signs)]
-    if not mounts and not lines and not kept and not keeps:
+    file_lines = [line for line, signs in _RECORD_FILES.items() if not files.isdisjoint(signs)]
+    if not mounts and not lines and not file_lines and not keeps:
         return
-    for kind, where in before:
-        if (kind, where) not in mounts:
-            yield Mount(where, fstype="none", mounted=False, automount=kind == "automount")
+    for kind, mount_point in before:
+        if (kind, mount_point) not in mounts:
+            yield Mount(mount_point, fstype="none", mounted=False, automount=kind == "automount")
     removals = {SERVES_NFS: nfs_server_removal, SERVES_SSH: ssh_server_removal, COPIES: copy_removal}
     for line, removal in removals.items():
-        if line in lines and line not in kept:
+        if line in lines and line not in file_lines:
             yield from removal()
-    text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in mounts), *kept, *keeps))
+    text = "".join(
+        f"{line}\n" for line in (*(f"{kind} {mount_point}" for kind, mount_point in mounts), *file_lines, *keeps)
+    )
     yield Directory("/etc/shoal")
     yield File(RECORD, HEADER + text if text else None)
 
@@ -215,8 +217,8 @@ def unreachable_shares(cluster: Cluster, member: Member) -> list[ServedShare]:
     return [share for share in missing if share.server != member.name]
 
 
-def _over_ssh(where: str, what: str, options: str) -> Mount:
-    return Mount(where, what, "fuse.sshfs", options, automount=True, if_known=sshfs.SYMLINK_OPTION)
+def _over_ssh(mount_point: str, remote: str, options: str) -> Mount:
+    return Mount(mount_point, remote, "fuse.sshfs", options, automount=True, if_known=sshfs.SYMLINK_OPTION)
 
 
 def _copies(cluster: Cluster, copies: list[ServedShare], servers: str) -> Iterator[Item]:
@@ -242,12 +244,12 @@ def _copies(cluster: Cluster, copies: list[ServedShare], servers: str) -> Iterat
 def _server_keys(cluster: Cluster, member: Member) -> dict[str, str]:
     """The servers' host keys by address. A server that does not answer keeps its known key."""
     lines = cluster.facts[member.name].text(sshfs.KNOWN_HOSTS).splitlines()
-    known = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    known_keys = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
     keys = {}
     for share in shares(cluster.spec):
         address = cluster.addresses.get(share.server, "")
         facts = cluster.facts.get(share.server)
-        key = sshfs.strip_comment(facts.text(sshfs.HOST_KEY)) if facts else known.get(address, "")
+        key = sshfs.strip_comment(facts.text(sshfs.HOST_KEY)) if facts else known_keys.get(address, "")
         if address and key and share.server != member.name:
             keys[address] = key
     return keys

@@ -72,9 +72,9 @@ class TailscaleComponent(Component):
         if is_joined(spec, member, facts):
             # tailscaled does not notice that it was deleted on the server.
             return join(spec, member, facts, again=True) if _is_lost(member, everyone) else ()
-        needs_source = member.rented and not facts.tailscale and not _offered(facts)
-        source = package_source(everyone.get(members(spec)[0].name), facts) if needs_source else ()
-        return (*source, *join(spec, member, facts))
+        needs_source = member.rented and not facts.tailscale and not _has_package(facts)
+        repository = package_source(everyone.get(members(spec)[0].name), facts) if needs_source else ()
+        return (*repository, *join(spec, member, facts))
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         facts = cluster.facts[member.name]
@@ -134,8 +134,8 @@ def daemon(facts: Facts) -> Document:
 
 def _drop_in(tun: bool) -> str:
     """Slurm's daemons wait for the address at boot: slurmctld would mark a silent node DOWN."""
-    there = f"ip -o address show dev {INTERFACE} | grep -q inet"
-    wait = f'test ! -e {JOINED} || timeout 60 sh -c "until {there}; do sleep 0.2; done" || true'
+    has_address = f"ip -o address show dev {INTERFACE} | grep -q inet"
+    wait = f'test ! -e {JOINED} || timeout 60 sh -c "until {has_address}; do sleep 0.2; done" || true'
     return render_unit(
         Unit={"Before": "slurmctld.service slurmd.service"},
         Service={"ExecStartPost": f"/bin/sh -c '{wait}'"} if tun else {"EnvironmentFile": FLAGS},
@@ -162,13 +162,13 @@ def _join_record(spec: Spec, member: Member) -> str:
 def _is_lost(member: Member, everyone: Mapping[str, Facts]) -> bool:
     """Whether the host is in a tailnet where no other host sees it: the server may have deleted it."""
     tailnets = {name: read_status(facts.tailscale) for name, facts in everyone.items()}
-    own = tailnets.pop(member.name)
+    own_tailnet = tailnets.pop(member.name)
     others = [tailnet for tailnet in tailnets.values() if tailnet.running]
-    joined = bool(everyone[member.name].text(JOINED)) and not member.rented  # a rented one may have joined just now
-    return joined and bool(others) and not any(tailnet.at(own.address) for tailnet in others)
+    has_joined = bool(everyone[member.name].text(JOINED)) and not member.rented  # a rented one may have joined just now
+    return has_joined and bool(others) and not any(tailnet.at(own_tailnet.address) for tailnet in others)
 
 
-def _offered(facts: Facts) -> bool:
+def _has_package(facts: Facts) -> bool:
     package = facts.packages.get(PACKAGE)
     return bool(package and (package.installed or package.candidate))
 
@@ -183,8 +183,8 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
     for name, fact in cluster.facts.items():
         yield from _host_findings(name, fact, tailnets[name], name in rented)
     hub = tailnets.get(cluster.controller.name, Tailnet())
-    running = [name for name, tailnet in tailnets.items() if hub.running and tailnet.running]
-    unseen = [name for name in running if not hub.at(tailnets[name].address)]
+    running_hosts = [name for name, tailnet in tailnets.items() if hub.running and tailnet.running]
+    unseen = [name for name in running_hosts if not hub.at(tailnets[name].address)]
     if unseen:
         what = "is in a tailnet, and the controller does not see it there: another tailnet, or its rules forbid it"
         fix = "allow connections between members in the tailnet's rules, or log the host out of the other tailnet"
@@ -194,7 +194,7 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _host_findings(name: str, fact: Facts, tailnet: Tailnet, rented: bool) -> Iterator[Finding]:
-    if not fact.tailscale and not _offered(fact):
+    if not fact.tailscale and not _has_package(fact):
         yield Finding("error", "apt has no package `tailscale`", fix=PACKAGE_FIX, host=name)
     elif fact.text(JOINED) and not tailnet.running:
         cause = tailnet.problem or ("its key has expired" if tailnet.own.expired else tailnet.state)
@@ -227,12 +227,12 @@ def _relay_findings(cluster: Cluster, hub: Tailnet) -> Iterator[Finding]:
 def _tag_findings(cluster: Cluster, tailnets: Mapping[str, Tailnet]) -> Iterator[Finding]:
     """Hosts without the tags of the file: on Headscale they get those of the auth key."""
     tags = set(cluster.spec.network.tags)
-    joined = [name for name, tailnet in tailnets.items() if tailnet.running and cluster.facts[name].text(JOINED)]
-    if lacking := [name for name in joined if not tags <= {*tailnets[name].own.tags}]:
-        own = sorted({tag for name in lacking for tag in tailnets[name].own.tags})
+    joined_hosts = [name for name, tailnet in tailnets.items() if tailnet.running and cluster.facts[name].text(JOINED)]
+    if untagged := [name for name in joined_hosts if not tags <= {*tailnets[name].own.tags}]:
+        other_tags = sorted({tag for name in untagged for tag in tailnets[name].own.tags})
         what = f"lacks tags of `network.tags`: {', '.join(sorted(tags))}"
         fix = "create an auth key with these tags, then run `shoal keys rotate tailscale`"
-        yield Finding("warning", what, f"it has {', '.join(own) or 'none'}", fix, host=compress(lacking))
+        yield Finding("warning", what, f"it has {', '.join(other_tags) or 'none'}", fix, host=compress(untagged))
 
 
 def rented_machines(spec: Spec) -> tuple[str, ...]:

@@ -154,11 +154,11 @@ def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:
 
 def _keys(cluster: Cluster, member: Member, name: str, user: ClusterUser) -> str:
     """The user's keys; and on the server of homes, the keys with which other hosts mount this user's home."""
-    own = "".join(f"{key}\n" for keys in user.keys for key in keys.splitlines())
+    user_keys = "".join(f"{key}\n" for keys in user.keys for key in keys.splitlines())
     share = homes_of(cluster.spec)
     if share is None or share.server != member.name:
-        return own
-    return own + sshfs.render_authorized_keys(host_keys(cluster, member.name, f"{sshfs.KEYS}/{name}"))
+        return user_keys
+    return user_keys + sshfs.render_authorized_keys(host_keys(cluster, member.name, f"{sshfs.KEYS}/{name}"))
 
 
 def pam_block() -> str:

@@ -29,9 +29,9 @@ class WireGuardComponent(Component):
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if spec.network.kind != "wireguard":
             return ()
-        own = () if facts is not None and wg.MODULE in facts.modules else ("wireguard-go",)
+        userspace = () if facts is not None and wg.MODULE in facts.modules else ("wireguard-go",)
         relays = ("nftables",) if member.name == (spec.network.hub or members_of(spec)[0].name) else ()
-        return ("iproute2", "wireguard-tools", *own, *relays)
+        return ("iproute2", "wireguard-tools", *userspace, *relays)
 
     def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
         return {wg.PUBLIC_KEY: "text", wg.PEERS: "text"} if spec.network.kind == "wireguard" else {}
@@ -84,8 +84,8 @@ class WireGuardComponent(Component):
 def config_of(cluster: Cluster, name: str) -> wg.MemberConfig:
     """A member's WireGuard configuration."""
     spec = cluster.spec
-    known = wg.peers_in(cluster.facts[name].text(wg.PEERS))
-    return wg.member_config(name, _member_facts(cluster, known), _hub(cluster), spec.network.port, known)
+    former_peers = wg.peers_in(cluster.facts[name].text(wg.PEERS))
+    return wg.member_config(name, _member_facts(cluster, former_peers), _hub(cluster), spec.network.port, former_peers)
 
 
 def _hub(cluster: Cluster) -> str:
@@ -93,9 +93,9 @@ def _hub(cluster: Cluster) -> str:
     return cluster.spec.network.hub or cluster.controller.name
 
 
-def _member_facts(cluster: Cluster, known: Mapping[str, wg.Peer]) -> dict[str, wg.MemberFacts]:
+def _member_facts(cluster: Cluster, former_peers: Mapping[str, wg.Peer]) -> dict[str, wg.MemberFacts]:
     """All members as one of them sees them. A member that does not answer keeps its configured key."""
-    configured = {**wg.peers_in(cluster.controller_facts.text(wg.PEERS)), **known}
+    configured = {**wg.peers_in(cluster.controller_facts.text(wg.PEERS)), **former_peers}
     members = {member.name: member for member in cluster.members}
     rented = {member.name: member for member in rented_members(cluster.spec)}
     ends = {}
@@ -120,9 +120,9 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
     subnet = ipaddress.IPv4Network(network.subnet)
     for name, facts in cluster.facts.items():
         if wg.MODULE not in facts.modules and not facts.tun:
-            found = "neither WireGuard in the kernel nor /dev/net/tun"
+            evidence = "neither WireGuard in the kernel nor /dev/net/tun"
             fix = "load the module (`modprobe wireguard`), give the container /dev/net/tun, or use `network: tailscale`"
-            yield Finding("error", "WireGuard cannot run", found, fix, host=name)
+            yield Finding("error", "WireGuard cannot run", evidence, fix, host=name)
         inside = [a.address for a in candidates(facts) if ipaddress.ip_address(a.address) in subnet]
         if inside:
             fix = "set another subnet: `network: {kind: wireguard, subnet: 10.78.0.0/16}`"

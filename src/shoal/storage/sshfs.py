@@ -43,8 +43,8 @@ class MemberKey:
 
 def strip_comment(text: str) -> str:
     """A public key without its comment; "" if the text is no key."""
-    parts = text.split()
-    return " ".join(parts[:2]) if len(parts) >= 2 and parts[0].startswith("ssh-") else ""
+    fields = text.split()
+    return " ".join(fields[:2]) if len(fields) >= 2 and fields[0].startswith("ssh-") else ""
 
 
 def render_authorized_keys(keys: Iterable[MemberKey]) -> str:
@@ -59,10 +59,10 @@ def parse_authorized_keys(text: str) -> dict[str, MemberKey]:
     """The keys in such a file, by host: a host that does not answer now keeps its line."""
     keys = {}
     for line in text.splitlines():
-        options, _, rest = line.partition(" ")
-        words = rest.split()
-        if options.startswith("restrict,from=") and len(words) == 4 and words[2] == "shoal":
-            keys[words[3]] = MemberKey(words[3], options.split('"')[1], " ".join(words[:2]))
+        options, _, key_text = line.partition(" ")
+        fields = key_text.split()
+        if options.startswith("restrict,from=") and len(fields) == 4 and fields[2] == "shoal":
+            keys[fields[3]] = MemberKey(fields[3], options.split('"')[1], " ".join(fields[:2]))
     return keys
 
 
