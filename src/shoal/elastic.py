@@ -40,7 +40,7 @@ def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
         for name, account in settings.accounts.items()
     }
 
-    def joined() -> Mapping[str, RentedInstance | None]:
+    def list_joined() -> Mapping[str, RentedInstance | None]:
         """The rented nodes that take jobs, each with its machine as last listed; None if not listed yet."""
         nodes: dict[str, RentedInstance | None] = {}
         for rental in ledger.live():
@@ -55,7 +55,7 @@ def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
         accounts=accounts,
         ledger=ledger,
         slurm=LiveSlurm(LocalHost(Target(members(spec)[0].name))),
-        joiner=LiveJoiner(settings, joined),
+        joiner=LiveJoiner(settings, list_joined),
         clock=clock,
         public_key=settings.public_key,
         budget=spec.budget,
@@ -76,11 +76,14 @@ def _provider(account: ProviderLogin) -> RentalProvider:
 
 async def run() -> None:
     ledger = Ledger.open()
-    settings, here = read_settings(), LocalHost(Target("controller"))
-    running = make_service(settings, ledger)
-    work = asyncio.ensure_future(running.run())
-    carrying = create_job_file_copier(settings.spec, ledger, here)
-    tasks = [asyncio.ensure_future(one) for one in (remove_departed(running), JobStarter(here).run(), carrying.run())]
+    settings, controller = read_settings(), LocalHost(Target("controller"))
+    service = make_service(settings, ledger)
+    work = asyncio.ensure_future(service.run())
+    copier = create_job_file_copier(settings.spec, ledger, controller)
+    tasks = [
+        asyncio.ensure_future(coroutine)
+        for coroutine in (remove_departed(service), JobStarter(controller).run(), copier.run())
+    ]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
@@ -90,7 +93,7 @@ async def run() -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await running.close()
+        await service.close()
         ledger.close()
 
 

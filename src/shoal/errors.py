@@ -120,9 +120,11 @@ class ControllerFailed(HostError):
     def __init__(self, controller: str, failures: Mapping[str, HostError]) -> None:
         first = failures[controller]
         self.failures = {controller: first, **failures}
-        others = [error for name, error in failures.items() if name != controller]
-        rest = "".join(f"\nand {error.message}" + f" ({error.hint})" * bool(error.hint) for error in others)
-        super().__init__(controller, first.cause + rest, hint=first.hint)
+        other_errors = [error for name, error in failures.items() if name != controller]
+        other_messages = "".join(
+            f"\nand {error.message}" + f" ({error.hint})" * bool(error.hint) for error in other_errors
+        )
+        super().__init__(controller, first.cause + other_messages, hint=first.hint)
 
 
 class ProviderError(ShoalError):

@@ -29,7 +29,7 @@ class HostlistError(ValueError):
     """A text that is no hostlist. `problem` is what is wrong with it, for those who name the text themselves."""
 
     def __init__(self, text: str, problem: str) -> None:
-        super().__init__(f"hostlist {_shown(text)}: {problem}")
+        super().__init__(f"hostlist {_shorten(text)}: {problem}")
         self.problem = problem
 
 
@@ -44,7 +44,7 @@ def expand(text: str) -> list[str]:
 def compress(names: Iterable[str]) -> str:
     """The shortest hostlist for a set of names: sorted as Slurm sorts, each name once."""
     distinct = {name: _split(name) for name in names}
-    widths = _padded_widths(distinct.values())
+    widths = _find_widths(distinct.values())
     places = {prefix: _natural(prefix) for prefix in {prefix for prefix, _ in distinct.values()}}
 
     def order(name: str) -> tuple[object, ...]:
@@ -61,14 +61,14 @@ def fold(names: Iterable[str]) -> str:
 
     Slurm pairs NodeName= with NodeAddr= and NodeHostname= by position, so there the order is part of the meaning.
     """
-    parts: list[str] = []
+    items: list[str] = []
     group = ""  # the prefix whose numbers are being collected
     ranges: list[list[str]] = []  # its first and its last number, padded to the width of the first
     for name in names:
         prefix, digits = _split(name)
         if not digits:
-            _close(parts, group, ranges)
-            parts.append(name)
+            _close(items, group, ranges)
+            items.append(name)
             continue
         if ranges and prefix == group:
             first, last = ranges[-1]
@@ -76,11 +76,11 @@ def fold(names: Iterable[str]) -> str:
                 ranges[-1][1] = digits
                 continue
         if prefix != group:
-            _close(parts, group, ranges)
+            _close(items, group, ranges)
             group = prefix
         ranges.append([digits, digits])
-    _close(parts, group, ranges)
-    return ",".join(parts)
+    _close(items, group, ranges)
+    return ",".join(items)
 
 
 def _items(text: str) -> list[str]:
@@ -145,7 +145,7 @@ def _parse_range(item: str, text: str) -> tuple[int, int, int]:
 
 def _number(item: str, digits: str) -> int:
     if len(digits.lstrip("0")) > 18:
-        raise HostlistError(item, f"the number {_shown(digits)} is too large for Slurm")
+        raise HostlistError(item, f"the number {_shorten(digits)} is too large for Slurm")
     if len(digits) > MAX_LENGTH:
         raise HostlistError(item, f"a name of more than {MAX_LENGTH} characters")
     return int(digits)
@@ -156,7 +156,7 @@ def _split(name: str) -> tuple[str, str]:
     if not name or _NOT_IN_A_NAME.search(name):
         raise ValueError(f"{name!r} is not the name of a host")
     if len(name) > MAX_LENGTH:
-        raise ValueError(f"the name {_shown(name)} has more than {MAX_LENGTH} characters")
+        raise ValueError(f"the name {_shorten(name)} has more than {MAX_LENGTH} characters")
     prefix = name.rstrip("0123456789")
     digits = name[len(prefix) :]
     if len(digits) > 18:
@@ -164,21 +164,21 @@ def _split(name: str) -> tuple[str, str]:
     return prefix, digits
 
 
-def _close(parts: list[str], prefix: str, ranges: list[list[str]]) -> None:
+def _close(items: list[str], prefix: str, ranges: list[list[str]]) -> None:
     """Write the collected ranges of one prefix as one part, and start again."""
     if ranges:
         text = ",".join(first if first == last else f"{first}-{last}" for first, last in ranges)
-        parts.append(f"{prefix}[{text}]" if "," in text or "-" in text else prefix + text)
+        items.append(f"{prefix}[{text}]" if "," in text or "-" in text else prefix + text)
         ranges.clear()
 
 
-def _padded_widths(names: Iterable[tuple[str, str]]) -> dict[str, tuple[int, ...]]:
+def _find_widths(names: Iterable[tuple[str, str]]) -> dict[str, tuple[int, ...]]:
     """For each prefix, the widths to which some of its numbers are padded with zeros, widest first."""
     widths: dict[str, set[int]] = {}
     for prefix, digits in names:
         if len(digits) > 1 and digits[0] == "0":
             widths.setdefault(prefix, set()).add(len(digits))
-    return {prefix: tuple(sorted(found, reverse=True)) for prefix, found in widths.items()}
+    return {prefix: tuple(sorted(counts, reverse=True)) for prefix, counts in widths.items()}
 
 
 def _padding(digits: str, widths: tuple[int, ...]) -> int:
@@ -200,5 +200,5 @@ def _too_many(item: str) -> ValueError:
     return HostlistError(item, f"stands for more than {MAX_NAMES} names")
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")

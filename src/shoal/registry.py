@@ -17,12 +17,12 @@ def find(name: str, table: Mapping[str, str], group: str) -> Any:
     if name in table:
         module, _, attribute = table[name].partition(":")
         return getattr(import_module(module), attribute)
-    for entry in _installed(group):
+    for entry in _list_entry_points(group):
         if entry.name == name:
             try:
                 return entry.load()
             except Exception as error:  # a foreign package may fail in any way
-                raise _broken(name, error, entry.value) from error
+                raise _load_error(name, error, entry.value) from error
     return None
 
 
@@ -39,19 +39,19 @@ def make(name: str, table: Mapping[str, str], group: str, *arguments: object) ->
     except Exception as error:
         if name in table:
             raise  # our own bug
-        raise _broken(name, error, f"{cls.__module__}:{cls.__qualname__}") from error
+        raise _load_error(name, error, f"{cls.__module__}:{cls.__qualname__}") from error
 
 
 def names(table: Mapping[str, str], group: str) -> list[str]:
     """Every name that `find` knows."""
-    return sorted({*table, *(entry.name for entry in _installed(group))})
+    return sorted({*table, *(entry.name for entry in _list_entry_points(group))})
 
 
-def _installed(group: str) -> Iterable[EntryPoint]:
+def _list_entry_points(group: str) -> Iterable[EntryPoint]:
     from importlib.metadata import entry_points  # slow to import, and so is scanning all packages
 
     return entry_points(group=group)
 
 
-def _broken(name: str, error: Exception, place: str) -> ProviderError:
+def _load_error(name: str, error: Exception, place: str) -> ProviderError:
     return ProviderError(f"cannot load provider {name}: {error}", hint=f"correct or remove {place}")

@@ -62,19 +62,19 @@ def read_requirements(environment: Environment, base: Path) -> RequirementSet:
     return RequirementSet(text or "\n", "".join(f"{line}\n" for line in constraints), kind == "lock")
 
 
-def _lines(path: Path, seen: tuple[Path, ...], constraints: list[str]) -> Iterator[str]:
+def _lines(path: Path, including: tuple[Path, ...], constraints: list[str]) -> Iterator[str]:
     """The requirement lines of a file and of those it includes. Lines of constraint files go to `constraints`."""
-    joined = re.sub(r"\\\n\s*", " ", _read(path))
-    for raw in joined.splitlines():
+    text = re.sub(r"\\\n\s*", " ", _read(path))
+    for raw in text.splitlines():
         line = re.sub(r"(^|\s)#.*", "", raw).strip()
         if not line:
             continue
         limits = _CONSTRAINT.match(line)
         if match := limits or _INCLUDE.match(line):
             inner = path.parent / match[1]
-            if inner in (*seen, path):
+            if inner in (*including, path):
                 raise UsageError(f"{path} includes itself", hint=f"delete `{printable(line)}`")
-            lines = list(_lines(inner, (*seen, path), constraints))
+            lines = list(_lines(inner, (*including, path), constraints))
             if limits:
                 constraints += lines
             else:

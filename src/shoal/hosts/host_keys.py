@@ -29,10 +29,10 @@ class HostKey:
     @classmethod
     def parse(cls, line: str) -> HostKey:
         """From `ssh-ed25519 AAAA... comment`. Raises ValueError."""
-        words = line.split()
-        if len(words) < 2:
+        fields = line.split()
+        if len(fields) < 2:
             raise ValueError("a public key is two words: its type and its base64 text")
-        key = cls(words[0], words[1])
+        key = cls(fields[0], fields[1])
         _ = key.fingerprint
         return key
 
@@ -62,7 +62,7 @@ class HostKeys:
         """
         if self.find(name) == key:
             return
-        with self._locked():
+        with self._lock():
             lines = self._read()
             current = _keys(lines).get(name)
             if current and current != key and not pinned:
@@ -77,7 +77,7 @@ class HostKeys:
         """Forget a host's key, so that the next connection trusts what it finds. False when none was kept."""
         if not self.path.exists():
             return False
-        with self._locked():
+        with self._lock():
             lines = self._read()
             others = [line for line in lines if not _is_of(line, name)]
             if len(others) != len(lines):
@@ -98,7 +98,7 @@ class HostKeys:
         write_atomic(str(self.path), text.encode(), 0o600, os.geteuid(), os.getegid())
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """Alone with the file, across processes. The lock is a file of its own: the keys' is replaced."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def host_key_changed(
     name: str, recorded: HostKey, shown: HostKey, path: Path, *, pinned: bool = False
 ) -> HostKeyChanged:
     """The refusal, with both fingerprints and the way out."""
-    source = "its provider reported" if pinned else "recorded first"
+    origin = "its provider reported" if pinned else "recorded first"
     hint = (
         "the address may belong to another machine now, or someone is between you and the host; ask the provider"
         if pinned
@@ -124,7 +124,7 @@ def host_key_changed(
         f"(kept in {path}); if not, someone may be between you and the host"
     )
     keys = f"shows the {shown.type} key {shown.fingerprint}, not the {recorded.type} key {recorded.fingerprint}"
-    return HostKeyChanged(name, f"{keys} {source}", hint=hint)
+    return HostKeyChanged(name, f"{keys} {origin}", hint=hint)
 
 
 def pinned_key(name: str, text: str) -> HostKey:
@@ -138,12 +138,12 @@ def pinned_key(name: str, text: str) -> HostKey:
 def _keys(lines: list[str]) -> dict[str, HostKey]:
     keys: dict[str, HostKey] = {}
     for line in lines:
-        words = line.split()
-        if len(words) < 3 or line.startswith(("#", "@", "|")):
+        fields = line.split()
+        if len(fields) < 3 or line.startswith(("#", "@", "|")):
             continue
         # A line that is not a key was edited by hand; it stays in the file and is not trusted.
         with contextlib.suppress(ValueError):
-            keys[words[0].split(",")[0]] = HostKey.parse(" ".join(words[1:3]))
+            keys[fields[0].split(",")[0]] = HostKey.parse(" ".join(fields[1:3]))
     return keys
 
 

@@ -77,5 +77,5 @@ def names() -> tuple[str, ...]:
 
 def provider(name: str) -> Provider:
     """The provider of that name. Raises ProviderError with the names there are."""
-    made: Provider = registry.make(name, PROVIDERS, GROUP)
-    return made
+    instance: Provider = registry.make(name, PROVIDERS, GROUP)
+    return instance

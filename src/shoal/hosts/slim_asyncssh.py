@@ -15,12 +15,12 @@ __all__ = ["asyncssh"]
 _X509 = "asyncssh.crypto.x509"
 
 
-def _nothing(name: str) -> None:
+def _ignore(name: str) -> None:
     """Every library is one that is not installed."""
 
 
 _search = ctypes.util.find_library
-ctypes.util.find_library = _nothing
+ctypes.util.find_library = _ignore
 if _unloaded := "asyncssh" not in sys.modules:
     sys.modules[_X509] = None  # type: ignore[assignment]  # Python's own way to say that a module is not there
 try:

@@ -91,14 +91,14 @@ class SshConnector:
     async def _log_in(
         self, route: Route, pinned: str | None = None, tunnel: Connection | None = None, *, via: str = ""
     ) -> Connection:
-        expected = pinned_key(route.name, pinned) if pinned else self._host_keys.find(route.name)
-        client = SshClient(route, self._keys.files(route), expected)
+        known_key = pinned_key(route.name, pinned) if pinned else self._host_keys.find(route.name)
+        client = SshClient(route, self._keys.files(route), known_key)
         try:
             connection = await self._connect(client, tunnel)
         except (*FOREIGN_ERRORS, TimeoutError) as error:
-            if client.shown and expected and client.shown != expected:
+            if client.shown and known_key and client.shown != known_key:
                 path = self._host_keys.path
-                raise host_key_changed(route.name, expected, client.shown, path, pinned=bool(pinned)) from error
+                raise host_key_changed(route.name, known_key, client.shown, path, pinned=bool(pinned)) from error
             proxy_error = client.end_proxy()
             raise cannot_connect(
                 route, error, client.tried, timeout=self._timeout, via=via, proxy_error=proxy_error
@@ -189,7 +189,7 @@ class SshHost(LineHost):
         through_sudo = root and self._may_sudo and self._user != "root"
         await self._sessions.acquire()
         channel = await self._start(
-            [*PRINT_PID_COMMAND, *argv], program_name(argv), through_sudo, whole_stderr, self._ended
+            [*PRINT_PID_COMMAND, *argv], program_name(argv), through_sudo, whole_stderr, self._release
         )
 
         def judge(result: Result) -> Result:
@@ -207,8 +207,8 @@ class SshHost(LineHost):
         whole_stderr: bool,
         on_end: Callable[[SshChannel], None],
     ) -> SshChannel:
-        lost = partial(connection_lost, self.name, program)
-        channel = SshChannel(lost, partial(self._kill, through_sudo), on_end, whole_stderr=whole_stderr)
+        loss_error = partial(connection_lost, self.name, program)
+        channel = SshChannel(loss_error, partial(self._kill, through_sudo), on_end, whole_stderr=whole_stderr)
         self._running.add(channel)
         command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
         try:
@@ -241,7 +241,7 @@ class SshHost(LineHost):
             finally:
                 killer.abandon()
 
-    def _ended(self, channel: SshChannel) -> None:
+    def _release(self, channel: SshChannel) -> None:
         self._running.discard(channel)
         self._sessions.release()
 
@@ -295,9 +295,9 @@ async def _close(connection: Connection) -> None:
         connection.abort()
 
 
-def _host_key_algorithms(expected: HostKey | None) -> list[str]:
+def _host_key_algorithms(known_key: HostKey | None) -> list[str]:
     """The known key's own algorithms first, so that a host with several keys shows the one we have met."""
-    if expected is None:
+    if known_key is None:
         return _HOST_KEY_ALGORITHMS
-    own = ["rsa-sha2-256", "rsa-sha2-512"] if expected.type == "ssh-rsa" else [expected.type]
-    return own + [name for name in _HOST_KEY_ALGORITHMS if name not in own]
+    key_algorithms = ["rsa-sha2-256", "rsa-sha2-512"] if known_key.type == "ssh-rsa" else [known_key.type]
+    return key_algorithms + [name for name in _HOST_KEY_ALGORITHMS if name not in key_algorithms]

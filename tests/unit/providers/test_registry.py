@@ -23,7 +23,7 @@ def test_unknown_name_is_reported_with_the_existing_names() -> None:
 
 def test_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal_simulators.fake_provider:NoSuchProvider", "shoal.providers")
-    monkeypatch.setattr(table, "_installed", lambda group: [entry])
+    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
     with pytest.raises(ProviderError) as caught:
         provider("mine")
     assert str(caught.value) == (
@@ -34,13 +34,13 @@ def test_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_installed_packages_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(table, "_installed", lambda group: [entry])
+    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
     assert names() == ("mine", "sandbox")
 
 
 def test_installed_package_can_add_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(table, "_installed", lambda group: [entry])
+    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
     assert isinstance(provider("mine"), FakeProvider)
 
 
@@ -64,7 +64,7 @@ WHY: Exception = ValueError("no luck")
 def test_shoal_error_of_a_package_is_kept_and_other_errors_name_the_package(
     monkeypatch: pytest.MonkeyPatch, why: Exception, told: str
 ) -> None:
-    monkeypatch.setattr(table, "_installed", lambda group: [EntryPoint("mine", f"{__name__}:Choosy", group)])
+    monkeypatch.setattr(table, "_list_entry_points", lambda group: [EntryPoint("mine", f"{__name__}:Choosy", group)])
     monkeypatch.setitem(globals(), "WHY", why)
     with pytest.raises(ProviderError) as caught:
         provider("mine")
@@ -78,6 +78,6 @@ def test_abilities_are_readable_without_access_and_unknown_kinds_fail(
     with pytest.raises(LookupError, match="no provider is called 'moon'"):
         abilities("moon")
     entry = EntryPoint("moon", "no.such.module:Moon", "shoal.renters")
-    monkeypatch.setattr(table, "_installed", lambda group: [entry])
+    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
     with pytest.raises(LookupError, match="cannot load provider moon: No module named 'no'"):
         abilities("moon")
