@@ -215,9 +215,9 @@ class AgentSession:
                 hint = f"repair it on the host (`shoal ssh {self._host.name}`), then run the command again"
                 raise AgentFailed(self._host.name, event["text"], hint=hint)
             yield event
-        raise await self._ended()
+        raise await self._end_error()
 
-    async def _ended(self) -> AgentFailed:
+    async def _end_error(self) -> AgentFailed:
         """Why the agent ended before it answered. Raises ConnectionLost or SudoDenied when that was the cause."""
         result = await self._process.wait()
         output = "\n".join(result.error_text.strip().splitlines()[-10:])

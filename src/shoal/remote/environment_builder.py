@@ -125,12 +125,12 @@ def check_owner(directory: str) -> None:
 def query_python(python: str) -> list[str]:
     """Its version, full version, path, cache tag and platform."""
     try:
-        done = subprocess.run([python, "-I", "-c", QUERY_PYTHON], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        result = subprocess.run([python, "-I", "-c", QUERY_PYTHON], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError:
         raise BuildError("there is no %s on this host" % python, "install it, or set another `python`") from None
-    if done.returncode != 0:
-        raise BuildError("%s does not run: %s" % (python, last_lines(done.stderr)), "set another `python`")
-    facts: list[str] = json.loads(done.stdout)
+    if result.returncode != 0:
+        raise BuildError("%s does not run: %s" % (python, last_lines(result.stderr)), "set another `python`")
+    facts: list[str] = json.loads(result.stdout)
     return facts
 
 
@@ -177,12 +177,12 @@ class Uv:
 
     def _pip_settings(self) -> dict[str, str]:
         """pip's settings on this host by name: files first, then its variables of the environment."""
-        done = subprocess.run([self.tools + "/bin/python", "-m", "pip", "config", "list"], stdout=subprocess.PIPE)
+        result = subprocess.run([self.tools + "/bin/python", "-m", "pip", "config", "list"], stdout=subprocess.PIPE)
         settings: dict[str, str] = {}
-        lines = re.findall(r"^(global|install|:env:)\.([\w-]+)=(.*)$", done.stdout.decode(), re.MULTILINE)
+        lines = re.findall(r"^(global|install|:env:)\.([\w-]+)=(.*)$", result.stdout.decode(), re.MULTILINE)
         for _, name, value in sorted(lines, key=lambda line: ("global", "install", ":env:").index(line[0])):
-            words = str(ast.literal_eval(value)).split()
-            settings[name] = ("," if name == "find-links" else " ").join(words)
+            values = str(ast.literal_eval(value)).split()
+            settings[name] = ("," if name == "find-links" else " ").join(values)
         return settings
 
     def check_python(self, specifier: str, version: str) -> None:
@@ -228,11 +228,11 @@ class Uv:
 
 def make_venv(python: str, path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    done = subprocess.run([python, "-I", "-m", "venv", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode != 0:
-        if b"ensurepip" in done.stdout:
+    result = subprocess.run([python, "-I", "-m", "venv", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if result.returncode != 0:
+        if b"ensurepip" in result.stdout:
             raise BuildError("%s has no venv" % python, "run `shoal up`, which installs python3-venv")
-        raise BuildError("%s -m venv failed: %s" % (python, last_lines(done.stdout)), "repair this host's Python")
+        raise BuildError("%s -m venv failed: %s" % (python, last_lines(result.stdout)), "repair this host's Python")
 
 
 def resolve(request: dict[str, Any], uv: Uv, cache: str, python: str) -> str:
@@ -304,9 +304,9 @@ def bound_files(path: Path) -> Iterator[list[str]]:
     """Files of packages that work only where another file exists, and the path of that file."""
     for program in programs(path):
         data = program.read_bytes()
-        words = data.partition(b"\n")[0][2:].split() if data.startswith(b"#!") else []
-        if words and not words[0].startswith(SYSTEM_PROGRAMS):
-            yield [str(program.relative_to(path)), os.fsdecode(words[0])]
+        interpreter = data.partition(b"\n")[0][2:].split() if data.startswith(b"#!") else []
+        if interpreter and not interpreter[0].startswith(SYSTEM_PROGRAMS):
+            yield [str(program.relative_to(path)), os.fsdecode(interpreter[0])]
     for file in path.glob("lib/python*/site-packages/*.pth"):
         for line in file.read_bytes().splitlines():
             if line.startswith(b"/"):
@@ -336,9 +336,9 @@ def pack(path: str, archive: str) -> None:
     emit("progress", text="pack")
     directory, name = os.path.split(path)
     line = ["tar", "-c", "--owner=0", "--group=0", "-f", archive + ".new", "-C", directory, name]
-    done = subprocess.run(line, stderr=subprocess.PIPE)
-    if done.returncode != 0:
-        raise BuildError("cannot pack it: %s" % last_lines(done.stderr), "free some space")
+    result = subprocess.run(line, stderr=subprocess.PIPE)
+    if result.returncode != 0:
+        raise BuildError("cannot pack it: %s" % last_lines(result.stderr), "free some space")
     os.rename(archive + ".new", archive)
 
 

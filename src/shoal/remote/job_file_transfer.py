@@ -123,8 +123,8 @@ class Sender:
             status = os.lstat(path)
         except OSError:
             return  # deleted since the scan
-        known, now = self.receiver_files.get(name), [status.st_size, status.st_mtime_ns]
-        if known == now:
+        received, now = self.receiver_files.get(name), [status.st_size, status.st_mtime_ns]
+        if received == now:
             return
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(path)
@@ -135,9 +135,9 @@ class Sender:
             changing = status.st_size > SMALL_FILE_BYTES and time.time() - status.st_mtime < SETTLE_S
             safe = is_append_only(name) or name.startswith(self._name(CHECKPOINTS) + "/")
             if last or safe or not changing:
-                self._send_file(name, path, now, known)
+                self._send_file(name, path, now, received)
 
-    def _send_file(self, name: str, path: str, now: list[int], known: list[int] | None) -> None:
+    def _send_file(self, name: str, path: str, now: list[int], received: list[int] | None) -> None:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -147,7 +147,7 @@ class Sender:
             header: dict[str, Any] = {"name": name, "mode": mode, "time": now[1]}
             left = now[0]  # what is appended meanwhile is sent next time
             if is_append_only(name):
-                header["from"] = known[0] if known and known[0] <= now[0] else 0
+                header["from"] = received[0] if received and received[0] <= now[0] else 0
                 left -= file.seek(header["from"])
             self._send_header(header)
             while left > 0:
@@ -163,12 +163,12 @@ class Sender:
         """Have the receiver delete the checkpoints that the job has deleted, as long as another one stays."""
         place = os.path.join(self.root, self.job, CHECKPOINTS)
         try:
-            here = {name for name in os.listdir(place) if not any(mark in name for mark in UNFINISHED)}
+            existing = {name for name in os.listdir(place) if not any(mark in name for mark in UNFINISHED)}
         except OSError:
             return
         start = self._name(CHECKPOINTS) + "/"
         names = {name[len(start) :].partition("/")[0] for name in self.receiver_files if name.startswith(start)}
-        for deleted in sorted(names - here) if names & here else ():
+        for deleted in sorted(names - existing) if names & existing else ():
             self._send_header({"delete": start + deleted})
             for name in [name for name in self.receiver_files if name.startswith(start + deleted + "/")]:
                 del self.receiver_files[name]
@@ -209,15 +209,17 @@ class Receiver:
                 self._write_file(self._check_name(header["name"]), header, stream)
 
     def _check_name(self, name: str) -> list[str]:
-        parts = name.split("/")
-        if name == self.job + ".out" or (parts[0] == self.job and len(parts) > 1 and not {"", ".", ".."} & set(parts)):
-            return parts
+        components = name.split("/")
+        if name == self.job + ".out" or (
+            components[0] == self.job and len(components) > 1 and not {"", ".", ".."} & set(components)
+        ):
+            return components
         raise OSError(0, "received a file that is not the job's", name)
 
-    def _write_file(self, parts: list[str], header: dict[str, Any], stream: BinaryIO) -> None:
-        with open_directory(self.root, parts) as directory:
+    def _write_file(self, components: list[str], header: dict[str, Any], stream: BinaryIO) -> None:
+        with open_directory(self.root, components) as directory:
             grown = "from" in header
-            name = parts[-1] if grown else ".%s.part" % parts[-1]
+            name = components[-1] if grown else ".%s.part" % components[-1]
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (0 if grown else os.O_TRUNC)
             with open(os.open(name, flags, 0o600, dir_fd=directory), "wb") as file:
                 start = int(header.get("from", 0))
@@ -229,20 +231,20 @@ class Receiver:
                 os.fchmod(file.fileno(), int(header["mode"]) & 0o755)
                 os.utime(file.fileno(), ns=(int(header["time"]), int(header["time"])))
             if not grown:
-                os.rename(name, parts[-1], src_dir_fd=directory, dst_dir_fd=directory)
+                os.rename(name, components[-1], src_dir_fd=directory, dst_dir_fd=directory)
 
-    def _write_link(self, parts: list[str], target: str) -> None:
+    def _write_link(self, components: list[str], target: str) -> None:
         if stays_inside(target):
-            with open_directory(self.root, parts) as directory:
+            with open_directory(self.root, components) as directory:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(parts[-1], dir_fd=directory)
-                os.symlink(target, parts[-1], dir_fd=directory)
+                    os.unlink(components[-1], dir_fd=directory)
+                os.symlink(target, components[-1], dir_fd=directory)
 
-    def _delete(self, parts: list[str]) -> None:
-        if parts[1:2] == [CHECKPOINTS] and len(parts) == 3:
-            with open_directory(self.root, parts) as directory:
+    def _delete(self, components: list[str]) -> None:
+        if components[1:2] == [CHECKPOINTS] and len(components) == 3:
+            with open_directory(self.root, components) as directory:
                 # Interrupted, it leaves a checkpoint without what its manifest names: that is not used.
-                shutil.rmtree("/proc/self/fd/%d/%s" % (directory, parts[-1]), ignore_errors=True)
+                shutil.rmtree("/proc/self/fd/%d/%s" % (directory, components[-1]), ignore_errors=True)
 
 
 def job_files(root: str, job: str) -> Iterator[tuple[str, str]]:

@@ -15,10 +15,10 @@ DRIVER = "580.95.05"
 
 
 def main(arguments: list[str]) -> int:
-    source = os.environ.get("SHOAL_GPUS", "/etc/shoal-gpus")
+    path = os.environ.get("SHOAL_GPUS", "/etc/shoal-gpus")
     lines: list[str] = []
-    if os.path.exists(source):
-        with open(source) as file:
+    if os.path.exists(path):
+        with open(path) as file:
             lines = file.read().splitlines()
     gpus = [dict(zip(FIELDS, [*line.split(", "), DRIVER])) for line in lines if line]
     if not gpus:

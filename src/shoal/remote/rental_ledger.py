@@ -80,8 +80,8 @@ def service_start(now: float) -> float:
     """When the running service started; never (infinity) if none runs or systemd does not say."""
     command = ["systemctl", "show", SERVICE, "-p", "ExecMainStartTimestampMonotonic", "-p", "MainPID"]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SYSTEMCTL_TIMEOUT_S)
-        values = dict(line.split("=", 1) for line in done.stdout.decode().splitlines() if "=" in line)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SYSTEMCTL_TIMEOUT_S)
+        values = dict(line.split("=", 1) for line in result.stdout.decode().splitlines() if "=" in line)
         if int(values["MainPID"]):
             return now - (time.monotonic() - int(values["ExecMainStartTimestampMonotonic"]) / 1e6)
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
@@ -108,7 +108,7 @@ def remove_from_status(path: Path, tokens: set[str]) -> None:
     try:
         owner = path.stat()
         status = json.loads(path.read_text(encoding="utf-8"))
-        status["machines"] = {token: one for token, one in status["machines"].items() if token not in tokens}
+        status["machines"] = {token: machine for token, machine in status["machines"].items() if token not in tokens}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     temporary = path.with_suffix(".struck")

@@ -42,8 +42,8 @@ def export_ledger(ledger: Path) -> str:
         return ""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "ledger.db"
-        with closing(sqlite3.connect(ledger)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
+        with closing(sqlite3.connect(ledger)) as database, closing(sqlite3.connect(copy)) as target:
+            database.backup(target)
         return base64.b64encode(zlib.compress(copy.read_bytes())).decode()
 
 

@@ -160,7 +160,7 @@ class ProxySession:
             request = self.pending.pop(number, None)
             if request is None:
                 return b""  # to the proxy's own request, or a second reply
-            again = number in self.repeated
+            is_repeat = number in self.repeated
             self.repeated.discard(number)
             self.sent.discard(number)
             if kind == HANDLE and request[4] in (OPEN, OPENDIR):
@@ -169,7 +169,7 @@ class ProxySession:
                 self.opened[client_handle] = OpenFile(request, packet[13:])
                 return string(packet[4:9] + string(client_handle))
             code = struct.unpack_from(">I", packet, 9)[0] if kind == STATUS else None
-            if again and code is not None and succeeded_before(request, code):
+            if is_repeat and code is not None and succeeded_before(request, code):
                 code, packet = OK, string(packet[4:9] + struct.pack(">I", OK) + string(b"") + string(b""))
             self._record(request, kind, code)
         return packet if number < OWN_REQUESTS else b""
@@ -268,22 +268,22 @@ class ProxySession:
         for _ in range(file.reads):
             request_reply(server, incoming, bytes([READDIR]), string(file.handle))
         for request in file.unsynced:
-            rest = request[13 + len(string_at(request, 9)) :]
-            request_reply(server, incoming, bytes([WRITE]), string(file.handle) + rest)
+            offset_and_data = request[13 + len(string_at(request, 9)) :]
+            request_reply(server, incoming, bytes([WRITE]), string(file.handle) + offset_and_data)
 
     def _repeat_pending(self, epoch: int) -> None:
         """Repeat all pending requests, then let new ones through."""
         with self.server_lock:
             while epoch == self.epoch:
                 with self.state_lock:
-                    due = [number for number in self.pending if number not in self.sent]
-                    self.ready = not due
-                    if not due:
+                    unsent = [number for number in self.pending if number not in self.sent]
+                    self.ready = not unsent
+                    if not unsent:
                         return
-                    requests = [without_exclusive(self._prepare(number)) for number in due]
-                    self.repeated.update(due)
+                    requests = [without_exclusive(self._prepare(number)) for number in unsent]
+                    self.repeated.update(unsent)
                     # Requests that the proxy answers itself must not be repeated.
-                    self.sent.update(due)
+                    self.sent.update(unsent)
                 for request in requests:
                     self._write(request)
 
@@ -293,9 +293,9 @@ def widen_mode(request: bytes) -> bytes:
     if request[4] not in (OPEN, MKDIR):
         return request
     at = 13 + struct.unpack_from(">I", request, 9)[0] + (4 if request[4] == OPEN else 0)
-    given = struct.unpack_from(">I", request, at)[0]
-    at += 4 + (8 if given & SIZE else 0) + (8 if given & OWNER else 0)
-    if not given & MODE:
+    flags = struct.unpack_from(">I", request, at)[0]
+    at += 4 + (8 if flags & SIZE else 0) + (8 if flags & OWNER else 0)
+    if not flags & MODE:
         return request
     mode = struct.unpack_from(">I", request, at)[0]
     wide = mode | (mode >> 6 & 7) * 0o111 if mode & 0o004 else mode

@@ -54,11 +54,11 @@ def join(server: str, key: str, ephemeral: str, problem: str, fix: str, flags: l
         complete_secret(key, ephemeral)
         flags = ["--auth-key=file:" + key, *flags]
     line = ["tailscale", "up", *flags, f"--timeout={limit}s"]
-    done = subprocess.run(
+    result = subprocess.run(
         line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
     )
-    text = done.stdout.strip()
-    if done.returncode == 0:
+    text = result.stdout.strip()
+    if result.returncode == 0:
         return 0
     if "timeout" in text.lower() and problem:
         text = problem

@@ -143,5 +143,5 @@ def show_units(names: list[str]) -> dict[str, dict[str, str]]:
     properties = "Id,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result,MainPID"
     _, text = run(["systemctl", "show", "-p", properties, "--", *names], timeout=30.0)
     # In the order asked: an alias answers with another Id.
-    answers = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
-    return {name: answers[i] if i < len(answers) else {} for i, name in enumerate(names)}
+    units = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
+    return {name: units[i] if i < len(units) else {} for i, name in enumerate(names)}

@@ -123,12 +123,12 @@ def _converge_item(item: Item, context: ConvergeContext) -> Item:
     reason = f"{item['key']} changes"
     keys = ["service " + name for name in item.get("restarts", ())] + list(item.get("reloads", ()))
     record_due(context, {key: reason for key in keys})
-    done = {"action": change.action, "diff": change.diff}
+    report = {"action": change.action, "diff": change.diff}
     if not context.dry:
-        return {"status": "changed", "detail": make(item, context), **done}
+        return {"status": "changed", "detail": make(item, context), **report}
     if item["kind"] in ("service", "command"):
         clear_due(context, item["key"])
-    return {"status": "change", **done}
+    return {"status": "change", **report}
 
 
 def as_result(step: Callable[[], Item], item: Item) -> Item:
@@ -157,14 +157,16 @@ def leftovers(context: ConvergeContext) -> Iterator[tuple[Item, Callable[[Item, 
 
     What an earlier run left due and this document does not name stays due: it belongs to another document.
     """
-    named = {item["key"]: item for item in context.items}
+    items_by_key = {item["key"]: item for item in context.items}
     for key in list(context.due):
         kind, _, name = key.partition(" ")
-        if kind == "command" and key in named:
-            yield named[key], converge_item
-        elif kind == "start" or (kind == "service" and not context.defer and (key in named or key in context.noted)):
+        if kind == "command" and key in items_by_key:
+            yield items_by_key[key], converge_item
+        elif kind == "start" or (
+            kind == "service" and not context.defer and (key in items_by_key or key in context.noted)
+        ):
             if is_active(name, context) or kind == "start":
-                yield named.get("service " + name) or {"key": "service " + name, "name": name}, restart
+                yield items_by_key.get("service " + name) or {"key": "service " + name, "name": name}, restart
             else:
                 clear_due(context, key)
 
@@ -172,11 +174,11 @@ def leftovers(context: ConvergeContext) -> Iterator[tuple[Item, Callable[[Item, 
 def restart(item: Item, context: ConvergeContext) -> Item:
     """Restart a service, regardless of the rest of the document."""
     context.key, name = item["key"], item["name"]
-    done = {"action": f"restart {name} ({due_reason(name, context)})"}
+    report = {"action": f"restart {name} ({due_reason(name, context)})"}
     if context.dry:
-        return {"status": "change", **done}
+        return {"status": "change", **report}
 
     def step() -> Item:
-        return {"status": "changed", "detail": restore_files_on_failure(start_again, item, context), **done}
+        return {"status": "changed", "detail": restore_files_on_failure(start_again, item, context), **report}
 
     return as_result(step, item)

@@ -63,9 +63,9 @@ def cpu_topology(usable: set[int], folder: str) -> dict[str, int]:
     """Sockets, cores and threads of the usable CPUs. An irregular set counts as one socket of single-threaded cores."""
     cores: dict[tuple[int, int], int] = {}
     for cpu in usable:
-        where = f"{folder}/cpu{cpu}/topology/"
+        directory = f"{folder}/cpu{cpu}/topology/"
         try:
-            place = int(read_text(where + "physical_package_id")), int(read_text(where + "core_id"))
+            place = int(read_text(directory + "physical_package_id")), int(read_text(directory + "core_id"))
         except ValueError:
             cores = {}
             break
@@ -137,14 +137,14 @@ def gpu_minors() -> dict[str, str]:
 
 
 def disks() -> list[Item]:
-    seen: dict[int, Item] = {}
+    disks_by_device: dict[int, Item] = {}
     foreign = remote_mounts()
     for mount in ("/", "/var", "/home", "/tmp"):
         # A share whose server is away would hold us up for as long as that lasts.
         if (mount == "/" or mount not in foreign) and os.path.isdir(mount):
             total, free = disk_space(mount)
-            seen.setdefault(os.stat(mount).st_dev, {"mount": mount, "total_mb": total, "free_mb": free})
-    return list(seen.values())
+            disks_by_device.setdefault(os.stat(mount).st_dev, {"mount": mount, "total_mb": total, "free_mb": free})
+    return list(disks_by_device.values())
 
 
 MODULE_OF = {"nfs4": "nfsv4"}

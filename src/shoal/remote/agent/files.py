@@ -82,14 +82,14 @@ def note_unit_change(path: str, context: ConvergeContext) -> None:
 
 def keep_foreign(path: str) -> str:
     """Keep a copy of a file that Shoal did not write, before it is replaced; the first copy stays."""
-    aside, status = path + ".before-shoal", file_status(path)
-    if not status or not stat.S_ISREG(status.st_mode) or os.path.exists(aside):
+    backup, status = path + ".before-shoal", file_status(path)
+    if not status or not stat.S_ISREG(status.st_mode) or os.path.exists(backup):
         return ""
     data = read_bytes(path)
     if WRITTEN_BY_SHOAL in data[:200]:
         return ""
-    write_atomic(aside, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
-    return f"what was there is kept as {aside}"
+    write_atomic(backup, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
+    return f"what was there is kept as {backup}"
 
 
 def is_secret(item: Item) -> bool:
@@ -101,7 +101,7 @@ def _content(item: Item) -> bytes | None:
     """The bytes wanted. None for a secret whose value did not travel, or is yet to be made."""
     if not item.get("secret"):
         text: str = item["content"]
-        return _filled(text.encode(), item)
+        return _fill_template(text.encode(), item)
     if "content_b64" not in item:
         return None
     from binascii import a2b_base64
@@ -109,7 +109,7 @@ def _content(item: Item) -> bytes | None:
     return a2b_base64(item["content_b64"])
 
 
-def _filled(content: bytes, item: Item) -> bytes | None:
+def _fill_template(content: bytes, item: Item) -> bytes | None:
     for word, path in item.get("fills") or ():
         if not file_status(path):
             return None
@@ -295,12 +295,12 @@ def make_device_rule(item: Item, context: ConvergeContext) -> str:
         write_atomic(rule_file(item), item["content"].encode(), 0o644, 0, 0)
     else:
         remove(rule_file(item))
-    running = which("udevadm") and os.path.exists("/run/udev/control")
-    if running:
+    udev_runs = which("udevadm") and os.path.exists("/run/udev/control")
+    if udev_runs:
         run_checked(["udevadm", "control", "--reload"], "could not reload the device rules")
         run_checked(["udevadm", "trigger"], "could not apply the device rules")
     clear_due(context, "udev")
-    return "" if running else "udev does not run here; the rule waits for a boot that has it"
+    return "" if udev_runs else "udev does not run here; the rule waits for a boot that has it"
 
 
 def rule_file(item: Item) -> str:

@@ -16,15 +16,15 @@ FIRST_MOUNT_TIMEOUT_S = 60.0
 
 
 def check_mount(item: Item, context: ConvergeContext) -> ItemChange | None:
-    where, mounted = item["where"], is_mounted(item["where"])
+    mount_point, mounted = item["where"], is_mounted(item["where"])
     path, text = mount_record(item)
     before = recorded(item, path)
     if not item["mounted"]:
-        return ItemChange(f"unmount {where}") if before or (mounted and not item.get("automount")) else None
+        return ItemChange(f"unmount {mount_point}") if before or (mounted and not item.get("automount")) else None
     if item.get("automount") and not before:
-        reject_hidden_files(where, mounted)
+        reject_hidden_files(mount_point, mounted)
     if before != text or not mounted or is_dead(item):
-        return ItemChange(f"mount {item['what']} on {where}")
+        return ItemChange(f"mount {item['what']} on {mount_point}")
     return None
 
 
@@ -47,61 +47,66 @@ def reject_hidden_files(where: str, mounted: bool) -> None:
 def make_mount(item: Item, context: ConvergeContext) -> str:
     if item.get("automount") and has_systemd():
         return make_automount(item)
-    where, (path, text) = item["where"], mount_record(item)
+    mount_point, (path, text) = item["where"], mount_record(item)
     unit = os.path.basename(path)
-    same = recorded(item, path) == text
-    if not item["mounted"] or not same:
-        if is_mounted(where):
+    unchanged = recorded(item, path) == text
+    if not item["mounted"] or not unchanged:
+        if is_mounted(mount_point):
             # A directory that is shown in a second place: who has files of it open keeps them.
             lazy = ["--lazy"] if item["fstype"] == "none" else []
-            run_checked(["umount", *lazy, "--", where], f"cannot unmount {where}; end what uses it (fuser -vm {where})")
+            run_checked(
+                ["umount", *lazy, "--", mount_point],
+                f"cannot unmount {mount_point}; end what uses it (fuser -vm {mount_point})",
+            )
         if has_systemd() and os.path.exists(path):
             run(["systemctl", "disable", "--", unit])
     if not has_systemd():
-        make_block({"path": path, "name": "mount " + where, "content": text if item["mounted"] else ""}, context)
-        if item["mounted"] and not is_mounted(where):
-            os.makedirs(where, 0o755, exist_ok=True)
-            argv = ["mount", "-t", item["fstype"], "-o", all_options(item), "--", item["what"], where]
-            run_checked(argv, "could not mount " + where)
+        make_block({"path": path, "name": "mount " + mount_point, "content": text if item["mounted"] else ""}, context)
+        if item["mounted"] and not is_mounted(mount_point):
+            os.makedirs(mount_point, 0o755, exist_ok=True)
+            argv = ["mount", "-t", item["fstype"], "-o", all_options(item), "--", item["what"], mount_point]
+            run_checked(argv, "could not mount " + mount_point)
         return ""
     if not item["mounted"]:
         remove(path)
-    elif not same:
+    elif not unchanged:
         write_atomic(path, text.encode(), 0o644, 0, 0)
     run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
     if item["mounted"]:
-        os.makedirs(where, 0o755, exist_ok=True)
+        os.makedirs(mount_point, 0o755, exist_ok=True)
         run_checked(["systemctl", "enable", "--", unit], "could not enable " + unit)
         status, text = run(["systemctl", "start", "--", unit], timeout=120.0)
         if status:
-            raise Failure(f"could not mount {item['what']} on {where}\n{unit_log(unit, text)}")
+            raise Failure(f"could not mount {item['what']} on {mount_point}\n{unit_log(unit, text)}")
     return ""
 
 
 def make_automount(item: Item) -> str:
     """A share. Who has files of it open keeps them when it goes or changes; who looks next sees the new one."""
-    where, (path, text) = item["where"], mount_record(item)
-    name = unit_name(where)
-    same = recorded(item, path) == text
+    mount_point, (path, text) = item["where"], mount_record(item)
+    name = unit_name(mount_point)
+    unchanged = recorded(item, path) == text
     watched = can_automount()
     unit = name + (".automount" if watched else ".mount")
-    if not item["mounted"] or not same:
+    if not item["mounted"] or not unchanged:
         run(["systemctl", "disable", *(["--now"] if watched else []), "--", unit], timeout=30.0)
-    if not item["mounted"] or not same or is_dead(item):
-        while is_mounted(where):
-            run_checked(["umount", "--lazy", "--no-canonicalize", "--", where], f"could not unmount {where}")
+    if not item["mounted"] or not unchanged or is_dead(item):
+        while is_mounted(mount_point):
+            run_checked(
+                ["umount", "--lazy", "--no-canonicalize", "--", mount_point], f"could not unmount {mount_point}"
+            )
     if not item["mounted"]:
         for kind in (".automount", ".mount"):
             remove(UNITS + name + kind)
         run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
         run(["systemctl", "reset-failed", "--", name + ".mount"])
         try:
-            os.rmdir(where)
+            os.rmdir(mount_point)
         except OSError:
             pass  # not ours, or not empty
         return ""
-    if not same:
-        os.makedirs(where, 0o755, exist_ok=True)
+    if not unchanged:
+        os.makedirs(mount_point, 0o755, exist_ok=True)
         mount, _, automount = text.partition(UNIT_SEPARATOR)
         write_atomic(UNITS + name + ".mount", mount.encode(), 0o644, 0, 0)
         if watched:
@@ -112,7 +117,7 @@ def make_automount(item: Item) -> str:
     run_checked(["systemctl", "enable", *(["--now"] if watched else []), "--", unit], "could not enable " + unit)
     status, text = run(["systemctl", "start", "--", name + ".mount"], timeout=FIRST_MOUNT_TIMEOUT_S)
     if status:
-        raise Failure(f"could not mount {item['what']} on {where}\n{unit_log(name + '.mount', text)}")
+        raise Failure(f"could not mount {item['what']} on {mount_point}\n{unit_log(name + '.mount', text)}")
     return ""
 
 
@@ -167,19 +172,19 @@ def recorded(item: Item, path: str) -> str:
         text = read_text(path)
         watch = read_text(path[: -len(".mount")] + ".automount") if item.get("automount") else ""
         return text + UNIT_SEPARATOR + watch if text and watch else text
-    _, begin, rest = read_text(path).partition(f"# BEGIN shoal mount {item['where']}\n")
-    return rest.partition("# END shoal mount")[0] if begin else ""
+    _, begin, block = read_text(path).partition(f"# BEGIN shoal mount {item['where']}\n")
+    return block.partition("# END shoal mount")[0] if begin else ""
 
 
 def unit_name(path: str) -> str:
     """A path as systemd names its units: `/srv/my-data` is `srv-my\\x2ddata`."""
     plain = path.strip("/")
-    named = "".join(
+    escaped = "".join(
         "-" if c == "/" else c if c.isascii() and (c.isalnum() or c in ":_.") and not (c == "." and i == 0)
         else "".join(f"\\x{byte:02x}" for byte in c.encode())
         for i, c in enumerate(plain)
     )  # fmt: skip
-    return named or "-"
+    return escaped or "-"
 
 
 def is_dead(item: Item) -> bool:

@@ -20,8 +20,8 @@ def addresses() -> list[Item]:
     largest = interface_mtus()
     for message in netlink_dump(0, 22, bytes(8)):  # RTM_GETADDR
         family, prefix, _, scope, index = struct.unpack_from("=BBBBI", message)
-        parts = netlink_fields(message[8:])
-        raw = parts.get(2, parts.get(1))  # the local end where there is one, else the address
+        attributes = netlink_fields(message[8:])
+        raw = attributes.get(2, attributes.get(1))  # the local end where there is one, else the address
         if raw and scope not in (253, 254) and family in (socket.AF_INET, socket.AF_INET6):  # not link, not host
             text = socket.inet_ntop(family, raw)
             name, mtu = socket.if_indextoname(index), largest.get(index, 1500)
@@ -50,10 +50,10 @@ def firewall() -> str:
     dropping = []
     families = {1: "inet", 2: "ip", 10: "ip6"}
     for message in netlink_dump(12, 0xA04, bytes(4)):  # nftables' GETCHAIN
-        parts = netlink_fields(message[4:])
-        hook = netlink_fields(parts.get(4, b"")).get(1)
-        if hook == b"\0\0\0\1" and parts.get(5) == bytes(4) and message[0] in families:  # input, and drop
-            names = [parts.get(number, b"").rstrip(b"\0").decode("utf-8", "replace") for number in (1, 3)]
+        attributes = netlink_fields(message[4:])
+        hook = netlink_fields(attributes.get(4, b"")).get(1)
+        if hook == b"\0\0\0\1" and attributes.get(5) == bytes(4) and message[0] in families:  # input, and drop
+            names = [attributes.get(number, b"").rstrip(b"\0").decode("utf-8", "replace") for number in (1, 3)]
             dropping.append(" ".join(["nft", families[message[0]], *names]))
     return min(dropping, key=lambda name: name.startswith("nft ip6"), default="")
 
@@ -132,14 +132,14 @@ def open_files(pid: str) -> set[str]:
 def reach(targets: list[list[object]], seconds: float) -> list[str]:
     """Connect to all `[address, port]` at once. `open` and `refused` mean an answer, `silent` none within
     `seconds`; anything else is the kernel's error."""
-    answers = [""] * len(targets)
+    outcomes = [""] * len(targets)
     waiting = {}
     poll = select.poll()
     for index, (address, port) in enumerate(targets):
         link = socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET, socket.SOCK_STREAM)
         link.setblocking(False)
-        answers[index] = _outcome(link.connect_ex((address, port)))
-        if answers[index]:
+        outcomes[index] = _outcome(link.connect_ex((address, port)))
+        if outcomes[index]:
             link.close()
             continue
         waiting[link.fileno()] = (index, link)
@@ -150,15 +150,15 @@ def reach(targets: list[list[object]], seconds: float) -> list[str]:
         ready = poll.poll(max(0.0, left) * 1000)
         for fd, _ in ready:
             index, link = waiting.pop(fd)
-            answers[index] = _outcome(link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            outcomes[index] = _outcome(link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
             poll.unregister(fd)
             link.close()
         if not ready and left <= 0:  # looked once more after the time was over: a busy host comes late to its answers
             break
     for index, link in waiting.values():
-        answers[index] = "silent"
+        outcomes[index] = "silent"
         link.close()
-    return answers
+    return outcomes
 
 
 def _outcome(error: int) -> str:

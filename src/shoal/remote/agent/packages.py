@@ -84,14 +84,14 @@ def package_facts(names: list[str], context: ConvergeContext) -> Item:
     if not names or package_manager() != "apt":
         return {}
     installed = installed_packages(names)
-    absent = [name for name in names if name not in installed]
-    if absent and not have_package_lists():
+    missing = [name for name in names if name not in installed]
+    if missing and not have_package_lists():
         context.report("apt: fetching package lists")
         try:
             update_lists([], context)
         except Failure as failure:
             context.report(str(failure))
-    policy = run(["apt-cache", "policy", *absent], timeout=120.0)[1] if absent else ""
+    policy = run(["apt-cache", "policy", *missing], timeout=120.0)[1] if missing else ""
     candidates = parse_apt_policy(policy)
     return {name: {"installed": installed.get(name), "candidate": candidates.get(name)} for name in names}
 

@@ -50,14 +50,14 @@ def run(
 
 
 def _await(pid: int, timeout: float, progress: int, watch: Callable[[str], None] | None) -> int:
-    deadline, pause, seen = time.monotonic() + timeout, 0.0005, 0
+    deadline, pause, offset = time.monotonic() + timeout, 0.0005, 0
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if watch:
-            data = os.pread(progress, 1 << 20, seen)
-            whole = data[: data.rfind(b"\n") + 1]
-            seen += len(whole)
-            for line in whole.decode("utf-8", "replace").splitlines():
+            data = os.pread(progress, 1 << 20, offset)
+            complete = data[: data.rfind(b"\n") + 1]
+            offset += len(complete)
+            for line in complete.decode("utf-8", "replace").splitlines():
                 watch(line)
         if ended:
             return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
@@ -125,12 +125,12 @@ def is_busy(leader: str) -> bool:
     """
     for look in range(3):  # a child that is forked while we look is seen the next time
         time.sleep(0.02 * look)
-        if _wants_cpu(leader):
+        if _needs_cpu(leader):
             return True
     return False
 
 
-def _wants_cpu(leader: str) -> bool:
+def _needs_cpu(leader: str) -> bool:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
@@ -179,8 +179,8 @@ def disk_space(path: str) -> tuple[int, int]:
 def most_relevant_line(text: str, items: list[dict[str, Any]]) -> str:
     """The line of a log that best names the cause: one with a word of `advice`, else the first fatal one."""
     lines = [line.strip() for line in text.splitlines() if "error" in line.lower() or "fatal" in line.lower()]
-    words = [word for item in items for word, _ in item.get("advice", ())]
-    for signs in (words, ["fatal"], [""]):
+    patterns = [word for item in items for word, _ in item.get("advice", ())]
+    for signs in (patterns, ["fatal"], [""]):
         for line in lines:
             if any(sign.lower() in line.lower() for sign in signs):
                 return line

@@ -89,8 +89,8 @@ def restore_files_on_failure(step: Callable[[Item, ConvergeContext], str], item:
         context.replaced = [entry for entry in context.replaced if entry not in new]
         try:
             start_again(item, context)
-        except Failure as again:
-            raise Failure(f"{failure}\nNor does it start with the old {paths}: {again}", fix) from None
+        except Failure as second_failure:
+            raise Failure(f"{failure}\nNor does it start with the old {paths}: {second_failure}", fix) from None
         for key in {key for file_item in items for key in file_item["reloads"]}:
             clear_due(context, key)
         raise Failure(
@@ -176,7 +176,7 @@ SAYS_WHEN_READY = ("notify", "notify-reload", "forking", "oneshot", "dbus")
 
 def wait_until_stable(name: str) -> None:
     """Raises when a service is down again. One that cannot say that it is ready is watched until it listens."""
-    begun, settled = time.monotonic(), False
+    start, settled = time.monotonic(), False
     while True:
         unit = show_units([name])[name]
         finished = unit.get("Type") == "oneshot" and unit.get("Result") == "success"
@@ -188,7 +188,7 @@ def wait_until_stable(name: str) -> None:
         if settled or unit.get("Type") in SAYS_WHEN_READY or listens(pid):
             return
         time.sleep(0.03)
-        settled = has_settled(pid, time.monotonic() - begun)
+        settled = has_settled(pid, time.monotonic() - start)
 
 
 def unit_log(name: str, output: str = "") -> str:
@@ -220,9 +220,9 @@ def check_supervised(item: Item, context: ConvergeContext) -> ItemChange | None:
         return ItemChange(f"stop {name}") if supervisor else None
     if not supervisor:
         return ItemChange(f"start {name} under a supervisor")
-    due = "service " + name in context.due and not context.defer
+    restart_due = "service " + name in context.due and not context.defer
     other = item["command"] and supervisor["command"] != item["command"]
-    return ItemChange(f"restart {name}") if due or other else None
+    return ItemChange(f"restart {name}") if restart_due or other else None
 
 
 def make_supervised(item: Item, context: ConvergeContext) -> str:
@@ -255,10 +255,10 @@ def make_supervised(item: Item, context: ConvergeContext) -> str:
 
 def stays_running(name: str) -> bool:
     """Whether a supervisor that was just started keeps its daemon up, seen for a moment, longer on a busy host."""
-    begun, first = time.monotonic(), 0
+    start, first = time.monotonic(), 0
     while True:
         time.sleep(0.03)
-        supervisor, seconds = find_supervisor(name), time.monotonic() - begun
+        supervisor, seconds = find_supervisor(name), time.monotonic() - start
         if not supervisor:  # it writes its record once the daemon has begun
             if seconds > 10:
                 return False

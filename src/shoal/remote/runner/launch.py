@@ -33,10 +33,12 @@ def spawn(count: int, command: list[str]) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     for local in range(count):
-        own = dict(os.environ, RANK=str(node * count + local), LOCAL_RANK=str(local), WORLD_SIZE=str(nodes * count))
-        own.update(LOCAL_WORLD_SIZE=str(count), GROUP_RANK=str(node), NODE_RANK=str(node), SHOAL_SPAWN="1")
+        variables = dict(
+            os.environ, RANK=str(node * count + local), LOCAL_RANK=str(local), WORLD_SIZE=str(nodes * count)
+        )
+        variables.update(LOCAL_WORLD_SIZE=str(count), GROUP_RANK=str(node), NODE_RANK=str(node), SHOAL_SPAWN="1")
         line = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank", "--rank-from", "RANK", "--"]
-        children.append(subprocess.Popen(line + command, env=own))
+        children.append(subprocess.Popen(line + command, env=variables))
     worst = 0
     running = list(children)
     while running:
@@ -69,8 +71,8 @@ def agent(command: list[str]) -> int:
         signal.signal(number, pass_on)
     child = subprocess.Popen(command, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
     if not first:
-        joined = (lambda: bool(registered(directory)),)
-        threading.Thread(target=watch_rendezvous, args=joined, daemon=True).start()
+        watch_arguments = (lambda: bool(registered(directory)),)
+        threading.Thread(target=watch_rendezvous, args=watch_arguments, daemon=True).start()
     status = child.wait()
     return status if status >= 0 else 128 - status
 

@@ -31,14 +31,14 @@ def register(directory: str) -> Iterator[None]:
     """Let this node's agent know the rank while it runs."""
     place = os.path.join(directory, "pids.%s" % os.uname().nodename)
     os.makedirs(place, exist_ok=True)
-    mine = os.path.join(place, str(os.getpid()))
-    with open(mine, "w"):
+    registration = os.path.join(place, str(os.getpid()))
+    with open(registration, "w"):
         pass
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(mine)
+            os.unlink(registration)
 
 
 def registered(directory: str) -> list[int]:
@@ -93,13 +93,13 @@ def own_directory(directory: str, submission: str) -> None:
             if file.read() == submission:
                 return
         if os.path.isdir(directory):
-            _put_aside(directory, "%s.before-%s" % (directory, submission))
+            _set_aside(directory, "%s.before-%s" % (directory, submission))
         os.makedirs(directory)
         with open(mark, "w") as file:
             file.write(submission)
 
 
-def _put_aside(directory: str, place: str) -> None:
+def _set_aside(directory: str, place: str) -> None:
     try:
         os.rename(directory, place)
     except PermissionError as error:
@@ -123,9 +123,9 @@ def working_tree(directory: str) -> str:
                 os.mkdir(fresh)
                 # Python's own tarfile takes longer to import than this takes, and everybody waits for it.
                 line = ["tar", "-x", "-p", "--no-same-owner", "-f", os.environ["SHOAL_CODE"], "-C", fresh]
-                done = subprocess.run(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
-                if done.returncode != 0:
-                    message = done.stderr.decode(errors="replace").partition("\n")[0]
+                result = subprocess.run(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+                if result.returncode != 0:
+                    message = result.stderr.decode(errors="replace").partition("\n")[0]
                     raise OSError(0, message, os.environ["SHOAL_CODE"])
                 with contextlib.suppress(OSError):  # on shared storage another node may have been first
                     os.rename(fresh, tree)

@@ -54,8 +54,8 @@ class Rank:
             self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             # Without a log; the batch script's output has it, and `shoal logs` reads that too.
-            where = os.fsdecode(error.filename or self.directory)
-            sys.stderr.write("shoal: error: cannot use %s: %s\n" % (where, error.strerror))
+            path = os.fsdecode(error.filename or self.directory)
+            sys.stderr.write("shoal: error: cannot use %s: %s\n" % (path, error.strerror))
             return 127
         torch_variables(self.rank)
         wake_r, wake_w = os.pipe()
@@ -73,8 +73,8 @@ class Rank:
                 command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_ignore_warnings
             )
         except OSError as error:
-            self._say("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
-            self._ended(start, 127, False)
+            self._print("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
+            self._record_end(start, 127, False)
             return 127
         os.close(out_w)
         for early in self.signals:  # those that came before there was a child
@@ -87,7 +87,7 @@ class Rank:
         if self.partial:
             self._line(time.time(), self.partial)
         self._tell_traces(status)
-        self._ended(start, status, status == -signal.SIGKILL and out_of_memory_kills() > before)
+        self._record_end(start, status, status == -signal.SIGKILL and out_of_memory_kills() > before)
         if status == int(os.environ.get("SHOAL_EXIT_REQUEUE", "-1")):
             # Slurm and torchrun take any other status than 0 for a failure and would end the other ranks at once.
             with open(os.path.join(self.directory, "requeue.%d" % self.restart), "w") as note:
@@ -138,7 +138,7 @@ class Rank:
             with contextlib.suppress(OSError):
                 os.write(1, text + b"\n")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._line(time.time(), ("shoal: " + text).encode())
 
     def _tell_traces(self, status: int) -> None:
@@ -152,9 +152,9 @@ class Rank:
         with contextlib.suppress(OSError):
             left = [name for name in sorted(os.listdir(place)) if name.startswith(start + ".")] if kind else []
             for name in left:
-                self._say("--profile %s: %s:%s/%s" % (kind, self.node, place, name))
+                self._print("--profile %s: %s:%s/%s" % (kind, self.node, place, name))
             if kind and not left and status == 0:
-                self._say("--profile %s left nothing" % kind)
+                self._print("--profile %s left nothing" % kind)
 
     def _pass_on(self, number: int, frame: object) -> None:
         self.signals.append(number)
@@ -177,7 +177,7 @@ class Rank:
         with contextlib.suppress(OSError):
             os.kill(script, number)
 
-    def _ended(self, start: float, status: int, out_of_memory: bool) -> None:
+    def _record_end(self, start: float, status: int, out_of_memory: bool) -> None:
         record = {
             "rank": self.rank,
             "node": self.node,
@@ -213,8 +213,8 @@ def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
         output = os.path.join(place, "rank-%q{RANK}." + restart)  # nsys puts the variable in
         # What the GPUs do. Samples of the CPUs would make gigabytes of the imports alone.
         options = ["--trace=cuda,nvtx,cudnn,cublas", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
-        known = ["sh", "-c", 'echo $$ > "$0.new" && mv "$0.new" "$0" && exec "$@"', pid]
-        return ["nsys", "profile", *options, "--output=" + output, *known, *command]
+        pid_writer = ["sh", "-c", 'echo $$ > "$0.new" && mv "$0.new" "$0" && exec "$@"', pid]
+        return ["nsys", "profile", *options, "--output=" + output, *pid_writer, *command]
     python, script = command[0], command[1:]
     if kind == "line":
         # Every function of the script, not only those that are marked for it.
