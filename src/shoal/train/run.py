@@ -197,12 +197,18 @@ def _request_requeue(environ: Mapping[str, str]) -> RequeueOutcome:
             log.warning("job %s was cancelled and is not requeued", job)
             return "cancelled"
         # Slurm ends the processes of a requeued job at once, scontrol included: it ignores SIGTERM.
-        requeue = subprocess.run(["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job], **options)
+        requeue_result = subprocess.run(
+            ["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job], **options
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         log.error("cannot requeue job %s: %s", job, error)
         return "failed"
-    if requeue.returncode != 0:
-        log.error("cannot requeue job %s: %s", job, requeue.stderr.strip() or f"exit status {requeue.returncode}")
+    if requeue_result.returncode != 0:
+        log.error(
+            "cannot requeue job %s: %s",
+            job,
+            requeue_result.stderr.strip() or f"exit status {requeue_result.returncode}",
+        )
         return "failed"
     log.warning("job %s requeued", job)
     return "requeued"
