@@ -1,4 +1,4 @@
-"""A real cluster for tests: `shoal` as a person runs it, on sandbox hosts, with faults on demand."""
+"""A real cluster for tests: `shoal` commands on sandbox hosts, with faults on demand."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
         done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
-        said = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-        assert status is None or done.returncode == status, said
+        report = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert status is None or done.returncode == status, report
         return done
 
     def json(self, *arguments: str, status: int | None = 0, timeout: float = LIMIT) -> Any:
         at = 2 if arguments[0] in ("node", "env", "bench", "keys") else 1
-        words = (*arguments[:at], "--json", *arguments[at:])
-        return json.loads(self.shoal(*words, status=status, timeout=timeout).stdout)
+        with_json = (*arguments[:at], "--json", *arguments[at:])
+        return json.loads(self.shoal(*with_json, status=status, timeout=timeout).stdout)
 
     def line(self, *arguments: str) -> list[str]:
         # Options come after the verb and before `--`, where the command of `exec` and `ssh` begins.
-        words = list(arguments)
-        at = 2 if words[0] in ("node", "env", "bench", "keys") else 1
-        return [sys.executable, "-m", "shoal", *words[:at], "--file", str(self.file), *words[at:]]
+        line = list(arguments)
+        at = 2 if line[0] in ("node", "env", "bench", "keys") else 1
+        return [sys.executable, "-m", "shoal", *line[:at], "--file", str(self.file), *line[at:]]
 
     def background(
         self, *arguments: str, stderr: int = subprocess.STDOUT, cwd: Path | None = None

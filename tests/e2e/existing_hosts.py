@@ -1,4 +1,4 @@
-"""Hosts that are there already, for tests: made by the sandbox, then named by address like any server."""
+"""Existing hosts for tests: the sandbox makes them, and the spec names them by address like any server."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Ite
     with noted(made_as):
         clean()
         try:
-            wanted = [Request(name, _on_image(shape)) for name, shape in shapes.items()]
-            made = asyncio.run(provider.create(made_as, wanted, _quiet))
+            requests = [Request(name, _on_image(shape)) for name, shape in shapes.items()]
+            made = asyncio.run(provider.create(made_as, requests, _quiet))
             yield Lent({instance.name: instance for instance in made})
         finally:
             clean()

@@ -1,6 +1,6 @@
-"""Sandbox clusters of test runs that were killed: each is noted while it may have hosts, and a later run removes them.
+"""Remove sandbox clusters that killed test runs left: each cluster is recorded while it may have hosts.
 
-`python -m tests.e2e.leftovers` takes away what runs that are over have left. scripts/test does so first and last.
+`python -m tests.e2e.leftovers` removes the clusters of runs that have ended. scripts/test runs it first and last.
 """
 
 from __future__ import annotations

@@ -70,12 +70,12 @@ def simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     try:
         assert process.stdout is not None
-        said = ""
-        while not said.rstrip().endswith("}"):
+        output = ""
+        while not output.rstrip().endswith("}"):
             part = process.stdout.readline()
-            assert part, f"shoal simulate ended: {said}"
-            said += part
-        yield str(json.loads(said)["url"])
+            assert part, f"shoal simulate ended: {output}"
+            output += part
+        yield str(json.loads(output)["url"])
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=120)
@@ -84,14 +84,14 @@ def simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
 def bill(url: str) -> dict[str, Any]:
     """The cloud's own bill."""
     with urllib.request.urlopen(f"{url}/_simulator/bill", timeout=30) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found
+        record: dict[str, Any] = json.loads(answer.read())
+    return record
 
 
 def ended(url: str) -> bool:
     """Whether the cloud has rented machines out, and has all of them back."""
     machines = bill(url)["machines"]
-    return bool(machines) and all(one["ended"] for one in machines)
+    return bool(machines) and all(machine["ended"] for machine in machines)
 
 
 def preempt(url: str, machine: str) -> None:
@@ -102,8 +102,8 @@ def preempt(url: str, machine: str) -> None:
 
 def spent(cluster: Cluster, nodesets: Sequence[str]) -> float:
     """What these nodesets have cost, as the ledger has it, in dollars."""
-    found = cluster.json("cost")["nodesets"]
-    return sum(float(found.get(name, 0)) for name in nodesets)
+    costs = cluster.json("cost")["nodesets"]
+    return sum(float(costs.get(name, 0)) for name in nodesets)
 
 
 def apart(cluster: Cluster, url: str, *nodesets: str, slack: float = LATE_S) -> str:
@@ -141,8 +141,8 @@ def state(cluster: Cluster, job: str) -> str:
 
 def shown(cluster: Cluster, job: str) -> dict[str, str]:
     """What `scontrol show job` says."""
-    words = cluster.on("controller", "scontrol", "-o", "show", "job", job).split()
-    return {key: value for key, _, value in (word.partition("=") for word in words)}
+    fields = cluster.on("controller", "scontrol", "-o", "show", "job", job).split()
+    return {key: value for key, _, value in (word.partition("=") for word in fields)}
 
 
 def asleep(cluster: Cluster) -> bool:

@@ -137,7 +137,7 @@ class Tailnet:
 
     def revoke_key(self, key: str) -> None:
         # The server stores and lists only the beginning of a key.
-        listed = [one for one in self._call("preauthkeys", "list") if key.startswith(one["key"].rstrip("*"))]
+        listed = [entry for entry in self._call("preauthkeys", "list") if key.startswith(entry["key"].rstrip("*"))]
         assert len(listed) == 1, listed
         self._call("preauthkeys", "expire", "--id", str(listed[0]["id"]))
 
@@ -169,11 +169,11 @@ class Tailnet:
     def _id(self, hostname: str) -> str:
         return str(self.nodes()[hostname]["id"])
 
-    def _call(self, *words: str, status: int | None = 0) -> Any:
-        line = ["headscale", "-c", str(self._config), "-o", "json", *words]
+    def _call(self, *arguments: str, status: int | None = 0) -> Any:
+        line = ["headscale", "-c", str(self._config), "-o", "json", *arguments]
         done = subprocess.run(line, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
-            assert status is None, f"{words}: {done.stdout}{done.stderr}"
+            assert status is None, f"{arguments}: {done.stdout}{done.stderr}"
             return None
         return json.loads(done.stdout) or []
 

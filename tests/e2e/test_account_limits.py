@@ -1,4 +1,4 @@
-"""Every limit that the file can say, set and taken away again, on each release of Slurm: sacctmgr's words differ."""
+"""Set and remove every account limit of the spec, on each release of Slurm: sacctmgr's syntax differs."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_limits_are_set_once_and_removed_with_the_spec_entry(tmp_path: Path, ima
         cluster.file.write_text(text.split("accounting:")[0] + LATER)
         assert cluster.json("up")["changed"] == ["controller"]
         assert cluster.json("up")["unchanged"]
-        found = cluster.on("controller", *ASSOCIATIONS.split()).split()
-        assert found[2:] == ["lab||1||||||", "lab|ann|1||||||", "sub||1||||||", "sub|cat|1||||||"]
+        associations = cluster.on("controller", *ASSOCIATIONS.split()).split()
+        assert associations[2:] == ["lab||1||||||", "lab|ann|1||||||", "sub||1||||||", "sub|cat|1||||||"]
         assert cluster.on("controller", *QOS.split()).split() == ["normal|0|||||", "fast|0|||||"]

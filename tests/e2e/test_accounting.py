@@ -1,4 +1,4 @@
-"""Accounting and keys on real hosts: records that survive the loss of the database, limits, backups, new keys live."""
+"""Accounting and keys on real hosts: records after a lost database, limits, backups, key rotation."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def sbatch(cluster: Cluster, script: str, *options: str) -> str:
-    words = ("sbatch", "--parsable", "--mem=20M", "--output=/dev/null", *options, "--wrap", script)
-    return cluster.on(CONTROLLER, *words).strip()
+    arguments = ("sbatch", "--parsable", "--mem=20M", "--output=/dev/null", *options, "--wrap", script)
+    return cluster.on(CONTROLLER, *arguments).strip()
 
 
 def recorded(cluster: Cluster) -> dict[str, str]:
@@ -51,15 +51,15 @@ def recorded(cluster: Cluster) -> dict[str, str]:
 
 def wait_for_records(cluster: Cluster, jobs: list[str], state: str = "COMPLETED") -> None:
     def there() -> bool:
-        found = recorded(cluster)
-        return all(found.get(job) == state for job in jobs)
+        states = recorded(cluster)
+        return all(states.get(job) == state for job in jobs)
 
     cluster.wait(f"records of {', '.join(jobs)}", there, seconds=240)
 
 
 def associations(cluster: Cluster) -> set[str]:
-    words = ("sacctmgr", "-n", "-P", "show", "assoc", "wopl", "format=account,user,grptres,maxtres")
-    return set(cluster.on(CONTROLLER, *words).split())
+    arguments = ("sacctmgr", "-n", "-P", "show", "assoc", "wopl", "format=account,user,grptres,maxtres")
+    return set(cluster.on(CONTROLLER, *arguments).split())
 
 
 def digests(cluster: Cluster) -> set[str]:
@@ -101,8 +101,8 @@ def test_accounts_follow_the_spec_after_a_backup(cluster: Cluster) -> None:
 
 def test_user_without_an_account_cannot_submit(cluster: Cluster) -> None:
     cluster.on(CONTROLLER, "useradd", "--create-home", "eve")
-    told = cluster.ssh(CONTROLLER, "su eve -c 'cd /tmp && sbatch --wrap true'")
-    assert told.returncode != 0 and "Invalid account" in told.stderr
+    report = cluster.ssh(CONTROLLER, "su eve -c 'cd /tmp && sbatch --wrap true'")
+    assert report.returncode != 0 and "Invalid account" in report.stderr
 
 
 # ---- use
@@ -117,8 +117,8 @@ def test_usage_reports_gpu_hours_and_cost(cluster: Cluster) -> None:
     assert row["cost"] == pytest.approx(row["gpu_hours"] * 3600)
     assert row["cost"] >= 2 * 2
     for by, name in (("account", "root"), ("nodeset", "gpu")):
-        told = cluster.json("usage", "--by", by, "--since", "1d")
-        assert [one["gpu_hours"] >= row["gpu_hours"] for one in told["rows"] if one["name"] == name] == [True]
+        report = cluster.json("usage", "--by", by, "--since", "1d")
+        assert [entry["gpu_hours"] >= row["gpu_hours"] for entry in report["rows"] if entry["name"] == name] == [True]
     assert cluster.json("usage", "--until", "1w", "--since", "2w")["rows"] == []
 
 
@@ -130,10 +130,10 @@ def test_jobs_all_lists_ended_jobs_while_slurmdbd_is_stopped(cluster: Cluster) -
     # It may end of that if it was about to start; it tries again then, and goes by what it has saved.
     cluster.wait("slurmctld answers", lambda: cluster.ssh(CONTROLLER, "scontrol ping").returncode == 0)
     try:
-        told = {one["record"]["id"]: one["record"] for one in cluster.json("jobs", "--all")["jobs"]}
+        records = {entry["record"]["id"]: entry["record"] for entry in cluster.json("jobs", "--all")["jobs"]}
     finally:
         cluster.on(CONTROLLER, "systemctl", "start", "slurmdbd")
-    assert (told[job]["state"], told[job]["exit_code"]) == ("FAILED", 3)
+    assert (records[job]["state"], records[job]["exit_code"]) == ("FAILED", 3)
 
 
 # ---- the database is lost and found
@@ -189,9 +189,9 @@ def test_munge_key_rotation_does_not_disturb_a_running_job(cluster: Cluster) -> 
     job = sbatch(cluster, "while [ ! -e /tmp/release ]; do sleep 0.2; done")
     cluster.wait("it runs", lambda: cluster.on(CONTROLLER, "squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING")
     before = digests(cluster)
-    [told] = cluster.json("keys", "rotate", "munge")["rotated"]
-    assert (told["hosts"], told["finished"]) == ([CONTROLLER, NODE], False)
-    assert told["asked"] > 0 and set(told["failed_by_host"]) == {CONTROLLER, NODE}
+    [report] = cluster.json("keys", "rotate", "munge")["rotated"]
+    assert (report["hosts"], report["finished"]) == ([CONTROLLER, NODE], False)
+    assert report["asked"] > 0 and set(report["failed_by_host"]) == {CONTROLLER, NODE}
     assert len(digests(cluster)) == 1 and digests(cluster) != before
     cluster.on(NODE, "touch", "/tmp/release")
     wait_for_records(cluster, [job])
@@ -273,8 +273,8 @@ def test_removed_accounting_stops_the_database_and_keeps_its_records(cluster: Cl
         assert cluster.json("up")["unchanged"]
         job = sbatch(cluster, "true")
         cluster.wait("it ends", lambda: not cluster.on(CONTROLLER, "squeue", "-h").strip())
-        told = {one["record"]["id"] for one in cluster.json("jobs", "--all")["jobs"]}
-        assert {job, *before} <= told
+        job_ids = {entry["record"]["id"] for entry in cluster.json("jobs", "--all")["jobs"]}
+        assert {job, *before} <= job_ids
         assert "has no accounting" in cluster.shoal("usage", status=2).stderr
     finally:
         cluster.file.write_text(cluster.file.read_text() + ACCOUNTS)

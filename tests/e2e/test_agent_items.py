@@ -1,4 +1,4 @@
-"""Every kind of item, applied by the real agent over SSH on a real host: done, seen, done once, and undone."""
+"""Every kind of item, applied by the real agent over SSH on a real host: applied, checked, applied again, removed."""
 
 from __future__ import annotations
 
@@ -214,10 +214,10 @@ async def test_next_run_finishes_a_killed_package_install(lent: Lent, known: Pat
 UNIT = "/etc/systemd/system/ticker.service"
 
 
-def ticker(word: str, **wanted: bool) -> Document:
+def ticker(word: str, **options: bool) -> Document:
     """A daemon of our own whose unit file we write. `exec`: it counts as started once it is what it is to be."""
     text = f"[Service]\nType=exec\nExecStart=/usr/bin/sleep 9999{word}\n[Install]\nWantedBy=multi-user.target\n"
-    return File(UNIT, text, restarts=("ticker",)), Service("ticker", **wanted)
+    return File(UNIT, text, restarts=("ticker",)), Service("ticker", **options)
 
 
 async def test_service_is_restarted_when_its_unit_file_changes(lent: Lent, known: Path) -> None:

@@ -1,4 +1,4 @@
-"""`auth: slurm` on Debian 13: a running cluster moves to it, its keys are rotated, and jobs do not notice."""
+"""`auth: slurm` on Debian 13: a running cluster switches to it and rotates its keys while jobs run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def state_of(cluster: Cluster, job: str) -> str:
 def start(cluster: Cluster, name: str) -> str:
     """A job on both nodes that waits for a word."""
     wait = f"while [ ! -e /tmp/{name} ]; do sleep 0.2; done"
-    words = ("sbatch", "--parsable", "-N2", "--mem=20M", "--output=/dev/null", "--wrap", wait)
-    job = cluster.on(CONTROLLER, *words).strip()
+    arguments = ("sbatch", "--parsable", "-N2", "--mem=20M", "--output=/dev/null", "--wrap", wait)
+    job = cluster.on(CONTROLLER, *arguments).strip()
     cluster.wait("it runs", lambda: state_of(cluster, job) == "RUNNING")
     return job
 
@@ -70,9 +70,9 @@ def test_running_cluster_changes_to_auth_slurm_without_losing_a_job(cluster: Clu
 
 def test_slurm_key_rotates_while_a_job_runs(cluster: Cluster) -> None:
     job, [before] = start(cluster, "second"), digests(cluster)
-    [told] = cluster.json("keys", "rotate", "slurm")["rotated"]
-    print(f"auth/slurm rotated: Slurm failed for {told['failed_seconds']} s of {told['asked']} questions")
-    assert set(told["hosts"]) == {CONTROLLER, LOGIN, *NODES}
+    [report] = cluster.json("keys", "rotate", "slurm")["rotated"]
+    print(f"auth/slurm rotated: Slurm failed for {report['failed_seconds']} s of {report['asked']} questions")
+    assert set(report["hosts"]) == {CONTROLLER, LOGIN, *NODES}
     assert len(digests(cluster)) == 1 and before not in digests(cluster)
     everybody_is_heard(cluster)
     release(cluster, "second", job)
@@ -87,8 +87,8 @@ def test_killed_rotation_keeps_the_cluster_working_and_is_finished_by_the_next(c
     everybody_is_heard(cluster)
     cluster.json("up")
     everybody_is_heard(cluster)
-    [told] = cluster.json("keys", "rotate", "slurm")["rotated"]
-    assert told["finished"]
+    [report] = cluster.json("keys", "rotate", "slurm")["rotated"]
+    assert report["finished"]
     assert len(digests(cluster)) == 1 and before not in digests(cluster)
     release(cluster, "third", job)
 

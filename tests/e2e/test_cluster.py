@@ -213,9 +213,9 @@ def test_unreachable_host_does_not_stop_the_others(cluster: Cluster) -> None:
     read_until(process, "compare")
     cluster.fault("cut", "fish2")
     try:
-        said, _ = process.communicate(timeout=LIMIT)
-        assert process.returncode == 3, said
-        assert "fish2: " in said and "fix:" in said, said
+        output, _ = process.communicate(timeout=LIMIT)
+        assert process.returncode == 3, output
+        assert "fish2: " in output and "fix:" in output, output
         assert "--conf-server" in cluster.on("fish1", "cat", "/etc/default/slurmd")
         assert "fish2" in cluster.states(), "a host that does not answer keeps its place in Slurm"
     finally:

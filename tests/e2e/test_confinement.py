@@ -1,4 +1,4 @@
-"""What the kernel holds of a job where hosts let Slurm use cgroups: its GPUs, its memory, every process it started."""
+"""Confinement with cgroups: a job has only its GPUs and its memory, and all its processes end with it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_jobs_are_tracked_and_confined_by_cgroups(cluster: Cluster) -> None:
 def test_job_opens_only_its_own_gpus(cluster: Cluster) -> None:
     say = "echo own $CUDA_VISIBLE_DEVICES; " + OPEN_BOTH
     for node in ("fish1", "fish2"):
-        said = cluster.on("controller", "srun", "-w", node, "--gpus=1", "bash", "-c", f"exec 2>&1; {say}")
-        assert "open 0" in said and "open 1" not in said, said
-        assert "/dev/nvidia1: Operation not permitted" in said
+        output = cluster.on("controller", "srun", "-w", node, "--gpus=1", "bash", "-c", f"exec 2>&1; {say}")
+        assert "open 0" in output and "open 1" not in output, output
+        assert "/dev/nvidia1: Operation not permitted" in output
         both = cluster.on("controller", "srun", "-w", node, "--gpus=2", "bash", "-c", f"exec 2>&1; {say}")
         assert "open 0" in both and "open 1" in both, both
         none = cluster.on("controller", "srun", "-w", node, "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
@@ -73,7 +73,7 @@ def test_two_jobs_on_a_node_hold_different_gpus(cluster: Cluster) -> None:
         first = cluster.on("fish1", "cat", "/tmp/first.out")
     finally:
         cluster.on("fish1", "touch", "/tmp/release")
-    opened = [[line for line in said.splitlines() if line.startswith("open")] for said in (first, second)]
+    opened = [[line for line in output.splitlines() if line.startswith("open")] for output in (first, second)]
     assert sorted(opened) == [["open 0"], ["open 1"]], (first, second)
     ended = ["scontrol", "show", "job", job]
     cluster.wait("it ends", lambda: "JobState=COMPLETED" in cluster.on("controller", *ended))
@@ -99,14 +99,14 @@ def test_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) ->
     assert "TaskPlugin" not in settings(cluster, "slurm.conf")
     assert settings(cluster, "cgroup.conf")["ConstrainDevices"] == "no"
     assert sorted(cluster.on("controller", "srun", "-N3", "hostname").split()) == ["fish1", "fish2", "plain1"]
-    said = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
-    assert "open 0" in said and "open 1" in said, said
+    output = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
+    assert "open 0" in output and "open 1" in output, output
 
     cluster.file.write_text(before)
     assert cluster.json("up")["removed"] == ["plain1"]
     assert settings(cluster, "slurm.conf")["ProctrackType"] == "proctrack/cgroup"
-    said = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
-    assert "open 0" in said and "open 1" not in said, said
+    output = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
+    assert "open 0" in output and "open 1" not in output, output
 
 
 def test_job_memory_is_limited_to_its_request(cluster: Cluster) -> None:
@@ -120,8 +120,8 @@ def test_job_memory_is_limited_to_its_request(cluster: Cluster) -> None:
 def test_rank_killed_for_its_memory_is_named(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "eats.py").write_text(EATS)
     monkeypatch.chdir(tmp_path)
-    words = ("--wait", "-N2", "--ntasks-per-node", "1", "--gpus-per-node", "0", "--mem", "100M")
-    result = cluster.json("run", *words, "eats.py", status=1)
+    arguments = ("--wait", "-N2", "--ntasks-per-node", "1", "--gpus-per-node", "0", "--mem", "100M")
+    result = cluster.json("run", *arguments, "eats.py", status=1)
     reason = result["reason"]
     assert (reason["kind"], reason["rank"], reason["node"]) == ("out of memory", 1, "fish2"), result
     assert reason["text"] == "rank 1 on fish2 was killed: the memory was used up"

@@ -1,4 +1,4 @@
-"""Training with torch in a rented container that dies: the job goes on in another one from a checkpoint that came back.
+"""Training with torch in a rented container that dies: the job continues in another from a copied checkpoint.
 
 torch is on a share, of which containers have a copy. The script is that of the matrix.
 """
@@ -72,16 +72,16 @@ class Trained:
         shutil.copy(ROOT / "tests/matrix/train.py", tree)
 
     def story(self, launcher: str) -> Story:
-        gone = [one["id"] for one in bill(self.url)["machines"] if one["ended"]]
+        gone = [entry["id"] for entry in bill(self.url)["machines"] if entry["ended"]]
         job = self._queue(launcher)
         self.cluster.wait("it is at work", lambda: self._step(job) >= AT_WORK)
-        [machine] = [one["id"] for one in bill(self.url)["machines"] if not one["ended"]]
+        [machine] = [entry["id"] for entry in bill(self.url)["machines"] if not entry["ended"]]
         asyncio.run(SandboxFaults(self.cluster.provider.cache).kill(NAME, f"runpod-{machine}"))
         self.cluster.wait("it is queued again", lambda: int(shown(self.cluster, job)["Restarts"]) > 0)
         self.cluster.wait("it starts again", lambda: self._turns(job) > 1 or self._hurry(job))
         self.cluster.wait("it ends", lambda: shown(self.cluster, job)["JobState"] not in UNFINISHED)
         printed = self.cluster.shoal("logs", job).stdout.splitlines()[-20:]
-        used = [one for one in bill(self.url)["machines"] if one["id"] not in gone]
+        used = [entry for entry in bill(self.url)["machines"] if entry["id"] not in gone]
         return Story(self._told(job), shown(self.cluster, job), printed, used)
 
     def _hurry(self, job: str) -> bool:
@@ -124,4 +124,4 @@ def test_repeated_steps_have_bitwise_equal_losses(story: Story) -> None:
     for line in story.told:
         if "step" in line:
             losses.setdefault(line["step"], set()).add(line["loss"])
-    assert {step: len(found) for step, found in losses.items()} == dict.fromkeys(range(STEPS), 1)
+    assert {step: len(values) for step, values in losses.items()} == dict.fromkeys(range(STEPS), 1)

@@ -1,4 +1,4 @@
-"""Accounting on a host that is not the controller: what it keeps, and what becomes of it when that host has trouble."""
+"""Accounting on a host that is not the controller: its records, and what happens when that host fails."""
 
 from __future__ import annotations
 

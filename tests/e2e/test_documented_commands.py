@@ -1,4 +1,4 @@
-"""The commands of the README and of CONTRIBUTING, run as they stand there."""
+"""Run the commands of the README and of CONTRIBUTING as written."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def test_readme_commands_build_a_cluster(home: dict[str, str], tmp_path: Path) -
     place = tmp_path / "first"
     place.mkdir()
     for line in first:
-        said = run(line, place, home)
-    assert "reef: changed desktop,gpu[01-02]" in said
+        output = run(line, place, home)
+    assert "reef: changed desktop,gpu[01-02]" in output
 
     (place / "shoal.yaml").write_text(small(examples(README)[0]))
-    said = {line: run(line, place, home) for line in use}
-    assert "no errors" in said["shoal check"]
-    assert "desktop" in said["shoal plan"]
-    assert "reef: changed" in said["shoal up"]
-    assert re.search(r"desktop,gpu\[01-02\] +idle", said["shoal status"])
-    assert len(said["shoal ssh desktop srun -N2 hostname"].split()) == 2
+    output = {line: run(line, place, home) for line in use}
+    assert "no errors" in output["shoal check"]
+    assert "desktop" in output["shoal plan"]
+    assert "reef: changed" in output["shoal up"]
+    assert re.search(r"desktop,gpu\[01-02\] +idle", output["shoal status"])
+    assert len(output["shoal ssh desktop srun -N2 hostname"].split()) == 2
     assert "no changes" in run("shoal up", place, home)
     run("shoal down --yes", place, home)
 
@@ -109,13 +109,15 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
 
 
 def test_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]) -> None:
-    said, _ = demo
+    output, _ = demo
     for name in ("fish1", "fish2"):
-        assert re.search(rf"^{name} has GPUs 0,1$", said, re.MULTILINE), said
-    assert accuracy(said) > 97
-    assert re.search(r"^ {10}loss\n +\d\S* ┤.*\n(?: +┤.*\n)+ +\S+ ┤.*\n +└─+\n +1 +step 120$", said, re.MULTILINE), said
-    assert "nodes: 2 idle" in said
-    assert "down" in said.splitlines()[-1]
+        assert re.search(rf"^{name} has GPUs 0,1$", output, re.MULTILINE), output
+    assert accuracy(output) > 97
+    assert re.search(r"^ {10}loss\n +\d\S* ┤.*\n(?: +┤.*\n)+ +\S+ ┤.*\n +└─+\n +1 +step 120$", output, re.MULTILINE), (
+        output
+    )
+    assert "nodes: 2 idle" in output
+    assert "down" in output.splitlines()[-1]
 
 
 @pytest.mark.matrix
@@ -126,11 +128,11 @@ def test_toy_readme_commands_train_on_the_demo_cluster(demo: tuple[str, dict[str
     # Only the path from there to the scripts counts, not where the toy is.
     place = shutil.copytree(TOY_README.parent, tmp_path / "examples/toy")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    said = {line: run(line, place, environment) for line in block}
-    assert "no changes" in said["shoal up"]
-    trained = [accuracy(text) for line, text in said.items() if line.startswith("shoal run")]
+    output = {line: run(line, place, environment) for line in block}
+    assert "no changes" in output["shoal up"]
+    trained = [accuracy(text) for line, text in output.items() if line.startswith("shoal run")]
     assert len(trained) == 3 and min(trained) > 97
-    assert said["shoal jobs"].count("completed") >= 3
+    assert output["shoal jobs"].count("completed") >= 3
 
 
 def accuracy(said: str) -> float:
@@ -143,5 +145,5 @@ def accuracy(said: str) -> float:
 @pytest.mark.parametrize("line", [line for line, how in COMMANDS.items() if how == COLLECT])
 def test_test_script_passes_arguments_to_pytest(line: str) -> None:
     some = "--ignore-glob='tests/unit/[!s]*'"  # to collect all of them takes many times as long
-    said = run(f"{line} --collect-only -q {some}", ROOT)
-    assert re.search(r"^\d+(/\d+)? tests collected", said, re.MULTILINE), said
+    output = run(f"{line} --collect-only -q {some}", ROOT)
+    assert re.search(r"^\d+(/\d+)? tests collected", output, re.MULTILINE), output

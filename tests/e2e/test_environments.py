@@ -1,6 +1,6 @@
-"""Environments for jobs, the server that they report to, and clocks, on real hosts.
+"""Environments for jobs, the tracking server and clocks, on real hosts.
 
-MLflow takes minutes to install: here a program stands in for it, and `test_mlflow.py` has the real one.
+MLflow takes minutes to install: a small program replaces it here, and `test_mlflow.py` tests the real one.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def printed(result: dict[str, object]) -> list[str]:
 
 
 def test_job_with_an_unbuilt_environment_is_rejected(cluster: Cluster) -> None:
-    said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
-    assert "environment torch is not built yet" in said and "`shoal env build torch`" in said
+    output = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
+    assert "environment torch is not built yet" in output and "`shoal env build torch`" in output
 
 
 def test_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
@@ -101,8 +101,8 @@ def test_running_job_keeps_its_environment_during_a_rebuild(cluster: Cluster) ->
     job = cluster.json("run", "--env", "torch", "--gpus-per-node", "0", "train.py", "600")["id"]
     try:
         (cluster.file.parent / "torch.txt").write_text(INDEX + "herring==2.0\n")
-        said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
-        assert "environment torch was built from another version of its file" in said
+        output = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
+        assert "environment torch was built from another version of its file" in output
         [new] = cluster.json("env", "build", "torch")["made"]
         assert new["id"] != old["id"]
         done = cluster.json("run", "--wait", "--env", "torch", "--gpus-per-node", "0", "train.py")
@@ -125,8 +125,8 @@ def test_nodes_get_local_copies_and_a_node_without_a_copy_is_named(cluster: Clus
     done = cluster.json("run", "--wait", "-N2", "--env", "bowl", "train.py")
     assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
     cluster.on("fish2", "rm", "-rf", made["path"])
-    said = cluster.shoal("run", "-N2", "--env", "bowl", "train.py", status=3).stderr
-    assert "fish2 cannot use environment bowl, so nothing was queued" in said
+    output = cluster.shoal("run", "-N2", "--env", "bowl", "train.py", status=3).stderr
+    assert "fish2 cannot use environment bowl, so nothing was queued" in output
     # The archive is not where the node sees it: it comes through this machine.
     cluster.on("fish2", "mount", "-t", "tmpfs", "tmpfs", "/shared")
     try:
@@ -145,7 +145,7 @@ def test_torch_too_new_for_all_drivers_is_an_error_and_not_published(
     [finding] = built["findings"]
     assert finding["what"] == "environment sea: the driver is too old for torch 9.1+cu130, built for CUDA 13.0"
     assert (finding["level"], finding["found"], finding["host"]) == ("error", "driver 535.54.03", "fish[1-2]")
-    states = {one["name"]: one["state"] for one in cluster.json("env", "list")["environments"]}
+    states = {entry["name"]: entry["state"] for entry in cluster.json("env", "list")["environments"]}
     assert states["sea"] == "not built"
     cluster.on("fish1", "sed", "-i", "s/535.54.03/580.95.05/", "/etc/shoal-gpus")
     built = cluster.json("env", "build", "sea")
@@ -190,15 +190,15 @@ def test_chronyd_accepts_the_configuration(cluster: Cluster) -> None:
 def test_documented_commands_run(cluster: Cluster) -> None:
     [block] = commands(ROOT / "docs/environments.md")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    said = {}
+    output = {}
     for line in block:
         done = subprocess.run(
             ["bash", "-c", line], env={**cluster.env, "PATH": path}, capture_output=True, text=True, timeout=LIMIT
         )
         assert done.returncode == 0, f"{line}: {done.stdout}\n{done.stderr}"
-        said[line] = done.stdout
-    assert "torch: no changes" in said["shoal env build torch"]
-    assert said["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
+        output[line] = done.stdout
+    assert "torch: no changes" in output["shoal env build torch"]
+    assert output["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
 
 
 def test_jobs_report_to_the_tracking_server_and_access_from_outside_fails(cluster: Cluster) -> None:

@@ -1,6 +1,6 @@
-"""Hosts that Shoal did not make, reached by SSH as a user with sudo: first meeting, strangers, full disks, giving back.
+"""Hosts that Shoal did not make, reached over SSH with sudo: first connection, changed keys, full disks, removal.
 
-They are sandbox hosts all the same, but the spec names them by address, as it would any server.
+They are sandbox hosts, but the spec names them by address like any server.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def test_listen_address_changes_keep_jobs_running_after_killed_ups(cluster: Clus
             read_until(up, phase)
             kill(up)
         assert cluster.json("up", timeout=600)["whole"]
-        barred = [one["found"] for one in cluster.json("check", status=None)["findings"] if one["host"] == "small"]
+        barred = [
+            finding["found"] for finding in cluster.json("check", status=None)["findings"] if finding["host"] == "small"
+        ]
         assert barred == (["its host name is localhost"] if at_all else [])
         own = str(lent.instances["desk"].target.address)
         assert listening(lent, "desk") == {f"{'0.0.0.0' if at_all else own}:{port}" for port in (6817, 6818)}
@@ -138,8 +140,8 @@ def test_down_removes_shoal_from_existing_hosts(cluster: Cluster, lent: Lent) ->
     )
     left = cluster.json("exec", "--", "sh", "-c", f"({traces}) 2>/dev/null", status=None)
     # Debian's own package brings plugstack.conf.
-    found = {tuple(group["stdout"].split()) for group in left["groups"]}
-    assert found == {("/etc/munge:", "/etc/shoal:", "/etc/slurm/plugstack.conf")}, found
+    listings = {tuple(group["stdout"].split()) for group in left["groups"]}
+    assert listings == {("/etc/munge:", "/etc/shoal:", "/etc/slurm/plugstack.conf")}, listings
     for name, text in HOSTS_FILES.items():
         assert lent.shell(name, "cat /etc/hosts") == text.replace("\\n", "\n"), name
     active = cluster.json("exec", "--", "systemctl", "is-active", "slurmd", "slurmctld", "munge", status=None)
@@ -148,10 +150,10 @@ def test_down_removes_shoal_from_existing_hosts(cluster: Cluster, lent: Lent) ->
 
 def test_munge_key_is_in_no_output(cluster: Cluster, tmp_path: Path) -> None:
     """Built again, with everything that the command prints kept and searched for the key."""
-    said = cluster.shoal("up", "--json", timeout=600).stdout + cluster.shoal("plan", "--diff").stdout
+    output = cluster.shoal("up", "--json", timeout=600).stdout + cluster.shoal("plan", "--diff").stdout
     key = cluster.on("desk", "base64", "-w0", "/etc/munge/munge.key").strip()
     raw = cluster.on("desk", "od", "-An", "-tx1", "-v", "/etc/munge/munge.key").replace(" ", "").replace("\n", "")
     assert len(key) > 1000
-    assert key not in said and raw not in said
+    assert key not in output and raw not in output
     arguments = cluster.json("exec", "--", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
     assert all(key[:40] not in group["stdout"] for group in arguments["groups"])

@@ -1,6 +1,6 @@
-"""Hosts that have a firewall of their own: ufw on one, firewalld on another. Each is told, with what opens it.
+"""Hosts with a firewall of their own, ufw and firewalld: each is reported, with the command that opens its ports.
 
-By hand, as it installs their packages from outside.
+Run it by hand: it installs packages from the internet.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 def warnings(said: Any) -> dict[str, tuple[str, str]]:
     """What was found on each host about firewalls, and the command that was told."""
-    found = {}
+    firewalls = {}
     for finding in said["findings"]:
         if "firewall" in finding["what"]:
             [command] = re.findall(r"run `([^`]+)` on it", finding["fix"])
-            found[finding["host"]] = (finding["found"], command)
-    return found
+            firewalls[finding["host"]] = (finding["found"], command)
+    return firewalls
 
 
 def test_foreign_firewall_is_reported_with_commands_that_open_the_ports(lent: Lent, cluster: Cluster) -> None:
-    told = warnings(cluster.json("plan"))
-    assert {host: found for host, (found, _) in told.items()} == {"wall": "ufw", "ring": "firewalld"}
-    for host, (_, command) in told.items():
+    report = warnings(cluster.json("plan"))
+    assert {host: firewall for host, (firewall, _) in report.items()} == {"wall": "ufw", "ring": "firewalld"}
+    for host, (_, command) in report.items():
         lent.shell(host, command)
     cluster.file.write_text(cluster.file.read_text() + "firewall: false\n")
     done = cluster.json("up", timeout=600)

@@ -133,8 +133,8 @@ class Jobs(Cluster):
         finally:
             os.chdir(here)
 
-    def submit(self, *words: str) -> str:
-        return str(self.json("run", *words)["id"])
+    def submit(self, *arguments: str) -> str:
+        return str(self.json("run", *arguments)["id"])
 
     def state(self, job: str) -> str:
         """Its state in the queue; empty once it has ended."""
@@ -142,8 +142,8 @@ class Jobs(Cluster):
         assert done.returncode == 0 or "nvalid job id" in done.stderr, done
         return done.stdout.strip()
 
-    def lines(self, job: str, *words: str) -> list[str]:
-        return [line["text"] for line in self.json("logs", *words, job)["lines"] if line["rank"] >= 0]
+    def lines(self, job: str, *arguments: str) -> list[str]:
+        return [line["text"] for line in self.json("logs", *arguments, job)["lines"] if line["rank"] >= 0]
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +215,9 @@ def test_training_library_is_importable_and_reads_its_rank(cluster: Jobs, launch
     nodes = ("-N2",) if ranks > 1 else ()
     result = cluster.json("run", "--wait", "--launcher", launcher, *nodes, "place.py")
     a_node = min(2, ranks)
-    said = {"python": "srun"}.get(launcher, launcher)
+    output = {"python": "srun"}.get(launcher, launcher)
     assert sorted(line["text"] for line in result["lines"]) == [
-        f"{r} {r % 2} {r // 2} {ranks} {a_node} {said} fish{r // 2 + 1}" for r in range(ranks)
+        f"{r} {r % 2} {r // 2} {ranks} {a_node} {output} fish{r // 2 + 1}" for r in range(ranks)
     ]
 
 
@@ -266,14 +266,14 @@ def test_missing_python_on_the_nodes_is_explained(cluster: Jobs) -> None:
 
 def test_impossible_requests_are_rejected_before_submission(cluster: Jobs) -> None:
     before = cluster.on("controller", "squeue", "-h", "-o", "%i")
-    for words, said in (
+    for arguments, output in (
         (("-N3", "hello.py"), "the job asks for 3 nodes; partition main has 2 (fish[1-2])"),
         (("--gpus-per-node", "8", "hello.py"), "no node it may use has more than 2"),
         (("--partition", "mian", "hello.py"), "did you mean `main`?"),
         (("nope.py",), "there is no nope.py"),
         (("secret.txt",), "git ignores secret.txt"),
     ):
-        assert said in cluster.shoal("run", *words, status=2).stderr
+        assert output in cluster.shoal("run", *arguments, status=2).stderr
     assert cluster.on("controller", "squeue", "-h", "-o", "%i") == before
 
 
@@ -306,19 +306,27 @@ def test_other_sbatch_options_are_accepted(cluster: Jobs) -> None:
 
 
 def test_tracked_job_gets_its_run_and_keeps_the_password_private(cluster: Jobs) -> None:
-    words = ("--tracking-uri", "http://mlflow:5000", "--experiment", "it's $5", "--launcher", "python", "tracked.py")
+    arguments = (
+        "--tracking-uri",
+        "http://mlflow:5000",
+        "--experiment",
+        "it's $5",
+        "--launcher",
+        "python",
+        "tracked.py",
+    )
     cluster.env["MLFLOW_TRACKING_PASSWORD"] = "hunter2 '$x"
     try:
-        result = cluster.json("run", "--wait", *words)
+        result = cluster.json("run", "--wait", *arguments)
     finally:
         del cluster.env["MLFLOW_TRACKING_PASSWORD"]
     [line] = [line["text"] for line in result["lines"] if line["rank"] == 0]
     uri, experiment, code, run, password = line.split("|")
     assert (uri, experiment, code, password) == ("http://mlflow:5000", "it's $5", result["code"], "hunter2 '$x")
     assert run.startswith(f"j-jobs-{result['id']}-")
-    known = cluster.on("controller", "scontrol", "-dd", "show", "job", result["id"])
+    job_text = cluster.on("controller", "scontrol", "-dd", "show", "job", result["id"])
     script = cluster.on("controller", "scontrol", "write", "batch_script", result["id"], "-")
-    assert f"Comment=shoal:{code}/" in known and "hunter2" not in known + script
+    assert f"Comment=shoal:{code}/" in job_text and "hunter2" not in job_text + script
 
 
 def test_jobs_shows_training_progress(cluster: Jobs) -> None:
@@ -335,8 +343,8 @@ def test_missing_profiler_is_reported_before_submission(cluster: Jobs) -> None:
         ("nsys", "nsys, which is missing on"),
         ("line", "kernprof, which is missing in python3 on"),
     ):
-        said = cluster.shoal("run", "--profile", profiler, "hello.py", status=2).stderr
-        assert f"--profile {profiler} needs {needs} fish[1-2]" in said
+        output = cluster.shoal("run", "--profile", profiler, "hello.py", status=2).stderr
+        assert f"--profile {profiler} needs {needs} fish[1-2]" in output
 
 
 def test_profile_report_is_kept_beside_the_logs_and_its_path_shown(cluster: Jobs) -> None:
@@ -401,10 +409,10 @@ def test_failed_node_is_named_as_the_reason(cluster: Jobs) -> None:
 def test_stopped_slurmctld_is_reported_at_once(cluster: Jobs) -> None:
     cluster.on("controller", "systemctl", "stop", "slurmctld")
     try:
-        for words in (("run", "hello.py"), ("jobs",), ("logs", "1"), ("cancel", "1")):
-            said = cluster.shoal(*words, status=1).stderr
+        for arguments in (("run", "hello.py"), ("jobs",), ("logs", "1"), ("cancel", "1")):
+            output = cluster.shoal(*arguments, status=1).stderr
             # Slurm's own commands would wait for half a minute, and say something else.
-            assert "slurmctld does not run on controller (inactive)" in said and "fix: run `shoal up`" in said
+            assert "slurmctld does not run on controller (inactive)" in output and "fix: run `shoal up`" in output
     finally:
         cluster.on("controller", "systemctl", "start", "slurmctld")
     cluster.wait("it is back", lambda: cluster.states() == {"fish1": {"IDLE"}, "fish2": {"IDLE"}})

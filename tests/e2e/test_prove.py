@@ -1,4 +1,4 @@
-"""`shoal prove` as a person runs it: on this machine, and as jobs of a real cluster, on the toy example."""
+"""`shoal prove` on the toy example: on this machine, and as jobs of a real cluster."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ time.sleep(3000)
 """
 
 
-def prove(directory: Path, *words: str, status: int = 0, path: str = "") -> subprocess.CompletedProcess[str]:
+def prove(directory: Path, *arguments: str, status: int = 0, path: str = "") -> subprocess.CompletedProcess[str]:
     """`path` is where the script finds packages that this Python has not."""
-    command = [sys.executable, "-m", "shoal", "prove", *words]
+    command = [sys.executable, "-m", "shoal", "prove", *arguments]
     env = {**os.environ, "PYTHONPATH": path} if path else None
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, env=env)
     assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
@@ -63,10 +63,10 @@ def test_correct_script_passes_with_the_documented_output(tree: Path, ranks: str
 
 
 def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None:
-    words = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
-    told = json.loads(prove(tree, "train.py", "-n", "2", *words).stdout)
-    [row] = told["rows"]
-    assert told["passed"] and told["tolerance"] == 1e-6 and told["steps"] == len(told["losses"]) == 8
+    arguments = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
+    report = json.loads(prove(tree, "train.py", "-n", "2", *arguments).stdout)
+    [row] = report["rows"]
+    assert report["passed"] and report["tolerance"] == 1e-6 and report["steps"] == len(report["losses"]) == 8
     assert 0 < row["found"]["parameters"]["relative"] <= 1e-6, "single precision: it does not agree to the last bit"
 
 
@@ -128,11 +128,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,mpirun", marks=pytest.mark.matrix)]
 )
 def test_toy_passes_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> None:
-    told = cluster.prove("train.py", "-n", ranks, "-N2", "--launcher", launchers)
+    report = cluster.prove("train.py", "-n", ranks, "-N2", "--launcher", launchers)
     ways = [(launcher, parallel) for launcher in launchers.split(",") for parallel in ("ddp", "fsdp")]
-    assert [(row["launcher"], row["parallel"]) for row in told["rows"]] == ways
-    assert told["passed"] and told["steps"] == 10, told
-    assert told["losses"][-1] < told["losses"][0]
+    assert [(row["launcher"], row["parallel"]) for row in report["rows"]] == ways
+    assert report["passed"] and report["steps"] == 10, report
+    assert report["losses"][-1] < report["losses"][0]
     records = cluster.on(
         "fish1", "sh", "-c", "find /var/lib/shoal/jobs/prove-e2e -name 'rank-*.end' | grep proof || true"
     )
@@ -142,17 +142,17 @@ def test_toy_passes_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> N
 @pytest.mark.sandbox
 @pytest.mark.matrix
 def test_toy_passes_on_this_machine_in_single_precision(cluster: Jobs) -> None:
-    words = ("--launcher", "torchrun", "--parallel", "ddp", "--dtype", "float32", "--steps", "3", "--json")
+    arguments = ("--launcher", "torchrun", "--parallel", "ddp", "--dtype", "float32", "--steps", "3", "--json")
     packages = Layout(cluster.provider.cache, cluster.name).shared / "env"
-    told = json.loads(prove(cluster.tree, "train.py", "-n", "2", *words, path=str(packages)).stdout)
-    assert told["passed"] and (told["tolerance"], told["steps"]) == (1e-6, 3), told
+    report = json.loads(prove(cluster.tree, "train.py", "-n", "2", *arguments, path=str(packages)).stdout)
+    assert report["passed"] and (report["tolerance"], report["steps"]) == (1e-6, 3), report
 
 
 @pytest.mark.sandbox
 def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
-    told = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
-    [row] = told["rows"]
-    assert not told["passed"] and "it is divided by the number of ranks twice" in row["cause"]
+    report = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
+    [row] = report["rows"]
+    assert not report["passed"] and "it is divided by the number of ranks twice" in row["cause"]
 
 
 @pytest.mark.sandbox
@@ -161,6 +161,6 @@ def test_ctrl_c_cancels_the_job(cluster: Jobs) -> None:
     jobs = ("squeue", "-h", "-n", "prove-hang", "-o", "%T")
     cluster.wait("it runs", lambda: cluster.on("controller", *jobs).strip() == "RUNNING")
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=LIMIT)
-    assert running.returncode == 130 and "stopped; its job is cancelled" in said, said
+    _, output = running.communicate(timeout=LIMIT)
+    assert running.returncode == 130 and "stopped; its job is cancelled" in output, output
     cluster.wait("the job has ended", lambda: cluster.on("controller", *jobs).strip() == "")

@@ -1,4 +1,4 @@
-"""Every provider end to end: a job wakes two nodes, computes, they go, and the ledger is the bill to the cent.
+"""Every provider end to end: a job starts two nodes and ends, they are released, and the ledger equals the bill.
 
 The providers' clouds are simulated beside one cluster, which rents from all of them at once; their machines are sandbox
 hosts. Those of the sandbox itself and of RunPod are in test_rented_nodes.py and test_rented_containers.py.
@@ -65,10 +65,11 @@ BY_KIND = {case.kind: case for case in CASES}
 
 def spec_of(cases: Sequence[Case]) -> str:
     accounts = [
-        f'  {one.kind}: {{url: "URL-OF-{one.kind}", key: "env:{one.kind.upper()}_KEY"{one.settings}}}' for one in cases
+        f'  {case.kind}: {{url: "URL-OF-{case.kind}", key: "env:{case.kind.upper()}_KEY"{case.settings}}}'
+        for case in cases
     ]
     shape = "max: 2, cpus: 1, memory: 1G, idle: 10s"
-    sets = [f"  {one.kind}: {{provider: {one.kind}, {one.offer}, {shape}, gpus: {one.gpus}}}" for one in cases]
+    sets = [f"  {case.kind}: {{provider: {case.kind}, {case.offer}, {shape}, gpus: {case.gpus}}}" for case in cases]
     head = [f"cluster: {NAME}", "controller: {provider: sandbox, memory: 1G}", "budget: {per_hour: 20}"]
     return "\n".join([*head, "providers:", *accounts, "nodesets:", *sets]) + "\n"
 
@@ -83,10 +84,10 @@ class Rental:
 
     def row(self, cluster: Cluster, url: str) -> tuple[str, ...]:
         """Provider, seconds until machines were ordered, until the job ran, until they were given back, and money."""
-        machines, said = bill(url)["machines"], shown(cluster, self.job)
-        began, over = (datetime.fromisoformat(f"{said[name]}+00:00").timestamp() for name in ("StartTime", "EndTime"))
-        ordered = max(one["ordered"] for one in machines) - self.submitted
-        gone = max(one["ended"] for one in machines) - over
+        machines, output = bill(url)["machines"], shown(cluster, self.job)
+        began, over = (datetime.fromisoformat(f"{output[name]}+00:00").timestamp() for name in ("StartTime", "EndTime"))
+        ordered = max(machine["ordered"] for machine in machines) - self.submitted
+        gone = max(machine["ended"] for machine in machines) - over
         ours = spent(cluster, [self.case.kind])
         seconds = (f"{value:.0f}" for value in (ordered, began - self.submitted, gone))
         return (self.case.kind, *seconds, f"{ours:.6f}", f"{bill(url)['usd']:.6f}")
@@ -114,7 +115,7 @@ class Clouds:
         return rental
 
     def _rented(self, kind: str) -> int:
-        return sum(one["account"] == kind for one in self.cluster.json("status")["rented"]["nodes"])
+        return sum(node["account"] == kind for node in self.cluster.json("status")["rented"]["nodes"])
 
 
 @contextmanager

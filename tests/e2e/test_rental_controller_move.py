@@ -1,6 +1,6 @@
-"""A controller that rents moves to another host: its service ends, its ledger goes on, and a stale one does nothing.
+"""Move a controller that rents to another host: its service ends, its ledger moves, a stale service does nothing.
 
-By hand (`-m matrix`): it takes minutes.
+Run it by hand (`-m matrix`): it takes minutes.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ def test_old_service_stops_and_the_new_service_keeps_the_spending(moving: Moving
 
 def test_restarted_old_service_changes_nothing(moving: Moving) -> None:
     """As one would that nobody reached during the move, with all that it had."""
-    [machine] = [one["id"] for one in bill(moving.url)["machines"] if not one["ended"]]
+    [machine] = [entry["id"] for entry in bill(moving.url)["machines"] if not entry["ended"]]
     moving.lent.shell("c1", f"tar -xf {KEPT} -C / && systemctl daemon-reload && systemctl restart shoal-elastic")
 
     def problem() -> str:
-        told = moving.lent.shell("c1", "cat /var/lib/shoal/elastic/status.json", status=None)
-        return str(json.loads(told)["problem"]) if told else ""
+        report = moving.lent.shell("c1", "cat /var/lib/shoal/elastic/status.json", status=None)
+        return str(json.loads(report)["problem"]) if report else ""
 
     moving.cluster.wait("it sees who is in charge", lambda: "a later service" in problem(), seconds=120)
     assert f"{machine} of acme was rented by a later service" in problem()
     moving.lent.shell("c1", f"systemctl restart shoal-elastic && test -s {SUPERSEDED}")
     moving.cluster.wait("it says so again", lambda: "a later service" in problem(), seconds=60)
-    assert [one["id"] for one in bill(moving.url)["machines"] if not one["ended"]] == [machine]
+    assert [entry["id"] for entry in bill(moving.url)["machines"] if not entry["ended"]] == [machine]
     moving.lent.shell("c1", "systemctl stop shoal-elastic")

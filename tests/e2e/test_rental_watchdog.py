@@ -1,7 +1,7 @@
-"""Rented machines that nobody looks after switch themselves off, on real hosts and with no clock but their own.
+"""Rented machines without a rental service shut themselves down, on real hosts and by their own clocks.
 
-What takes an hour is made short where it is ordered (the script that a machine boots with), or by setting back the time
-since when the controller is silent. All of it by hand (`-m matrix`): it waits for minutes.
+Limits of an hour are shortened in the script that a machine boots with, or by setting back the time since when the
+controller is silent. Run it by hand (`-m matrix`): it waits for minutes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ async def _phases(profile: Profile, script: str) -> list[str]:
     await backend.open()
     try:
         market = Market(profile, TYPES, backend)
-        one = market.order(InstanceOrder("n1", "cpu", "here", user_data=script), "m1")
+        instance = market.order(InstanceOrder("n1", "cpu", "here", user_data=script), "m1")
         seen: list[str] = []
         async with asyncio.timeout(ENOUGH):
             while "error" not in seen:
                 await asyncio.sleep(0.2)
                 market.update()
-                if one.phase in ("up", "error") and one.phase not in seen:
-                    seen.append(one.phase)
+                if instance.phase in ("up", "error") and instance.phase not in seen:
+                    seen.append(instance.phase)
         return seen
     finally:
         await backend.close()
@@ -84,7 +84,7 @@ def off(url: str) -> set[str]:
     async def ask() -> set[str]:
         at = rental_provider(ProviderLogin("acme", "sandbox", KEY, url))
         try:
-            return {one.node for one in await at.instances(NAME) if one.state in ("stopped", "error")}
+            return {instance.node for instance in await at.instances(NAME) if instance.state in ("stopped", "error")}
         finally:
             await at.close()
 
@@ -110,11 +110,11 @@ def test_node_without_its_controller_powers_off_and_is_released_later(
     assert not machine["ended"]  # this cloud bills what is switched off
 
     cluster.on("controller", "systemctl", "start", "slurmctld", "shoal-elastic")
-    cluster.wait("it is given back", lambda: machine["id"] in _ended(url), seconds=300)
+    cluster.wait("it is given back", lambda: machine["id"] in _ended_machines(url), seconds=300)
 
 
-def _ended(url: str) -> set[str]:
-    return {one["id"] for one in bill(url)["machines"] if one["ended"]}
+def _ended_machines(url: str) -> set[str]:
+    return {machine["id"] for machine in bill(url)["machines"] if machine["ended"]}
 
 
 def _quiet(text: str, part: float) -> None: ...

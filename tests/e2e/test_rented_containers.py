@@ -1,7 +1,7 @@
-"""Rented containers for real: a simulated RunPod whose pods are behind one port each, and jobs that wake one.
+"""Rented containers: a simulated RunPod whose pods are behind one port each, and jobs that start one.
 
-A container has no share and no home. What `shoal run` sends goes there by way of the controller, and what its jobs
-write comes back there while they run.
+A container has no share and no home. The files of `shoal run` reach it through the controller, and the files that
+jobs write are copied back to the controller while they run.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Pods:
 
     def shown(self, job: str) -> dict[str, Any]:
         """The job as `shoal jobs` shows it."""
-        [found] = [one for one in self.cluster.json("jobs")["jobs"] if one["record"]["id"] == job]
-        return dict(found)
+        [match] = [entry for entry in self.cluster.json("jobs")["jobs"] if entry["record"]["id"] == job]
+        return dict(match)
 
     def kept(self, path: str) -> str:
         """A file of a job, where it is kept."""
@@ -97,9 +97,9 @@ def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: 
     [made] = pods.cluster.json("env", "build", "bowl")["made"]
     job = pods.run("3", "0.2", options=("--env", "bowl"))
     shown = pods.cluster.shoal("logs", "-f", job).stdout.splitlines()
-    told = [line for line in shown if line.startswith("[0] ")]  # srun may have had to wait, and said so
-    assert told[:2] == [f"[0] uses 1.0 {made['path']}", "[0] on pods1 with gpu 0"]
-    assert told[2:] == [f"[0] step {step}" for step in range(3)]
+    report = [line for line in shown if line.startswith("[0] ")]  # srun may have had to wait, and said so
+    assert report[:2] == [f"[0] uses 1.0 {made['path']}", "[0] on pods1 with gpu 0"]
+    assert report[2:] == [f"[0] step {step}" for step in range(3)]
     assert pods.shown(job)["record"]["state"] == "COMPLETED"
     assert (pods.kept(f"{job}/tree/result.txt"), pods.kept(f"{job}/checkpoints/step-2/weights")) == ("42", "2")
     machine = bill(pods.url)["machines"][0]
@@ -108,8 +108,8 @@ def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: 
 
 def test_script_failure_in_a_container_is_reported_with_its_reason(pods: Pods) -> None:
     job = pods.run("1", "0", "fail")
-    told = pods.cluster.shoal("logs", "-f", job, status=None)
-    assert "[0] ValueError: no such luck" in told.stdout.splitlines()
+    report = pods.cluster.shoal("logs", "-f", job, status=None)
+    assert "[0] ValueError: no such luck" in report.stdout.splitlines()
     reason = pods.shown(job)["reason"]
     assert reason["text"] == "rank 0 on pods1 failed first, with exit status 1: ValueError: no such luck"
     assert pods.kept(f"{job}/tree/result.txt") == "42"
@@ -134,9 +134,9 @@ def test_idle_container_is_released_and_the_ledger_matches_the_bill(pods: Pods) 
 
 
 def test_sbatch_gets_a_new_container_for_the_same_node(pods: Pods) -> None:
-    before = {one["id"] for one in bill(pods.url)["machines"]}
+    before = {machine["id"] for machine in bill(pods.url)["machines"]}
     wake = "timeout 250 sbatch --wait --gpus=1 -o /dev/null --wrap 'srun hostname'"
     pods.cluster.on("controller", "sh", "-c", wake)
-    assert len({one["id"] for one in bill(pods.url)["machines"]} - before) == 1
-    told = pods.cluster.on("controller", "sh", "-c", "journalctl; cat /proc/[0-9]*/cmdline; true")
-    assert "shoal-elastic" in told and KEY not in told
+    assert len({machine["id"] for machine in bill(pods.url)["machines"]} - before) == 1
+    report = pods.cluster.on("controller", "sh", "-c", "journalctl; cat /proc/[0-9]*/cmdline; true")
+    assert "shoal-elastic" in report and KEY not in report

@@ -1,6 +1,6 @@
-"""Rented nodes for real: a simulated cloud whose machines are sandbox hosts, and a cluster that rents from it.
+"""Rented nodes: a simulated cloud whose machines are sandbox hosts, and a cluster that rents from it.
 
-The cloud runs beside the cluster on this machine, as `shoal simulate` does for anybody. It keeps its own bill.
+The cloud runs beside the cluster on this machine, as with `shoal simulate`. It keeps its own bill.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_job_on_a_preempted_spot_machine_is_warned_in_time(rented: tuple[Cluster
     waits = "echo up; trap 'echo saved; exit 0' USR1; while :; do sleep 0.2; done"
     job = submit(cluster, "spot1", f'srun bash -c "{waits}"', "--comment=shoal:0a/0b")
     cluster.wait("the job runs", lambda: printed(cluster, job) == ["up"], seconds=240)
-    [machine] = [one for one in bill(url)["machines"] if not one["ended"]]
+    [machine] = [entry for entry in bill(url)["machines"] if not entry["ended"]]
     preempt(url, machine["id"])
     cluster.wait("the job saves", lambda: "saved" in printed(cluster, job), seconds=60)
     cluster.wait("its machine goes", lambda: ended(url), seconds=120)
@@ -82,10 +82,10 @@ def test_provider_keys_are_readable_only_by_root(rented: tuple[Cluster, str]) ->
     cluster, _ = rented
     assert cluster.on("controller", "grep", "-rl", KEY, "/etc/shoal/elastic")
     look = f"grep -rl {KEY} / --include=* --exclude-dir=proc --exclude-dir=sys 2>/dev/null"
-    found = cluster.ssh("controller", f"runuser -u slurm -- sh -c '{look}'; runuser -u nobody -- sh -c '{look}'")
-    assert found.stdout == ""
-    told = cluster.on("controller", "sh", "-c", "journalctl -u shoal-elastic; cat /proc/[0-9]*/cmdline; true")
-    assert "python" in told and KEY not in told
+    result = cluster.ssh("controller", f"runuser -u slurm -- sh -c '{look}'; runuser -u nobody -- sh -c '{look}'")
+    assert result.stdout == ""
+    report = cluster.on("controller", "sh", "-c", "journalctl -u shoal-elastic; cat /proc/[0-9]*/cmdline; true")
+    assert "python" in report and KEY not in report
 
 
 def test_released_nodes_return_to_power_saving_without_flags(rented: tuple[Cluster, str]) -> None:
@@ -107,7 +107,7 @@ def test_service_killed_repeatedly_orders_nothing_twice_and_leaves_no_machine(
     cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
     machines = bill(url)["machines"]
     assert len(machines) == before + 2
-    assert all(one["ended"] for one in machines)
+    assert all(machine["ended"] for machine in machines)
 
 
 def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
@@ -123,7 +123,7 @@ def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
 
     cluster.wait("the job says why it waits", lambda: "out of gpu-2" in comment(), seconds=120)
     assert any("out of gpu-2" in why for why in cluster.json("status")["rented"]["waiting"].values())
-    [listed] = [one for one in cluster.json("jobs")["jobs"] if one["record"]["id"] == job]
+    [listed] = [entry for entry in cluster.json("jobs")["jobs"] if entry["record"]["id"] == job]
     assert "out of gpu-2" in listed["record"]["waits_for"]
     cluster.on("controller", "scancel", job)
     with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", b"[]", method="PUT"), timeout=30):

@@ -86,8 +86,8 @@ def test_job_starts_machines_that_join_the_tailnet_and_compute_there(reef: Reef)
     assert state(reef.cluster, job) == "COMPLETED", printed(reef.cluster, job)
     assert set(joined) == {f"{NAME}-{name}" for name in ("controller", "cloud1", "cloud2")}
     rented = {name: joined[f"{NAME}-{name}"] for name in ("cloud1", "cloud2")}
-    words = [*rented, *(f"{address}:6818" for address in rented.values())]
-    assert sorted(printed(reef.cluster, job)) == sorted(words), "they listen there alone, and the secret is gone"
+    arguments = [*rented, *(f"{address}:6818" for address in rented.values())]
+    assert sorted(printed(reef.cluster, job)) == sorted(arguments), "they listen there alone, and the secret is gone"
     shown = reef.lent.shell("controller", "scontrol -o show nodes")
     rules = reef.lent.shell("controller", "nft list table inet shoal")
     for address in rented.values():
@@ -111,10 +111,10 @@ def test_tailnet_secret_on_the_controller_is_readable_only_by_root(reef: Reef) -
         *(key_of(reef), "root", "600")
     ]
     look = f"grep -rl {key_of(reef)} / --exclude-dir=proc --exclude-dir=sys --exclude-dir=shared 2> /dev/null || true"
-    found = reef.lent.shell("controller", f"for user in slurm nobody; do runuser -u $user -- sh -c '{look}'; done")
-    assert found == ""
-    told = reef.lent.shell("controller", "journalctl; cat /proc/[0-9]*/cmdline; true")
-    assert "shoal-elastic" in told and key_of(reef) not in told
+    output = reef.lent.shell("controller", f"for user in slurm nobody; do runuser -u $user -- sh -c '{look}'; done")
+    assert output == ""
+    report = reef.lent.shell("controller", "journalctl; cat /proc/[0-9]*/cmdline; true")
+    assert "shoal-elastic" in report and key_of(reef) not in report
 
 
 def test_later_up_needs_no_secret_and_keeps_the_controller_copy(reef: Reef) -> None:

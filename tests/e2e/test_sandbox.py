@@ -1,4 +1,4 @@
-"""Sandbox hosts for real: what they are given, what they survive, and that nothing of them stays."""
+"""Real sandbox hosts: their resources, the faults they survive, and their complete removal."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemd-nspawn"), reason="needs root and systemd-nspawn"),
 ]
 CLUSTER = "e2e-sandbox"
-WANTED = [
+REQUESTS = [
     Request("n1", Shape(cpus=1, memory_mb=700, gpus=2)),
     Request("n2", Shape(disk_mb=64)),
     Request("far", Shape(site="b")),
@@ -56,7 +56,7 @@ def hosts() -> Iterator[dict[str, Instance]]:
     sandbox = SandboxProvider()
     asyncio.run(sandbox.destroy(CLUSTER, quiet))
     try:
-        made = asyncio.run(sandbox.create(CLUSTER, WANTED, quiet))
+        made = asyncio.run(sandbox.create(CLUSTER, REQUESTS, quiet))
         yield {instance.name: instance for instance in made}
     finally:
         asyncio.run(sandbox.destroy(CLUSTER, quiet))
@@ -81,8 +81,8 @@ async def ssh(target: Target, command: str, *, user: str = "root", timeout: floa
 
 async def test_root_logs_in_and_systemd_is_running(hosts: dict[str, Instance]) -> None:
     for name, instance in hosts.items():
-        said = await ssh(instance.target, "whoami; hostname; systemctl is-system-running --wait; cat /proc/1/comm")
-        assert said.split() == ["root", name, "running", "systemd"]
+        output = await ssh(instance.target, "whoami; hostname; systemctl is-system-running --wait; cat /proc/1/comm")
+        assert output.split() == ["root", name, "running", "systemd"]
 
 
 async def test_ordinary_user_logs_in_and_becomes_root_by_sudo(hosts: dict[str, Instance]) -> None:
@@ -90,8 +90,8 @@ async def test_ordinary_user_logs_in_and_becomes_root_by_sudo(hosts: dict[str, I
 
 
 async def test_cpus_and_memory_match_the_request(hosts: dict[str, Instance]) -> None:
-    said = await ssh(hosts["n1"].target, "nproc; free -m | awk '/^Mem/ {print $2}'")
-    assert said.split() == ["1", "700"]
+    output = await ssh(hosts["n1"].target, "nproc; free -m | awk '/^Mem/ {print $2}'")
+    assert output.split() == ["1", "700"]
     assert await ssh(hosts["n2"].target, "nproc") == str(len(os.sched_getaffinity(0)))
 
 
@@ -102,16 +102,16 @@ async def test_memory_above_the_request_cannot_be_used(hosts: dict[str, Instance
 
 
 async def test_gpus_are_visible_as_devices_and_to_nvidia_smi(hosts: dict[str, Instance]) -> None:
-    said = await ssh(hosts["n1"].target, "ls /dev/nvidia*; nvidia-smi --query-gpu=index --format=csv,noheader")
-    assert said.split() == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "0", "1"]
+    output = await ssh(hosts["n1"].target, "ls /dev/nvidia*; nvidia-smi --query-gpu=index --format=csv,noheader")
+    assert output.split() == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "0", "1"]
     assert "not found" in await ssh(hosts["n2"].target, "nvidia-smi -L")
 
 
 async def test_slurm_installs_without_downloading(hosts: dict[str, Instance]) -> None:
     install = "apt-get install --yes --no-install-recommends slurmd slurmctld slurm-client munge nftables"
-    said = await ssh(hosts["n1"].target, f"{install} 2>&1; slurmd -V", timeout=120)
-    assert "Need to get 0 B/" in said
-    assert said.splitlines()[-1].startswith("slurm-wlm 22.05")
+    output = await ssh(hosts["n1"].target, f"{install} 2>&1; slurmd -V", timeout=120)
+    assert "Need to get 0 B/" in output
+    assert output.splitlines()[-1].startswith("slurm-wlm 22.05")
 
 
 async def test_tun_and_fuse_devices_work(hosts: dict[str, Instance]) -> None:
@@ -144,7 +144,7 @@ async def test_cut_host_is_unreachable_until_healed(hosts: dict[str, Instance], 
         await ssh(hosts["n1"].target, "true", timeout=2)
     assert "100% packet loss" in await ssh(hosts["n2"].target, f"ping -c1 -W1 {hosts['n1'].target.address}")
     # It still runs: `create` neither waits for it nor plugs it in again.
-    assert [one.state for one in await sandbox.create(CLUSTER, WANTED, quiet)] == ["running"] * 3
+    assert [instance.state for instance in await sandbox.create(CLUSTER, REQUESTS, quiet)] == ["running"] * 3
     await SandboxFaults(sandbox.cache).heal(CLUSTER, "n1")
     assert await ssh(hosts["n1"].target, "hostname") == "n1"
 
@@ -165,7 +165,7 @@ async def test_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instance]
         await SandboxFaults(sandbox.cache).kill(CLUSTER, name)
     with pytest.raises(ProviderError, match=f"host n1 of sandbox cluster {CLUSTER} is stopped"):
         await SandboxFaults(sandbox.cache).freeze(CLUSTER, "n1")
-    again = await sandbox.create(CLUSTER, WANTED, quiet)
+    again = await sandbox.create(CLUSTER, REQUESTS, quiet)
     assert again == list(hosts.values())
     for name in ("n1", "n2"):
         assert await ssh(hosts[name].target, "cat /root/kept") == "kept"
@@ -174,7 +174,7 @@ async def test_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instance]
 async def test_frozen_host_can_be_killed(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     await SandboxFaults(sandbox.cache).freeze(CLUSTER, "far")
     await SandboxFaults(sandbox.cache).kill(CLUSTER, "far")
-    await sandbox.create(CLUSTER, WANTED, quiet)
+    await sandbox.create(CLUSTER, REQUESTS, quiet)
     assert await ssh(hosts["far"].target, "hostname") == "far"
 
 
@@ -185,7 +185,7 @@ async def test_host_powered_off_from_inside_is_stopped_and_starts_again(
     async with asyncio.timeout(300):
         while (await sandbox.instances(CLUSTER))[2].state != "stopped":  # noqa: ASYNC110 - another process does it
             await asyncio.sleep(0.1)
-    await sandbox.create(CLUSTER, WANTED, quiet)
+    await sandbox.create(CLUSTER, REQUESTS, quiet)
     assert await ssh(hosts["far"].target, "hostname") == "far"
 
 
@@ -217,23 +217,23 @@ async def test_filled_disk_affects_only_its_host(hosts: dict[str, Instance], san
 async def test_slurm_can_write_cgroups(sandbox: SandboxProvider) -> None:
     cluster = "e2e-cgroups"
     try:
-        [one] = await sandbox.create(cluster, [Request("n1", Shape(cgroups=True, gpus=2))], quiet)
+        [instance] = await sandbox.create(cluster, [Request("n1", Shape(cgroups=True, gpus=2))], quiet)
         groups = " ".join(f"/sys/fs/cgroup/{name}/x" for name in ("freezer", "devices", "cpuset", "pids"))
         if is_v2_only(hierarchies()):
             groups = "/sys/fs/cgroup/x"
         else:
             # Forbidding the second GPU's device number must spare the first one's.
-            major, minor = (await ssh(one.target, "stat -c '%t %T' /dev/nvidia1")).split()
+            major, minor = (await ssh(instance.target, "stat -c '%t %T' /dev/nvidia1")).split()
             group = "/sys/fs/cgroup/devices/x"
             deny = (
                 f"echo $$ > {group}/cgroup.procs; echo c {int(major, 16)}:{int(minor, 16)} rwm > {group}/devices.deny"
             )
             look = ": < /dev/null && : < /dev/nvidia0 && echo first; : < /dev/nvidia1"
-            said = await ssh(one.target, f"mkdir {groups}; bash -c '{deny}; {look}'; rmdir {groups}")
-            assert said.startswith("first")
-            assert "/dev/nvidia1: Operation not permitted" in said
-        assert await ssh(one.target, f"mkdir {groups} && rmdir {groups} && echo made") == "made"
-        assert await ssh(one.target, "systemctl is-system-running --wait") == "running"
+            output = await ssh(instance.target, f"mkdir {groups}; bash -c '{deny}; {look}'; rmdir {groups}")
+            assert output.startswith("first")
+            assert "/dev/nvidia1: Operation not permitted" in output
+        assert await ssh(instance.target, f"mkdir {groups} && rmdir {groups} && echo made") == "made"
+        assert await ssh(instance.target, "systemctl is-system-running --wait") == "running"
     finally:
         await sandbox.destroy(cluster, quiet)
 
@@ -242,13 +242,13 @@ async def test_slurm_can_write_cgroups(sandbox: SandboxProvider) -> None:
 async def test_newer_images_boot_and_reboot_and_have_slurm(sandbox: SandboxProvider, image: str, slurm: str) -> None:
     cluster = f"e2e-{image}"
     try:
-        [one] = await sandbox.create(cluster, [Request("n1", Shape(image=image, memory_mb=500, gpus=1))], quiet)
+        [instance] = await sandbox.create(cluster, [Request("n1", Shape(image=image, memory_mb=500, gpus=1))], quiet)
         await SandboxFaults(sandbox.cache).reboot(cluster, "n1")
         look = "systemctl is-system-running --wait; free -m | awk '/^Mem/ {print $2}'; nvidia-smi -L | wc -l"
-        assert (await ssh(one.target, look)).split() == ["running", "500", "1"]
-        assert f"Version: {slurm}." in await ssh(one.target, "apt-cache show slurmd")
-        said = await ssh(one.target, "apt-get install --yes --simulate --print-uris slurmd slurmctld | head -1")
-        assert said
+        assert (await ssh(instance.target, look)).split() == ["running", "500", "1"]
+        assert f"Version: {slurm}." in await ssh(instance.target, "apt-cache show slurmd")
+        output = await ssh(instance.target, "apt-get install --yes --simulate --print-uris slurmd slurmctld | head -1")
+        assert output
     finally:
         await sandbox.destroy(cluster, quiet)
 
@@ -258,13 +258,13 @@ async def test_second_cluster_and_concurrent_creates_work(hosts: dict[str, Insta
     layout = Layout(sandbox.cache, cluster)
     before = traces(layout)
     try:
-        wanted = [Request("n1", Shape())]
-        one, two = await asyncio.gather(*(sandbox.create(cluster, wanted, quiet) for _ in range(2)))
-        assert one == two
-        assert one[0].target.address != hosts["n1"].target.address
-        assert await ssh(one[0].target, "hostname") == "n1"
+        requests = [Request("n1", Shape())]
+        first, second = await asyncio.gather(*(sandbox.create(cluster, requests, quiet) for _ in range(2)))
+        assert first == second
+        assert first[0].target.address != hosts["n1"].target.address
+        assert await ssh(first[0].target, "hostname") == "n1"
         # Two clusters do not reach each other.
-        ping = await ssh(one[0].target, f"ping -c1 -W1 {hosts['n1'].target.address}")
+        ping = await ssh(first[0].target, f"ping -c1 -W1 {hosts['n1'].target.address}")
         assert "100% packet loss" in ping
     finally:
         await sandbox.destroy(cluster, quiet)
@@ -279,7 +279,7 @@ async def test_destroy_leaves_nothing(tmp_path: Path) -> None:
     sandbox, layout = SandboxProvider(cache), Layout(cache, "e2e-gone")
     before = traces(layout)
     with noted("e2e-gone", cache):
-        await sandbox.create("e2e-gone", WANTED, quiet)
+        await sandbox.create("e2e-gone", REQUESTS, quiet)
         made = traces(layout)
         for kind in ("links", "mounts", "namespaces", "tables", "groups", "loops", "processes"):
             assert made[kind] > before[kind], f"no {kind} were seen while the hosts ran"
@@ -368,11 +368,11 @@ async def test_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, sandb
         await SandboxFaults(sandbox.cache).kill(cluster, "n1")
         devices = Layout(sandbox.cache, cluster).host_dir("n1") / "devices"
         (devices / "gone").symlink_to("/nowhere/at/all")
-        wanted = [Request("n1", Shape()), Request("n2", Shape())]
+        requests = [Request("n1", Shape()), Request("n2", Shape())]
         with pytest.raises(ProviderError, match="1 of 2 sandbox hosts did not come up: host n1 ended during boot"):
-            await sandbox.create(cluster, wanted, quiet)
+            await sandbox.create(cluster, requests, quiet)
         (devices / "gone").unlink()
-        assert [one.state for one in await sandbox.create(cluster, wanted, quiet)] == ["running", "running"]
+        assert [instance.state for instance in await sandbox.create(cluster, requests, quiet)] == ["running", "running"]
     finally:
         await sandbox.destroy(cluster, quiet)
 
@@ -397,7 +397,7 @@ async def test_unknown_image_name_creates_nothing(sandbox: SandboxProvider) -> N
 
 def traces(layout: Layout) -> dict[str, set[str]]:
     """All that a cluster could leave on the machine, and whatever is no sandbox's; other clusters come and go."""
-    found = {
+    traces_by_kind = {
         "links": set(os.listdir("/sys/class/net")),
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
         "namespaces": {path.name for path in Path("/run").glob("netns/*")},
@@ -409,10 +409,10 @@ def traces(layout: Layout) -> dict[str, set[str]]:
     }
     own = (layout.id, str(layout.dir))
     sandboxes = re.compile(r"shoal|sh[0-9a-f]{6}v")
-    found["processes"] = {line for line in found["processes"] if sandboxes.search(line)}
+    traces_by_kind["processes"] = {line for line in traces_by_kind["processes"] if sandboxes.search(line)}
     return {
         kind: {thing for thing in things if not sandboxes.search(thing) or any(text in thing for text in own)}
-        for kind, things in found.items()
+        for kind, things in traces_by_kind.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""A node that sleeps for longer than Slurm waits for it takes jobs again soon after it is back, by itself."""
+"""A node that sleeps for longer than SlurmdTimeout takes jobs again soon after it wakes, without help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ nodesets:
 slurm:
   options: {SlurmdTimeout: 30}
 """
-GIVEN_UP = {"DOWN", "NOT_RESPONDING"}
+DOWN_STATES = {"DOWN", "NOT_RESPONDING"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def given_up(cluster: Cluster) -> bool:
-    return cluster.states()["fish1"] == GIVEN_UP
+    return cluster.states()["fish1"] == DOWN_STATES
 
 
 def test_node_that_slept_past_the_slurm_timeout_takes_jobs_again(cluster: Cluster) -> None:

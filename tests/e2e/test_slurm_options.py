@@ -1,4 +1,4 @@
-"""A setting that Slurm does not take, in `slurm.options`: the running cluster and its jobs do not feel it."""
+"""A setting in `slurm.options` that Slurm rejects does not affect the running cluster and its jobs."""
 
 from __future__ import annotations
 

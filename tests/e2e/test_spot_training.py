@@ -1,7 +1,7 @@
-"""A training job on a spot machine that its provider takes away, with Google's notice of 30 seconds.
+"""A training job on a spot machine that its provider preempts, with Google's notice of 30 seconds.
 
-The job is one of `shoal run`, its script one that uses the training library. It saves once only: when it is warned. So
-whatever it did not save in time it would have to do again, on the machine that is rented next.
+The job is submitted with `shoal run`, and its script uses the training library. It saves only when it is warned: steps
+that it did not save in time run again on the next rented machine.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def undisturbed(tree: Path, directory: Path) -> list[dict[str, Any]]:
 def play(cluster: Cluster, url: str, job: Stopped, whole: list[dict[str, Any]]) -> Story:
     """Take the job's machine away in the middle of its work, and see it through to its end."""
     cluster.wait("it is at work", lambda: job.step() >= AT_WORK)
-    [machine] = [one for one in bill(url)["machines"] if not one["ended"]]
+    [machine] = [entry for entry in bill(url)["machines"] if not entry["ended"]]
     preempt(url, machine["id"])
     cluster.wait("it is queued again", lambda: int(shown(cluster, job.id)["Restarts"]) > 0)
     newest = job.newest()

@@ -1,6 +1,6 @@
-"""Jobs that Slurm stops go on where they were, on a real cluster. All ways to start and stop one: tests/matrix/signals.
+"""Jobs that Slurm stops continue where they were, on a real cluster. tests/matrix/signals has every way to stop one.
 
-The tests share one cluster, whose jobs run side by side.
+The tests share one cluster, whose jobs run at the same time.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def test_check_reports_a_cluster_that_breaks_the_preemption_contract(cluster: Ma
     cluster.edit("SlurmdTimeout: 20", "SlurmdTimeout: 20, KillWait: 5, PreemptMode: CANCEL")
     cluster.json("up")
     cluster.edit(", KillWait: 5, PreemptMode: CANCEL", "")  # the file is corrected, the cluster not yet
-    found = _findings(cluster)
-    assert (found[less], found[lost]) == ("run `shoal up`, which sets 30", "run `shoal up`, which sets REQUEUE")
+    fixes = _findings(cluster)
+    assert (fixes[less], fixes[lost]) == ("run `shoal up`, which sets 30", "run `shoal up`, which sets REQUEUE")
     cluster.json("up")
     assert not {less, lost} & {*_findings(cluster)}
 

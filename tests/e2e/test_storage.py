@@ -1,4 +1,4 @@
-"""Shares and users on real hosts: the same files and people everywhere, a server that dies, and who is kept out."""
+"""Shares and users on real hosts: the same files and users on all hosts, a killed server, and access rights."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Lab(Cluster):
         return done.stdout
 
     def address(self, host: str) -> str:
-        found = self.instances()[host].address
-        assert found
-        return found
+        address = self.instances()[host].address
+        assert address
+        return address
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_users_have_equal_ids_on_all_hosts_and_a_second_up_has_no_changes(lab: L
 
 def test_job_of_a_user_on_two_nodes_writes_to_the_home_directory(lab: Lab) -> None:
     work = "srun -N2 sh -c 'echo hello > ~/from.$SLURMD_NODENAME; id -u; stat -c %a:%u ~'"
-    said = lab.says("alice", "controller", work)
-    assert sorted(said.split()) == ["2001", "2001", "700:2001", "700:2001"]
+    output = lab.says("alice", "controller", work)
+    assert sorted(output.split()) == ["2001", "2001", "700:2001", "700:2001"]
     for host in ("controller", "fish1", "fish2"):
         seen = lab.shell(host, "stat -c '%u %g %n' /home/alice/from.*").splitlines()
         assert seen == ["2001 2001 /home/alice/from.fish1", "2001 2001 /home/alice/from.fish2"]
@@ -143,8 +143,8 @@ def test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab: L
     # Nothing that asks about the cluster touches the share.
     assert lab.json("status", timeout=100)["nodes"]
     # What looks at it has an end, although no signal ends who waits in the kernel.
-    found = {(one["host"], one["what"]) for one in lab.json("check", timeout=100, status=1)["findings"]}
-    assert {("controller", "/data does not answer"), ("fish1", "/data does not answer")} <= found
+    findings = {(finding["host"], finding["what"]) for finding in lab.json("check", timeout=100, status=1)["findings"]}
+    assert {("controller", "/data does not answer"), ("fish1", "/data does not answer")} <= findings
     assert "RUNNING" in lab.on("controller", "squeue", "-h", "-o", "%T", "-j", job)
     assert lab.json("up", timeout=300)["created"] == ["fish2"]
     ended = ("scontrol", "show", "job", job)
@@ -171,15 +171,15 @@ def test_staged_share_is_copied_before_a_job_and_back_after_the_job(lab: Lab, tm
 
 
 def test_status_and_check_report_shares(lab: Lab) -> None:
-    said = {share["where"]: share for share in lab.json("status")["shares"]}
-    assert list(said) == ["/home", "/data", "/apps", "/scratch"]
-    assert all(share["free_mb"] > 0 and not share["trouble"] for share in said.values())
-    told = [finding["what"] for finding in lab.json("check")["findings"]]
-    assert "/data on controller,fish1: mounted over SSH (sshfs)" in told
-    assert "/scratch on fish[1-2]: copied before a job and back after it (rsync)" in told
+    output = {share["where"]: share for share in lab.json("status")["shares"]}
+    assert list(output) == ["/home", "/data", "/apps", "/scratch"]
+    assert all(share["free_mb"] > 0 and not share["trouble"] for share in output.values())
+    report = [finding["what"] for finding in lab.json("check")["findings"]]
+    assert "/data on controller,fish1: mounted over SSH (sshfs)" in report
+    assert "/scratch on fish[1-2]: copied before a job and back after it (rsync)" in report
     lab.shell("fish1", "umount -l /data")
-    told = lab.json("up")
-    assert told["whole"] and told["changed"] == ["fish1"]
+    report = lab.json("up")
+    assert report["whole"] and report["changed"] == ["fish1"]
 
 
 def test_files_written_over_ssh_are_open_to_all_users_on_the_server(lab: Lab) -> None:
@@ -199,8 +199,8 @@ def test_symbolic_links_on_a_share_work_on_every_host(lab: Lab) -> None:
 def test_up_remounts_a_share_after_its_sshfs_is_killed(lab: Lab) -> None:
     lab.shell("fish1", "pkill -KILL -f '[s]hfs.*/data'")
     assert lab.ssh("fish1", "ls /data").returncode != 0
-    told = lab.json("up")
-    assert told["whole"] and told["changed"] == ["fish1"]
+    report = lab.json("up")
+    assert report["whole"] and report["changed"] == ["fish1"]
     lab.shell("fish1", "ls /data")
 
 
@@ -261,10 +261,10 @@ def test_ports_of_shares_are_closed_from_outside_the_cluster(lab: Lab) -> None:
 
 def test_secrets_of_shares_are_not_readable_by_others(lab: Lab) -> None:
     for host in ("controller", "fish1", "fish2"):
-        found = lab.shell(
+        output = lab.shell(
             host, "find /etc/shoal /etc/ssh/shoal-keys -type f -perm /044 -exec grep -l 'PRIVATE KEY' {} +; true"
         )
-        assert found == ""
+        assert output == ""
         assert lab.shell(host, "stat -c '%a %U' /etc/shoal/storage/key").split() in (["600", "root"],)
 
 

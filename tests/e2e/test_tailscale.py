@@ -46,8 +46,8 @@ class Lab:
     hosts: Lent
     tailnet: Tailnet
 
-    def srun(self, *words: str, status: int | None = 0) -> list[str]:
-        return sorted(self.hosts.shell("desktop", f"srun {' '.join(words)}", status=status).split())
+    def srun(self, *arguments: str, status: int | None = 0) -> list[str]:
+        return sorted(self.hosts.shell("desktop", f"srun {' '.join(arguments)}", status=status).split())
 
     def runs_on_all(self) -> bool:
         three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
@@ -133,10 +133,10 @@ def test_later_up_needs_no_key_and_has_no_changes(lab: Lab) -> None:
 
 def test_auth_key_is_not_on_the_hosts_after_they_join(lab: Lab) -> None:
     for name in NAMES:
-        found = lab.hosts.shell(
+        output = lab.hosts.shell(
             name, f"grep -rlF {lab.cluster.env['TS_AUTHKEY']} /etc /var /run /tmp /root /home 2> /dev/null || true"
         )
-        assert found == "", f"{name}: {found}"
+        assert output == "", f"{name}: {output}"
 
 
 def test_idle_member_is_not_reported_as_relayed(lab: Lab) -> None:
@@ -345,23 +345,23 @@ def slow(lab: Lab) -> Iterator[None]:
     limit = ["root", "tbf", "rate", f"{SLOW_MBIT}mbit", "burst", "16kb", "latency", "100ms"]
     out = ["tc", "qdisc"], ["dev", layout.link(layout.hosts()["gpu02"])]
     inside = ["ip", "netns", "exec", layout.namespace("gpu02"), "tc", "qdisc"], ["dev", "eth0"]
-    for words, device in (out, inside):
-        subprocess.run([*words, "replace", *device, *limit], check=True, timeout=LIMIT)
+    for command, device in (out, inside):
+        subprocess.run([*command, "replace", *device, *limit], check=True, timeout=LIMIT)
     try:
         yield
     finally:
-        for words, device in (out, inside):
-            subprocess.run([*words, "del", *device, "root"], check=True, timeout=LIMIT)
+        for command, device in (out, inside):
+            subprocess.run([*command, "del", *device, "root"], check=True, timeout=LIMIT)
 
 
 def test_slow_link_is_reported_and_excluded_from_multi_node_jobs(lab: Lab, slow: None) -> None:
-    found = lab.cluster.json("bench", "links")
-    speeds = {(link["source"], link["target"]): link["mbit"] for link in found["links"]}
-    assert found["whole"] and len(speeds) == 6
+    report = lab.cluster.json("bench", "links")
+    speeds = {(link["source"], link["target"]): link["mbit"] for link in report["links"]}
+    assert report["whole"] and len(speeds) == 6
     fast = min(speeds["desktop", "gpu01"], speeds["gpu01", "desktop"])
     assert all(speed < 3 * SLOW_MBIT for pair, speed in speeds.items() if "gpu02" in pair), speeds
     assert fast > 5 * 3 * SLOW_MBIT, speeds
-    assert found["groups"] == [["desktop", "gpu01"], ["gpu02"]]
+    assert report["groups"] == [["desktop", "gpu01"], ["gpu02"]]
     assert lab.cluster.json("up")["whole"]
     topology = lab.hosts.shell("desktop", "cat /etc/slurm/topology.conf")
     assert "SwitchName=near-desktop Nodes=desktop,gpu01" in topology and "SwitchName=near-gpu02 Nodes=gpu02" in topology
@@ -371,7 +371,7 @@ def test_slow_link_is_reported_and_excluded_from_multi_node_jobs(lab: Lab, slow:
 
 def test_documented_commands_run(lab: Lab) -> None:
     environment = {**lab.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    said = {}
+    output = {}
     for line in (line for block in commands(ROOT / "docs/tailscale.md") for line in block):
         done = subprocess.run(
             ["bash", "-c", line],
@@ -382,9 +382,9 @@ def test_documented_commands_run(lab: Lab) -> None:
             timeout=LIMIT,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        said[line] = done.stdout
-    assert len(said) == 3
-    shown = said["shoal bench links"]
+        output[line] = done.stdout
+    assert len(output) == 3
+    shown = output["shoal bench links"]
     assert "bandwidth from row to column" in shown and "\x1b[" not in shown
     if "no host is far from the others" in shown:  # a busy machine may have held one of them up
         assert lab.cluster.json("up")["whole"]
@@ -411,8 +411,10 @@ def test_no_link_probe_remains_after_ctrl_c(lab: Lab) -> None:
 
 def test_host_without_tun_joins_with_userspace_networking(lab: Lab) -> None:
     lab.hosts.shell("gpu02", "tailscale logout; systemctl stop tailscaled; umount /dev/net/tun; rm /dev/net/tun")
-    found = lab.cluster.json("plan", status=None)
-    assert ("gpu02", "file /etc/shoal/tailscaled.env") in {(one["host"], one["what"]) for one in found["changes"]}
+    plan = lab.cluster.json("plan", status=None)
+    assert ("gpu02", "file /etc/shoal/tailscaled.env") in {
+        (change["host"], change["what"]) for change in plan["changes"]
+    }
     # Slurm on that host has no way to the others, and `up` would wait for it without end.
     joining = lab.cluster.background("up")
     try:

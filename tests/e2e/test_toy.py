@@ -64,8 +64,8 @@ class Outcome:
         return [record for record in map(json.loads, lines) if kind in record]
 
     def values(self, metric: str) -> list[tuple[int, float]]:
-        found = self.records("metrics")
-        return [(record["step"], record["metrics"][metric]) for record in found if metric in record["metrics"]]
+        records = self.records("metrics")
+        return [(record["step"], record["metrics"][metric]) for record in records if metric in record["metrics"]]
 
     def losses(self) -> list[float]:
         return [value for _, value in self.values("loss")]
@@ -150,8 +150,8 @@ def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[MlflowClient | 
 )
 def test_script_trains_under_every_launcher(toy: Toy, launcher: str, parallel: str) -> None:
     done = toy.wait(launcher, parallel)
-    [said] = [line for line in done.printed if line.startswith("accuracy")]
-    match = re.fullmatch(r"accuracy on 360 held-out images: (\d+\.\d+)%", said)
+    [output] = [line for line in done.printed if line.startswith("accuracy")]
+    match = re.fullmatch(r"accuracy on 360 held-out images: (\d+\.\d+)%", output)
     assert match and float(match[1]) > 97
     assert done.values("accuracy") == [(STEPS, pytest.approx(float(match[1]) / 100, abs=1e-4))]
 
@@ -198,8 +198,8 @@ def test_mlflow_has_a_run_per_job_with_every_loss_and_the_plot(toy: Toy) -> None
     jobs = [{tag["key"]: tag["value"] for tag in run["data"]["tags"]}["shoal.job_id"] for run in runs]
     assert sorted(jobs) == sorted(outcomes)
     for job, run in zip(jobs, runs, strict=True):
-        asked = {"run_id": run["info"]["run_id"], "metric_key": "loss"}
-        history = toy.server.get("metrics/get-history", **asked)["metrics"]
+        request = {"run_id": run["info"]["run_id"], "metric_key": "loss"}
+        history = toy.server.get("metrics/get-history", **request)["metrics"]
         assert sorted((int(row["step"]), row["value"]) for row in history) == outcomes[job].values("loss")
         files = toy.server.get("artifacts/list", run_id=run["info"]["run_id"])["files"]
         assert {"loss.svg", "job.sbatch"} <= {file["path"] for file in files}
@@ -216,15 +216,15 @@ def test_documented_training_commands_run(toy: Toy, tmp_path: Path) -> None:
     shutil.copy(toy.cluster.file, tmp_path)
     (tmp_path / "train.py").write_text(changed_script())
     lines = [line for line in commands(TRAINING)[0] if COMMANDS[line] == PAGE]
-    found = []
+    losses = []
     for line in lines:
         environment = {**toy.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT
         )
         assert done.returncode == 0 and "4 processes on 2 nodes" in done.stderr, done.stdout + done.stderr
-        found.append([float(loss) for loss in re.findall(r"\[0\] epoch \d: loss (\S+)", done.stdout)])
-        assert len(found[-1]) == 5
-    assert len(found) == 3
-    for other in found[1:]:
-        assert other == pytest.approx(found[0], rel=1e-3)
+        losses.append([float(loss) for loss in re.findall(r"\[0\] epoch \d: loss (\S+)", done.stdout)])
+        assert len(losses[-1]) == 5
+    assert len(losses) == 3
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-3)

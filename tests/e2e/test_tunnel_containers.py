@@ -1,7 +1,7 @@
-"""A container that only a tunnel leads into: it joins, computes, is cut off and comes back, and leaves no trace.
+"""A container that only a tunnel reaches: it joins, runs jobs, loses and regains its connection, and is removed.
 
-The container is a sandbox host without systemd, TUN and mount rights, behind one mapped port. It is named in the file
-by that address and port, as any container of one's own would be; what it is, Shoal finds out.
+The container is a sandbox host without systemd, TUN and mount rights, behind one mapped port. The spec
+names it by that address and port like any host; Shoal detects that it is a container.
 """
 
 from __future__ import annotations
@@ -73,8 +73,21 @@ def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 def ran(cluster: Cluster, script: str, *options: str) -> str:
     """Submit a job to the containers' partition and wait for its end; what it wrote is in the container."""
-    words = ["timeout", "60", "sbatch", "--wait", "-p", "pods", "-w", "pod", "--chdir=/tmp", "-o", "/tmp/out", *options]
-    cluster.on("ctl", "sh", "-c", 'printf "%s" "$1" > /tmp/job; shift; exec "$@" /tmp/job', "sh", script, *words)
+    arguments = [
+        "timeout",
+        "60",
+        "sbatch",
+        "--wait",
+        "-p",
+        "pods",
+        "-w",
+        "pod",
+        "--chdir=/tmp",
+        "-o",
+        "/tmp/out",
+        *options,
+    ]
+    cluster.on("ctl", "sh", "-c", 'printf "%s" "$1" > /tmp/job; shift; exec "$@" /tmp/job', "sh", script, *arguments)
     return cluster.on("pod", "cat", "/tmp/out")
 
 
@@ -103,8 +116,8 @@ def test_tunnel_key_permits_nothing_else(cluster: Cluster) -> None:
 
 
 def test_batch_job_runs_steps_in_the_container_with_its_gpus(cluster: Cluster) -> None:
-    said = ran(cluster, JOB, "--ntasks=2", "--gpus=2").splitlines()
-    assert sorted(said) == ["gpus 0,1", "task 0 of 2 on pod", "task 1 of 2 on pod"]
+    output = ran(cluster, JOB, "--ntasks=2", "--gpus=2").splitlines()
+    assert sorted(output) == ["gpus 0,1", "task 0 of 2 on pod", "task 1 of 2 on pod"]
 
 
 def test_share_is_copied_through_the_tunnel_and_results_return(cluster: Cluster) -> None:

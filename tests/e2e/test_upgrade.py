@@ -1,4 +1,4 @@
-"""A cluster made by an earlier version is taken over by this one: with a rental alive, and jobs that run.
+"""Upgrade a cluster that an earlier version made, with a live rental and running jobs.
 
 The earlier version comes from the repository's own history, and runs with the packages of this one.
 """

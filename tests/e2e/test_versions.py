@@ -1,4 +1,4 @@
-"""Hosts with different Slurm releases: inside the window they work together, outside it nothing is touched."""
+"""Hosts with different Slurm releases: inside the window they work together, outside it no host changes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_both_releases_accept_the_same_slurm_conf(mixed: Cluster) -> None:
     logs = mixed.json("exec", "--", "sh", "-c", "cat /var/log/slurm/slurm*.log")["groups"]
     assert len(logs) == 3
     for group in logs:
-        complaints = [line for line in group["stdout"].splitlines() if "arsing error" in line or "nrecognized" in line]
-        assert not complaints, (group["hosts"], complaints)
+        errors = [line for line in group["stdout"].splitlines() if "arsing error" in line or "nrecognized" in line]
+        assert not errors, (group["hosts"], errors)
 
 
 def test_second_up_of_a_mixed_cluster_has_no_changes(mixed: Cluster) -> None:
@@ -88,13 +88,13 @@ OUTSIDE = {
 def test_releases_outside_the_window_are_rejected_and_no_host_changes(two: Lent, tmp_path: Path, case: str) -> None:
     controller, node, texts = OUTSIDE[case]
     cluster = Cluster(tmp_path, spec_text("x-window", two, controller, (node,)))
-    said = cluster.shoal("up", status=1).stderr
-    assert "cannot talk to each other; nothing was changed" in said
+    output = cluster.shoal("up", status=1).stderr
+    assert "cannot talk to each other; nothing was changed" in output
     for text in texts:
-        assert text in said, said
-    assert cluster.shoal("plan", status=1).stderr.endswith(said.partition("error:")[2])
-    found = cluster.json("check", status=1)["findings"]
-    assert f"{node}: " + found[0]["what"] == texts[0] and found[0]["host"] == node, found
+        assert text in output, output
+    assert cluster.shoal("plan", status=1).stderr.endswith(output.partition("error:")[2])
+    findings = cluster.json("check", status=1)["findings"]
+    assert f"{node}: " + findings[0]["what"] == texts[0] and findings[0]["host"] == node, findings
     assert cluster.json("up", status=1)["error"] == "VersionWindow"
     for name in (controller, node):
         assert_untouched(two, name)

@@ -1,4 +1,4 @@
-"""Two sites on separate subnets, the far one behind NAT, joined by nothing but WireGuard.
+"""Two sites on separate subnets, the far one behind NAT, connected only by WireGuard.
 
 The tests share one cluster and run in the order of this file.
 """
@@ -68,11 +68,11 @@ def works(cluster: Cluster, node: str) -> bool:
 
 def sessions(cluster: Cluster) -> dict[str, tuple[int, int, int]]:
     """The controller's sessions by the peer's address: the last handshake, and the bytes received and sent."""
-    found = {}
+    sessions_by_address = {}
     for line in cluster.on("controller", "wg", "show", "shoal0", "dump").splitlines()[1:]:
         _, _, _, allowed, handshake, received, sent, _ = line.split("\t")
-        found[allowed.partition("/")[0]] = (int(handshake), int(received), int(sent))
-    return found
+        sessions_by_address[allowed.partition("/")[0]] = (int(handshake), int(received), int(sent))
+    return sessions_by_address
 
 
 def since(cluster: Cluster, host: str) -> str:
@@ -101,9 +101,9 @@ def test_up_keeps_a_working_link_when_probes_fail(cluster: Cluster) -> None:
 
 
 def test_host_names_and_node_addresses_are_on_the_network(cluster: Cluster) -> None:
-    told = cluster.on("far1", "getent", "ahostsv4", *HOSTS)
+    report = cluster.on("far1", "getent", "ahostsv4", *HOSTS)
     for number, host in enumerate(HOSTS, 1):
-        assert f"10.77.0.{number} " in told
+        assert f"10.77.0.{number} " in report
         assert cluster.on(host, "getent", "ahostsv4", host).split()[0] == f"10.77.0.{number}"
     assert "NodeAddr=10.77.0.3" in cluster.on("controller", "scontrol", "show", "node", "far1")
 
@@ -135,8 +135,8 @@ def test_documented_command_spans_the_sites(cluster: Cluster) -> None:
 def test_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
     packages = give_torch(cluster.name)
     (cluster.file.parent / "ddp.py").write_text(DDP)
-    for words, hosts in (((), {"far1", "far2"}), (("--switches", "2"), {"near1", "far1", "far2"})):
-        nodes = ("-N", str(len(hosts)), *words, "--export", f"PYTHONPATH={packages}")
+    for arguments, hosts in (((), {"far1", "far2"}), (("--switches", "2"), {"near1", "far1", "far2"})):
+        nodes = ("-N", str(len(hosts)), *arguments, "--export", f"PYTHONPATH={packages}")
         done = subprocess.run(
             cluster.line("run", *nodes, "--wait", "ddp.py"),
             cwd=cluster.file.parent, env=cluster.env, capture_output=True, text=True, timeout=LIMIT,
@@ -147,10 +147,10 @@ def test_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(clu
 
 def test_each_host_has_its_own_private_key_readable_only_by_root(cluster: Cluster) -> None:
     key, peers = "/etc/shoal/wireguard.key", "/etc/shoal/wireguard-peers.conf"
-    found = {host: cluster.on(host, "sh", "-c", f"stat -c '%a %U' {key}; cat {key} {peers}") for host in HOSTS}
-    private = {host: text.splitlines()[1] for host, text in found.items()}
+    texts = {host: cluster.on(host, "sh", "-c", f"stat -c '%a %U' {key}; cat {key} {peers}") for host in HOSTS}
+    private = {host: text.splitlines()[1] for host, text in texts.items()}
     assert len(set(private.values())) == len(HOSTS)
-    for host, text in found.items():
+    for host, text in texts.items():
         assert text.splitlines()[0] == "600 root"
         assert not any(private[other] in text for other in HOSTS if other != host)
 
@@ -230,15 +230,15 @@ ping -c1 -w5 10.77.0.1
 systemctl start shoal-wireguard
 nft list table inet leak; nft delete table inet leak
 """
-    said = cluster.ssh("far1", f"{{ {counted} }} 2>&1").stdout
-    assert "No route to host" in said and "Destination Host Unreachable" not in said, said
-    assert "packets 0 bytes 0" in said, said
+    output = cluster.ssh("far1", f"{{ {counted} }} 2>&1").stdout
+    assert "No route to host" in output and "Destination Host Unreachable" not in output, output
+    assert "packets 0 bytes 0" in output, output
     cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
 
 
-def ip(*words: str) -> str:
+def ip(*arguments: str) -> str:
     """The command `ip` on the machine that the sandbox is on."""
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 def test_members_join_and_leave_while_the_others_keep_their_sessions(cluster: Cluster) -> None:
@@ -291,9 +291,9 @@ KEY, KEYS = "/etc/shoal/wireguard.key", "cat /etc/shoal/wireguard.pub; wg show s
 
 def keys(cluster: Cluster) -> set[str]:
     """The public keys of all hosts. Each host's interface has the host's own, and as peers those of the others."""
-    found = {host: cluster.on(host, "sh", "-c", KEYS).split() for host in HOSTS}
-    own = {host: words[0] for host, words in found.items()}
-    for host, (written, used, *peers) in found.items():
+    fields_by_host = {host: cluster.on(host, "sh", "-c", KEYS).split() for host in HOSTS}
+    own = {host: fields[0] for host, fields in fields_by_host.items()}
+    for host, (written, used, *peers) in fields_by_host.items():
         assert written == used
         assert sorted(peers) == sorted(key for other, key in own.items() if other != host)
     return set(own.values())
@@ -310,8 +310,8 @@ def test_all_keys_rotate_while_a_job_runs_across_sites(cluster: Cluster) -> None
     job = cluster.on("controller", *batch).strip()
     everywhere = [f"/shared/on-{host}" for host in ("far1", "far2", "near1")]
     cluster.wait("the job runs", lambda: bool(cluster.on("controller", "ls", *everywhere)))
-    [told] = cluster.json("keys", "rotate", "wireguard")["rotated"]
-    assert (sorted(told["hosts"]), told["finished"]) == (sorted(HOSTS), False)
+    [report] = cluster.json("keys", "rotate", "wireguard")["rotated"]
+    assert (sorted(report["hosts"]), report["finished"]) == (sorted(HOSTS), False)
     assert not keys(cluster) & old
     every_pair_connects(cluster)
     cluster.on("controller", "touch", "/shared/release")
@@ -331,8 +331,8 @@ def test_next_rotation_finishes_a_killed_rotation(cluster: Cluster) -> None:
         assert rotating.poll() is None and time.monotonic() < end
         time.sleep(0.005)
     kill(rotating)
-    [told] = cluster.json("keys", "rotate", "wireguard")["rotated"]
-    assert told["finished"]
+    [report] = cluster.json("keys", "rotate", "wireguard")["rotated"]
+    assert report["finished"]
     assert len(keys(cluster)) == len(HOSTS) and not keys(cluster) & old
     assert cluster.on("far1", "sh", "-c", f"ls {KEY}*").split() == [KEY]
     every_pair_connects(cluster)

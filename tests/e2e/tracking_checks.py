@@ -1,4 +1,4 @@
-"""What must hold of a tracking server on sandbox hosts, be it MLflow itself or a program that stands in for it."""
+"""Checks of a tracking server on sandbox hosts: MLflow, or the program that replaces it in tests."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def check_no_password_lies_about(cluster: Cluster, host: str, job: str) -> None:
     """In no plan, log, argument, script or file that others can read."""
     secrets = [cluster.on(host, "cat", path).strip() for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD)]
     assert all(re.fullmatch("[0-9a-f]{48}", secret) for secret in secrets) and len(set(secrets)) == 2
-    said = [
+    output = [
         cluster.shoal("plan", "--diff", "--json").stdout,
         cluster.shoal("status", "--json").stdout,
         cluster.on("controller", "scontrol", "write", "batch_script", job, "-", status=None),
@@ -117,7 +117,7 @@ def check_no_password_lies_about(cluster: Cluster, host: str, job: str) -> None:
         *(cluster.on(name, "journalctl", "--no-pager", "-q") for name in (host, "controller")),
     ]
     for secret in secrets:
-        assert not any(secret in text for text in said)
+        assert not any(secret in text for text in output)
         for name in (host, "controller"):
             # The files that every user may read.
             places = "/etc /run /tmp /var/lib /var/log /shared"
@@ -131,11 +131,11 @@ def check_the_page_opens_through_ssh(cluster: Cluster) -> None:
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=cluster.env, start_new_session=True)
     try:
         assert process.stdout
-        told = json.loads(read_object(process))
-        assert told["user"] == "admin"
-        word = base64.b64encode(f"admin:{told['password']}".encode()).decode()
-        asked = urllib.request.Request(told["url"] + WHO, headers={"Authorization": f"Basic {word}"})
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=60) as answer:
+        report = json.loads(read_object(process))
+        assert report["user"] == "admin"
+        word = base64.b64encode(f"admin:{report['password']}".encode()).decode()
+        request = urllib.request.Request(report["url"] + WHO, headers={"Authorization": f"Basic {word}"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
             assert answer.status == 200
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == 0

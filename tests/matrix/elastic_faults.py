@@ -1,9 +1,8 @@
-"""One misbehaviour of one provider: two jobs are run through it, and what came of them is written down.
+"""One fault of one provider: two jobs run while it happens, and the outcome is recorded.
 
 The provider's simulator answers on a real socket, with no machines behind it; Slurm, the joiner and the clock are
-those of `shoal_simulators.fake_slurm`. The nodeset
-rents from one place, and where that is out from any other. Each job wants
-two nodes, and the budget has room for the two of one job alone: whatever goes wrong, the other must wait for it.
+those of `shoal_simulators.fake_slurm`. The nodeset rents from one place, and from others where that has no machines.
+Each job needs two nodes, and the budget allows those of one job: the other job must wait for it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ FAULTS: dict[str, Fault] = {
 }
 """Each kind that a simulator knows, as it is played here. What is always so holds for the first place only."""
 
-WORDS: dict[str, tuple[str, str]] = {
+PATTERNS: dict[str, tuple[str, str]] = {
     "none": ("", ""),
     "stockout": ("job", r"{provider} \S.* out of {type}( spot)?, trying {provider} "),
     "quota": ("job", r"{provider}.* has no more.*: our quota is used up"),
@@ -106,7 +105,7 @@ async def play(directory: Path, provider: str, name: str) -> Cell:
         it.slurm.resume_timeout = 3 * it.context.accounts[provider].abilities.boot_s
         watch = Watch(it, limit, provider)
         await _prime(it, provider)
-        fault = _fitting(FAULTS[name], it, case)
+        fault = _fit(FAULTS[name], it, case)
         it.market().faults.append(fault)
         seconds = 400.0 if name in ("dies", "preempt") else 120.0
         jobs = [it.slurm.submit(job, 2, seconds=seconds) for job in ("1", "2")]
@@ -119,30 +118,30 @@ async def play(directory: Path, provider: str, name: str) -> Cell:
         # A node for which there was nothing may stay down for an hour, and is no longer so then.
         await watch.until(lambda: it.slurm.settled, 7200)
         await watch.passes(600)
-        return _judged(it, watch, name, fault, jobs)
+        return _judge(it, watch, name, fault, jobs)
 
 
-def _judged(it: Scene, watch: Watch, name: str, fault: Fault, jobs: list[FakeJob]) -> Cell:
+def _judge(it: Scene, watch: Watch, name: str, fault: Fault, jobs: list[FakeJob]) -> Cell:
     stuck = sum(it.slurm.state(node) != {"IDLE", "CLOUD", "POWERED_DOWN"} for node in it.slurm.node_by_name)
-    where, words = WORDS[name]
-    words = words.format(provider=watch.provider, type=re.escape(CASES[watch.provider].offer.type))
-    told = {
+    where, pattern = PATTERNS[name]
+    pattern = pattern.format(provider=watch.provider, type=re.escape(CASES[watch.provider].offer.type))
+    texts = {
         "job": jobs[0].comments,
         "node": [text for node in it.slurm.node_by_name.values() for text in node.reasons],
-        "ledger": [one.reason for one in it.rentals()],
+        "ledger": [rental.reason for rental in it.rentals()],
         "": [""],
     }
-    said = [text for job in jobs for text in job.comments]
-    others = [text for text in said if not re.match(f"{ALWAYS}|{words or ALWAYS}", text)]
+    comments = [text for job in jobs for text in job.comments]
+    others = [text for text in comments if not re.match(f"{ALWAYS}|{pattern or ALWAYS}", text)]
     struck = fault.times < 1 or it.market().faults[0].times < fault.times
-    found = {
+    problems = {
         f"{sum(job.state != 'COMPLETED' for job in jobs)} jobs did not finish": any(
             job.state != "COMPLETED" for job in jobs
         ),
         "the misbehaviour did not happen": not struck,
-        f"no {where} says {words!r}": not any(re.match(words, text) for text in told[where]),
+        f"no {where} says {pattern!r}": not any(re.match(pattern, text) for text in texts[where]),
         f"a job says {others}": bool(others),
-        "no job was refused by the budget": not any("the budget of" in text for text in said),
+        "no job was refused by the budget": not any("the budget of" in text for text in comments),
         f"{stuck} nodes are stuck": bool(stuck),
         f"{watch.orphan_seconds:.0f} s of machines without a node": bool(watch.orphan_seconds),
         f"{len(watch.doubles)} machines were ordered twice": bool(watch.doubles),
@@ -159,7 +158,7 @@ def _judged(it: Scene, watch: Watch, name: str, fault: Fault, jobs: list[FakeJob
         watch.longest,
         len(watch.doubles),
         watch.over,
-        tuple(text for text, so in found.items() if so),
+        tuple(text for text, so in problems.items() if so),
     )
 
 
@@ -169,7 +168,7 @@ async def _prime(it: Scene, provider: str) -> None:
     await it.context.accounts[provider].key_name(it.context.public_key)
 
 
-def _fitting(fault: Fault, it: Scene, case: Case) -> Fault:
+def _fit(fault: Fault, it: Scene, case: Case) -> Fault:
     """The misbehaviour as it fits the provider: lists lag as long as it is known to let them, places have its names."""
     if fault.kind == "lagging-list":
         grace = it.context.accounts[case.kind].abilities.grace_s

@@ -1,6 +1,6 @@
-"""Watches a simulated cloud from outside while a service rents there: machines without a node, twins, money.
+"""Watch a simulated cloud while a service rents there: machines without a node, two machines for a node, money.
 
-What is counted is what the cloud would bill. The ledger is read only for which node a machine was ordered for.
+It counts what the cloud would bill. From the ledger it reads only the node that each machine was ordered for.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Watch:
         self.most = max(self.most, sum(orders_usd.values()))
 
     def _count(self, homeless: set[str], now: float) -> None:
-        self._without = {one: self._without.get(one, now) for one in homeless}
+        self._without = {machine_id: self._without.get(machine_id, now) for machine_id in homeless}
         grace = RECONCILE_INTERVAL_S + self.it.context.accounts[self.provider].abilities.grace_s
         for since in self._without.values():
             self.longest = max(self.longest, now - since)

@@ -1,4 +1,4 @@
-"""Jobs that are stopped in every way Slurm has, on a real cluster: what is done to them, and what came of it."""
+"""Stop jobs in every way that Slurm has, on a real cluster, and record the outcome."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Stopped:
 
     def lines(self) -> list[dict[str, Any]]:
         """What rank 0 has told, over all turns."""
-        told: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         for log in sorted(self.directory.glob("rank-0.*.log"), key=lambda path: int(path.suffixes[-2][1:])):
             whole = log.read_text(errors="replace").split("\n")[:-1]  # the last line may be just being written
             texts = [line.partition(" ")[2] for line in whole]
-            told += [json.loads(text) for text in texts if text.startswith('{"turn"')]
-        return told
+            entries += [json.loads(text) for text in texts if text.startswith('{"turn"')]
+        return entries
 
     def step(self) -> int:
         """The last step it has done, -1 before the first."""
@@ -92,8 +92,8 @@ class Stopped:
         """Step and reason of the newest committed checkpoint."""
         from shoal.train.checkpoint import layout  # imports torch: every process that collects tests would wait for it
 
-        found = layout.committed(self.directory / "checkpoints")
-        return (layout.step_of(found[0]), layout.read_manifest(found[0]).reason) if found else None
+        checkpoints = layout.committed(self.directory / "checkpoints")
+        return (layout.step_of(checkpoints[0]), layout.read_manifest(checkpoints[0]).reason) if checkpoints else None
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class Matrix(Cluster):
 
     def preempt(self) -> None:
         """A job of a higher partition that wants all nodes for itself."""
-        wanted = ["-p", "urgent", "--exclusive", "-N3", "-o", "/dev/null"]
-        self.on("controller", "sbatch", *wanted, "--wrap", "sleep 5")
+        options = ["-p", "urgent", "--exclusive", "-N3", "-o", "/dev/null"]
+        self.on("controller", "sbatch", *options, "--wrap", "sleep 5")
 
     def kill_node(self, host: str = "fish2") -> None:
         """It stays away until Slurm has given it up, and comes back."""

@@ -1,4 +1,4 @@
-"""Every misbehaviour of every provider, played by its simulator; `tests/matrix/elastic` prints what came of each."""
+"""Every fault of every provider, made by its simulator; `tests/matrix/elastic` prints the outcome of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.rental_providers import CASES
-from tests.matrix.elastic_faults import FAULTS, WORDS, play
+from tests.matrix.elastic_faults import FAULTS, PATTERNS, play
 from tests.matrix.elastic_watch import Watch
 from tests.unit.cloud.scene import CLUSTER, Scene, scene
 
@@ -25,7 +25,7 @@ async def test_provider_fault_costs_no_job_no_node_and_no_money(tmp_path: Path, 
 
 
 def test_every_simulator_fault_is_tested_and_has_its_reason() -> None:
-    assert {"none", *KINDS} == FAULTS.keys() == WORDS.keys()
+    assert {"none", *KINDS} == FAULTS.keys() == PATTERNS.keys()
 
 
 def _stranger(it: Scene, name: str) -> None:

@@ -1,6 +1,6 @@
-"""The script of the matrix: a small net with dropout, whose every step takes a moment until the job is stopped.
+"""The script of the matrix: a small network with dropout, slow until the job is stopped.
 
-Prints a line of JSON for each step, and a hash of all that it has learned at the end.
+Prints a line of JSON for each step, and a hash of the parameters at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=2.0, help="seconds of a step, in the job's first turn")
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     turn = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
     dist = init(timeout=900)
@@ -45,17 +45,17 @@ def main() -> None:
     model = parallelize(net, "ddp")
     torch.manual_seed(1 + dist.env.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = Loader(Points(), global_batch=8, seed=1, workers=asked.workers)
+    loader = Loader(Points(), global_batch=8, seed=1, workers=options.workers)
     state = TrainState(model, optimizer, data=loader)
     batches = _endless(loader)
-    for step in Run(state, save_every=asked.save_every).steps(asked.steps):
+    for step in Run(state, save_every=options.save_every).steps(options.steps):
         x, y = next(batches)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         print(json.dumps({"turn": turn, "step": step, "loss": loss.item().hex()}), flush=True)
-        time.sleep(0 if turn else asked.pause)
+        time.sleep(0 if turn else options.pause)
     print(json.dumps({"turn": turn, "digest": _digest(net, optimizer)}), flush=True)
     loader.close()
     shutdown()
