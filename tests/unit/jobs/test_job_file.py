@@ -137,8 +137,8 @@ def test_signal_prefix_is_rejected_with_its_effect(signal: str, said: str) -> No
 def test_signal_that_cannot_be_handled_is_rejected(signal: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(signal=signal)
-    told = "a process cannot catch this signal, so it cannot save its work"
-    assert str(caught.value) == f'--signal: {told}, found "{signal}", say USR1@60'
+    reason = "a process cannot catch this signal, so it cannot save its work"
+    assert str(caught.value) == f'--signal: {reason}, found "{signal}", use USR1@60'
 
 
 @pytest.mark.parametrize(
