@@ -56,7 +56,7 @@ def test_python_version_selects_the_versioned_program() -> None:
         ("tracking: {url: https://x.org, database: postgresql}", "`database` for a server that is there already"),
         (
             "tracking: {host: desktp}",
-            'the server\'s host is none of the cluster, found "desktp", did you mean `desktop`?',
+            'the server\'s host is not in the cluster, found "desktp", did you mean `desktop`?',
         ),
         (
             LAB + "storage: {/apps: {host: n1, read_only: true}}\ntracking: {artifacts: /apps/mlflow}",
