@@ -60,6 +60,14 @@ class Address:
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """A machine on a segment of the host, no router, that has answered it there."""
+
+    interface: str
+    address: str
+
+
+@dataclass(frozen=True)
 class ConnectedAddress:
     """Where our own connection to the host went. A router may stand there and pass it on."""
 
@@ -115,6 +123,7 @@ class Facts:
     users: Mapping[str, UnixIds] = field(default_factory=dict)
     groups: Mapping[str, UnixIds] = field(default_factory=dict)
     addresses: tuple[Address, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
     modules: tuple[str, ...] = ()
     """Those of the kernel modules we asked about that the kernel has, or can load."""
     reaches: Mapping[str, str] = field(default_factory=dict)
@@ -151,7 +160,7 @@ NO_FACTS = Facts()
 """Of a host that does not answer."""
 
 
-_LISTS: dict[str, Any] = {"gpus": Gpu, "disks": Disk, "addresses": Address}
+_LISTS: dict[str, Any] = {"gpus": Gpu, "disks": Disk, "addresses": Address, "neighbours": Neighbour}
 _TABLES: dict[str, Any] = {"packages": Package, "users": UnixIds, "groups": UnixIds, "files": FileFact}
 
 
@@ -169,6 +178,8 @@ def from_wire(data: Mapping[str, Any]) -> Facts:
     fields["cpu"] = _build(Cpu, data.get("cpu", {}))
     for one in fields["addresses"]:
         ipaddress.ip_interface(f"{one.address}/{one.prefix}")
+    for neighbour in fields["neighbours"]:
+        ipaddress.ip_address(neighbour.address)
     return _build(Facts, fields)
 
 

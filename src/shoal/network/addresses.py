@@ -43,6 +43,21 @@ def candidates(facts: Facts) -> list[Address]:
     ]
 
 
+def strangers(facts: Mapping[str, Facts], addresses: Mapping[str, str]) -> dict[str, list[str]]:
+    """The neighbours of each host that are no members, on the segment where it has its address in `addresses`."""
+    members = {address.address for fact in facts.values() for address in fact.addresses} | {*addresses.values()}
+    result = {}
+    for name, fact in facts.items():
+        segments = [
+            ipaddress.ip_interface(f"{one.address}/{one.prefix}").network
+            for one in candidates(fact)
+            if one.address == addresses.get(name)
+        ]
+        others = [one.address for one in fact.neighbours if one.address not in members]
+        result[name] = [one for one in others if any(ipaddress.ip_address(one) in segment for segment in segments)]
+    return {name: others for name, others in result.items() if others}
+
+
 def _network(address: Address) -> str:
     return str(ipaddress.ip_network(f"{address.address}/{address.prefix}", strict=False))
 

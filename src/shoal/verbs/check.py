@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Mapping, Sequence
 
 from shoal.errors import CommandTimeout, SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
+from shoal.network.addresses import strangers
 from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.nodes import unready_nodes
@@ -26,6 +28,8 @@ from shoal.verbs.slurmctld import slurm_output, slurmctld_fix
 from shoal.verbs.up import survey
 
 MIN_FREE_MB = 1024
+MAX_STRANGERS = 4
+"""So many machines that are no members are named."""
 
 
 async def check(context: Context) -> list[Finding]:
@@ -75,6 +79,7 @@ async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[s
     if observed.slurm.running or context.spec.network.kind == "lan":  # other networks exist only after `shoal up`
         addresses = network_addresses(context.spec, observed, connection_addresses(fleet))
         findings += await unreachable_findings(context.spec, addresses, fleet, observed.facts)
+        findings += _strangers(context, observed, addresses)
     if observed.slurm.running:
         findings += await _nodes(context, fleet, observed)
         findings += await _contract(context, fleet, plan.findings)
@@ -89,6 +94,21 @@ def _disks(observed: Observation) -> list[Finding]:
         for disk in fact.disks
         if disk.mount in ("/", "/var") and disk.free_mb < MIN_FREE_MB
     ]
+
+
+def _strangers(context: Context, observed: Observation, addresses: Mapping[str, str]) -> list[Finding]:
+    """In a LAN the firewall admits members by their addresses, which a neighbour can take over."""
+    beside = strangers(observed.facts, addresses) if context.spec.network.kind == "lan" else {}
+    if not beside:
+        return []
+    others = sorted({other for neighbours in beside.values() for other in neighbours}, key=ipaddress.ip_address)
+    shown = ", ".join(others[:MAX_STRANGERS]) + (", ..." if len(others) > MAX_STRANGERS else "")
+    what = (
+        "other machines are on the members' network segment: one that takes over a member's address reaches NFS, Slurm "
+        "and MLflow in its place"
+    )
+    fix = "set `network: wireguard`, which also works on one LAN; or give the members a segment of their own"
+    return [Finding("warning", what, f"{shown} beside {compress(beside)}", fix, path="network")]
 
 
 def _slurmctld(controller: str, observed: Observation) -> list[Finding]:

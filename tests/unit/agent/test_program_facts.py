@@ -198,3 +198,19 @@ def test_kernel_without_device_programs_is_detected() -> None:
         env={"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.stdout == "False\n", done.stderr
+
+
+def test_neighbours_are_those_that_answered_and_no_routers(tmp_path: Path) -> None:
+    (tmp_path / "route").write_text(
+        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+        "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+        "eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+    )
+    (tmp_path / "arp").write_text(
+        "IP address       HW type     Flags       HW address            Mask     Device\n"
+        "10.0.0.1         0x1         0x2         52:54:00:00:00:01     *        eth0\n"
+        "10.0.0.7         0x1         0x2         52:54:00:00:00:07     *        eth0\n"
+        "10.0.0.8         0x1         0x0         00:00:00:00:00:00     *        eth0\n"
+    )
+    assert network.neighbours(str(tmp_path)) == [{"interface": "eth0", "address": "10.0.0.7"}]
+    assert network.neighbours(str(tmp_path / "missing")) == []

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.plan.fake_world import LAB, lab, spec_of
 from tests.unit.verbs.fake_clusters import Sandbox, context_of, raised
 
-from shoal.agent.facts import Disk
+from shoal.agent.facts import Disk, Neighbour
 from shoal.errors import ProviderError
 from shoal.spec.finding import Finding
 from shoal.spec.members import default_spec
@@ -106,3 +106,29 @@ async def test_provider_that_cannot_list_its_instances_is_an_error() -> None:
 def test_requests_are_only_for_the_hosts_of_that_provider() -> None:
     text = "cluster: reef\ncontroller: {host: c1}\nnodesets: {fish: {provider: sandbox, count: 1}}\n"
     assert [request.name for request in requests(Context(spec_of(text)).members, "sandbox")] == ["fish1"]
+
+
+MANY = [f"10.0.0.{n}" for n in range(5, 10)]
+
+
+def beside(*addresses: str, interface: str = "eth0") -> dict[str, Any]:
+    return {"neighbours": tuple(Neighbour(interface, address) for address in addresses)}
+
+
+@pytest.mark.parametrize(
+    ("network", "neighbours", "found"),
+    [
+        ("lan", {"n1": beside("10.0.0.1", "10.0.0.12")}, None),
+        ("lan", {"n1": beside("10.0.0.99", "10.0.0.7"), "n2": beside("10.0.0.7")}, "10.0.0.7, 10.0.0.99 beside n[1-2]"),
+        ("lan", {"n1": beside(*MANY)}, "10.0.0.5, 10.0.0.6, 10.0.0.7, 10.0.0.8, ... beside n1"),
+        ("lan", {"n1": beside("172.17.0.3", interface="docker0")}, None),
+        ("wireguard", {"n1": beside("10.0.0.99")}, None),
+    ],
+)  # fmt: skip
+async def test_strangers_on_the_segment_are_a_warning_only_in_a_lan(
+    network: str, neighbours: dict[str, dict[str, Any]], found: str | None
+) -> None:
+    world = lab(LAB + f"network: {network}\n", **neighbours)
+    findings = [one for one in await check(context_of(world, LAB + f"network: {network}\n")) if "segment" in one.what]
+    assert [(one.level, one.path, one.found) for one in findings] == ([("warning", "network", found)] if found else [])
+    assert all("set `network: wireguard`" in one.fix for one in findings)

@@ -10,7 +10,7 @@ import time
 from shoal.remote.agent.context import ConvergeContext, Item, has_systemd
 from shoal.remote.agent.fast_stdlib import loads
 from shoal.remote.agent.file_io import read_bytes, read_text, sha256
-from shoal.remote.agent.network import addresses, firewall
+from shoal.remote.agent.network import addresses, firewall, neighbours
 from shoal.remote.agent.packages import package_facts, package_manager
 from shoal.remote.agent.running import disk_space, last_lines, run, which
 from shoal.remote.agent.services import service_facts
@@ -41,6 +41,7 @@ def gather_facts(ask: Item, context: ConvergeContext) -> Item:
         "cgroup": cgroup(),
         "boot_id": read_text("/proc/sys/kernel/random/boot_id").strip(),
         "addresses": addresses(),
+        "neighbours": neighbours(),
         "firewall": firewall(),
         "users": {
             u.pw_name: {"id": u.pw_uid, "gid": u.pw_gid} for u in accounts(ask.get("users", ()), user_of, "passwd")

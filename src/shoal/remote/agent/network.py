@@ -39,6 +39,21 @@ def interface_mtus() -> dict[int, int]:
     return sizes
 
 
+def neighbours(proc: str = "/proc/net") -> list[Item]:
+    """The machines that answered ARP, without routers: those that the host has talked to on its own segments."""
+    routers = set()
+    for line in read_text(proc + "/route").splitlines()[1:]:
+        words = line.split()
+        if len(words) > 2 and words[2] != "00000000":
+            routers.add(socket.inet_ntop(socket.AF_INET, struct.pack("=I", int(words[2], 16))))
+    lines = [line.split() for line in read_text(proc + "/arp").splitlines()[1:]]
+    return [
+        {"interface": words[5], "address": words[0]}
+        for words in lines
+        if len(words) == 6 and int(words[2], 16) & 2 and words[0] not in routers  # 2: it answered
+    ]
+
+
 def firewall() -> str:
     """A firewall beside ours that drops by default: `ufw`, or an nftables chain by its name.
 
