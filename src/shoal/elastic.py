@@ -55,7 +55,7 @@ def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
         accounts=accounts,
         ledger=ledger,
         slurm=LiveSlurm(LocalHost(Target(members(spec)[0].name))),
-        joiner=LiveJoiner(settings, list_joined),
+        joiner=LiveJoiner(settings, list_joined, record_host_key=ledger.record_host_key),
         clock=clock,
         public_key=settings.public_key,
         budget=spec.budget,

@@ -115,6 +115,8 @@ class SimulatedInstance:
     """Lists show it until then although it is gone."""
     reachable: bool = True
     gpu_works: bool = True
+    runs_user_data: bool = True
+    """Without it the machine shows a host key of its own."""
     host: str = ""
     port: int = 22
     private_address: str = ""
@@ -127,6 +129,7 @@ class SimulatedInstance:
 KINDS = (
     "stockout", "quota", "rate", "error-after-create", "error-before-create", "slow-boot", "never-reachable", "dies",
     "preempt", "lagging-list", "duplicate-name", "price-change", "bad-gpu", "list-fails", "balance", "auth",
+    "other-host-key",
 )  # fmt: skip
 DEFAULT_DELAYS_S = {"slow-boot": 600.0, "dies": 5.0, "preempt": 5.0, "lagging-list": 30.0}
 """Default duration of a fault: extra boot time, time after boot, time after boot, time missing from lists."""

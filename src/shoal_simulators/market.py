@@ -220,6 +220,7 @@ class Market:
             shown_until=lag.after if lag else 0.0,
             reachable=self.take_fault("never-reachable", order) is None,
             gpu_works=self.take_fault("bad-gpu", order) is None,
+            runs_user_data=self.take_fault("other-host-key", order) is None,
         )
         for fate in ("dies", "preempt"):
             if not machine.fate and (fault := self.take_fault(fate, order)):

@@ -218,7 +218,7 @@ class SandboxBackend:
                 if not ordered.reachable:
                     return
                 await nspawn.wait_for_ssh(self.layout, host)
-                if host.shape.container and ordered.order.user_data:
+                if host.shape.container and ordered.order.user_data and ordered.runs_user_data:
                     await self._run(host, ordered.order.user_data)
             self._status[ordered.id] = self._host_status(host, "up")
         except (ProviderError, OSError, asyncssh.Error) as error:
@@ -343,7 +343,7 @@ def first_boot_files(ordered: SimulatedInstance, profile: Profile, shape: Shape)
             0o644,
         ),
     }
-    if ordered.order.user_data:
+    if ordered.order.user_data and ordered.runs_user_data:
         files["etc/shoal-cloud/user-data"] = (ordered.order.user_data.encode(), 0o700)
         files["etc/systemd/system/shoal-user-data.service"] = (USER_DATA.encode(), 0o644)
         files["etc/systemd/system/multi-user.target.d/cloud.conf"] = (

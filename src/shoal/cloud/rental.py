@@ -75,6 +75,8 @@ class Rental:
     """When billing ends, if known: mostly when the delete was accepted. Otherwise at `gone_at`."""
     prices: tuple[tuple[float, float], ...] = ()
     """The provider's prices: start time and US dollars an hour. The first counts from the beginning."""
+    host_key: str = ""
+    """The public host key that the machine must show; empty: trusted on first use."""
 
     def __str__(self) -> str:
         return f"{self.node} ({self.account} {self.id or 'on order'})"
@@ -125,6 +127,7 @@ def to_row(rental: Rental) -> dict[str, object]:
         "micros_hour": price_of(price),
         "billing": json.dumps(asdict(rental.billing)),
         "prices": prices_text(rental.prices),
+        "host_key": rental.host_key,
     }
 
 
@@ -137,6 +140,7 @@ def from_row(row: Mapping[str, Any]) -> Rental:
         usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
         billing=_from_json(Billing, row["billing"]),
         prices=tuple((since, dollars(amount)) for since, amount in json.loads(row.get("prices", "[]"))),
+        host_key=row.get("host_key", ""),
     )
 
 

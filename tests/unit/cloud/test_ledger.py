@@ -85,7 +85,8 @@ def test_older_ledger_is_readable_and_migrated_on_write(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
     with sqlite3.connect(path) as database:
-        database.execute("ALTER TABLE rentals DROP COLUMN prices")
+        for column in ("prices", "host_key"):
+            database.execute(f"ALTER TABLE rentals DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 1")
     database.close()
     with Ledger.read(path) as ledger:
@@ -536,3 +537,17 @@ def test_kill_at_any_statement_keeps_acknowledged_writes_and_no_partial_write(pa
     assert status == "0", "the child never came to its end"
     assert int(statement) > 40
     assert seen == set(order)
+
+
+def test_ledger_without_host_keys_is_migrated(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE rentals DROP COLUMN host_key")
+        database.execute("PRAGMA user_version = 2")
+    database.close()
+    with Ledger.read(path) as ledger:
+        assert ledger.get("t1").host_key == ""
+    with Ledger.open(path) as ledger:
+        ledger.record_host_key("t1", "ssh-ed25519 AAAA")
+        assert ledger.get("t1") == rental(host_key="ssh-ed25519 AAAA")

@@ -99,7 +99,7 @@ def decoded(args: str) -> str:
     """The script inside a container's command."""
     shell, option, line = shlex.split(args)
     assert (shell, option) == ("bash", "-c")
-    found = re.fullmatch(r"echo (\S+) \| base64 -d > /run/shoal-boot; exec bash /run/shoal-boot", line)
+    found = re.fullmatch(r"\(umask 077; echo (\S+) \| base64 -d > /run/shoal-boot\); exec bash /run/shoal-boot", line)
     assert found
     return base64.b64decode(found[1]).decode()
 
@@ -111,10 +111,10 @@ def test_command_starts_sshd_and_waits() -> None:
     assert "ssh-ed25519" not in script, "the key is in the environment"
 
 
-def test_order_script_runs_beside_sshd() -> None:
+def test_order_script_runs_before_sshd() -> None:
     own = "#!/bin/sh\necho 'it''s mine' \"$HOME\"\n"
     script = decoded(boot_args(own))
-    found = re.search(r"echo (\S+) \| base64 -d > /run/user-data && \{ setsid sh /run/user-data & \}\n", script)
+    found = re.search(r"\(umask 077; echo (\S+) \| base64 -d > /run/user-data\) && setsid sh /run/user-data\n", script)
     assert found
     assert base64.b64decode(found[1]).decode() == own
     assert script.endswith(WAIT)

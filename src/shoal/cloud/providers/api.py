@@ -163,8 +163,8 @@ class RentalOrder:
     """The controller's SSH key, as a line of authorized_keys."""
     key_name: str = ""
     """What `ensure_key` returned."""
-    user_data: str = ""
-    """A shell script that the machine runs when it boots."""
+    user_data: str = field(default="", repr=False)
+    """A shell script that the machine runs when it boots. It has the machine's first host key: never log it."""
     image: str = ""
     """The provider's name of the image; empty for the default."""
     disk_gb: int = 100
@@ -228,6 +228,8 @@ class RentedInstance:
     """The provider has given notice that it will take this machine away."""
     account: str = ""
     """The provider account, where the machines of several are listed together."""
+    host_key: str = ""
+    """The host key that it must show, filled in by the rental service; empty: trusted on first use."""
 
     @classmethod
     def listed(

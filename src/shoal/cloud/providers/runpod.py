@@ -155,16 +155,18 @@ def joined_type(gpu: str, count: int) -> str:
 
 
 def boot_args(user_data: str) -> str:
-    """The container's command: runs the order's script in the background and ours, then waits.
+    """The container's command: runs the order's script, then ours, then waits.
 
-    The order's script starts first: it ends a pod that never joins, such as one that cannot install sshd.
+    The order's script comes first: it installs the host key before sshd makes one, and leaves a process that ends a pod
+    that never joins, such as one that cannot install sshd. It has a secret, so only root may read it.
     """
     encoded = base64.b64encode(user_data.encode()).decode()
     background = (
-        f"echo {encoded} | base64 -d > /run/user-data && {{ setsid sh /run/user-data & }}\n" if user_data else ""
+        f"(umask 077; echo {encoded} | base64 -d > /run/user-data) && setsid sh /run/user-data\n" if user_data else ""
     )
     script = base64.b64encode(f"{TRAP}{background}{BOOT}{WAIT}".encode()).decode()
-    return shlex.join(["bash", "-c", f"echo {script} | base64 -d > /run/shoal-boot; exec bash /run/shoal-boot"])
+    write = f"(umask 077; echo {script} | base64 -d > /run/shoal-boot)"
+    return shlex.join(["bash", "-c", f"{write}; exec bash /run/shoal-boot"])
 
 
 def read_error(status: int, answer: Body) -> Refusal | None:

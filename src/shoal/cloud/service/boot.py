@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from shoal.cloud.providers.api import Abilities, RentedInstance
 from shoal.cloud.rental import Rental
 from shoal.cloud.service.context import UNFIT_PREFIX, ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.machine_keys import CONTAINER_RELOAD, RELOAD, MachineKey, install_script
 from shoal.cloud.service.scheduling import is_due
 from shoal.cloud.service.slurm import wants_machine
 from shoal.roles.rented import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROFF, UNITS, WATCHDOG
@@ -20,17 +21,20 @@ from shoal.roles.rented import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROF
 UNIT = "shoal-unclaimed"
 
 
-def boot_script(abilities: Abilities, lifetime: int) -> str:
+def boot_script(abilities: Abilities, lifetime: int, key: MachineKey | None = None) -> str:
     """The script that a machine runs when it boots; empty where the provider runs none.
 
-    It has no secrets: providers show such scripts in their consoles, and any user of the machine can read them.
+    Its only secret is the host key, which is of no use after the join: providers show such scripts in their consoles,
+    and any user of the machine may be able to read them.
     """
     if abilities.boots_with == "none":
         return ""
     expected = min(abilities.boot_s, lifetime) if lifetime else abilities.boot_s
-    if abilities.container:
-        return container_script(expected + CONTROLLER_TIMEOUT_S)
-    return machine_script(expected + CONTROLLER_TIMEOUT_S)
+    write = container_script if abilities.container else machine_script
+    script = write(expected + CONTROLLER_TIMEOUT_S)
+    if key is None:
+        return script
+    return script + install_script(key, CONTAINER_RELOAD if abilities.container else RELOAD)
 
 
 def machine_script(seconds: int, units: str = UNITS, watchdog: str = WATCHDOG, systemctl: str = "systemctl") -> str:

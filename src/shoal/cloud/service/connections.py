@@ -1,7 +1,7 @@
 """How the service connects to hosts: the controller is this machine, rented machines are reached by SSH.
 
-A machine's host key is trusted on first use and stored under the machine's id, not its address, which another machine
-may get later.
+A machine must show the host key that it got at boot, or replaced at the join. Where a provider runs no boot script, the
+key is trusted on first use and stored under the machine's id, not its address, which another machine may get later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class MachineConnector:
         targets = {self._controller: Target(self._controller)}
         connectors = {self._controller: self._here}
         for name, machine in machines.items():
-            targets[name] = Target(name, machine.host, machine.port, machine.user, self._identity)
+            expected = machine.host_key or None
+            targets[name] = Target(name, machine.host, machine.port, machine.user, self._identity, expected)
             connectors[name] = self._there(self._known_hosts / _file_name(machine.id))
         return Fleet(targets, _ByName(connectors))
 

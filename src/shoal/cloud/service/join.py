@@ -3,7 +3,7 @@
 Only the controller and rented machines are changed. First the controller learns the new members' names and lets them
 through its firewall and into its network, and so do the other rented nodes; then the new machines become nodes:
 
-    SSH answers ─▶ name, packages ─▶ membership: keys, network ─▶ GPUs work ─▶ slurmd registers
+    SSH answers ─▶ host key, name, packages ─▶ membership: keys, network ─▶ GPUs work ─▶ slurmd registers
 
 Permanent hosts are not changed: `shoal up` has already prepared them.
 """
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.agent.document import Command, Document, File
@@ -22,10 +22,13 @@ from shoal.agent.facts import Facts
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join_checks as checks
 from shoal.cloud.service.connections import MachineConnector, connect_to
+from shoal.cloud.service.context import UNFIT_PREFIX
+from shoal.cloud.service.machine_keys import REPLACE
 from shoal.cloud.service.membership import cluster_with_rented_nodes, membership_change, without_faulty_machines
 from shoal.cloud.service.settings import KNOWN_HOSTS, ServiceSettings
-from shoal.errors import HostError, ShoalError
+from shoal.errors import HostError, HostKeyChanged, ShoalError
 from shoal.hosts.api import Connector
+from shoal.hosts.host_keys import HostKey
 from shoal.plan.apply import prepare
 from shoal.plan.connections import Fleet
 from shoal.plan.observe import observe
@@ -44,6 +47,9 @@ SSH_WAIT_S = 20.0
 RECENT_JOIN_S = 120.0
 """After this time the ledger has what joined."""
 LOGOUT_TIMEOUT_S = 10.0
+OTHER_KEY_TIMEOUT_S = 180.0
+"""How long a machine may show another host key: SSH may answer before the boot script has run."""
+REPLACE_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.5
 
 
@@ -70,8 +76,13 @@ class LiveJoiner:
         known_hosts: Path = KNOWN_HOSTS,
         here: Connector | None = None,
         there: Callable[[Path], Connector] | None = None,
+        record_host_key: Callable[[str, str], None] = lambda token, key: None,
     ) -> None:
-        """`others` returns the joined rented nodes, with their machines if known. Tests replace `here` and `there`."""
+        """`others` returns the joined rented nodes, with their machines if known. Tests replace `here` and `there`.
+
+        `record_host_key` stores the key that the machine of a rental, by its token, shows from now on.
+        """
+        self.record_host_key = record_host_key
         self._spec = controller_spec(settings.spec)
         self._others = others
         self._controller = members(settings.spec)[0]
@@ -85,6 +96,8 @@ class LiveJoiner:
         """Recent members, with the time, until `others` returns them."""
         self._announced: frozenset[str] | None = None
         """The rented nodes that the others know; None before the first change."""
+        self._other_key_since: dict[str, float] = {}
+        """Since when machines show another host key than the expected one, by id."""
 
     async def join(self, nodes: Mapping[str, RentedInstance]) -> Mapping[str, str]:
         """Implements `shoal.cloud.service.context.Joiner`."""
@@ -121,7 +134,8 @@ class LiveJoiner:
                 await self._change_membership(fleet, [])
             self._announced = self._known()
 
-    async def _join(self, nodes: Mapping[str, RentedInstance]) -> dict[str, str]:
+    async def _join(self, machines: Mapping[str, RentedInstance]) -> dict[str, str]:
+        nodes = dict(machines)
         errors = dict.fromkeys(nodes, "")
 
         def due() -> dict[str, RentedInstance]:
@@ -130,6 +144,10 @@ class LiveJoiner:
         async with self._connector.fleet(nodes) as fleet:
             try:
                 errors |= await self._wait_for_ssh(fleet, nodes)
+                if given := {name: machine for name, machine in due().items() if machine.host_key}:
+                    replaced, failed = await self._replace_host_keys(fleet, given)
+                    nodes |= replaced
+                    errors |= failed
                 if due():
                     errors |= await self._install(fleet, list(due()))
                 if due():
@@ -144,23 +162,54 @@ class LiveJoiner:
                 self._recent.pop(name, None)
         return errors
 
-    async def _wait_for_ssh(self, fleet: Fleet, names: Iterable[str]) -> dict[str, str]:
+    async def _wait_for_ssh(self, fleet: Fleet, machines: Mapping[str, RentedInstance]) -> dict[str, str]:
         """Wait for SSH. Returns the error of each machine; those that do not answer are dropped."""
 
-        async def answer(name: str) -> str:
+        async def answer(name: str, machine: RentedInstance) -> str:
             end = asyncio.get_running_loop().time() + SSH_WAIT_S
             while True:
                 try:
                     await connect_to(fleet, name)
                 except HostError as error:
-                    if asyncio.get_running_loop().time() > end:
+                    cause = self._other_key(machine) if isinstance(error, HostKeyChanged) else error.cause
+                    if asyncio.get_running_loop().time() > end or cause.startswith(UNFIT_PREFIX):
                         del fleet.targets[name]
-                        return error.cause
+                        return cause
                     await asyncio.sleep(_POLL_INTERVAL_S)
                 else:
+                    self._other_key_since.pop(machine.id, None)
                     return ""
 
-        return dict(zip(names, await asyncio.gather(*map(answer, names)), strict=True))
+        answers = await asyncio.gather(*(answer(name, machine) for name, machine in machines.items()))
+        return dict(zip(machines, answers, strict=True))
+
+    def _other_key(self, machine: RentedInstance) -> str:
+        """The error of a machine that shows another host key; final once its boot script must have run."""
+        now = time.monotonic()
+        late = now - self._other_key_since.setdefault(machine.id, now) >= OTHER_KEY_TIMEOUT_S
+        where = f"{machine.host}:{machine.port} shows another host key than the one that the machine got at boot"
+        why = "another machine answers there, or the boot script did not run"
+        return f"{UNFIT_PREFIX if late else ''}{where}: {why}"
+
+    async def _replace_host_keys(
+        self, fleet: Fleet, machines: Mapping[str, RentedInstance]
+    ) -> tuple[dict[str, RentedInstance], dict[str, str]]:
+        """Give machines host keys of their own. Returns the machines with these, and the errors of the others."""
+
+        async def replace_key(name: str) -> str:
+            result = await (await fleet.host(name)).run(REPLACE, timeout=REPLACE_TIMEOUT_S, root=True)
+            try:
+                HostKey.parse(result.text)
+            except ValueError:
+                cause = f"cannot replace its host key: {result.error_text.strip() or f'status {result.status}'}"
+                raise HostError(name, cause, hint="look at the machine's /etc/ssh") from None
+            self.record_host_key(machines[name].token, result.text.strip())
+            return result.text.strip()
+
+        keys = await fleet.each(machines, replace_key)
+        replaced = {name: replace(machines[name], host_key=key) for name, key in keys.items()}
+        self._joining |= replaced
+        return replaced, {name: fleet.failures[name].cause for name in machines if name in fleet.failures}
 
     async def _add_members(
         self, machines: Mapping[str, RentedInstance], fleet: Fleet

@@ -23,7 +23,7 @@ from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
-SCHEMA = 2
+SCHEMA = 3
 
 _TABLES = (
     """CREATE TABLE rentals (
@@ -32,7 +32,7 @@ _TABLES = (
     intended_at REAL NOT NULL, made_at REAL, joined_at REAL, released_at REAL, gone_at REAL,
     billed_from REAL, billed_until REAL, billing TEXT NOT NULL,
     jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT '',
-    prices TEXT NOT NULL DEFAULT '[]'
+    prices TEXT NOT NULL DEFAULT '[]', host_key TEXT NOT NULL DEFAULT ''
 )""",
     "CREATE INDEX rentals_state ON rentals (state)",
     "CREATE INDEX rentals_node ON rentals (node)",
@@ -43,7 +43,10 @@ _TABLES = (
 )""",
     "CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL)",
 )
-_MIGRATIONS = {2: "ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'"}
+_MIGRATIONS = {
+    2: "ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'",
+    3: "ALTER TABLE rentals ADD COLUMN host_key TEXT NOT NULL DEFAULT ''",
+}
 """By schema version: the statement that migrates from the version before."""
 
 
@@ -156,6 +159,12 @@ class Ledger:
             if not before.prices or price_of(usd_hour) != price_of(before.usd_hour):
                 prices = [*before.prices, (at if before.prices else 0.0, usd_hour)]
                 self._set(token, micros_hour=price_of(usd_hour), prices=prices_text(prices))
+
+    def record_host_key(self, token: str, host_key: str) -> None:
+        """The public host key that the machine must show from now on."""
+        with self._transaction():
+            self._require(token)
+            self._set(token, host_key=host_key)
 
     def get(self, token: str) -> Rental | None:
         """The rental of a token, in any state."""

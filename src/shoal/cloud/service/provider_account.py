@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.cloud.providers.api import (
@@ -128,7 +128,8 @@ class AccountClient:
     def machine(self, rental: Rental) -> RentedInstance | None:
         """The machine of a rental, as last listed."""
         machines = self.listing.instances.get(rental.token, ()) if self.listing else ()
-        return next((machine for machine in machines if rental.id in ("", machine.id)), None)
+        listed = next((machine for machine in machines if rental.id in ("", machine.id)), None)
+        return listed and replace(listed, host_key=rental.host_key)
 
     def first_seen(self, machine: RentedInstance) -> float:
         """When the machine was first listed, or created if that was earlier."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.cloud.providers.api import FailureKind, Offer, RentalOrder, RequestOutcome
 from shoal.cloud.providers.http import gather_all
@@ -19,6 +19,7 @@ from shoal.cloud.service import offers as choose
 from shoal.cloud.service.boot import boot_script
 from shoal.cloud.service.budget import BudgetGuard
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.machine_keys import MachineKey
 from shoal.cloud.service.offers import OfferCatalog
 from shoal.cloud.service.provider_account import MAX_FAILURES, UNREACHABLE_PAUSE_S, AccountClient, error_text
 from shoal.cloud.service.scheduling import BackgroundCalls
@@ -281,7 +282,12 @@ class Provisioner:
         context, able = self._context, account.abilities
         now = context.clock.now()
         nodes = group.missing[: able.at_once * (1 if able.create_interval else MAX_CONCURRENT_ORDERS)]
-        rentals = self._rentals(group, nodes, offer, account)
+        rentals, keys = self._rentals(group, nodes, offer, account), {}
+        if able.boots_with != "none":
+            calls = (len(rentals) + able.at_once - 1) // able.at_once
+            made = [MachineKey.make() for _ in range(calls)]  # the machines of one call get one boot script
+            keys = {rental.token: made[number // able.at_once] for number, rental in enumerate(rentals)}
+            rentals = [replace(rental, host_key=keys[rental.token].public) for rental in rentals]
         context.ledger.record_order_time(account.name, now)
         context.ledger.intend(*rentals)
         group.rentals.update({rental.node: rental for rental in rentals})
@@ -289,7 +295,8 @@ class Provisioner:
         self._reserve(group, offer, account)  # for the rest
 
         async def send(some: Sequence[Rental]) -> None:
-            outcomes = await account.order([self._rental_order(rental, group.nodeset, key_name) for rental in some])
+            orders = [self._rental_order(one, group.nodeset, key_name, keys.get(one.token)) for one in some]
+            outcomes = await account.order(orders)
             for rental, outcome in zip(some, outcomes, strict=True):
                 self._record_outcome(group, rental, outcome, account)
 
@@ -319,7 +326,9 @@ class Provisioner:
             context.ledger.block(block.account, block.type, block.place, block.market, block.until, block.why)
             group.last_refusal = block.why
 
-    def _rental_order(self, rental: Rental, nodeset: RentedSet, key_name: str) -> RentalOrder:
+    def _rental_order(
+        self, rental: Rental, nodeset: RentedSet, key_name: str, host_key: MachineKey | None
+    ) -> RentalOrder:
         return RentalOrder(
             cluster=self._context.cluster,
             node=rental.node,
@@ -327,7 +336,7 @@ class Provisioner:
             offer=rental.offer,
             public_key=self._context.public_key,
             key_name=key_name,
-            user_data=boot_script(self._context.accounts[rental.account].abilities, nodeset.lifetime),
+            user_data=boot_script(self._context.accounts[rental.account].abilities, nodeset.lifetime, host_key),
             disk_gb=nodeset.disk_gb,
             lifetime=nodeset.lifetime,
         )

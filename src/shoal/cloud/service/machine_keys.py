@@ -1,0 +1,76 @@
+"""The host key of a rented machine: made here for the order, installed by the boot script, replaced at the join.
+
+The controller expects the public half from the first connection on, so that no other machine can answer in its place.
+The private half is in the order only: it is never stored here. But the provider's API shows it, and so may the
+machine's metadata service, to any of its processes. So the machine makes another key at the join, before any job
+runs there. The machines of one order share the key until then, as some providers give them one script.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from shoal.hosts.slim_asyncssh import asyncssh
+
+FOLDER = "/etc/ssh"
+KEY = "ssh_host_ed25519_key"
+MARK = "shoal-host-key"
+"""Says whether the key is the boot script's or the machine's own. Some providers run the script at every boot."""
+RELOAD = " || ".join(f"systemctl --no-block try-reload-or-restart {name}.service" for name in ("ssh", "sshd"))
+"""Makes sshd read its keys again. Its name differs between distributions."""
+CONTAINER_RELOAD = '[ ! -e /run/sshd.pid ] || kill -HUP "$(cat /run/sshd.pid)"'
+
+
+@dataclass(frozen=True)
+class MachineKey:
+    """A host key for one order."""
+
+    public: str
+    """Type and text, as in known_hosts."""
+    private: str = field(repr=False)
+    """In OpenSSH's format."""
+
+    @classmethod
+    def make(cls) -> Self:
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        public = " ".join(key.export_public_key().decode().split()[:2])
+        return cls(public, key.export_private_key().decode())
+
+
+def install_script(key: MachineKey, reload: str, folder: str = FOLDER) -> str:
+    """The part of a boot script that installs the key, once."""
+    return f"""\
+if [ ! -e {folder}/{MARK} ]; then
+    mkdir -p {folder}
+    ( umask 077; cat > {folder}/{KEY}.new ) <<'end'
+{key.private}end
+    echo '{key.public}' > {folder}/{KEY}.pub.new
+    chmod 0644 {folder}/{KEY}.pub.new
+    mv -f {folder}/{KEY}.pub.new {folder}/{KEY}.pub
+    mv -f {folder}/{KEY}.new {folder}/{KEY}
+    echo boot > {folder}/{MARK}
+    {reload} || true
+fi
+"""
+
+
+def replace_script(folder: str = FOLDER, reload: str = "") -> str:
+    """A shell script that gives a machine a key of its own, once, and prints the public half. Connections stay."""
+    reload = reload or f"if [ -d /run/systemd/system ]; then {RELOAD}; else {CONTAINER_RELOAD}; fi"
+    return f"""\
+set -eu
+cd {folder}
+if [ "$(cat {MARK})" != own ]; then
+    rm -f {KEY}.new {KEY}.new.pub
+    ssh-keygen -q -t ed25519 -N '' -C '' -f {KEY}.new
+    mv -f {KEY}.new.pub {KEY}.pub
+    mv -f {KEY}.new {KEY}
+    echo own > {MARK}
+    {reload}
+fi
+cut -d ' ' -f 1,2 {KEY}.pub
+"""
+
+
+REPLACE = ("sh", "-c", replace_script())
