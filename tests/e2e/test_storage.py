@@ -130,6 +130,25 @@ def test_ssh_to_a_node_needs_a_job_there(lab: Lab) -> None:
     assert lab.login("alice", "controller", "true").returncode == 0
 
 
+@ON_DEBIAN_12
+def test_ssh_from_node_to_node_works_inside_a_job_and_nowhere_else(lab: Lab) -> None:
+    """As mpirun does with a list of hosts: no key, no password, no question about a host key."""
+    ssh = "ssh -o BatchMode=yes -o PreferredAuthentications=hostbased,publickey"
+    hosts = "$(scontrol show hostnames)"
+    each = f"for host in {hosts}; do {ssh} $host 'grep -q /job_ /proc/self/cgroup && hostname'; done"
+    lab.says("alice", "controller", f"sbatch --wait -N2 -o both.out --wrap {shlex.quote(each)}")
+    assert lab.says("alice", "controller", "cat both.out") == "fish1\nfish2\n"
+    lab.says("alice", "controller", "sbatch -w fish1 -o /dev/null --wrap 'sleep 600'")
+    lab.wait("her job runs", lambda: lab.says("alice", "controller", "squeue -h -o %T").strip() == "RUNNING")
+    assert lab.says("alice", "controller", f"{ssh} fish1 hostname") == "fish1\n", "as mpirun does inside salloc"
+    for where in ("fish2", "controller", "root@fish2", "bob@fish1"):
+        said = lab.login("alice", "fish1", f"{ssh} {where} hostname")
+        assert said.returncode == 255, (where, said)
+    assert lab.ssh("fish1", f"{ssh} fish2 hostname").returncode == 255, "never for root"
+    assert lab.login("bob", "controller", f"{ssh} fish1 hostname").returncode == 255
+    lab.says("alice", "controller", "scancel -u alice")
+
+
 def test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab: Lab) -> None:
     lab.says("alice", "controller", f"cat > writer.py <<'E'\n{WRITER}\nE")
     job = lab.says("alice", "controller", "sbatch --parsable -w fish1 -o writer.out --wrap 'python3 writer.py'").strip()

@@ -18,6 +18,7 @@ from shoal.roles.containers import ContainersComponent
 from shoal.roles.controller import ReturnToServiceComponent
 from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
+from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
 from shoal.roles.tracking import TrackingComponent
@@ -33,6 +34,7 @@ COMPONENTS: tuple[Component, ...] = (
     LinksComponent(),
     StorageComponent(),
     UsersComponent(),
+    NodeLoginsComponent(),
     EnvironmentsComponent(),
     ClientComponent(),
     ClockComponent(),

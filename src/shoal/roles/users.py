@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
+from shoal.roles import node_logins
 from shoal.roles.component import AccountIds, Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
 from shoal.roles.shares import ServedShare, access_kind, homes_of, host_keys, reload_sshd, sshd_file
@@ -146,10 +147,17 @@ def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:
     match = (
         f"{HEADER}Match User {','.join(sorted(users))}\n    AuthorizedKeysFile {sshfs.KEYS}/%u .ssh/authorized_keys\n"
     )
+    yield Block(PAM, PAM_BLOCK, _pam_rules(cluster, member))
     yield sshd_file(SSHD_CONF, match if users else None)
+    yield from node_logins.server_items(cluster, member)
     yield reload_sshd()
-    guarded = users and cluster.conf.confinement.tracked and _restricts_logins(cluster.spec, member)
-    yield Block(PAM, PAM_BLOCK, pam_block() if guarded else "")
+
+
+def _pam_rules(cluster: Cluster, member: Member) -> str:
+    if cluster.spec.users and cluster.conf.confinement.tracked and _restricts_logins(cluster.spec, member):
+        return pam_block()
+    accepts = node_logins.accepts_node_logins(cluster, member)
+    return node_logins.session_rules(USERS_GROUP) if accepts else ""
 
 
 def _keys(cluster: Cluster, member: Member, name: str, user: ClusterUser) -> str:

@@ -11,6 +11,7 @@ from shoal.agent.document import Block, File, Group, Item, User
 from shoal.agent.facts import Cgroup, FileFact, UnixIds
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
+from shoal.roles.node_logins import session_rules
 from shoal.roles.users import PAM, RECORD, SSHD_CONF, USERS_GROUP, UsersComponent, group_ids, home_of, pam_block
 from shoal.storage import sshfs
 
@@ -116,7 +117,7 @@ def test_node_that_serves_the_homes_is_open_for_logins_and_owns_the_homes() -> N
     nfs = {"filesystems": ("nfs4", "nfsd")}
     cluster = reef(REEF + "storage: {/home: {host: n1}}\n", n1={**CGROUPS, **nfs}, c1=nfs)
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
-    assert isinstance(block, Block) and block.content == ""
+    assert isinstance(block, Block) and block.content == session_rules(USERS_GROUP)
     assert user(cluster, "n1", "alice").owns == ("/home/alice",)
     assert user(cluster, "c1", "alice").owns == ()
 
