@@ -1,4 +1,4 @@
-"""How the agent gets to a host: the files of its program in one payload, and the few lines that receive them."""
+"""How the agent gets to a host: the modules of its program in one payload, and the command that receives them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import zlib
 from functools import cache
 from importlib import resources
+
+from shoal.remote import python_command
 
 STATE = "/var/lib/shoal"
 """The directory on a host where the agent keeps what has to outlive a run."""
@@ -18,54 +20,7 @@ MODULES = (
     *("unix_accounts", "files", "supervise", "services", "mounts", "facts", "converge", "main"),
 )
 
-# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it again
-# costs as much as all the rest of a run that changes nothing. Files are compiled under their own names, so that a
-# traceback names the place.
-LOADER = """
-import marshal, os, sys
-if sys.version_info < (3, 8):
-    print('{"event": "refused", "python": "%d.%d"}' % sys.version_info[:2])
-    sys.exit(3)
-pipe = open(0, "rb", 0, closefd=False)
-size, digest, state = pipe.readline().decode().split()
-packed = b""
-while len(packed) < int(size):
-    part = pipe.read(int(size) - len(packed))
-    if not part:
-        sys.exit(4)
-    packed += part
-folder = state + "/agent"
-path = folder + "/" + digest + "-" + sys.implementation.cache_tag
-def sources():
-    import json, zlib
-    return json.loads(zlib.decompress(packed[:-1]).decode())
-codes = None
-try:
-    owner = os.stat(folder)
-    if owner.st_uid == os.geteuid() and not owner.st_mode & 0o077:
-        with open(path, "rb") as file:
-            codes = marshal.loads(file.read())
-except (OSError, ValueError, EOFError, TypeError):
-    pass
-if codes is None:
-    codes = [(name, compile(text, name.replace(".", "/") + ".py", "exec")) for name, text in sources()]
-    try:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        os.chmod(folder, 0o700)
-        for name in os.listdir(folder):
-            os.unlink(folder + "/" + name)
-        new = path + ".%d" % os.getpid()
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(marshal.dumps(codes))
-        os.rename(new, path)
-    except OSError:
-        pass
-for name, code in codes:
-    module = sys.modules[name] = type(sys)(name)
-    exec(code, module.__dict__)
-module.main(state, lambda name: dict(sources())[name])
-"""
-COMMAND = ("python3", "-I", "-S", "-B", "-c", LOADER)
+COMMAND = python_command("agent_loader")
 
 
 def payload(state: str = STATE) -> bytes:

@@ -11,6 +11,7 @@ from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, Shell
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
+from shoal.remote.runner.node import SUBMISSION
 from shoal.storage.stage import PROGRAM
 
 _FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
@@ -18,9 +19,6 @@ _FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
 that somebody has is passed over by far, for the one after it is the next job's. Until the job listens there another
 program may take it, which concerns torchrun and scripts that use MASTER_PORT themselves: `shoal.train` agrees on a port
 that is free."""
-
-SUBMISSION = "SHOAL_SUBMISSION"
-"""A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
 
 _NOTHING_RAN = """
 # srun may leave with 0 although it could not start a single rank. A rank that has ended left word of it.

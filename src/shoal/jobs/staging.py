@@ -17,8 +17,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from shoal.agent.document import HEADER
+from shoal.remote import program_text, shell_command
 from shoal.remote.job_file_transfer import FAILED, READY
+from shoal.remote.runner.node import SUBMISSION
 
 END_PROGRAM = "/usr/local/lib/shoal/job-end"
 """Slurm's Epilog in rented containers. Where it is, the controller carries a job's files."""
@@ -40,7 +41,7 @@ def wait_for_files_lines(root: str) -> Iterator[str]:
     yield "    # A rented container: the controller sends what the job needs."
     yield "    SHOAL_SENT=$SHOAL_JOB_DIR/sent"
     yield f"    ready=$SHOAL_JOB_DIR/{READY} failed=$SHOAL_JOB_DIR/{FAILED} mark=$SHOAL_JOB_DIR/submission"
-    yield '    mkdir -p "$SHOAL_JOB_DIR" && printf %s "$SHOAL_SUBMISSION" > "$mark.new" && mv "$mark.new" "$mark"'
+    yield f'    mkdir -p "$SHOAL_JOB_DIR" && printf %s "${SUBMISSION}" > "$mark.new" && mv "$mark.new" "$mark"'
     yield f"    for ((turn = 0; turn < {WAIT_MINUTES * 60 * 5}; turn++)); do"
     yield '        [ ! -e "$ready" ] && [ ! -e "$failed" ] || break'
     yield "        sleep 0.2"
@@ -55,22 +56,8 @@ def wait_for_files_lines(root: str) -> Iterator[str]:
 
 def job_end() -> str:
     """The Epilog: says that a job is over, and holds its node until the controller has all that it left."""
-    return f"""\
-#!/bin/sh
-{HEADER}PATH=/usr/sbin:/usr/bin:/sbin:/bin
-mark={MARKS}/$SLURM_JOB_ID
-[ -e "$mark" ] || exit 0
-exec 9< "$mark"
-: > "$mark.over"
-alone=0 turn=0
-while [ -e "$mark" ] && [ "$alone" -lt {FETCH_TIMEOUT_S * 5} ] && [ "$turn" -lt {JOB_END_TIMEOUT_S * 5} ]; do
-    if flock -n 9; then flock -u 9; alone=$((alone + 1)); else alone=0; fi
-    turn=$((turn + 1))
-    sleep 0.2
-done
-rm -f "$mark" "$mark.over"
-exit 0
-"""
+    turns = {"FETCH_TURNS": FETCH_TIMEOUT_S * 5, "TURNS": JOB_END_TIMEOUT_S * 5}
+    return program_text("job_end.sh", MARKS=MARKS, **turns)
 
 
 def end_mark_path(number: str) -> str:
@@ -85,18 +72,7 @@ def as_user(uid: int, gid: int, *words: str) -> list[str]:
 
 def with_job_lock(number: str, words: Sequence[str]) -> str:
     """For the container's shell: a command with the job's mark made, and locked while it runs."""
-    return shlex.join(["sh", "-c", _MARKED, "sh", f"{MARKS}/{number}", *words])
-
-
-_MARKED = r"""
-set -eu
-mkdir -p "${1%/*}"
-: >> "$1"
-exec 9< "$1"
-flock -s 9
-shift
-exec "$@"
-"""
+    return shlex.join(shell_command(program_text("job_lock.sh"), f"{MARKS}/{number}", *words))
 
 
 def write_end_mark_command(number: str) -> str:

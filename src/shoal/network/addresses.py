@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping
 
-from shoal.agent.document import HEADER, render_unit
+from shoal.agent.document import render_unit
 from shoal.agent.facts import Address, Facts
+from shoal.remote import program_text
+from shoal.remote.agent.file_io import block_marks
 
 # Bridges and tunnels of one host: two hosts can have the same subnet there without reaching each other. Also our own
 # network, which must not be built on itself.
@@ -77,7 +79,8 @@ def hosts_block(addresses: Mapping[str, str], aliases: Mapping[str, str] | None 
 
 def addresses_in(hosts: str, block: str) -> dict[str, str]:
     """The addresses that an earlier run wrote into the named block of `/etc/hosts`, by name."""
-    inside = hosts.partition(f"# BEGIN shoal {block}\n")[2].partition(f"# END shoal {block}\n")[0]
+    begin, end = block_marks(block)
+    inside = hosts.partition(f"{begin}\n")[2].partition(f"{end}\n")[0]
     lines = [line.split() for line in inside.splitlines()]
     return {fields[1]: fields[0] for fields in lines if len(fields) > 1}
 
@@ -87,9 +90,10 @@ def own_names(hosts: str, block: str, names: Iterable[str], address: str) -> tup
 
     Debian maps the host's name to 127.0.1.1, and programs that resolve their own name would listen there.
     """
+    begin, end = block_marks(block)
     lower_names, inside, lines = {name.lower() for name in names}, False, []
     for line in hosts.splitlines():
-        inside = line == f"# BEGIN shoal {block}" or (inside and line != f"# END shoal {block}")
+        inside = line == begin or (inside and line != end)
         fields = line.partition("#")[0].lower().split()
         if not inside and fields and fields[0] != address and lower_names.intersection(fields[1:]):
             lines.append(line)
@@ -98,9 +102,10 @@ def own_names(hosts: str, block: str, names: Iterable[str], address: str) -> tup
 
 def own_name_rule(block: str, names: Iterable[str]) -> str:
     """A `sed -E` script that comments out such lines, and keeps their `localhost` part in a line of its own."""
+    begin, end = block_marks(block)
     alternatives = "|".join(name.replace(".", "[.]") for name in dict.fromkeys(names))
     return (
-        f"/^# BEGIN shoal {block}$/,/^# END shoal {block}$/ b\n"
+        f"/^{begin}$/,/^{end}$/ b\n"
         f"/^[0-9a-fA-F.:]+[[:blank:]]+([^#]*[[:blank:]])?({alternatives})([[:blank:]#]|$)/I! b\n"
         "h\n"
         f"s/^/{MARK}/\n"
@@ -117,16 +122,8 @@ def own_name_rule(block: str, names: Iterable[str]) -> str:
 
 def names_program(hosts: str, block: str, kept: str, rule: str) -> str:
     """A program that restores the members' names from the copy `kept` where they are missing, and applies the rule."""
-    return (
-        "#!/bin/sh\n"
-        f"{HEADER}"
-        f"grep -qx '# BEGIN shoal {block}' {hosts} || {{\n"
-        f"    echo '# BEGIN shoal {block}'\n"
-        f"    cat {kept}\n"
-        f"    echo '# END shoal {block}'\n"
-        f"}} >> {hosts}\n"
-        f"exec sed -i -E -f /dev/stdin {hosts} << 'END'\n{rule}END\n"
-    )
+    begin, end = block_marks(block)
+    return program_text("member_names.sh", BEGIN=begin, END=end, HOSTS=hosts, KEPT=kept, RULE=rule)
 
 
 def names_unit(program: str) -> str:

@@ -20,3 +20,8 @@ def program_text(name: str, **words: object) -> str:
 def python_command(name: str, *arguments: str) -> tuple[str, ...]:
     """The command that runs a program of this package on a host."""
     return ("python3", "-I", "-S", "-B", "-c", program_text(name), *arguments)
+
+
+def shell_command(text: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs the text of a shell program on a host."""
+    return ("sh", "-c", text, "sh", *arguments)

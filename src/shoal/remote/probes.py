@@ -18,6 +18,8 @@ from typing import Callable
 MLFLOW_SERVICE = "shoal-mlflow"
 MLFLOW_ADMIN, MLFLOW_JOBS = "admin", "jobs"
 """People log in as the first; jobs report as the second, which may not change accounts."""
+MLFLOW_ACCOUNT = "mlflow-account"
+"""The probe that makes the account of jobs."""
 MLFLOW_START_TIMEOUT_S = 240
 
 
@@ -151,7 +153,7 @@ PROBES: dict[str, Callable[..., None]] = {
     "gpus": check_gpus,
     "handles": find_paths_without_handles,
     "tracking": check_tracking,
-    "mlflow-account": create_jobs_account,
+    MLFLOW_ACCOUNT: create_jobs_account,
 }
 
 if __name__ == "__main__":

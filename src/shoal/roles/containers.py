@@ -16,6 +16,7 @@ from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.jobs.staging import END_PROGRAM, job_end
 from shoal.network import tunnel as text
 from shoal.network.tunnel import LOOPBACK, ReverseForward, Tunnel, needs_tunnel
+from shoal.remote import program_text, shell_command
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.shares import shares
@@ -62,7 +63,7 @@ class ContainersComponent(Component):
         return (
             Command(
                 "end the tunnels",
-                ("sh", "-c", _REMOVE_TUNNELS, "sh", text.RECORD),
+                shell_command(program_text("tunnel_removal.sh"), text.RECORD),
                 unless=("test", "!", "-e", text.RECORD),
             ),
             *(File(path) for path in (text.RECORD, text.UNIT, text.PROGRAM, text.KEY, text.PUBLIC_KEY)),
@@ -235,12 +236,3 @@ def _controller_end(cluster: Cluster) -> Iterator[Item]:
         yield File(text.conf_file(name), text.ssh_conf(tunnel), mode=0o600, restarts=restarts)
         yield File(text.known_hosts_file(name), text.known_hosts(tunnel), mode=0o600, restarts=restarts)
         yield Service(text.service(name))
-
-
-_REMOVE_TUNNELS = r"""
-while read -r node; do
-    case $node in \#*) continue ;; esac
-    systemctl disable --now "shoal-tunnel@$node" 2> /dev/null
-    rm -f "${1%/*}/$node.conf" "${1%/*}/$node.known_hosts"
-done < "$1"
-"""

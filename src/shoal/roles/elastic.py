@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, daemon_unit
 from shoal.agent.facts import Facts
-from shoal.remote import program_text
+from shoal.remote import program_text, shell_command
 from shoal.remote.power_request import REQUESTS, VERBS
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
@@ -49,15 +49,6 @@ INSTALLED = "/opt/shoal"
 WHEELS = f"{INSTALLED}/wheels"
 WHEEL_SECRET = "shoal itself"
 OLDEST_PYTHON = (3, 11)
-
-TAKE_LEAD = r"""
-now=$(date +%s)
-for before in $(cat "$1" 2>/dev/null) $(sed -n 's/^since //p' "$2" 2>/dev/null); do
-    [ "$now" -gt "$before" ] || now=$((before + 1))
-done
-echo "$now" > "$1" && rm -f "$2"
-"""
-"""Leads from now on, or from later than this service did before, and than the service that superseded it."""
 
 REMOVE_OLD_VERSIONS = r"""
 for old in "$1"/shoal-* "$2"/*; do
@@ -198,7 +189,7 @@ def _service_files(spec: Spec) -> Document:
         Directory(STATE),
         Command(
             "put its service in charge",
-            ("sh", "-c", TAKE_LEAD, "sh", LEADER_SINCE, SUPERSEDED),
+            shell_command(program_text("rental_lead.sh"), LEADER_SINCE, SUPERSEDED),
             unless=("sh", "-c", 'test -s "$1" && ! test -e "$2"', "sh", LEADER_SINCE, SUPERSEDED),
             restarts=restarts,
         ),

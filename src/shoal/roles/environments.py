@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import HEADER, Command, Document, File
 from shoal.agent.facts import Facts
+from shoal.remote import program_text, shell_command
 from shoal.roles.component import Component, FileQuery
 from shoal.spec.environments import SHARED_DIRECTORY, Environment, Proxy
 from shoal.spec.member import Member
@@ -49,25 +50,13 @@ def builder_of(spec: Spec, entry: Environment) -> str:
     return spec.storage[max(inside, key=len)].server(controller) if inside else controller
 
 
-INSTALL = r"""
-set -eu
-place=$1
-shift
-rm -rf "$place"
-mkdir -p "$(dirname "$place")"
-python3 -m venv "$place"
-"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$@"
-touch "$place/.complete"
-"""
-
-
 def install_venv(name: str, spec: Spec, prefix: str, *packages: str, restarts: tuple[str, ...] = ()) -> Command:
     """Installs packages for a service of Shoal's own. A venv without its mark is incomplete, and is created again."""
     proxies = spec.proxy.variables if spec.proxy else {}
     environment = ("env", *(f"{key}={value}" for key, value in proxies.items())) if proxies else ()
     return Command(
         name,
-        (*environment, "sh", "-c", INSTALL, "sh", prefix, *packages),
+        (*environment, *shell_command(program_text("service_venv.sh"), prefix, *packages)),
         unless=("test", "-e", f"{prefix}/.complete"),
         timeout=3600.0,
         restarts=restarts,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shoal.agent.document import HEADER, Command, Directory, Document, File, Item, Mount
 from shoal.agent.facts import Facts
 from shoal.network.tunnel import bracketed
-from shoal.remote import program_text
+from shoal.remote import program_text, shell_command
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.shares import (
     COPIES,
@@ -92,7 +92,7 @@ class StorageComponent(Component):
 
     def removal(self) -> Document:
         """Unmounts and stops serving all shares; their files stay on the server."""
-        unmount = ("sh", "-c", _REMOVE_MOUNTS, "sh", RECORD)
+        unmount = shell_command(program_text("share_removal.sh"), RECORD)
         return (
             Command("take the shares away", unmount, unless=("test", "!", "-e", RECORD)),
             *nfs_server_removal(),
@@ -137,20 +137,6 @@ def _record_items(
     )
     yield Directory("/etc/shoal")
     yield File(RECORD, HEADER + text if text else None)
-
-
-_REMOVE_MOUNTS = r"""
-set -u
-while read -r kind where; do
-    case $kind in automount | mount) ;; *) continue ;; esac
-    unit=$(systemd-escape --path "$where")
-    systemctl disable --now "$unit.automount" 2> /dev/null
-    systemctl disable "$unit.mount" 2> /dev/null
-    while umount --lazy --no-canonicalize "$where" 2> /dev/null; do :; done
-    rm -f "/etc/systemd/system/$unit.automount" "/etc/systemd/system/$unit.mount"
-done < "$1"
-[ ! -d /run/systemd/system ] || systemctl daemon-reload
-"""
 
 
 def _findings(cluster: Cluster) -> Iterator[Finding]:

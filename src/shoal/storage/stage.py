@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.agent.document import HEADER
+from shoal.remote import program_text
 from shoal.storage import sshfs
 
 ACCOUNT = "shoal-copy"
@@ -50,26 +51,8 @@ def render_program() -> str:
 
     A copy is writable even where the share is not. Files that Python compiles there do not go back.
     """
-    return f"""\
-#!/bin/sh
-{HEADER}set -u
-case ${{1-}} in in | out) ;; *) echo "usage: $0 in|out" >&2; exit 2 ;; esac
-[ "$(id -u)" = 0 ] || exec sudo -n "$0" "$1"
-exec 9> /run/shoal-stage.lock
-flock 9
-as="setpriv --reuid={sshfs.ACCOUNT} --regid={sshfs.ACCOUNT} --clear-groups --no-new-privs"
-umask 0
-copy() {{ $as rsync -rltO --update --chmod=ugo=rwX -e '{_SSH}' "$@" < /dev/null; }}
-status=0
-while read -r where server mode; do
-    there={ACCOUNT}@$server:$where/
-    case $1.$mode.$where in
-        in.*./*) copy "$there" "$where/" || status=1 ;;
-        out.rw./*) copy --exclude=__pycache__/ "$where/" "$there" || status=1 ;;
-    esac
-done < {LIST}
-exit "$status"
-"""
+    accounts = {"ACCOUNT": sshfs.ACCOUNT, "SERVER_ACCOUNT": ACCOUNT}
+    return program_text("share_copy.sh", SSH=_SSH, LIST=LIST, **accounts)
 
 
 def render_sudoers(group: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.agent.document import HEADER, render_unit
 from shoal.remote import python_command
-from shoal.remote.probes import MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
+from shoal.remote.probes import MLFLOW_ACCOUNT, MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
 
 VERSION = "3.17.2"
 """The release that Shoal installs; the training library works with any from 2.0 on."""
@@ -158,7 +158,7 @@ ACCOUNT_CHECK = ("sh", "-c", f'test "$(sha256sum < {JOBS_PASSWORD})" = "$(cat {A
 
 def account_arguments(server: MlflowServer) -> tuple[str, ...]:
     """The arguments of `remote/probes.py` that create the account of jobs on the server's host."""
-    return ("mlflow-account", server.uri, ADMIN_PASSWORD, JOBS_PASSWORD, ACCOUNTS)
+    return (MLFLOW_ACCOUNT, server.uri, ADMIN_PASSWORD, JOBS_PASSWORD, ACCOUNTS)
 
 
 def health_command(uri: str, *, ours: bool) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from shoal.hostlist import compress
 from shoal.hosts.api import Host, Target
 from shoal.plan.connections import Fleet
 from shoal.plan.observe import Observation
-from shoal.remote import program_text
+from shoal.remote import python_command
 from shoal.roles.elastic import LEADER_SINCE, SPEC, SUPERSEDED, UNIT, has_service, service_removal
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context, state_directory
-from shoal.verbs.rentals import PROGRAM, control_service, read_ledger, run_to_completion
+from shoal.verbs.rentals import control_service, read_ledger, run_to_completion
 
 RECORD = "rents.json"
 """The host of shoal-elastic and how to reach it, kept beside the cluster's host keys."""
@@ -163,9 +163,9 @@ async def _reject_rented(host: Host, controller: str) -> None:
 
 
 async def _run_move_program(host: Host, verb: str, ledger: bytes = b"") -> bytes:
-    program = program_text("rental_ledger_move")
     place = (str(LEDGER), LEADER_SINCE, *((SUPERSEDED,) if verb == "take" else ()))
-    result = await host.run((*PROGRAM, program, verb, *place), stdin=ledger, timeout=LEDGER_MOVE_TIMEOUT_S)
+    command = python_command("rental_ledger_move", verb, *place)
+    result = await host.run(command, stdin=ledger, timeout=LEDGER_MOVE_TIMEOUT_S)
     if result.status != 0:
         output = result.error_text.strip().splitlines() or [f"status {result.status}"]
         raise ShoalError(

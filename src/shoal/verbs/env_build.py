@@ -17,7 +17,7 @@ from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
 from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase
-from shoal.remote import program_text
+from shoal.remote import python_command
 from shoal.spec.finding import Finding
 from shoal.verbs import env
 from shoal.verbs.context import Context, compute_hosts
@@ -117,7 +117,7 @@ async def _run_builder(
         "local": store.LOCAL_DIRECTORY,
         "proxy": context.spec.proxy.variables if context.spec.proxy else {},
     }
-    process = await host.start(["python3", "-I", "-c", program_text("environment_builder")])
+    process = await host.start(python_command("environment_builder"))
     try:
         async with asyncio.timeout(env.BUILD_TIMEOUT_S):
             await process.write(json.dumps(request).encode() + b"\n")

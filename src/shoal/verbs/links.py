@@ -17,7 +17,7 @@ from shoal.network.addresses import addresses_in
 from shoal.network.links import LINKS, LinkSpeed, Pair
 from shoal.plan.connections import Fleet
 from shoal.plan.progress import Phase
-from shoal.remote import program_text
+from shoal.remote import python_command
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK
 from shoal.slurm.conf import SRUN_PORTS
 from shoal.verbs.context import Context, compute_hosts
@@ -96,11 +96,10 @@ async def _start(
     """Start the program on every host, on a port that is open to members. It answers only with its token."""
     token = os.urandom(16).hex()
     first_port, last_port = (int(port) for port in SRUN_PORTS.split("-"))
-    text = program_text("link_probe")
 
     async def start(name: str) -> LinkProbe:
         host = await fleet.host(name)
-        process = await host.start(("python3", "-I", "-S", "-B", "-c", text), root=False)
+        process = await host.start(python_command("link_probe"), root=False)
         programs.append(process)
         request = {"op": "listen", "address": addresses[name], "first": first_port, "last": last_port, "token": token}
         answer = await _ask(name, process, request)

@@ -19,7 +19,7 @@ from shoal.cloud.service.ledger import LEDGER
 from shoal.cloud.status_file import STATUS, read_status
 from shoal.errors import ShoalError
 from shoal.hosts.api import Host
-from shoal.remote import program_text
+from shoal.remote import python_command
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.elastic import HOLD, HOLD_MAX_AGE_S
 from shoal.spec.members import rented_sets
@@ -37,7 +37,6 @@ WATCH_TIMEOUT_S = 7200
 """How long the controller waits for a disconnected operator before it starts the service again."""
 NOT_LOADED = 5
 """Exit status of systemctl for a service that does not exist."""
-PROGRAM = ("env", "python3", "-c")
 
 NO_RESTART = b"stay\n"
 RESTART = 'echo watching; word=$(timeout "$1" head -n 1); test "$word" = stay || exec systemctl start "$2"'
@@ -90,7 +89,7 @@ async def read_ledger(
 
     Raises HostError where it does not answer.
     """
-    command = (*PROGRAM, program_text("rental_ledger"), str(LEDGER), str(STATUS))
+    command = python_command("rental_ledger", str(LEDGER), str(STATUS))
     result = await host.run(command, stdin=json.dumps({"ended": ended or {}}).encode(), timeout=LEDGER_TIMEOUT_S)
     try:
         return tuple(LedgerRental(**row) for row in json.loads(result.text)["machines"]) if result.status == 0 else None

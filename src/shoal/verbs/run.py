@@ -20,9 +20,10 @@ from shoal.jobs.launchers import PROFILERS, is_profiler_missing
 from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob, job_root
 from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
-from shoal.jobs.script import SUBMISSION, sbatch_script
+from shoal.jobs.script import sbatch_script
 from shoal.jobs.ship import StorageState, clean, inspect_storage, mark, one_host_per_storage, require_all_hosts, send
 from shoal.plan.connections import Connections
+from shoal.remote.runner.node import SUBMISSION
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
 from shoal.spec.member import Member
 from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables

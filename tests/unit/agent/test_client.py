@@ -14,7 +14,6 @@ from agent_place import ME, WithPython, here
 from shoal.agent import client
 from shoal.agent.client import AgentSession, ItemResult, Report
 from shoal.agent.document import File, SecretRef
-from shoal.agent.loader import COMMAND, LOADER
 from shoal.errors import AgentFailed, SudoDenied
 from shoal.hosts.api import Result
 from shoal_simulators.fake_host import FakeHost, FakeProgram
@@ -179,7 +178,3 @@ async def test_agent_that_ignores_close_is_killed(monkeypatch: pytest.MonkeyPatc
     host = FakeHost("n1", {("python3",): deaf})
     await (await AgentSession.open(host)).close()
     assert host.calls[-1].killed
-
-
-def test_command_runs_the_loader() -> None:
-    assert COMMAND[-1] is LOADER

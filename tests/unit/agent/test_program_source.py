@@ -16,6 +16,7 @@ import pytest
 
 from shoal.agent import loader
 from shoal.remote import agent as program
+from shoal.remote import program_text
 
 FOLDER = Path(program.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -42,7 +43,7 @@ def test_syntax_is_python_3_8(name: str) -> None:
 
 
 def test_loader_syntax_is_python_3_4() -> None:
-    ast.parse(loader.LOADER, feature_version=(3, 4))
+    ast.parse(program_text("agent_loader"), feature_version=(3, 4))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -74,12 +75,12 @@ def test_supervisor_imports_no_other_module() -> None:
 
 
 def test_command_line_is_constant_and_has_no_secret() -> None:
-    assert loader.COMMAND == ("python3", "-I", "-S", "-B", "-c", loader.LOADER)
+    assert ("python3", "-I", "-S", "-B", "-c", program_text("agent_loader")) == loader.COMMAND
 
 
 def run(tmp_path: Path, request: bytes, *, after: str = "", payload: bytes | None = None) -> tuple[int, str, str]:
     """Run the program as a host does, with nothing around it; `after` is Python that runs when it has ended."""
-    command = [sys.executable, *loader.COMMAND[1:-1], loader.LOADER + after]
+    command = [sys.executable, *loader.COMMAND[1:-1], loader.COMMAND[-1] + after]
     whole = (loader.payload(str(tmp_path)) if payload is None else payload) + request
     done = subprocess.run(command, input=whole, capture_output=True, cwd="/", env={}, timeout=60)
     return done.returncode, done.stdout.decode(), done.stderr.decode()

@@ -14,7 +14,7 @@ from tests.unit.cloud.scene import CASES, CLUSTER, Scene, scene
 from shoal.cloud.providers.api import RentalOrder
 from shoal.cloud.service.leader import Leadership
 from shoal.cloud.service.provider_account import AccountClient
-from shoal.roles.elastic import TAKE_LEAD
+from shoal.remote import program_text, shell_command
 
 EARLIER, LATER = 0x6A000000, 0x6A000001
 
@@ -124,7 +124,7 @@ def test_shoal_up_makes_a_leader_later_than_all_before(clock: str, tmp_path: Pat
     ended.check([cast(AccountClient, account)], lambda token: False)
     assert Leadership(later - 10, mark).superseded == ended.superseded != ""
     began = int(time.time())
-    subprocess.run(["sh", "-c", TAKE_LEAD, "sh", str(since), str(mark)], check=True)
+    subprocess.run(shell_command(program_text("rental_lead.sh"), str(since), str(mark)), check=True)
     assert int(since.read_text()) == later + 1 if clock == "behind" else int(since.read_text()) >= began
     again = Leadership(int(since.read_text()), mark)
     again.check([cast(AccountClient, account)], lambda token: False)

@@ -102,11 +102,11 @@ class Reef:
         disk = self.disks.setdefault("all" if self.shared else name, {})
 
         def shell(call: Call) -> bytes | Result:
-            words = call.argv[4:]
+            verb, *words = call.argv[4:] or [""]
             if call.stdin:
                 disk[words[0]] = call.stdin
                 return b""
-            if len(words) != 3:
+            if verb != "inspect":
                 return b""
             root, code, lib = words
             found = [name if not self.shared else "one", "shared" if f"{root}/.shared" in disk else ""]
@@ -359,11 +359,9 @@ async def test_old_bundles_are_removed_after_submission_only_where_they_pile_up(
     reef = Reef()
     reef.old = ["n2"]
     await run(reef.context, job(), tree)
-    cleaned = {
-        name: [c for c in host.calls if "flock" in c.argv[2] and len(c.argv) == 8] for name, host in reef.nodes.items()
-    }
+    cleaned = {name: [call for call in host.calls if "clean_code" in call.argv] for name, host in reef.nodes.items()}
     assert cleaned["n1"] == [] and len(cleaned["n2"]) == 1
-    assert cleaned["n2"][0].argv[4:] == ("/var/lib/shoal/jobs/reef", "20", "7", "")
+    assert cleaned["n2"][0].argv[5:] == ("/var/lib/shoal/jobs/reef", "20", "7", "")
     reef.states = ["RUNNING"]
     reef.comment = "shoal:c0de/11b"
     await run(reef.context, job(), tree)

@@ -11,6 +11,7 @@ from tests.unit.plan.fake_world import spec_of
 
 from shoal.agent.document import Command, Service
 from shoal.errors import SpecError
+from shoal.remote import program_text, shell_command
 from shoal.roles.elastic import (
     ACCOUNTS,
     KEYS,
@@ -22,7 +23,6 @@ from shoal.roles.elastic import (
     install_prefix,
     unit,
 )
-from shoal.roles.environments import INSTALL
 from shoal.roles.wheel import build_wheel
 from shoal.spec.model import Spec
 
@@ -70,14 +70,14 @@ def test_service_files_change_only_after_the_installation() -> None:
 
 
 def installed(tmp_path: Path, place: Path, *packages: str, status: int = 0) -> int:
-    """INSTALL with a Python that only notes what its pip is asked for, and a pip that ends as is said."""
+    """The program with a Python that only notes what its pip is asked for, and a pip that ends as is said."""
     programs = tmp_path / "bin"
     programs.mkdir(exist_ok=True)
     pip = f'#!/bin/sh\nfor word in "$@"; do echo "$word" >> {tmp_path}/asked; done\nexit {status}\n'
     fake = f"#!/bin/sh\nmkdir -p $3/bin\ncat > $3/bin/pip <<'END'\n{pip}END\nchmod +x $3/bin/pip\n"
     (programs / "python3").write_text(fake)
     (programs / "python3").chmod(0o755)
-    words = ["sh", "-c", INSTALL, "sh", str(place), "/wheels/shoal.whl[gcp]", *packages]
+    words = shell_command(program_text("service_venv.sh"), str(place), "/wheels/shoal.whl[gcp]", *packages)
     return subprocess.run(words, env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}).returncode
 
 

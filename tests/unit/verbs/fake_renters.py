@@ -21,11 +21,13 @@ from shoal.cloud.providers.api import (
 )
 from shoal.errors import ProviderError
 from shoal.hosts.api import Result
+from shoal.remote import python_command
 from shoal.remote.rental_ledger import NO_LEDGER
 from shoal.verbs.context import Context
-from shoal.verbs.rentals import PROGRAM, LedgerRental
+from shoal.verbs.rentals import LedgerRental
 from shoal_simulators.fake_host import FakeConnector, FakeHost
 
+READ_LEDGER = python_command("rental_ledger")
 RENTING = (
     LAB.replace(
         "partitions:\n",
@@ -56,7 +58,7 @@ def ledger_row(rental: LedgerRental) -> dict[str, object]:
 def controller(held: Sequence[LedgerRental] | None) -> FakeHost:
     """A controller whose ledger holds these machines; with None, one that has none."""
     told = json.dumps({"machines": [ledger_row(one) for one in held or ()]}).encode()
-    return FakeHost("c1", {PROGRAM: Result(NO_LEDGER) if held is None else told})
+    return FakeHost("c1", {READ_LEDGER: Result(NO_LEDGER) if held is None else told})
 
 
 def machine(id: str, node: str = "burst1", **values: object) -> RentedInstance:

@@ -14,7 +14,7 @@ from tests.unit.plan.fake_world import World, lab
 from shoal.cli.bench_commands import HEAT, heat, show_links, speed_text
 from shoal.errors import ShoalError, Unreachable, UsageError
 from shoal.network.links import LINKS, LinkSpeed, links_text, read_links
-from shoal.remote import program_text
+from shoal.remote import python_command
 from shoal.roles.current_conf import HOSTS
 from shoal.verbs.context import Context
 from shoal.verbs.links import LinksResult, bench_links
@@ -45,7 +45,7 @@ def measuring(world: World, speed: Speed, known: str = BLOCK) -> Context:
     for name, host in world.hosts.items():
         host.answers = {
             **host.answers,
-            ("python3", "-I", "-S", "-B", "-c", program_text("link_probe")): player(name),
+            python_command("link_probe"): player(name),
             ("cat", HOSTS): known.encode(),
         }
     return Context(world.spec, connector=world.connector)
@@ -72,7 +72,7 @@ async def test_every_pair_is_measured_both_ways_and_stored_on_the_controller() -
 async def test_probe_programs_run_without_root_and_are_ended() -> None:
     world = lab()
     await bench_links(measuring(world, near_and_far))
-    calls = [call for host in world.hosts.values() for call in host.calls if program_text("link_probe") in call.argv]
+    calls = [call for host in world.hosts.values() for call in host.calls if call.argv == python_command("link_probe")]
     assert len(calls) == 3
     assert all(call.killed and not call.root for call in calls)
 
@@ -125,7 +125,7 @@ async def test_host_without_python_is_reported_with_the_fix() -> None:
         program.complain(b"SyntaxError: invalid syntax\n")
         return 1
 
-    key = ("python3", "-I", "-S", "-B", "-c", program_text("link_probe"))
+    key = python_command("link_probe")
     world.hosts["n1"].answers = {**world.hosts["n1"].answers, key: ends}
     result = await bench_links(context)
     error = result.failures["n1"]

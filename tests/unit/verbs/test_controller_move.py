@@ -10,16 +10,17 @@ import pytest
 from tests.contract.rental_providers import KEY
 from tests.unit.plan.fake_world import World, host_facts, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
-from tests.unit.verbs.fake_renters import ledger_row
+from tests.unit.verbs.fake_renters import READ_LEDGER, ledger_row
 
 from shoal.agent.facts import FileFact
 from shoal.cloud.status_file import STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Result, Target
+from shoal.remote import python_command
 from shoal.roles.elastic import SPEC, UNIT
 from shoal.verbs.context import state_directory
 from shoal.verbs.controller_move import RECORD
-from shoal.verbs.rentals import PROGRAM, LedgerRental
+from shoal.verbs.rentals import LedgerRental
 from shoal.verbs.up import plan, up
 from shoal_simulators.fake_host import Call, FakeAgent, FakeConnector, FakeHost
 
@@ -35,6 +36,7 @@ providers: {acme: {kind: sandbox, key: env:ACME_KEY, url: "http://10.0.0.9:1"}}
 MOVED = CLOUD.replace("name: c1, address: 10.0.0.1}", "name: c2, address: 10.0.0.2}")
 STAYS = MOVED.replace("[{name: n1", "[{name: c1, address: 10.0.0.1}, {name: n1")
 """The old controller computes from now on."""
+MOVE_LEDGER = python_command("rental_ledger_move")
 STOP, START = ("systemctl", "stop", "shoal-elastic"), ("systemctl", "start", "shoal-elastic")
 UP = LedgerRental("t1", "cloud1", account="acme", id="i-1", state="joined", age=0.0)
 ORDERED = LedgerRental("t2", "cloud2", account="acme", id="", state="intended", age=0.0)
@@ -53,7 +55,13 @@ class Old:
         self.machines = machines
         self.agent = world.agents.get("c1") or FakeAgent(host_facts("c1", "10.0.0.1"))
         self.host = world.hosts.get("c1") or FakeHost(Target("c1"), {("python3",): self.agent.play})
-        self.host.answers = {**self.host.answers, PROGRAM: self._program, STOP: self._stop, START: b""}
+        self.host.answers = {
+            **self.host.answers,
+            READ_LEDGER: self._read,
+            MOVE_LEDGER: LEDGER,
+            STOP: self._stop,
+            START: b"",
+        }
         world.connector = FakeConnector(*{**world.hosts, "c1": self.host}.values())
         spec, unit = json.dumps({"cluster": cluster}), "[Unit]\n"
         self.facts = {UNIT: FileFact(sha256="0", text=unit, there=True), SPEC: FileFact(sha256="0", text=spec)}
@@ -68,27 +76,27 @@ class Old:
         return [self._name(argv) or names[argv] for argv in self.host.argvs if argv in names or self._name(argv)]
 
     def _name(self, argv: tuple[str, ...]) -> str:
-        return argv[4] if argv[:3] == PROGRAM and argv[4] in ("give", "take") else ""
+        return argv[len(MOVE_LEDGER)] if argv[: len(MOVE_LEDGER)] == MOVE_LEDGER else ""
 
     def _stop(self, call: Call) -> bytes:
         self.machines += self.on_stop
         return b""
 
-    def _program(self, call: Call) -> bytes | Result:
-        if self._name(call.argv) == "give":
-            return LEDGER
+    def _read(self, call: Call) -> bytes:
         return json.dumps({"machines": [ledger_row(one) for one in self.machines]}).encode()
 
 
 def moving(text: str = STAYS) -> World:
     world = lab(text)
-    world.hosts["c2"].answers = {**world.hosts["c2"].answers, PROGRAM: b"", STOP: Result(5)}
+    world.hosts["c2"].answers = {**world.hosts["c2"].answers, MOVE_LEDGER: b"", STOP: Result(5)}
     return world
 
 
 def taken(world: World) -> list[Any]:
     """What the new controller was told to go on with."""
-    calls = [call for call in world.hosts["c2"].calls if call.argv[:3] == PROGRAM and "take" in call.argv]
+    calls = [
+        call for call in world.hosts["c2"].calls if call.argv[: len(MOVE_LEDGER)] == MOVE_LEDGER and "take" in call.argv
+    ]
     return [json.loads(call.stdin) for call in calls]
 
 
@@ -143,7 +151,10 @@ async def test_order_made_before_the_stop_restarts_the_old_service() -> None:
 async def test_failed_ledger_copy_restarts_the_old_service() -> None:
     world = moving()
     old = Old(world)
-    world.hosts["c2"].answers = {**world.hosts["c2"].answers, PROGRAM: Result(1, stderr=b"Traceback\nOSError: full\n")}
+    world.hosts["c2"].answers = {
+        **world.hosts["c2"].answers,
+        MOVE_LEDGER: Result(1, stderr=b"Traceback\nOSError: full\n"),
+    }
     with pytest.raises(ShoalError) as caught:
         await up(context_of(world), AT_ONCE)
     assert "c2: cannot move the ledger /var/lib/shoal/elastic/ledger.db: OSError: full" in str(caught.value)

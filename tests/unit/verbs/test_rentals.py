@@ -10,7 +10,7 @@ import pytest
 from tests.contract.rental_providers import CASES, KEY, Trial, trial
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
-from tests.unit.verbs.fake_renters import ledger_row
+from tests.unit.verbs.fake_renters import READ_LEDGER, ledger_row
 
 from shoal.agent.facts import FileFact
 from shoal.cli.cluster_screens import rented_lines
@@ -21,7 +21,7 @@ from shoal.roles.orphaned_rentals import ACCOUNTS
 from shoal.verbs import reap
 from shoal.verbs.context import Context
 from shoal.verbs.down import down
-from shoal.verbs.rentals import PROGRAM, LedgerRental, RentedView, rented_view
+from shoal.verbs.rentals import LedgerRental, RentedView, rented_view
 from shoal.verbs.up import plan, up
 from shoal_simulators.fake_host import FakeHost, FakeProgram
 
@@ -48,7 +48,7 @@ async def a_cluster(cloud: Trial) -> tuple[World, Context]:
     """One that is up and has rented a machine; another cluster has one at the same account."""
     world = lab()
     await raised(world)
-    world.hosts["c1"].answers |= {line: b"" for line in SERVICE} | {PROGRAM: b'{"machines": []}'}
+    world.hosts["c1"].answers |= {line: b"" for line in SERVICE} | {READ_LEDGER: b'{"machines": []}'}
     assert (await cloud.create("cloud1", "t0ken1", "reef")).ok
     assert (await cloud.create("cloud1", "t0ken2", "other")).ok
     return world, context_of(world, rented_lab(cloud.url))
@@ -181,7 +181,7 @@ async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         alone = LedgerRental("t0ken9", "cloud2", account="acme", id="i-9", state="joined", age=0.0)
-        world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [ledger_row(alone)]}).encode()}
+        world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(alone)]}).encode()}
         passing = asyncio.create_task(time_passes(cloud))
         with pytest.raises(ProviderError) as caught:
             await down(context)
@@ -193,7 +193,11 @@ async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -
         assert [(one.level, one.what, one.found) for one in forced.findings] == [
             ("error", f"rented machines may be left: {why}", "acme i-9")
         ]
-        ended = [json.loads(call.stdin)["ended"] for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
+        ended = [
+            json.loads(call.stdin)["ended"]
+            for call in world.hosts["c1"].calls
+            if call.argv[: len(READ_LEDGER)] == READ_LEDGER
+        ]
         assert not any("t0ken9" in one for one in ended)
 
 
@@ -261,10 +265,10 @@ async def test_up_with_leave_rented_ends_the_ledger_rows() -> None:
     world = lab()
     await raised(world)
     says(world, ONE)
-    world.hosts["c1"].answers |= {PROGRAM: b'{"machines": []}'}
+    world.hosts["c1"].answers |= {READ_LEDGER: b'{"machines": []}'}
     result = await up(context_of(world, LAB), AT_ONCE, leave_rented=True)
     assert [finding.level for finding in result.findings] == ["error"]
-    [call] = [call for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
+    [call] = [call for call in world.hosts["c1"].calls if call.argv[: len(READ_LEDGER)] == READ_LEDGER]
     assert json.loads(call.stdin) == {"ended": {"t1": ["joined", 0.0]}}
 
 
@@ -275,7 +279,7 @@ async def test_order_made_while_up_removes_the_account_is_reported() -> None:
     ordered = LedgerRental("t1", "cloud1", account="acme", id="", state="intended", age=0.0)
     given_up = LedgerRental("t2", "cloud2", account="acme", id="", state="failed", age=50.0)
     told = json.dumps({"machines": [ledger_row(ordered), ledger_row(given_up)]}).encode()
-    world.hosts["c1"].answers |= {PROGRAM: told}
+    world.hosts["c1"].answers |= {READ_LEDGER: told}
     result = await up(context_of(world, LAB), AT_ONCE)
     assert [(one.level, one.found, one.fix) for one in result.findings] == [
         (
@@ -291,7 +295,7 @@ async def test_order_made_while_up_moves_the_account_is_reported() -> None:
     await raised(world, before)
     says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
     ordered = LedgerRental("t1", "cloud1", account="acme", id="", state="intended", age=0.0)
-    world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
+    world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
     assert "cost money" not in str((await up(context_of(world, before), AT_ONCE)).findings)
     result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
     assert [(one.what, one.found) for one in result.findings if one.level == "error"] == [
@@ -307,7 +311,7 @@ async def test_order_made_with_the_moved_account_is_accepted() -> None:
     await raised(world, before)
     says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
     ordered = LedgerRental("t1", "cloud1", account="acme", id="i-1", state="made", age=0.0, of_now=True)
-    world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
+    world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
     result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
     assert "cost money" not in str(result.findings)
 

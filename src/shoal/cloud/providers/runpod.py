@@ -18,6 +18,7 @@ from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
 from shoal.cloud.providers.prices import gpu_model
 from shoal.cloud.providers.responses import Body, Refusal, drop_none, refusal_by_message
+from shoal.remote import program_text
 
 BASE = "https://api.runpod.io/v2"
 IMAGE = "debian:12"
@@ -47,20 +48,7 @@ REFUSALS_BY_MESSAGE = {
 """Messages of a 400 that do not concern the order itself."""
 TRAP = "trap exit TERM\n"
 """Lets the watchdog end the container with `kill 1`: process 1 only gets signals that it traps."""
-BOOT = """\
-export DEBIAN_FRONTEND=noninteractive
-for program in /usr/sbin/sshd /usr/bin/python3 /usr/bin/sudo; do
-    [ -x $program ] && continue
-    until apt-get update && apt-get install -y --no-install-recommends openssh-server python3 sudo ca-certificates
-    do sleep 5; done & wait $!
-done
-mkdir -p /run/sshd
-install -d -m 0700 /root/.ssh
-printf '%s\\n' "$PUBLIC_KEY" >> /root/.ssh/authorized_keys
-chmod 0600 /root/.ssh/authorized_keys
-ssh-keygen -A
-pgrep -x sshd > /dev/null || /usr/sbin/sshd -o ClientAliveInterval=15 -o PermitRootLogin=prohibit-password
-"""
+BOOT = program_text("boot_pod.sh")
 """Starts sshd with the controller's key, on every start of the pod.
 
 The shell waits for slow commands in the background, so that it handles signals meanwhile.

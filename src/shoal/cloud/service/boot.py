@@ -16,6 +16,7 @@ from shoal.cloud.service.context import UNFIT_PREFIX, ClusterSnapshot, ServiceCo
 from shoal.cloud.service.machine_keys import CONTAINER_RELOAD, RELOAD, MachineKey, install_script
 from shoal.cloud.service.scheduling import is_due
 from shoal.cloud.service.slurm import wants_machine
+from shoal.remote import program_text
 from shoal.roles.rented import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROFF, UNITS, WATCHDOG
 
 UNIT = "shoal-unclaimed"
@@ -39,42 +40,13 @@ def boot_script(abilities: Abilities, lifetime: int, key: MachineKey | None = No
 
 def machine_script(seconds: int, units: str = UNITS, watchdog: str = WATCHDOG, systemctl: str = "systemctl") -> str:
     """With a systemd timer, which survives a reboot."""
-    return f"""#!/bin/sh
-# Written by shoal: this machine shuts itself down if it does not become a node of its cluster.
-cat > {units}/{UNIT}.service <<'end'
-[Unit]
-Description=Shuts this rented machine down, which was to become a node and did not
-ConditionPathExists=!{watchdog}
-
-[Service]
-Type=oneshot
-ExecStart={POWEROFF}
-end
-cat > {units}/{UNIT}.timer <<'end'
-[Unit]
-Description=Waits for this rented machine to become a node
-
-[Timer]
-OnBootSec={seconds}
-
-[Install]
-WantedBy=timers.target
-end
-{systemctl} daemon-reload
-{systemctl} enable {UNIT}.timer
-{systemctl} start --no-block {UNIT}.timer
-"""
+    paths = {"UNITS": units, "UNIT": UNIT, "WATCHDOG": watchdog}
+    return program_text("boot_machine.sh", SECONDS=seconds, POWEROFF=POWEROFF, SYSTEMCTL=systemctl, **paths)
 
 
 def container_script(seconds: int, off: str = CONTAINER_POWEROFF, watchdog: str = WATCHDOG) -> str:
     """With a background process; a restarted container starts it again."""
-    return f"""#!/bin/sh
-# Written by shoal: this container ends if it does not become a node of its cluster.
-(
-    sleep {seconds}
-    [ -e {watchdog} ] || {off}
-) > /dev/null 2>&1 &
-"""
+    return program_text("boot_container.sh", SECONDS=seconds, POWEROFF=off, WATCHDOG=watchdog)
 
 
 JOIN_RETRY_S = 10.0

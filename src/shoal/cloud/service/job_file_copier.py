@@ -25,7 +25,7 @@ from shoal.hosts.api import Host
 from shoal.jobs import staging
 from shoal.jobs.record import JOBS_DIRECTORY, JobComment
 from shoal.network.tunnel import conf_file
-from shoal.remote import job_file_transfer
+from shoal.remote import job_file_transfer, python_command
 from shoal.roles.elastic import IDENTITY
 from shoal.roles.environments import directory_of
 from shoal.roles.rented import rented_containers
@@ -33,7 +33,6 @@ from shoal.spec.model import Spec
 
 log = logging.getLogger("shoal.cloud.service.job_file_copier")
 
-PROGRAM = Path(job_file_transfer.__file__).read_text()
 SCAN_INTERVAL_S = 1.0
 RETRY_PAUSE_S = 2.0
 """From an interrupted attempt to the next."""
@@ -263,8 +262,8 @@ class JobFileCopier:
 
     def _transfer(self, job: ContainerJob, what: str, way: str, *more: str) -> list[str]:
         """The transfer program on this host, as the job's user."""
-        words = (what, way, self._root, job.id, *more)
-        return staging.as_user(job.uid, job.gid, "python3", "-I", "-S", "-c", PROGRAM, *words)
+        command = python_command("job_file_transfer", what, way, self._root, job.id, *more)
+        return staging.as_user(job.uid, job.gid, *command)
 
     def _transfer_there(self, job: ContainerJob, what: str, way: str, *more: str) -> list[str]:
         return [*self._reach(job.node), staging.with_job_lock(job.number, self._transfer(job, what, way, *more))]

@@ -19,6 +19,11 @@ def read_text(path: str) -> str:
         return ""
 
 
+def block_marks(name: str) -> tuple[str, str]:
+    """The lines before and after the part of a file that is ours."""
+    return f"# BEGIN shoal {name}", f"# END shoal {name}"
+
+
 def sha256(data: bytes) -> str:
     # `hashlib` loads all of OpenSSL; the small module is in every CPython, under a name that changed with 3.12.
     try:

@@ -6,7 +6,16 @@ import os
 import stat
 
 from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, clear_due, record_due
-from shoal.remote.agent.file_io import file_status, read_bytes, read_text, remove, sha256, temporary_name, write_atomic
+from shoal.remote.agent.file_io import (
+    block_marks,
+    file_status,
+    read_bytes,
+    read_text,
+    remove,
+    sha256,
+    temporary_name,
+    write_atomic,
+)
 from shoal.remote.agent.running import Failure, advice, most_relevant_line, run, run_checked, which
 from shoal.remote.agent.unix_accounts import group_of, user_of
 
@@ -204,7 +213,7 @@ def make_block(item: Item, context: ConvergeContext) -> str:
 
 def with_block(before: bytes, name: str, content: str, path: str) -> bytes:
     """The file with our block in it, or without when `content` is empty. Every other byte stays."""
-    begin, end = f"# BEGIN shoal {name}\n".encode(), f"# END shoal {name}\n".encode()
+    begin, end = (f"{mark}\n".encode() for mark in block_marks(name))
     text = content if not content or content.endswith("\n") else content + "\n"
     block = begin + text.encode() + end if text else b""
     start = 0 if before.startswith(begin) else before.find(b"\n" + begin) + 1

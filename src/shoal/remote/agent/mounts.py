@@ -6,7 +6,7 @@ import errno
 import os
 
 from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, has_systemd
-from shoal.remote.agent.file_io import read_text, remove, write_atomic
+from shoal.remote.agent.file_io import block_marks, read_text, remove, write_atomic
 from shoal.remote.agent.files import make_block
 from shoal.remote.agent.running import Failure, run, run_checked, which
 from shoal.remote.agent.services import unit_log
@@ -172,8 +172,9 @@ def recorded(item: Item, path: str) -> str:
         text = read_text(path)
         watch = read_text(path[: -len(".mount")] + ".automount") if item.get("automount") else ""
         return text + UNIT_SEPARATOR + watch if text and watch else text
-    _, begin, block = read_text(path).partition(f"# BEGIN shoal mount {item['where']}\n")
-    return block.partition("# END shoal mount")[0] if begin else ""
+    begin, end = block_marks(f"mount {item['where']}")
+    _, present, block = read_text(path).partition(begin + "\n")
+    return block.partition(end)[0] if present else ""
 
 
 def unit_name(path: str) -> str:

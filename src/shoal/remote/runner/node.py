@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*WARNING_SIGNALS, signal.SIGTERM, signal.SIGINT)
+SUBMISSION = "SHOAL_SUBMISSION"
+"""A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
 
 
 def ignore_signals(numbers: tuple[signal.Signals, ...]) -> None:

@@ -16,6 +16,7 @@ import time
 
 from .node import (
     STOP_SIGNALS,
+    SUBMISSION,
     WARNING_SIGNALS,
     ignore_signals,
     note_warning,
@@ -48,7 +49,7 @@ class Rank:
 
     def run(self) -> int:
         try:
-            own_directory(self.directory, os.environ.get("SHOAL_SUBMISSION", ""))
+            own_directory(self.directory, os.environ.get(SUBMISSION, ""))
             with contextlib.suppress(OSError), open(self.name + ".node", "w") as file:
                 file.write(self.node + "\n")
             self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -1,0 +1,102 @@
+# Keeps the code of jobs in the jobs' directory of a host.
+#
+#   inspect ROOT CODE RUNTIME              which storage this is, and what is there already
+#   store PLACE BYTES                      a file from standard input
+#   unpack PLACE                           an archive from standard input
+#   clean_code ROOT NEWEST DAYS USED       removes archives that no job has used for long
+#   clean_trees ROOT NEWEST DAYS USED      removes the files that were sent from the trees of ended jobs
+set -eu
+
+# Makes the directories, open to every user as /tmp is. What is there is touched, under the lock that `clean_code` holds
+# too: it has just been used, and stays. Root is going to write and delete in `code` and `lib`: below a --directory that
+# a user may write to, they might be the user's.
+inspect() {
+    root=$1 code=$2 lib=$3
+    [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
+    [ -d "$root/code" ] && [ -d "$root/lib" ] || mkdir -p "$root/code" "$root/lib"
+    for place in "$root/code" "$root/lib"; do
+        if [ -L "$place" ] || ! { [ -O "$place" ] || as_made_now "$place"; }; then
+            echo "$place is a link, or does not belong to root" >&2
+            exit 3
+        fi
+    done
+    if [ ! -s "$root/.id" ]; then
+        new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
+        head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$new"
+        ln "$new" "$root/.id" 2> /dev/null || true
+        rm -f "$new"
+    fi
+    read -r id < "$root/.id" || true  # there is no end of line in it
+    echo "$id"
+    [ ! -e "$root/.shared" ] || echo shared
+    exec 9> "$root/code/.lock"
+    flock 9
+    [ ! -e "$root/code/$code.tar" ] || { touch "$root/code/$code.tar"; echo code; }
+    [ ! -d "$root/lib/$lib" ] || { touch "$root/lib/$lib"; echo lib; }
+    exec 9>&-
+    find "$root" -maxdepth 2 -mtime +@KEEP_DAYS@ '(' -path "$root/code/*.tar" -printf 'code\n' -o \
+        -path "$root/lib/*" -printf 'lib\n' -o -name tree.lock -printf 'tree\n' ')' 2> /dev/null |
+        awk '++many[$0] > @KEEP_NEWEST@ { print "old"; exit }'
+}
+
+# Root of a client of NFS may be somebody else there.
+as_made_now() {
+    new=$(mktemp "$root/.new.XXXXXX")
+    owner=$(stat -c %u "$new")
+    rm -f "$new"
+    [ "$(stat -c %u "$1")" = "$owner" ]
+}
+
+# The file has its name only once it is there whole.
+store() {
+    place=$1 bytes=$2
+    new=$place.$$.$(hostname)
+    trap 'rm -f "$new"' EXIT
+    cat > "$new"
+    [ "$(stat -c %s "$new")" = "$bytes" ] || { echo "only a part of it arrived" >&2; exit 4; }
+    chmod 644 "$new"
+    mv -f "$new" "$place"
+}
+
+# The directory has its name only once all of it is there.
+unpack() {
+    place=$1
+    new=$place.$$.$(hostname)
+    trap 'rm -rf "$new"' EXIT
+    mkdir "$new"
+    tar -x --no-same-owner -f - -C "$new"
+    # Here once, for all jobs: their users may not write here, and would compile it at every start.
+    python3 -I -m compileall -q -d "$place" --invalidation-mode unchecked-hash "$new" > /dev/null 2>&1 || true
+    chmod -R a+rX "$new"
+    mv -T "$new" "$place" 2> /dev/null || [ -d "$place" ]
+}
+
+# `inspect` has checked that the directories are root's.
+clean_code() {
+    root=$1 newest=$2 days=$3 used=" $4 "
+    exec 9> "$root/code/.lock"
+    flock 9
+    for place in code lib; do
+        cd "$root/$place"
+        ls -t | tail -n "+$((newest + 1))" | while IFS= read -r name; do
+            case $used in *" ${name%.tar} "*) continue ;; esac
+            [ -z "$(find "$name" -maxdepth 0 -mtime "+$days")" ] || rm -rf "./$name"
+        done
+    done
+}
+
+# Files that were sent have a date of 1970: a script may have written its results and checkpoints between them. Runs as
+# the user whose jobs they are.
+clean_trees() {
+    root=$1 newest=$2 days=$3 used=" $4 "
+    cd "$root"
+    ls -t ./*/tree.lock 2> /dev/null | tail -n "+$((newest + 1))" | while IFS=/ read -r _ job _; do
+        case $used in *" $job "*) continue ;; esac
+        [ -O "$job/tree.lock" ] && [ -n "$(find "$job/tree.lock" -mtime "+$days")" ] || continue
+        find "$job/tree" -type f ! -newermt @0 -delete
+        find "$job/tree" -depth -type d -empty -delete
+        rm -f "$job/tree.lock"
+    done
+}
+
+"$@"
