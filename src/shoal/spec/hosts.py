@@ -17,8 +17,18 @@ from shoal.spec.finding import Problem, path_text, show
 from shoal.spec.member import Member, Role, Shape
 from shoal.spec.network import Endpoint
 from shoal.spec.rental import KINDS as RENTERS
-from shoal.spec.rental import MAX_NODES, SANDBOX, Budget, MachineType, MarketName, Money, OfferChoice, Region, Zone
-from shoal.spec.rental import AccountName as ProviderName
+from shoal.spec.rental import (
+    MAX_NODES,
+    SANDBOX,
+    Budget,
+    MachineType,
+    MarketName,
+    Money,
+    OfferChoice,
+    ProviderName,
+    Region,
+    Zone,
+)
 from shoal.spec.values import (
     Between,
     Duration,

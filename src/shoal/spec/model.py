@@ -18,13 +18,12 @@ from shoal.spec.finding import Problem
 from shoal.spec.hosts import Controller, Login, NodeSet, host_problems, located_members, rental_names
 from shoal.spec.network import Network, network_problems
 from shoal.spec.partitions import Partition, partition_problems
-from shoal.spec.rental import SANDBOX, Budget, ProviderAccount
-from shoal.spec.rental import AccountName as ProviderName
+from shoal.spec.rental import SANDBOX, Budget, ProviderAccount, ProviderName
 from shoal.spec.rental_rules import hub_problems, rental_problems
 from shoal.spec.slurm_options import SlurmOptions, option_problems
 from shoal.spec.storage import SharedDirectory, SharePath, storage_problems
 from shoal.spec.tracking import Tracking, tracking_problems
-from shoal.spec.users import AccountName, ClusterUser, user_problems
+from shoal.spec.users import ClusterUser, UserName, user_problems
 from shoal.spec.values import ClusterName, NodesetName, PartitionName, SpecModel, choice
 
 UNCHECKED = "unchecked"
@@ -58,7 +57,7 @@ class Spec(SpecModel):
     """Job records in a database: `true`, or a mapping with accounts, users and limits."""
     storage: dict[SharePath, SharedDirectory] = Field(default_factory=dict)
     """Directories that all hosts share, by their mount path: `{/data: {kind: nfs}}`."""
-    users: dict[AccountName, ClusterUser] = Field(default_factory=dict)
+    users: dict[UserName, ClusterUser] = Field(default_factory=dict)
     """Users that log in and run jobs, by name; the same on all hosts."""
     environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""

@@ -77,7 +77,7 @@ def _setting(value: object) -> str:
     return text
 
 
-AccountName = Annotated[str, BeforeValidator(_account), text_schema("name", pattern=f"^{_ACCOUNT.pattern}$")]
+ProviderName = Annotated[str, BeforeValidator(_account), text_schema("name", pattern=f"^{_ACCOUNT.pattern}$")]
 ProviderKind = Annotated[str, BeforeValidator(_kind), text_schema("kind")]
 ApiUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
 MachineType = Annotated[str, _word_of("a type of machine", "gpu_1x_a10"), text_schema("type")]
@@ -133,7 +133,7 @@ class Budget(SpecModel):
 class OfferChoice(SpecModel):
     """An offer to rent: a type of machine at an account, in one region or in any."""
 
-    provider: AccountName
+    provider: ProviderName
     """The account, by its name under `providers`."""
     type: MachineType | None = None
     """The provider's name of the machine: `gpu_8x_h100_sxm5`."""

@@ -71,7 +71,7 @@ def _is_base64(text: str) -> bool:
         return False
 
 
-AccountName = Annotated[str, BeforeValidator(_account), text_schema("name", pattern=f"^{_NAME.pattern}$")]
+UserName = Annotated[str, BeforeValidator(_account), text_schema("name", pattern=f"^{_NAME.pattern}$")]
 GroupName = Annotated[str, BeforeValidator(_group), text_schema("group", pattern=f"^{_NAME.pattern}$")]
 PublicKey = Annotated[str, BeforeValidator(_key), text_schema("public key or file:PATH")]
 
