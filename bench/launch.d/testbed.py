@@ -15,7 +15,8 @@ from pathlib import Path
 from harness import ROOT, BenchError, peer_environment, run_command
 from sandbox import reserve_cluster, write_ssh_config
 
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 
 HERE = Path(__file__).parent

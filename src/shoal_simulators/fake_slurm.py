@@ -16,7 +16,7 @@ from shoal.cloud.service.scheduling import Clock
 from shoal.cloud.service.slurm import QueuedJob
 from shoal.cloud.service.slurm_requests import PowerRequest
 from shoal.errors import SlurmError
-from shoal.sandbox.layout import write_atomic
+from shoal.local_files import write_atomic
 from shoal.slurm.state import ACTIVE_STATES, NodeState
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cloud.providers.api import Market as PricingModel
-from shoal.sandbox.layout import write_atomic
+from shoal.local_files import write_atomic
 from shoal_simulators.backend import HostBackend
 from shoal_simulators.instances import Fault, InstanceOrder, MachineType, Profile, SimulatedInstance
 

@@ -23,8 +23,9 @@ from typing import Any
 import asyncssh
 
 from shoal.errors import ProviderError
+from shoal.local_files import cache_dir, locked
 from shoal.sandbox import images, network, nspawn, seed
-from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, cache_dir, locked, site_of
+from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, site_of
 from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape

@@ -19,7 +19,8 @@ from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin, Query, RentalOrder, RentalProvider, RentedInstance
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.nspawn import ssh_answers
 from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider

@@ -13,9 +13,9 @@ from tests.e2e.cluster import IMAGE
 from tests.e2e.leftovers import noted
 
 from shoal.hosts.provider import Instance, Request
+from shoal.local_files import state_directory
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
-from shoal.verbs.context import state_directory
 
 
 class Lent:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 
 TAG = "SHOAL_TEST_CLUSTER"

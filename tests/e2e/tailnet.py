@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from tests.e2e.existing_hosts import Lent
 
+from shoal.local_files import cache_dir
 from shoal.roles.tailscale import KEYRING, SOURCE
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.network import gateway
 
 PROGRAMS = ("headscale", "tailscale", "tailscaled")

@@ -25,9 +25,10 @@ from tests.e2e.tracking_checks import (
 from tests.small_wheels import small_wheel, torch_like, uv_wheel
 
 from shoal.environments.store import LOCAL_DIRECTORY
+from shoal.local_files import cache_dir
 from shoal.remote.environment_builder import MARK
 from shoal.roles.clock import following_conf, serving_conf
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.layout import Layout
 
 pytestmark = pytest.mark.sandbox
 

@@ -16,7 +16,8 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.simulated_clouds import Cloud, apart, asleep, bill, ended, renting
 from tests.small_wheels import small_wheel, uv_wheel
 
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 

@@ -25,7 +25,8 @@ from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, ended, preempt, 
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 from tests.matrix.stopped_jobs import Cell, Stopped
 
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(900)]
 

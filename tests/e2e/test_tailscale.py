@@ -23,8 +23,9 @@ from tests.e2e.existing_hosts import Lent, lent_hosts
 from tests.e2e.tailnet import TAG, Tailnet, needs_programs, tailnet
 from tests.sandbox_faults import SandboxFaults
 
+from shoal.local_files import cache_dir
 from shoal.remote import program_text
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.spec.member import Shape
 
 pytestmark = [pytest.mark.sandbox, needs_programs]

@@ -28,7 +28,8 @@ from tests.documents import COMMANDS, PAGE, ROOT, TRAINING, changed_script, comm
 from tests.e2e.cluster import LIMIT, Cluster, running
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.network import gateway
 from shoal.train.tracking.mlflow_client import MlflowClient
 from shoal.train.tracking.send import send

@@ -15,7 +15,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.existing_hosts import Lent, lent_hosts
 from tests.sandbox_faults import SandboxFaults
 
-from shoal.sandbox.layout import cache_dir
+from shoal.local_files import cache_dir
 from shoal.spec.member import Shape
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(400)]

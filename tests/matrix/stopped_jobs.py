@@ -16,7 +16,8 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.torch_env import give_torch
 
 from shoal.jobs.model import LAUNCHER_NAMES, job_from_options
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 from shoal.verbs.context import open_context
 from shoal.verbs.run import run
 

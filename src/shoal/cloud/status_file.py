@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.cloud.providers.api import Offer
 from shoal.cloud.rental import Rental, known_fields
-from shoal.sandbox.layout import write_atomic
+from shoal.local_files import write_atomic
 
 STATUS = Path("/var/lib/shoal/elastic/status.json")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
-from shoal.sandbox.layout import locked
+from shoal.local_files import locked
 from shoal.sandbox.programs import call, call_logged, last_lines
 
 SUITES = {"debian12": "bookworm", "debian13": "trixie", "sid": "sid"}

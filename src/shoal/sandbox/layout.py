@@ -10,16 +10,11 @@ Names of links, namespaces and groups follow from the cache and the cluster alon
 left can be found without any record.
 """
 
-# What is waited for has no event to wait on: a lock of another process, a reboot.
-# ruff: noqa: ASYNC110
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ProviderError
+from shoal.local_files import locked, write_atomic
 from shoal.spec.member import Shape
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -42,14 +38,6 @@ FIRST_OUTER_PORT = 22000
 def site_of(shape: Shape) -> str:
     """The site whose bridge such a host is on."""
     return CONTAINERS if shape.container else shape.site
-
-
-def cache_dir() -> Path:
-    """Where images and running clusters are kept: $SHOAL_CACHE, else the user's cache directory."""
-    if path := os.environ.get("SHOAL_CACHE"):
-        return Path(path).absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "shoal"
 
 
 @dataclass(frozen=True)
@@ -183,50 +171,10 @@ class Layout:
                     return
 
 
-@asynccontextmanager
-async def locked(path: Path) -> AsyncIterator[bool]:
-    """Hold a lock on a file or directory. Yields False when the path was replaced meanwhile."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        while not _try_lock(handle):
-            await asyncio.sleep(0.05)
-        yield _is_at(path, handle)
-    finally:
-        os.close(handle)
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write beside the place and rename, so that a reader sees the old or the new text."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(handle, "w") as sink:
-        sink.write(text)
-    beside.rename(path)
-
-
 def other_subnets(cache: Path) -> list[str]:
     """The subnets of every cluster in the cache, running or not."""
     records = (_read_json(path) for path in cache.glob("sandbox/*/cluster.json"))
     return [site["subnet"] for data in records for site in data.get("sites", {}).values()]
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from shoal.errors import ProviderError
-from shoal.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, locked, other_subnets, site_of, write_atomic
+from shoal.local_files import locked, write_atomic
+from shoal.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, other_subnets, site_of
 from shoal.sandbox.programs import call
 from shoal.spec.member import WIREGUARD_SUBNET, Shape
 

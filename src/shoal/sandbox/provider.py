@@ -10,9 +10,10 @@ from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Instance, Progress, Request
+from shoal.local_files import cache_dir
 from shoal.sandbox import checks, images, network, nspawn, seed
 from shoal.sandbox.cgroups import groups_named, hierarchies
-from shoal.sandbox.layout import HostRecord, Layout, Site, cache_dir, site_of
+from shoal.sandbox.layout import HostRecord, Layout, Site, site_of
 from shoal.spec.finding import Finding
 
 MAX_SHOWN_FAILURES = 3

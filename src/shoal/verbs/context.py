@@ -16,6 +16,7 @@ from shoal.hosts.provider import Instance, Provider, Request
 from shoal.hosts.provider import names as all_providers
 from shoal.hosts.provider import provider as find_provider
 from shoal.hosts.ssh import SshConnector
+from shoal.local_files import state_directory
 from shoal.plan.connections import Connections
 from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
@@ -288,12 +289,6 @@ def compute_hosts(context: Context) -> list[str]:
 def job_file_hosts(context: Context) -> list[str]:
     """The hosts that keep files of jobs: compute nodes, and the controller for rented nodes."""
     return list(dict.fromkeys((*compute_hosts(context), context.controller.name)))
-
-
-def state_directory(cluster: str = "") -> Path:
-    """Where the operator's machine keeps a cluster's host keys and cached hosts."""
-    home = os.environ.get("XDG_STATE_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "state") / "shoal" / cluster
 
 
 def requests(chosen: Iterable[Member], provider: str) -> list[Request]:

@@ -19,13 +19,14 @@ from shoal.cloud.service.ledger import LEDGER
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Target
+from shoal.local_files import state_directory
 from shoal.plan.connections import Fleet
 from shoal.plan.observe import Observation
 from shoal.remote import python_command
 from shoal.roles.elastic import LEADER_SINCE, SPEC, SUPERSEDED, UNIT, has_service, service_removal
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
-from shoal.verbs.context import Context, state_directory
+from shoal.verbs.context import Context
 from shoal.verbs.rentals import control_service, read_ledger, run_to_completion
 
 RECORD = "rents.json"

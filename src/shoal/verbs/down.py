@@ -11,6 +11,7 @@ from typing import Literal
 
 from shoal.agent.client import FactsRequest
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
+from shoal.local_files import state_directory
 from shoal.plan.connections import Fleet
 from shoal.plan.nodes import active_jobs
 from shoal.remote.rental_ledger import SERVICE
@@ -19,7 +20,7 @@ from shoal.roles.documents import removal
 from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, rentals_of_other_accounts
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs.context import Context, ProviderInstances, note_at_exit, report_to, state_directory
+from shoal.verbs.context import Context, ProviderInstances, note_at_exit, report_to
 from shoal.verbs.reap import Polling, reap
 from shoal.verbs.rentals import control_service, restart_if_disconnected, run_to_completion
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ProviderError
-from shoal.sandbox.layout import HostRecord, Layout, Site, cache_dir, locked, other_subnets, write_atomic
+from shoal.local_files import cache_dir, locked, write_atomic
+from shoal.sandbox.layout import HostRecord, Layout, Site, other_subnets
 from shoal.spec.member import Shape
 
 HOST = HostRecord("n1", 253, "10.70.1.2", "/images/x", "ssh-ed25519 AAAA", Shape(gpus=2, site="b"))

@@ -10,8 +10,9 @@ from tests.unit.plan.fake_world import LAB, spec_of
 
 from shoal.errors import ProviderError, SpecError, UsageError
 from shoal.hosts.api import Target
+from shoal.local_files import state_directory
 from shoal.spec.members import default_spec
-from shoal.verbs.context import Context, open_context, requests, state_directory
+from shoal.verbs.context import Context, open_context, requests
 from shoal_simulators.fake_provider import FakeProvider
 
 LAB_CONTEXT = Context(spec_of(LAB))

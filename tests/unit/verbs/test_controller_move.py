@@ -16,9 +16,9 @@ from shoal.agent.facts import FileFact
 from shoal.cloud.status_file import STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Result, Target
+from shoal.local_files import state_directory
 from shoal.remote import python_command
 from shoal.roles.elastic import SPEC, UNIT
-from shoal.verbs.context import state_directory
 from shoal.verbs.controller_move import RECORD
 from shoal.verbs.rentals import LedgerRental
 from shoal.verbs.up import plan, up

@@ -8,7 +8,8 @@ import pytest
 from tests.unit.plan.fake_world import LAB
 
 from shoal.errors import SpecError, UsageError
-from shoal.verbs.context import open_context, open_hosts, state_directory
+from shoal.local_files import state_directory
+from shoal.verbs.context import open_context, open_hosts
 from shoal.verbs.spec_cache import CachedSpec
 
 MIXED = """\

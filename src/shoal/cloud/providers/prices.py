@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shoal.cloud.providers.api import Market, Offer
-from shoal.sandbox.layout import cache_dir, write_atomic
+from shoal.local_files import cache_dir, write_atomic
 
 MEMORY_GB = {
     "P4": 8,
