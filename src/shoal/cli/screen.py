@@ -1,5 +1,8 @@
 """What all screens share: tables, findings, failed hosts, and text that others chose.
 
+Tables are `Columns`, not rich's Table alone: in 66 characters that breaks the state `running` into `runnin` and `g`,
+and with `no_wrap` it cuts job `18_3` to `18` (rich 15.0).
+
 Light to load: `shoal run` loads it, and `cluster_screens.py` knows every verb's result.
 """
 

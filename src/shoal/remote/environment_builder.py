@@ -1,5 +1,8 @@
 """Builds one environment on a host with uv: one program of the standard library, for Python 3.8 and later.
 
+uv installs torch with CUDA in 120 s, where pip took 319 s. Its relocatable environments (0.13.7) still need a repair: a
+program with an import from `__future__` ends with a SyntaxError, and dash cannot read `activate`.
+
 It reads one JSON object from standard input and writes one per line: progress, and `done` or `failed` at the end.
 
     DIRECTORY/wheels/SOURCE          uv's cache of a source's packages, and resolved.txt: what uv chose, once

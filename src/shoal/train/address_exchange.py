@@ -1,5 +1,8 @@
 """How the other ranks learn where rank 0 listens, without a port agreed on before.
 
+Not torch's MASTER_PORT: where another program has that port, rank 0 fails at once, and the other ranks wait until that
+program ends: 48 s with a timeout of 20 s (torch 2.13).
+
     FileExchange     a file in a directory that all nodes see (SHOAL_STORE_DIR, which `shoal run` sets)
     StoreExchange    the store of torchrun's agents, which run before the ranks
     PortExchange     neither: a list of ports derived from the job's key. Rank 0 takes the first free one, the others
