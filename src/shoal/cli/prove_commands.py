@@ -20,7 +20,7 @@ from shoal.proof.compare import Difference
 
 if TYPE_CHECKING:
     from shoal.plan.progress import ProgressReporter
-    from shoal.proof.types import ProofResult, ProofRow, Runner
+    from shoal.proof.types import ProofResult, ProofRow, ProofSettings, Runner
 
 
 def prove(
@@ -83,40 +83,59 @@ def prove(
     or --cluster it runs on this machine's CPU.
     """
     with Session(json, file, cluster) as session:
-        from shoal.proof.local_runner import LOCAL_LAUNCHERS, LocalRunner
-        from shoal.proof.types import PARALLELS, TOLERANCES, ProofSettings
-        from shoal.verbs.prove import CLUSTER_LAUNCHERS, ClusterRunner
+        from shoal.proof.types import PARALLELS, ProofSettings
         from shoal.verbs.prove import prove as verb
 
         on_cluster = file is not None or cluster is not None
-        if dtype not in TOLERANCES:
-            raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
+        tolerance = _choose_tolerance(dtype, tolerance)
         _check_empty(keep)
-        launchers = _parse_names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
+        launchers, parallels = _choose_launchers(launcher, on_cluster), _parse_names("--parallel", parallel, PARALLELS)
         settings = ProofSettings(
-            script,
-            tuple(args or ()),
-            processes,
-            launchers or (("srun",) if on_cluster else LOCAL_LAUNCHERS),
-            _parse_names("--parallel", parallel, PARALLELS),
-            dtype,
-            TOLERANCES[dtype] if tolerance is None else tolerance,
-            steps,
-            timeout,
+            script, tuple(args or ()), processes, launchers, parallels, dtype, tolerance, steps, timeout
         )
-        runner: Runner
         if on_cluster:
             options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
-            spec = read_job(job, {**options, "script": script, "args": settings.args})
-            runner = ClusterRunner(settings, session.open(), spec, Path.cwd())
+            runner = _make_cluster_runner(session, settings, job, options)
         else:
             _reject_job_options({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
-            runner = LocalRunner(settings, python)
+            runner = _make_local_runner(settings, python)
         try:
             result = session.run(verb(settings, runner, progress_of(session), keep.absolute() if keep else None))
         except Interrupted:
             raise Interrupted(f"stopped; its {'job is cancelled' if on_cluster else 'processes are ended'}") from None
         finish(session, result)
+
+
+def _choose_tolerance(dtype: str, tolerance: float | None) -> float:
+    from shoal.proof.types import TOLERANCES
+
+    if dtype not in TOLERANCES:
+        raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
+    return TOLERANCES[dtype] if tolerance is None else tolerance
+
+
+def _choose_launchers(launcher: str | None, on_cluster: bool) -> tuple[str, ...]:
+    from shoal.proof.local_runner import LOCAL_LAUNCHERS
+    from shoal.verbs.prove import CLUSTER_LAUNCHERS
+
+    if launcher:
+        return _parse_names("--launcher", launcher, CLUSTER_LAUNCHERS)
+    return ("srun",) if on_cluster else LOCAL_LAUNCHERS
+
+
+def _make_cluster_runner(
+    session: Session, settings: ProofSettings, job: Path | None, options: dict[str, Any]
+) -> Runner:
+    from shoal.verbs.prove import ClusterRunner
+
+    spec = read_job(job, {**options, "script": settings.script, "args": settings.args})
+    return ClusterRunner(settings, session.open(), spec, Path.cwd())
+
+
+def _make_local_runner(settings: ProofSettings, python: str | None) -> Runner:
+    from shoal.proof.local_runner import LocalRunner
+
+    return LocalRunner(settings, python)
 
 
 def progress_of(session: Session) -> ProgressReporter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -57,8 +57,7 @@ def assemble(
     members = (*always, *rentals.present_rentals(spec, facts))
     tunneled = _tunneled_members(spec, members, facts, before)
     rented_boxes = rented_containers(spec)
-    known_ports = {name: node.port for name, node in before.nodes.items() if node.port}
-    ports = choose_ports((*(name for name in tunneled if name not in rented_boxes), *rented_boxes), known_ports)
+    ports = _ports(tunneled, rented_boxes, before)
     outside = tuple(m for m in members if m.name not in tunneled)
     meshed = tuple(name for name in leaving if not before.nodes[name].port)
     awaited = tuple(name for name in rentals.addressed_rentals(spec, facts, before) if name not in rented_boxes)
@@ -67,17 +66,12 @@ def assemble(
     permanent = tuple(m for m in outside if not m.rented)
     # A machine that is not rented yet has no facts: it counts as one like the permanent ones.
     computes = [m.name for m in permanent if "compute" in m.roles] or [always[0].name]
-    permanent_nodes = [
-        _node(m, facts[m.name], addresses, ports.get(m.name)) if m.name in facts else before.nodes.get(m.name)
-        for m in always
-        if "compute" in m.roles
-    ]
     controller = members[0]
-    rented = [
-        replace(n, address=LOOPBACK, port=ports[n.name]) if n.name in rented_boxes else n
-        for n in rentals.rented_nodes(spec)
-    ]
-    all_nodes = (*filter(None, permanent_nodes), *rented, *(before.nodes[name] for name in leaving))
+    all_nodes = (
+        *_permanent_nodes(always, facts, addresses, ports, before),
+        *_rented_nodes(spec, rented_boxes, ports),
+        *(before.nodes[name] for name in leaving),
+    )
     all_members = (*always, *rented_members(spec))
     one_address = not rented_boxes and can_listen_at_one_address(spec.network.kind, permanent, facts, addresses, before)
     conf = ClusterConf(
@@ -139,6 +133,35 @@ def _tunneled_members(
         return name in before.nodes and before.nodes[name].port is not None
 
     return tuple(m.name for m in members[1:] if "compute" in m.roles and is_tunneled(m.name))
+
+
+def _ports(tunneled: Iterable[str], rented_boxes: Collection[str], before: CurrentConf) -> dict[str, int]:
+    """The ports of containers behind a tunnel, rented ones last; each keeps the port that it has."""
+    known = {name: node.port for name, node in before.nodes.items() if node.port}
+    return choose_ports((*(name for name in tunneled if name not in rented_boxes), *rented_boxes), known)
+
+
+def _permanent_nodes(
+    members: Iterable[Member],
+    facts: Mapping[str, Facts],
+    addresses: Mapping[str, str],
+    ports: Mapping[str, int],
+    before: CurrentConf,
+) -> Iterator[Node]:
+    """The nodes of members that compute. One that does not answer keeps its line."""
+    for member in members:
+        if "compute" not in member.roles:
+            continue
+        if member.name in facts:
+            yield _node(member, facts[member.name], addresses, ports.get(member.name))
+        elif member.name in before.nodes:
+            yield before.nodes[member.name]
+
+
+def _rented_nodes(spec: Spec, rented_boxes: Collection[str], ports: Mapping[str, int]) -> Iterator[Node]:
+    """The nodes that may be rented. The controller reaches a rented container through a tunnel."""
+    for node in rentals.rented_nodes(spec):
+        yield replace(node, address=LOOPBACK, port=ports[node.name]) if node.name in rented_boxes else node
 
 
 def _addresses(

@@ -136,12 +136,6 @@ def _settings(c: ClusterConf) -> dict[str, str]:
     parameters = ["enable_configless", "idle_on_node_suspend", *slurmctld_parameters(c.versions)]
     if controller.supports("cloud_reg_addrs"):
         parameters.append("cloud_reg_addrs")
-    # Keep-alives hold the connections open through NAT; a message without a hash is forged.
-    communication = ["block_null_hash", "keepalivetime=60", "keepaliveinterval=15", "keepaliveprobes=4"]
-    if any(":" in address for address in (c.controller_address or "", *(node.address for node in c.nodes))):
-        communication.append("EnableIPv6")
-    if c.one_address:
-        communication += ["NoInAddrAny", "NoCtldInAddrAny"]
     settings = {
         "ClusterName": c.name,
         "SlurmctldHost": f"{host}({c.controller_address})" if c.controller_address else host,
@@ -151,7 +145,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "SlurmdPort": str(SLURMD_PORT),
         "SrunPortRange": SRUN_PORTS,
         "SlurmctldParameters": ",".join(parameters),
-        "CommunicationParameters": ",".join(communication),
+        "CommunicationParameters": ",".join(_communication(c)),
         "StateSaveLocation": STATE_DIRECTORY,
         "SlurmdSpoolDir": SPOOL_DIRECTORY,
         "SlurmctldLogFile": f"{LOG_DIRECTORY}/slurmctld.log",
@@ -191,6 +185,16 @@ def _settings(c: ClusterConf) -> dict[str, str]:
     if c.power:
         settings |= _power_saving(c, c.power)
     return settings
+
+
+def _communication(c: ClusterConf) -> list[str]:
+    # Keep-alives hold the connections open through NAT; a message without a hash is forged.
+    parameters = ["block_null_hash", "keepalivetime=60", "keepaliveinterval=15", "keepaliveprobes=4"]
+    if any(":" in address for address in (c.controller_address or "", *(node.address for node in c.nodes))):
+        parameters.append("EnableIPv6")
+    if c.one_address:
+        parameters += ["NoInAddrAny", "NoCtldInAddrAny"]
+    return parameters
 
 
 def _tracking(c: ClusterConf) -> dict[str, str]:
