@@ -83,7 +83,7 @@ class Rental:
     submitted: float
 
     def row(self, cluster: Cluster, url: str) -> tuple[str, ...]:
-        """Provider, seconds until machines were ordered, until the job ran, until they were given back, and money."""
+        """Provider, seconds until machines were ordered, until the job ran, until they were released, and money."""
         machines, output = bill(url)["machines"], shown(cluster, self.job)
         began, over = (datetime.fromisoformat(f"{output[name]}+00:00").timestamp() for name in ("StartTime", "EndTime"))
         ordered = max(machine["ordered"] for machine in machines) - self.submitted
@@ -143,12 +143,12 @@ def test_rented_nodes_run_a_job_and_the_ledger_matches_the_bill(rented: Clouds, 
     assert apart(cluster, url, kind, slack=case.slack) == ""
 
 
-HEAD = ("provider", "ordered s", "job s", "gone s", "ledger USD", "bill USD")
+HEAD = ("provider", "ordered s", "job s", "released s", "ledger USD", "bill USD")
 
 
 EXPLAINED = """\
-Two nodes of each provider, woken at once by one job each: seconds from its submission until the second machine was
-ordered and until the job ran; from its end until both were given back, 10 s of them idle as the file says. Lambda takes
+Two nodes of each provider, resumed at once by one job each: seconds from its submission until the second machine was
+ordered and until the job ran; from its end until both were released, 10 s of them idle as the file says. Lambda takes
 an order every 12 s. All machines are sandbox hosts on one computer, which boot side by side.
 """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,12 @@ def test_documents_use_only_expected_block_kinds(document: Path) -> None:
 def test_every_example_loads_without_a_finding(document: Path) -> None:
     for text in examples(document):
         assert load_text_all(text, name_of(document))[1] == []
+
+
+@pytest.mark.parametrize("script", ["elastic", "signals"])
+def test_matrix_script_starts(script: str) -> None:
+    """Their files have no suffix, so neither ruff nor pytest reads them."""
+    subprocess.run([sys.executable, ROOT / "tests/matrix" / script, "--help"], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_readme_example_has_at_most_15_lines() -> None:
