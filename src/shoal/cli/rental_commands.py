@@ -18,7 +18,7 @@ from shoal.cloud.rental import dollars, format_dollars, micros
 from shoal.errors import ShoalError, UsageError
 from shoal.spec.rental import Budget
 from shoal.verbs.cost import CostResult
-from shoal.verbs.offers import OffersResult
+from shoal.verbs.provider_accounts import OffersResult
 from shoal.verbs.reap import ReapPreview, ReapResult
 
 ROWS = 40
@@ -49,7 +49,7 @@ def offers(
 
     It asks all provider accounts in the file. Where a provider gives no price, it is from Shoal's table, with its date.
     """
-    from shoal.verbs.offers import offers as verb
+    from shoal.verbs.provider_accounts import offers as verb
 
     if market not in (None, "on-demand", "spot"):
         raise UsageError(f"there is no market {market!r}", hint="use --market on-demand or --market spot")

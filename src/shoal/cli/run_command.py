@@ -13,7 +13,7 @@ from shoal.cli.job_commands import finish_log, keep_running, print_line
 from shoal.cli.options import Cluster, File, Json, suggest
 from shoal.cli.session import Session
 from shoal.errors import UsageError
-from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, option_name
+from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, load_job, option_name
 
 if TYPE_CHECKING:
     from shoal.verbs.logs import LogsResult
@@ -95,8 +95,6 @@ def read_job(file: Path | None, options: Mapping[str, Any]) -> JobSpec:
         values["export"] = parse_exports(values["export"])
     if file is None:
         return job_from_options(values)
-    from shoal.jobs.load import load_job
-
     return load_job(file, values)
 
 

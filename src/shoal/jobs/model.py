@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, ValidationError
@@ -297,3 +297,37 @@ def option_name(field: str) -> str:
 
 def job_root(spec: JobSpec, cluster: str) -> str:
     return spec.directory or f"{JOBS_DIRECTORY}/{cluster}"
+
+
+def load_job(path: Path, over: Mapping[str, Any] | None = None) -> JobSpec:
+    """The job in a file, with `over` in place of what the file says. Raises SpecError with every finding."""
+    from shoal.spec.loader import read_text  # slow to import, and most jobs have no file
+
+    return load_job_text(read_text(path, missing="name one that describes a job"), str(path), over)
+
+
+def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -> JobSpec:
+    """The same for a text; `file` is the name that findings give it."""
+    from shoal.spec import reader
+    from shoal.spec.loader import explain
+
+    tree = reader.read(text, file)
+    over = dict(over or {})
+    findings = list(tree.findings)
+    for name in RENAMED_FIELDS.keys() & tree.data.keys():
+        place = tree.keys.get((name,))
+        findings.append(tree.finding((), "renamed key", show(name), RENAMED_FIELDS[name], place=place))
+    # File and options are validated apart, so that each finding names its own place.
+    values = {name: value for name, value in tree.data.items() if name not in over and name not in RENAMED_FIELDS}
+    try:
+        JobSpec.model_validate({**values, **({"script": "x"} if "script" in over else {})})
+    except ValidationError as error:
+        findings += explain(error, tree, JobSpec)
+    try:
+        job_from_options({"script": "x", **over})
+    except SpecError as error:
+        findings += [finding for finding in error.findings if isinstance(finding, Finding)]
+    if findings:
+        findings.sort(key=reader.by_place)
+        raise SpecError(tuple(findings))
+    return JobSpec.model_validate({**values, **over})

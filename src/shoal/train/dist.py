@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -36,10 +36,14 @@ from shoal.train.rendezvous_errors import check_reachability
 
 log = logging.getLogger("shoal.train")
 
+T = TypeVar("T")
+
 REPORT_AFTER_S = 8.0
 """How long a rank waits before it reports what it waits for. The probes for that report take up to 6 s more."""
 SHUTDOWN_TIMEOUT_S = 10.0
 GLOO_IDLE_TIMEOUT_S = 1.0
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Long, since a slow rank may be writing a large checkpoint to a busy disk."""
 
 GLOO_THREAD = "pt_gloo_runloop"
 """The name of torch's threads for Gloo's collectives."""
@@ -230,3 +234,43 @@ def _open_store(env: Env, rendezvous: Rendezvous | None, timer: RendezvousTimer)
         wait_for_workers=False,
         master_listen_fd=rendezvous.listener.detach() if rendezvous.listener else None,
     )
+
+
+class RankGroup:
+    """All ranks of the job, or only this process if torch.distributed is not initialized.
+
+    For small messages outside of training, on a Gloo group of its own: collectives of one group must run in the same
+    order on every rank, and a checkpoint that a background thread writes during the training's all-reduces would
+    deadlock the job. The constructor is collective: every rank creates its groups in the same order. Use an object from
+    one thread at a time.
+    """
+
+    def __init__(self, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        self.distributed = torch_dist.is_available() and torch_dist.is_initialized()
+        self.rank: int = torch_dist.get_rank() if self.distributed else 0
+        self.world_size: int = torch_dist.get_world_size() if self.distributed else 1
+        self.group: Any = torch_dist.new_group(backend="gloo", timeout=timeout) if self.distributed else None
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank, in the order of the ranks."""
+        if not self.distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch_dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if not self.distributed:
+            return value
+        values: list[Any] = [value]
+        torch_dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]  # type: ignore[no-any-return]
+
+    def max_over_ranks(self, *numbers: int) -> tuple[int, ...]:
+        """For each number its maximum over all ranks: one all-reduce of a few bytes."""
+        if not self.distributed:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX, group=self.group)
+        return tuple(tensor.tolist())

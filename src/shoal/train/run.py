@@ -25,9 +25,9 @@ from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED, SHOAL_JOB_DIR, SHOAL_RUN_
 from shoal.train import profile
 from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
 from shoal.train.data import Loader
+from shoal.train.dist import RankGroup
 from shoal.train.env import requeue_job_id
 from shoal.train.errors import StopExit
-from shoal.train.rank_group import RankGroup
 from shoal.train.stop import Stop, Stopper
 
 log = logging.getLogger("shoal.train.run")

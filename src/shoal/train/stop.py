@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.contract import KILL_WAIT_S, SHOAL_GRACE_SECONDS, SHOAL_JOB_DIR, STOP_NOTE, STOP_SIGNALS
-from shoal.train.rank_group import RankGroup
+from shoal.train.dist import RankGroup
 
 log = logging.getLogger("shoal.train.stop")
 

@@ -32,7 +32,7 @@ from shoal.verbs.joined_cluster import JoinResult
 from shoal.verbs.keys import KeysResult
 from shoal.verbs.links import LinksResult
 from shoal.verbs.logs import LogsResult
-from shoal.verbs.offers import OffersResult
+from shoal.verbs.provider_accounts import OffersResult
 from shoal.verbs.reap import ReapResult
 from shoal.verbs.restore import Backup, RestoreResult
 from shoal.verbs.run import SubmittedJob

@@ -9,8 +9,7 @@ import pytest
 from tests.unit.jobs.job_clusters import job
 
 from shoal.errors import SpecError
-from shoal.jobs.load import load_job, load_job_text
-from shoal.jobs.model import job_from_options
+from shoal.jobs.model import job_from_options, load_job, load_job_text
 
 FILE = """\
 script: train.py

@@ -17,8 +17,7 @@ from shoal.cloud.providers.api import Offer, Query
 from shoal.cloud.providers.prices import prices
 from shoal.errors import ShoalError, UsageError
 from shoal.verbs import provider_accounts as accounts
-from shoal.verbs.offers import OffersResult, offers
-from shoal.verbs.provider_accounts import open_accounts
+from shoal.verbs.provider_accounts import OffersResult, offers, open_accounts
 
 H100 = Offer("lambda", "gpu_8x_h100_sxm5", "us-west-1", usd_hour=31.92, gpu="H100", gpus=8, available="yes")
 A10 = Offer("lambda", "gpu_1x_a10", "us-east-1", usd_hour=1.29, gpu="A10", gpus=1, available="yes")

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent, on torch.distributed.checkpoint. `layout.py` documents the files.
 
-May import torch, and from shoal.train env, errors, file_io, proof_record and rank_group.
+May import torch, and from shoal.train dist, env, errors, file_io and proof_record.
 """
 
 from shoal.train.checkpoint.checkpointer import Checkpointer

@@ -28,9 +28,9 @@ from shoal.train.checkpoint.claim import Claim, ClaimOwner, directory_in_use
 from shoal.train.checkpoint.layout import Manifest
 from shoal.train.checkpoint.state import TrainState, allocate_state, apply_state, capture_state
 from shoal.train.checkpoint.writer import SAVE_ERRORS, CommittingWriter, SaveResult, describe_failure, first_line
+from shoal.train.dist import RankGroup
 from shoal.train.errors import CheckpointError
 from shoal.train.proof_record import proof_recorder
-from shoal.train.rank_group import RankGroup
 
 log = logging.getLogger("shoal.train.checkpoint")
 
