@@ -83,7 +83,7 @@ def write_end_mark_command(number: str) -> str:
 def fail(uid: int, gid: int, directory: str, why: str) -> str:
     """The same to tell the batch script that it need not wait any longer."""
     script = 'mkdir -p "${1%/*}" && printf "%s\\n" "$2" > "$1.new" && mv "$1.new" "$1"'
-    return shlex.join(as_user(uid, gid, "sh", "-c", script, "sh", f"{directory}/{FAILED}", why))
+    return shlex.join(as_user(uid, gid, *shell_command(script, f"{directory}/{FAILED}", why)))
 
 
 def cleanup_command(number: str, uid: int, gid: int, directory: str) -> str:

@@ -48,7 +48,7 @@ class ContainersComponent(Component):
             Directory(text.DIRECTORY, mode=0o700),
             Command(
                 "make a key for tunnels",
-                ("sh", "-c", MAKE_KEY, "sh", text.KEY),
+                shell_command(MAKE_KEY, text.KEY),
                 unless=("test", "-s", text.PUBLIC_KEY),
             ),
         )

@@ -190,7 +190,7 @@ def _service_files(spec: Spec) -> Document:
         Command(
             "put its service in charge",
             shell_command(program_text("rental_lead.sh"), LEADER_SINCE, SUPERSEDED),
-            unless=("sh", "-c", 'test -s "$1" && ! test -e "$2"', "sh", LEADER_SINCE, SUPERSEDED),
+            unless=shell_command('test -s "$1" && ! test -e "$2"', LEADER_SINCE, SUPERSEDED),
             restarts=restarts,
         ),
         Directory(REQUESTS, owner="slurm", group="slurm", mode=0o700),
@@ -227,8 +227,8 @@ def _service_start(spec: Spec) -> Document:
         Service(SERVICE),
         Command(
             "forget older versions of Shoal",
-            ("sh", "-c", REMOVE_OLD_VERSIONS, "sh", *arguments),
-            unless=("sh", "-c", 'test "$(ls -d "$1"/shoal-* "$2"/* | wc -l)" -le 2', "sh", *arguments),
+            shell_command(REMOVE_OLD_VERSIONS, *arguments),
+            unless=shell_command('test "$(ls -d "$1"/shoal-* "$2"/* | wc -l)" -le 2', *arguments),
         ),
     )
 

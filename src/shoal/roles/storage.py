@@ -78,7 +78,7 @@ class StorageComponent(Component):
         if kinds.isdisjoint(("sshfs", "stage")) or sshfs.strip_comment(facts.text(sshfs.PUBLIC_KEY)):
             return ()
         make = 'rm -f "$1" "$1.pub" && exec ssh-keygen -q -t ed25519 -N "" -C "shoal $2" -f "$1"'
-        argv = ("sh", "-c", make, "sh", sshfs.KEY, member.name)
+        argv = shell_command(make, sshfs.KEY, member.name)
         key = Command("make a key for shares", argv, unless=("test", "-s", sshfs.PUBLIC_KEY))
         return (Directory("/etc/shoal"), Directory(sshfs.DIRECTORY, mode=0o700), key)
 

@@ -25,6 +25,7 @@ from shoal.proof.causes import likely_cause
 from shoal.proof.compare import compare
 from shoal.proof.records import RunRecord, describe_missing_record, read_run
 from shoal.proof.types import ProofResult, ProofRow, ProofRun, ProofSettings, Runner, ScriptFailed
+from shoal.remote import shell_command
 from shoal.spec.values import minutes
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.jobs import cancel
@@ -214,7 +215,7 @@ class ClusterRunner:
 
 async def _records(fleet: Connections, name: str, program: str, place: str) -> bytes:
     host = await fleet.host(name)
-    result = await host.run(["sh", "-c", program, "sh", place, RECORDS], timeout=600)
+    result = await host.run(shell_command(program, place, RECORDS), timeout=600)
     if result.status != 0:
         raise CommandFailed(name, f"cannot read {place}/{RECORDS}: {result.error_text.strip()}")
     return result.stdout

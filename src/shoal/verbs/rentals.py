@@ -19,7 +19,7 @@ from shoal.cloud.service.ledger import LEDGER
 from shoal.cloud.status_file import STATUS, read_status
 from shoal.errors import ShoalError
 from shoal.hosts.api import Host
-from shoal.remote import python_command
+from shoal.remote import python_command, shell_command
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.elastic import HOLD, HOLD_MAX_AGE_S
 from shoal.spec.members import rented_sets
@@ -168,7 +168,7 @@ async def control_service(host: Host, verb: Literal["start", "stop"]) -> str:
 async def restart_if_disconnected(host: Host) -> AsyncIterator[bool]:
     """Have the host start the service itself if the connection ends inside the block. Yields whether it does so."""
     try:
-        watch = await host.start(("sh", "-c", RESTART, "sh", str(WATCH_TIMEOUT_S), SERVICE))
+        watch = await host.start(shell_command(RESTART, str(WATCH_TIMEOUT_S), SERVICE))
         is_watching = bool(await watch.readline())
     except ShoalError:
         yield False
@@ -198,7 +198,7 @@ async def hold_joins(host: Host) -> AsyncIterator[None]:
 
 
 async def _hold(host: Host) -> None:
-    result = await host.run(("sh", "-c", TOUCH, "sh", HOLD), timeout=SYSTEMCTL_TIMEOUT_S)
+    result = await host.run(shell_command(TOUCH, HOLD), timeout=SYSTEMCTL_TIMEOUT_S)
     if result.status != 0:
         raise ShoalError(
             f"{host.name}: cannot keep new rented nodes from joining: {result.error_text.strip()}",

@@ -15,7 +15,7 @@ from shoal.agent.facts import Facts
 from shoal.errors import CommandTimeout, ShoalError
 from shoal.hostlist import compress
 from shoal.plan.connections import Connections
-from shoal.remote import python_command
+from shoal.remote import python_command, shell_command
 from shoal.roles.shares import RECORD, ServedShare, shares
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
@@ -61,7 +61,7 @@ async def _state(share: ServedShare, fleet: Connections) -> ShareState:
     try:
         async with asyncio.timeout(SHARE_TIMEOUT_S):
             host = await fleet.host(share.server)
-            result = await host.run(("sh", "-c", SPACE_SCRIPT, "sh", share.path), timeout=SHARE_TIMEOUT_S)
+            result = await host.run(shell_command(SPACE_SCRIPT, share.path), timeout=SHARE_TIMEOUT_S)
     except (TimeoutError, ShoalError):
         return replace(state, trouble=f"{share.server} does not answer")
     space = parse_df(result.text)

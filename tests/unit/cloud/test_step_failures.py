@@ -120,21 +120,31 @@ def garbled(outcomes: list[RequestOutcome], how: str) -> Any:
     }[how]
 
 
+def garble_outcomes(it: Scene, monkeypatch: pytest.MonkeyPatch, method: str, how: str) -> None:
+    """Let the client of the account `sandbox` answer wrongly, after the request was done."""
+    renter = it.context.accounts["sandbox"].provider
+    request = getattr(renter, method)
+
+    async def miscounted(items: Any) -> Any:
+        return garbled(await request(items), how)
+
+    monkeypatch.setattr(renter, method, miscounted)
+
+
+async def run_jobs_of_both_accounts(it: Scene, nodes: int) -> None:
+    """A job on so many nodes of one account and one on another's, to their ends; then every machine is released."""
+    jobs = [it.slurm.submit("1", nodes, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
+    await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
+    await it.until(lambda: not it.ledger.live())
+
+
 @pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES])
 async def test_orders_with_wrong_outcomes_are_searched_and_not_repeated_or_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
-        renter = it.context.accounts["sandbox"].provider
-        create = renter.create
-
-        async def miscounted(orders: Any) -> Any:
-            return garbled(await create(orders), how)
-
-        monkeypatch.setattr(renter, "create", miscounted)
-        jobs = [it.slurm.submit("1", 3, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
-        await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
-        await it.until(lambda: not it.ledger.live())
+        garble_outcomes(it, monkeypatch, "create", how)
+        await run_jobs_of_both_accounts(it, 3)
         assert {one["id"] for one in it.market("sandbox").bill()} == {
             one.id for one in it.rentals() if one.account == "sandbox"
         }
@@ -147,16 +157,8 @@ async def test_deletes_with_wrong_outcomes_repeat_until_the_list_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
-        renter = it.context.accounts["sandbox"].provider
-        delete = renter.delete
-
-        async def miscounted(machines: Any) -> Any:
-            return garbled(await delete(machines), how)
-
-        monkeypatch.setattr(renter, "delete", miscounted)
-        jobs = [it.slurm.submit("1", 2, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
-        await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
-        await it.until(lambda: not it.ledger.live())
+        garble_outcomes(it, monkeypatch, "delete", how)
+        await run_jobs_of_both_accounts(it, 2)
         assert it.machines("sandbox") == [] and it.machines("runpod") == []
 
 
