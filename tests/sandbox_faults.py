@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from shoal.errors import ProviderError
-from shoal.sandbox import network, nspawn
+from shoal.sandbox import lifecycle, network
 from shoal.sandbox.layout import HostRecord, Layout
 
 FILLER = "var/tmp/shoal-filler"
@@ -35,7 +35,7 @@ class SandboxFaults:
     async def freeze(self, cluster: str, host: str) -> None:
         """Stop every process of the host where it stands. The network still takes packets for it."""
         layout, record = self._running(cluster, host)
-        path, (_, frozen) = nspawn.group(layout, record.name).freezer()
+        path, (_, frozen) = lifecycle.group(layout, record.name).freezer()
         path.write_text(frozen)
         for _ in range(int(FREEZE_TIMEOUT_S / 0.02)):
             if "FREEZING" not in path.read_text():
@@ -46,12 +46,12 @@ class SandboxFaults:
     async def thaw(self, cluster: str, host: str) -> None:
         """Let a frozen host go on."""
         layout, record = self._running(cluster, host)
-        nspawn.group(layout, record.name).thaw()
+        lifecycle.group(layout, record.name).thaw()
 
     async def kill(self, cluster: str, host: str) -> None:
         """Pull the power plug. The disk and the address stay; `create` starts the host again."""
         layout, record = self._find(cluster, host)
-        await nspawn.stop(layout, record.name)
+        await lifecycle.stop(layout, record.name)
 
     async def reboot(self, cluster: str, host: str) -> None:
         """Ask the host to reboot, and wait until SSH answers again."""
@@ -60,7 +60,7 @@ class SandboxFaults:
             raise ProviderError(f"cannot reboot host {host}: it is a container", hint="kill it and create it")
         before = self._leader(layout, record)
         os.kill(before, signal.SIGRTMIN + 5)  # systemd reboots on it
-        group = nspawn.group(layout, record.name)
+        group = lifecycle.group(layout, record.name)
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 while group.leader() in (before, None):  # noqa: ASYNC110 - a reboot has no event to wait for
@@ -68,7 +68,7 @@ class SandboxFaults:
         except TimeoutError:
             what = f"host {host} does not reboot within {SHUTDOWN_TIMEOUT_S:.0f} s"
             raise ProviderError(what, hint="kill it and create it again") from None
-        await nspawn.wait_for_ssh(layout, record)
+        await lifecycle.wait_for_ssh(layout, record)
 
     async def fill_disk(self, cluster: str, host: str) -> None:
         """Write until the host's disk is full. Only for a host with a disk of its own (`disk_mb`)."""
@@ -93,12 +93,12 @@ class SandboxFaults:
 
     def _running(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
         layout, record = self._find(cluster, host)
-        if nspawn.state(layout, host) == "stopped":
+        if lifecycle.state(layout, host) == "stopped":
             raise ProviderError(f"host {host} of sandbox cluster {cluster} is stopped", hint="start it with `shoal up`")
         return layout, record
 
     def _leader(self, layout: Layout, record: HostRecord) -> int:
-        leader = nspawn.group(layout, record.name).leader()
+        leader = lifecycle.group(layout, record.name).leader()
         if leader is None:
             raise ProviderError(f"host {record.name} is still starting", hint="try again in a few seconds")
         return leader

@@ -24,7 +24,7 @@ import asyncssh
 
 from shoal.errors import ProviderError
 from shoal.local_files import cache_dir, locked
-from shoal.sandbox import images, network, nspawn, seed
+from shoal.sandbox import images, lifecycle, network, nspawn, seed
 from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, site_of
 from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider
@@ -136,7 +136,7 @@ class SandboxBackend:
 
     def status(self, id: str) -> HostStatus:
         status = self._status.get(id, HostStatus("gone"))
-        if status.state == "up" and nspawn.state(self.layout, self.host_name(id)) == "stopped":
+        if status.state == "up" and lifecycle.state(self.layout, self.host_name(id)) == "stopped":
             status = self._status[id] = replace(status, state="dead")
         return status
 
@@ -151,7 +151,7 @@ class SandboxBackend:
         there = {name: host for name, host in self.layout.hosts().items() if host.renter == self.kind}
         for name, host in there.items():
             if name in id_by_host:
-                state = nspawn.state(self.layout, name)
+                state = lifecycle.state(self.layout, name)
                 self._status[id_by_host[name]] = self._host_status(host, "dead" if state == "stopped" else "up")
             else:
                 self._start(name, partial(self._provider.delete, self.layout.cluster, [name], _silent))
@@ -218,7 +218,7 @@ class SandboxBackend:
                 host = await self._boot(ordered, type, profile)
                 if not ordered.reachable:
                     return
-                await nspawn.wait_for_ssh(self.layout, host)
+                await lifecycle.wait_for_ssh(self.layout, host)
                 if host.shape.container and ordered.order.user_data and ordered.runs_user_data:
                     await self._run(host, ordered.order.user_data)
             self._status[ordered.id] = self._host_status(host, "up")
@@ -289,7 +289,7 @@ class SandboxBackend:
         self._status.pop(id, None)
 
     async def _power_off(self, id: str) -> None:
-        await nspawn.stop(self.layout, self.host_name(id))
+        await lifecycle.stop(self.layout, self.host_name(id))
         self._status[id] = replace(self._status.get(id, HostStatus("gone")), state="dead")
 
 

@@ -21,7 +21,7 @@ from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
-from shoal.sandbox.nspawn import ssh_answers
+from shoal.sandbox.lifecycle import ssh_answers
 from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape

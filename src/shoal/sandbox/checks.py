@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.hosts.provider import Request
-from shoal.sandbox import images
+from shoal.sandbox import images, qemu, vm
 from shoal.sandbox.cgroups import hierarchies, is_v2_only
 from shoal.sandbox.layout import NAME, NAME_RULE
 from shoal.spec.finding import Finding
@@ -29,6 +29,8 @@ HOST_MB = 60
 """Memory of one idle host."""
 IMAGE_MB = 1500
 HOST_DISK_MB = 150
+VM_DISK_MB = 500
+"""What a virtual machine's disk grows by until Slurm runs on it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class MachineFacts:
     cgroups: bool
     cgroup_v2: bool
     images: frozenset[str] = frozenset()
+    architecture: str = "x86_64"
+    virtiofsd: bool = True
+    tun: bool = True
 
     @classmethod
     def observe(cls, cache: Path) -> MachineFacts:
@@ -53,7 +58,9 @@ class MachineFacts:
         existing = next(path for path in (cache, *cache.parents) if path.exists())
         return cls(
             root=os.geteuid() == 0,
-            programs=frozenset(name for name in (*PROGRAMS, "mmdebstrap", "debootstrap") if _find(name)),
+            programs=frozenset(
+                name for name in (*PROGRAMS, *qemu.PACKAGES, "mmdebstrap", "debootstrap") if _find(name)
+            ),
             cpus=len(os.sched_getaffinity(0)),
             memory_mb=memory.get("MemTotal", 0) // 1024,
             available_mb=memory.get("MemAvailable", 0) // 1024,
@@ -63,6 +70,9 @@ class MachineFacts:
             cgroups=bool({"freezer", "unified"} & set(hierarchies())),
             cgroup_v2=is_v2_only(hierarchies()),
             images=frozenset(image for image in images.SUITES if images.exists(cache, image)),
+            architecture=os.uname().machine,
+            virtiofsd=qemu.find_virtiofsd() is not None,
+            tun=Path("/dev/net/tun").exists(),
         )
 
 
@@ -70,6 +80,7 @@ def find_problems(cache: Path, requests: Sequence[Request], machine: MachineFact
     """Every error and warning about these hosts on this machine."""
     return [
         *_machine_problems(cache, machine),
+        *(_vm_problems(machine) if any(request.shape.vm for request in requests) else ()),
         *(finding for request in requests for finding in _host_problems(request, machine)),
         *_size_problems(requests, machine),
     ]
@@ -94,15 +105,36 @@ def _machine_problems(cache: Path, machine: MachineFacts) -> list[Finding]:
     return [Finding("error", what, found, fix) for wrong, what, found, fix in rows if wrong]
 
 
+def _vm_problems(machine: MachineFacts) -> list[Finding]:
+    """What virtual machines need beside what containers do."""
+    missing = {
+        name: qemu.PACKAGES[name] for name in qemu.programs(machine.architecture) if name not in machine.programs
+    }
+    if not machine.virtiofsd:
+        missing["virtiofsd"] = "virtiofsd"
+    install = f"run `apt-get install {' '.join(dict.fromkeys(missing.values()))}`"
+    if not machine.virtiofsd:
+        install += "; Debian 12 has virtiofsd in qemu-system-common"
+    unknown = machine.architecture not in qemu.SYSTEMS
+    kinds = f"use `kind: container`: virtual machines run on {' and '.join(qemu.SYSTEMS)}"
+    tun_fix = "run `modprobe tun`"
+    rows = (
+        (unknown, "no virtual machines on this CPU architecture", machine.architecture, kinds),
+        (bool(missing), f"virtual machines need these programs: {', '.join(missing)}", "", install),
+        (not machine.tun, "virtual machines need tap devices", "no /dev/net/tun", tun_fix),
+    )
+    return [Finding("error", what, found, fix) for wrong, what, found, fix in rows if wrong]
+
+
 def _host_problems(request: Request, machine: MachineFacts) -> list[Finding]:
     shape, cpus, memory, disk = request.shape, request.shape.cpus, request.shape.memory_mb, request.shape.disk_mb
     bad_cpus = cpus is not None and not 1 <= cpus <= machine.cpus
     cpus_fix = f"ask for 1 to {machine.cpus}: this machine has {machine.cpus}"
     bad_memory = memory is not None and not HOST_MB <= memory <= machine.memory_mb
     memory_fix = f"ask for {HOST_MB}M to {machine.memory_mb}M: this machine has {machine.memory_mb}M"
-    no_loop = disk is not None and not machine.loop
+    no_loop = disk is not None and not machine.loop and not shape.vm
     loop_fix = "run `modprobe loop`, or leave `disk` out"
-    no_cgroups = shape.cgroups and shape.image != "debian12" and not machine.cgroup_v2
+    no_cgroups = shape.cgroups and not shape.vm and shape.image != "debian12" and not machine.cgroup_v2
     cgroups_fix = "use `image: debian12`, or leave `cgroups` out"
     images_fix = f"use one of: {', '.join(images.SUITES)}"
     rows = (
@@ -121,7 +153,7 @@ def _host_problems(request: Request, machine: MachineFacts) -> list[Finding]:
 
 def _size_problems(requests: Sequence[Request], machine: MachineFacts) -> Iterator[Finding]:
     """All hosts together fit on the machine."""
-    need = len(requests) * HOST_MB
+    need = sum(vm.memory_mb(request.shape) if request.shape.vm else HOST_MB for request in requests)
     if need > machine.available_mb:
         what, free = f"{len(requests)} hosts need {need} MB of memory", f"{machine.available_mb} MB free"
         yield Finding("error", what, free, "ask for fewer hosts, or free memory")
@@ -130,7 +162,9 @@ def _size_problems(requests: Sequence[Request], machine: MachineFacts) -> Iterat
         fix = "fine while the hosts do not use it all"
         yield Finding("warning", f"`memory` of all hosts is {memory} MB", f"{machine.memory_mb} MB here", fix)
     missing = {request.shape.image for request in requests} & set(images.SUITES) - machine.images
+    machines = [request.shape for request in requests if request.shape.vm]
     disk = len(missing) * IMAGE_MB + len(requests) * HOST_DISK_MB
+    disk += len({shape.image for shape in machines}) * IMAGE_MB + len(machines) * VM_DISK_MB
     if disk > machine.disk_free_mb:
         fix = "free some, or set SHOAL_CACHE to a directory on a larger disk"
         yield Finding("error", f"the cache needs {disk} MB of disk", f"{machine.disk_free_mb} MB free", fix)

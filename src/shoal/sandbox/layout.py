@@ -1,10 +1,12 @@
 """Every name and path of the sandbox, and the records that say which hosts a cluster has.
 
     <cache>/images/<image>/<recipe>/       a root file system, shared by all hosts, never written to
+    <cache>/vm/<image>/<recipe>/           what virtual machines boot from
     <cache>/sandbox/<cluster>/cluster.json the cluster's sites and their subnets
                              /id_ed25519   the key that logs in to its hosts
                              /shared/      a directory that all its hosts see as /shared
                              /hosts/<name>/host.json, seed/, upper/, work/, root/, log
+                                          (a virtual machine: disk.qcow2, initrd, in place of upper/, work/, root/)
 
 Names of links, namespaces and groups follow from the cache and the cluster alone, so that what a killed process
 left can be found without any record.

@@ -157,7 +157,13 @@ def _inward_chains(rules: list[str]) -> Iterator[str]:
 
 
 async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
-    """Make the host's network namespace and its cable to the bridge. Finishes what was half made."""
+    """Make the host's network namespace and its cable to the bridge. Finishes what was half made.
+
+    The cable of a virtual machine is a tap device; the namespace is its kernel's.
+    """
+    if host.shape.vm:
+        await _plug_in_tap(layout.link(host), layout.bridge(site))
+        return
     space, link = layout.namespace(host.name), layout.link(host)
     if not Path("/run/netns", space).exists():
         await call("ip", "netns", "add", space)
@@ -174,6 +180,12 @@ async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
         f"route replace default via {gateway(site)}",
     ]
     await call("ip", "-n", space, "-batch", "-", stdin="\n".join(commands) + "\n")
+
+
+async def _plug_in_tap(link: str, bridge: str) -> None:
+    if not Path("/sys/class/net", link).exists():
+        await call("ip", "tuntap", "add", "dev", link, "mode", "tap")
+    await call("ip", "link", "set", link, "master", bridge, "up")
 
 
 def hardware_address(layout: Layout, name: str) -> str:

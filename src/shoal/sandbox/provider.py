@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Instance, Progress, Request
 from shoal.local_files import cache_dir
-from shoal.sandbox import checks, images, network, nspawn, seed
+from shoal.sandbox import checks, images, lifecycle, network, nspawn, seed, vm, vm_disk
 from shoal.sandbox.cgroups import groups_named, hierarchies
 from shoal.sandbox.layout import HostRecord, Layout, Site, site_of
 from shoal.spec.finding import Finding
 
+BOOT_REPORT_S = 10
 MAX_SHOWN_FAILURES = 3
 """An error shows the causes of this many hosts; others usually fail for the same cause."""
 
 
 class SandboxProvider:
-    """Real Debian hosts under systemd-nspawn."""
+    """Real Debian hosts: containers under systemd-nspawn, or virtual machines under QEMU."""
 
     def __init__(self, cache: Path | None = None) -> None:
         self.cache = cache or cache_dir()
@@ -33,7 +35,7 @@ class SandboxProvider:
         layout = Layout(self.cache, cluster)
         try:
             # A simulated cloud owns its machines; only `destroy` removes them.
-            return [nspawn.instance(layout, host) for host in layout.hosts().values() if not host.renter]
+            return [lifecycle.instance(layout, host) for host in layout.hosts().values() if not host.renter]
         except PermissionError as error:
             raise ProviderError(f"cannot read {error.filename}: {error.strerror}", hint="run it with sudo") from None
 
@@ -42,13 +44,15 @@ class SandboxProvider:
         layout = Layout(self.cache, cluster)
         needed = sorted({request.shape.image for request in requests})
         built = {image: await images.ensure(self.cache, image, progress) for image in needed}
+        for image in sorted({request.shape.image for request in requests if request.shape.vm}):
+            await vm_disk.ensure(self.cache, built[image], progress)
         async with layout.locked():
             sites = await network.ensure_sites(layout, (site_of(request.shape) for request in requests))
             hosts = await self._lay_out(layout, sites, built, requests, progress)
             if any(host.shape.container for host in hosts):
                 await network.open_ports(layout, sites)
             await self._start(layout, sites, hosts, progress)
-        return [nspawn.instance(layout, host) for host in hosts]
+        return [lifecycle.instance(layout, host) for host in hosts]
 
     async def delete(self, cluster: str, names: Sequence[str], progress: Progress) -> None:
         layout = Layout(self.cache, cluster)
@@ -58,7 +62,7 @@ class SandboxProvider:
             hosts = layout.hosts()
             for count, name in enumerate(names):
                 progress(f"removing host {name}", count / len(names))
-                await nspawn.stop(layout, name)
+                await lifecycle.stop(layout, name)
                 if name in hosts:
                     await network.unplug(layout, hosts[name])
                 await images.remove_tree(layout.host_dir(name))
@@ -71,7 +75,7 @@ class SandboxProvider:
         async with layout.locked():
             progress("stopping hosts", 0.0)
             groups = groups_named(layout.prefix, hierarchies())
-            await asyncio.gather(*(nspawn.stop(layout, group.name.removeprefix(layout.prefix)) for group in groups))
+            await asyncio.gather(*(lifecycle.stop(layout, group.name.removeprefix(layout.prefix)) for group in groups))
             progress("removing the network", 0.4)
             await network.remove_all(layout)
             progress("removing files", 0.7)
@@ -104,18 +108,24 @@ class SandboxProvider:
 
     async def _start(self, layout: Layout, sites: dict[str, Site], hosts: list[HostRecord], progress: Progress) -> None:
         """Start what is stopped, a few at a time, and wait for SSH on whatever has not answered yet."""
-        at_once = asyncio.Semaphore(2 * (os.cpu_count() or 1))
-        waiting = [host for host in hosts if _needs_start(layout, host) or not nspawn.is_ready(layout, host.name)]
+        cpus = os.cpu_count() or 1
+        containers, machines = asyncio.Semaphore(2 * cpus), asyncio.Semaphore(cpus)
+        waiting = [host for host in hosts if _needs_start(layout, host) or not lifecycle.is_ready(layout, host.name)]
         done = 0
 
         async def bring_up(host: HostRecord) -> None:
             nonlocal done
-            async with at_once:
+            async with machines if host.shape.vm else containers:
                 if _needs_start(layout, host):
-                    await nspawn.stop(layout, host.name)
+                    await lifecycle.stop(layout, host.name)
                     await network.plug_in(layout, host, sites[host.site])
-                    await nspawn.start(layout, host)
-                await nspawn.wait_for_ssh(layout, host)
+                    if host.shape.vm:
+                        await vm.start(layout, host, progress)
+                    else:
+                        await nspawn.start(layout, host)
+                timeout = vm.boot_timeout(layout.cache, host)
+                async with _reported(host, progress, lambda: done / len(waiting)):
+                    await lifecycle.wait_for_ssh(layout, host, timeout)
             done += 1
             progress(f"host {host.name} is up", done / len(waiting))
 
@@ -135,8 +145,25 @@ class SandboxProvider:
             raise ProviderError(what, hint=hint, hosts=failed)
 
 
+@contextlib.asynccontextmanager
+async def _reported(host: HostRecord, progress: Progress, part: Callable[[], float]) -> AsyncIterator[None]:
+    """Say now and then that a virtual machine is still booting."""
+
+    async def report() -> None:
+        for seconds in itertools.count(BOOT_REPORT_S, BOOT_REPORT_S):
+            await asyncio.sleep(BOOT_REPORT_S)
+            progress(f"virtual machine {host.name} boots, {seconds} s so far", part())
+
+    task = asyncio.create_task(report()) if host.shape.vm else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+
+
 def _needs_start(layout: Layout, host: HostRecord) -> bool:
-    return nspawn.state(layout, host.name) == "stopped"
+    return lifecycle.state(layout, host.name) == "stopped"
 
 
 def _raise_errors(findings: list[Finding]) -> None:

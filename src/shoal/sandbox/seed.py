@@ -60,16 +60,18 @@ async def lay_out(
         "etc/tmpfiles.d/systemd-nologin.conf": (b"", 0o644),
         "etc/machine-id": (f"{machine_id}\n".encode(), 0o444),
     }
-    if host.shape.memory_mb:
+    if host.shape.memory_mb and not host.shape.vm:
         files["etc/shoal-sandbox.d/meminfo"] = render_meminfo(host.shape.memory_mb).encode(), 0o644
-    if host.shape.cgroups:
+    if host.shape.cgroups and not host.shape.vm:
         files["etc/shoal-sandbox.d/cgroups"] = b"yes\n", 0o644
     if host.shape.gpus:
         files["etc/shoal-gpus"] = render_gpus(layout, host).encode(), 0o644
         files["usr/bin/nvidia-smi"] = Path(nvidia_smi.__file__).read_bytes(), 0o755
+    if host.shape.vm:
+        files["etc/tmpfiles.d/shoal-gpus.conf"] = render_gpu_devices(host.shape).encode(), 0o644
     _write_layer(home / "seed", Path(host.image), {**files, **(more or {})})
     _make_gpu_devices(home / "devices", host.shape)
-    if host.shape.disk_mb:
+    if host.shape.disk_mb and not host.shape.vm:
         with (home / "disk.img").open("wb") as sink:
             sink.truncate(host.shape.disk_mb << 20)
         options = ("-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1")
@@ -133,13 +135,24 @@ def _copy_mode(path: Path, model: Path) -> None:
         os.chown(path, status.st_uid, status.st_gid)
 
 
-def _make_gpu_devices(where: Path, shape: Shape) -> None:
-    where.mkdir()
+def _gpu_devices(shape: Shape) -> dict[str, int]:
+    """The device files of the simulated GPUs, with the numbers of the devices that they are."""
     devices = {f"nvidia{index}": NULL_DEVICE for index in range(shape.gpus)}
-    if shape.cgroups:
+    if shape.cgroups or shape.vm:
         devices |= dict(zip(devices, DISTINCT_DEVICES, strict=False))
     if shape.gpus:
         devices["nvidiactl"] = NULL_DEVICE
-    for name, device in devices.items():
+    return devices
+
+
+def render_gpu_devices(shape: Shape) -> str:
+    """The device files of a virtual machine's GPUs, in the format of systemd-tmpfiles."""
+    devices = _gpu_devices(shape).items()
+    return "".join(f"c /dev/{name} 0666 root root - {os.major(at)}:{os.minor(at)}\n" for name, at in devices)
+
+
+def _make_gpu_devices(where: Path, shape: Shape) -> None:
+    where.mkdir()
+    for name, device in _gpu_devices(shape).items():
         os.mknod(where / name, 0o666 | stat.S_IFCHR, device)
         (where / name).chmod(0o666)

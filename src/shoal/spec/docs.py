@@ -10,7 +10,17 @@ from typing import Any
 
 from shoal.spec.accounting import Account, Accounting, Qos, Share
 from shoal.spec.environments import Environment, Proxy
-from shoal.spec.hosts import Controller, HasSite, HostEntry, HostSet, Login, LoginFields, MachineFields, NodeSet
+from shoal.spec.hosts import (
+    Controller,
+    HasSite,
+    HostEntry,
+    HostSet,
+    Login,
+    LoginFields,
+    MachineFields,
+    NodeSet,
+    Sandbox,
+)
 from shoal.spec.model import Spec
 from shoal.spec.network import Network
 from shoal.spec.partitions import Partition
@@ -51,6 +61,7 @@ _SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("A host", HostEntry),
     ("Logging in", LoginFields),
     ("Made by a provider", MachineFields),
+    ("sandbox", Sandbox),
     ("partitions", Partition),
     ("providers", ProviderAccount),
     ("Offers", OfferChoice),

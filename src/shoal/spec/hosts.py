@@ -43,6 +43,7 @@ from shoal.spec.values import (
 )
 
 IMAGES = ("debian12", "debian13", "sid")
+SANDBOX_KINDS = ("container", "vm")
 
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
 
@@ -115,6 +116,26 @@ class LoginFields(SpecModel):
     """The private key to log in with, for every host here without its own."""
 
 
+SandboxKind = Annotated[Literal["container", "vm"], BeforeValidator(choice("kind", SANDBOX_KINDS))]
+
+
+class Sandbox(ShortForm):
+    """The hosts that the sandbox makes, for those that say nothing themselves.
+
+    In the file it is a word (`sandbox: vm`) or a mapping: `{kind: vm}`.
+    """
+
+    short_schema: ClassVar = {"type": "string", "enum": [*SANDBOX_KINDS]}
+    refusal = ("not a kind of sandbox host", f"choose one of {', '.join(SANDBOX_KINDS)}, or write {{kind: vm}}")
+
+    kind: SandboxKind = "container"
+    """`container`: light and quick. `vm`: a virtual machine with a kernel of its own, under QEMU."""
+
+    @classmethod
+    def from_short(cls, value: object) -> dict[str, Any] | None:
+        return {"kind": value} if isinstance(value, str) else None
+
+
 _SANDBOX_SCHEMA = WithJsonSchema({"type": "string", "const": "sandbox"})
 
 
@@ -128,7 +149,9 @@ class MachineFields(SpecModel):
     """The hosts that a provider makes."""
 
     provider: Annotated[str, BeforeValidator(_maker), _SANDBOX_SCHEMA] | None = None
-    """Who makes the hosts. `sandbox` makes real Debian hosts as light containers on this machine."""
+    """Who makes the hosts. `sandbox` makes real Debian hosts on this machine."""
+    kind: SandboxKind | None = None
+    """`container` or `vm`; without it, as the file's `sandbox` says."""
     image: Annotated[Literal["debian12", "debian13", "sid"], BeforeValidator(choice("image", IMAGES))] = "debian12"
     """The system of the hosts; it determines the Slurm version: 22.05, 24.11 or 26.05."""
     cpus: Annotated[int, Between(1, 1024)] | None = None
@@ -220,21 +243,22 @@ NodeSets = Mapping[str, NodeSet | None]
 
 
 def located_members(
-    controller: Controller | None, login: Login | None, nodesets: NodeSets
+    controller: Controller | None, login: Login | None, nodesets: NodeSets, sandbox: Sandbox | None = None
 ) -> Iterator[tuple[FilePlace, Member]]:
     """Every host that is always there, with its place in the file: the controller, login hosts, then the nodesets."""
+    kind = sandbox.kind if sandbox is not None else "container"
     if controller is not None:
         roles: frozenset[Role] = frozenset({"controller", "compute"} if controller.compute else {"controller"})
         if controller.host is not None:
             for member in _existing_members("controller", roles, controller.host, controller):
                 yield ("controller", "host"), member
         elif controller.provider is not None:
-            yield ("controller",), _sandbox_member("controller", "controller", roles, controller)
+            yield ("controller",), _sandbox_member("controller", "controller", roles, controller, kind)
     if login is not None:
-        yield from _set_members(("login",), frozenset({"login"}), login)
+        yield from _set_members(("login",), frozenset({"login"}), login, kind)
     for name, nodeset in nodesets.items():
         if nodeset is not None:
-            yield from _set_members(("nodesets", name), frozenset({"compute"}), nodeset)
+            yield from _set_members(("nodesets", name), frozenset({"compute"}), nodeset, kind)
 
 
 def rental_names(nodesets: NodeSets) -> Iterator[tuple[str, str]]:
@@ -309,14 +333,16 @@ def _duplicates(controller: Controller | None, login: Login | None, nodesets: No
             yield Problem(path, "host in two nodesets", show(name), f"it is in `{first}` already; keep one")
 
 
-def _set_members(path: FilePlace, roles: frozenset[Role], entry: HostSet) -> Iterator[tuple[FilePlace, Member]]:
+def _set_members(
+    path: FilePlace, roles: frozenset[Role], entry: HostSet, kind: str
+) -> Iterator[tuple[FilePlace, Member]]:
     name = str(path[-1])
     for index, host in enumerate(entry.hosts):
         for member in _existing_members(name, roles, host, entry) if host is not None else ():
             yield (*path, "hosts", index), member
     if entry.provider == SANDBOX and not entry.hosts:
         for number in range(1, (entry.count or 0) + 1):
-            yield path, _sandbox_member(f"{name}{number}", name, roles, entry)
+            yield path, _sandbox_member(f"{name}{number}", name, roles, entry, kind)
 
 
 def _existing_members(
@@ -338,7 +364,9 @@ def _existing_members(
         )
 
 
-def _sandbox_member(name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet) -> Member:
+def _sandbox_member(
+    name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet, kind: str
+) -> Member:
     return Member(
         name=name,
         roles=roles,
@@ -352,6 +380,7 @@ def _sandbox_member(name: str, nodeset: str, roles: frozenset[Role], machine: Co
             gpus=machine.gpus,
             site=machine.site,
             cgroups=machine.cgroups,
+            vm=(machine.kind or kind) == "vm",
         ),
         **_slurm_fields(machine),
     )

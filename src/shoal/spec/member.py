@@ -25,6 +25,8 @@ class Shape:
     cgroups: bool = False
     container: bool = False
     """A container without systemd, TUN, mounts and open ports, as some providers rent out; else a whole machine."""
+    vm: bool = False
+    """A virtual machine with a kernel of its own; else a container on the kernel of this machine."""
 
 
 @dataclass(frozen=True)

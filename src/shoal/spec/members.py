@@ -12,7 +12,7 @@ from shoal.spec.values import seconds, size_mb
 
 def members(spec: Spec) -> tuple[Member, ...]:
     """Every host that is always there: the controller, login hosts, then the nodesets in the order of the file."""
-    return tuple(member for _, member in located_members(spec.controller, spec.login, spec.nodesets))
+    return tuple(member for _, member in located_members(spec.controller, spec.login, spec.nodesets, spec.sandbox))
 
 
 def rented_members(spec: Spec) -> tuple[Member, ...]:

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from shoal.spec.accounting import Accounting, accounting_problems, unless_false
 from shoal.spec.environments import Environment, EnvironmentName, Proxy, environment_problems
 from shoal.spec.finding import Problem
-from shoal.spec.hosts import Controller, Login, NodeSet, host_problems, located_members, rental_names
+from shoal.spec.hosts import Controller, Login, NodeSet, Sandbox, host_problems, located_members, rental_names
 from shoal.spec.network import Network, network_problems
 from shoal.spec.partitions import Partition, partition_problems
 from shoal.spec.rental import SANDBOX, Budget, ProviderAccount, ProviderName
@@ -43,6 +43,8 @@ class Spec(SpecModel):
     """Hosts to submit from. The controller works too."""
     nodesets: dict[NodesetName, NodeSet] = Field(default_factory=dict)
     """The hosts that run jobs, by the name of their set."""
+    sandbox: Sandbox = Field(default_factory=Sandbox)
+    """What the sandbox's hosts are: `container`, or `vm` for virtual machines with a kernel of their own."""
     partitions: dict[PartitionName, Partition] = Field(default_factory=dict)
     """The queues, by name. Without any, `main` with every nodeset, and the controller if it computes."""
     providers: dict[ProviderName, ProviderAccount] = Field(default_factory=dict)

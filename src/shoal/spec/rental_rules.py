@@ -87,7 +87,7 @@ def _nodeset_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Itera
         yield Problem((*path, "count"), "`count` where nodes are rented", "", "call it `max`: rented nodes come and go")
     elif not nodeset.is_set("max"):
         yield Problem(path, "missing key `max`", "", "say how many nodes it may have: `max: 4`")
-    for key in nodeset.set_among(("image", "cgroups")):
+    for key in nodeset.set_among(("image", "kind", "cgroups")):
         yield Problem((*path, key), f"`{key}` where nodes are rented", "", "delete it: the provider's type decides")
     if nodeset.is_set("offers"):
         for key in nodeset.set_among(OfferChoice.model_fields):

@@ -6,7 +6,7 @@ from tests.goldens import assert_golden
 
 from shoal.sandbox.cgroups import FOR_SLURM, HostCgroups, groups_named, hierarchies, is_v2_only
 from shoal.sandbox.layout import HostRecord, Layout
-from shoal.sandbox.nspawn import cpus_of
+from shoal.sandbox.lifecycle import cpus_of
 from shoal.sandbox.seed import render_gpus, render_meminfo
 from shoal.spec.member import Shape
 

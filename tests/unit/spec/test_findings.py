@@ -106,7 +106,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "unknown key among many": (
         GOOD + "  f: {provider: sandbox, count: 1, zzz: 2}\n",
         [
-            's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, image, cpus, memory, disk, gpus, '
+            's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, kind, image, cpus, memory, disk, gpus, '
             "cgroups, user, port, identity, site, hosts, count, max, type, region, zone, market, offers, prefer, idle, "
             "lifetime, max_price, budget, features, weight, price"
         ],

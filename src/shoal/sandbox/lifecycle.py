@@ -1,0 +1,104 @@
+"""One sandbox host, container or virtual machine: its state, its SSH server, its end.
+
+All its processes are in cgroups of its own: on this machine it runs while one of them does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from shoal.errors import ProviderError
+from shoal.hosts.api import Target
+from shoal.hosts.provider import Instance
+from shoal.sandbox.cgroups import HostCgroups, hierarchies
+from shoal.sandbox.images import remove_tree
+from shoal.sandbox.layout import HostRecord, Layout
+from shoal.sandbox.network import outer_address
+from shoal.sandbox.programs import last_lines
+from shoal.sandbox.seed import write_file
+
+BOOT_TIMEOUT_S = 120.0
+ENTER = """\
+set -eu
+while read -r group; do echo 0 > "$group/cgroup.procs"; done < "$1"
+shift
+exec "$@"
+"""
+"""Enters the host's cgroups before anything else, so that all that follows can be found and ended there."""
+
+
+def group(layout: Layout, name: str) -> HostCgroups:
+    """The cgroups that hold the host's processes."""
+    return HostCgroups(layout.namespace(name), hierarchies())
+
+
+def instance(layout: Layout, host: HostRecord) -> Instance:
+    """The host as the rest of Shoal sees it."""
+    address, port = (outer_address(layout), host.outer_port) if host.shape.container else (host.address, 22)
+    target = Target(
+        name=host.name, address=address, port=port, user="root", identity=layout.identity, host_key=host.host_key
+    )
+    return Instance(name=host.name, state=state(layout, host.name), target=target, shape=host.shape)
+
+
+def state(layout: Layout, name: str) -> str:
+    """`running`, `starting`, `stopped` or `frozen`."""
+    cgroups = group(layout, name)
+    if not cgroups.alive:
+        return "stopped"
+    if cgroups.frozen:
+        return "frozen"
+    return "running" if is_ready(layout, name) else "starting"
+
+
+def is_ready(layout: Layout, name: str) -> bool:
+    """Whether SSH has answered since the host was last started from outside."""
+    return (layout.host_dir(name) / "ready").exists()
+
+
+def cpus_of(host: HostRecord) -> list[int]:
+    """The machine's CPUs that the host may use: as many as its shape says, spread over the hosts."""
+    available = sorted(os.sched_getaffinity(0))
+    count = min(host.shape.cpus or len(available), len(available))
+    return sorted(available[(host.index * count + step) % len(available)] for step in range(count))
+
+
+async def wait_for_ssh(layout: Layout, host: HostRecord, timeout_s: float = BOOT_TIMEOUT_S) -> None:
+    """Wait until the host's SSH server answers. Raises ProviderError when the host ends, and on timeout."""
+    log, cgroups = layout.host_dir(host.name) / "log", group(layout, host.name)
+    clock = asyncio.get_running_loop().time
+    end = clock() + timeout_s
+    while clock() < end:
+        if await ssh_answers(host.address):
+            write_file(layout.host_dir(host.name) / "ready", b"", 0o644)
+            return
+        if not cgroups.alive:
+            output = last_lines(log.read_text(errors="replace"))
+            raise ProviderError(f"host {host.name} ended during boot: {output}", hint=f"its console log is {log}")
+        await asyncio.sleep(0.1)
+    what = f"SSH does not answer on host {host.name} ({host.address}) {timeout_s:.0f} s after its start"
+    raise ProviderError(what, hint=f"its console log is {log}")
+
+
+async def ssh_answers(address: str) -> bool:
+    """Whether an SSH server answers there."""
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection(address, 22)
+            try:
+                return (await reader.read(4)) == b"SSH-"
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+async def stop(layout: Layout, name: str) -> None:
+    """Kill the host's processes: a sandbox host needs no orderly shutdown."""
+    cgroups = group(layout, name)
+    while not cgroups.remove():  # a process of a killed `create` may still be on its way in
+        await cgroups.kill()
+    # Where /run is on a disk, systemd-nspawn does not remove this directory itself.
+    await remove_tree(Path("/run/systemd/nspawn/propagate", layout.namespace(name)))
