@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
 
+import asyncssh
+
 from shoal.errors import ProviderError
-from shoal.sandbox import lifecycle, network
+from shoal.sandbox import lifecycle, network, vm
 from shoal.sandbox.layout import HostRecord, Layout
 
 FILLER = "var/tmp/shoal-filler"
 SHUTDOWN_TIMEOUT_S = 120.0
 FREEZE_TIMEOUT_S = 30.0
+REBOOT_POLL_S = 60.0
 
 
 class SandboxFaults:
@@ -58,6 +62,9 @@ class SandboxFaults:
         layout, record = self._running(cluster, host)
         if record.shape.container:
             raise ProviderError(f"cannot reboot host {host}: it is a container", hint="kill it and create it")
+        if record.shape.vm:
+            await _reboot_vm(layout, record, self._cache)
+            return
         before = self._leader(layout, record)
         os.kill(before, signal.SIGRTMIN + 5)  # systemd reboots on it
         group = lifecycle.group(layout, record.name)
@@ -73,7 +80,7 @@ class SandboxFaults:
     async def fill_disk(self, cluster: str, host: str) -> None:
         """Write until the host's disk is full. Only for a host with a disk of its own (`disk_mb`)."""
         layout, record = self._running(cluster, host)
-        if not record.shape.disk_mb:
+        if record.shape.vm or not record.shape.disk_mb:
             what = f"cannot fill the disk of host {host}: it shares this machine's"
             raise ProviderError(what, hint="ask for one with `disk_mb`")
         await asyncio.to_thread(_fill, self._filler(layout, record))
@@ -106,6 +113,30 @@ class SandboxFaults:
     def _filler(self, layout: Layout, record: HostRecord) -> Path:
         """A file on the host's disk, reached through its PID 1's root."""
         return Path(f"/proc/{self._leader(layout, record)}/root", FILLER)
+
+
+async def _reboot_vm(layout: Layout, record: HostRecord, cache: Path) -> None:
+    """Reboot a virtual machine by a command in it: from outside it is the same process before and after."""
+    target = lifecycle.instance(layout, record).target
+    trusted = asyncssh.import_known_hosts(f"{target.address} {record.host_key}\n")
+
+    async def run(command: str) -> str:
+        async with asyncssh.connect(
+            target.address, username="root", client_keys=[str(target.identity)], known_hosts=trusted, config=None
+        ) as connection:
+            return str((await connection.run(command)).stdout)
+
+    identify = "cat /proc/sys/kernel/random/boot_id"
+    before = await run(identify)
+    with contextlib.suppress(asyncssh.Error, OSError):  # the connection may end with the host
+        await run("systemctl reboot")
+    async with asyncio.timeout(vm.boot_timeout(cache, record)):
+        while True:
+            with contextlib.suppress(asyncssh.Error, OSError, TimeoutError):
+                async with asyncio.timeout(REBOOT_POLL_S):
+                    if await run(identify) not in ("", before):
+                        return
+            await asyncio.sleep(1)
 
 
 def _fill(path: Path) -> None:

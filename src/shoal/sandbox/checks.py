@@ -51,6 +51,8 @@ class MachineFacts:
     architecture: str = "x86_64"
     virtiofsd: bool = True
     tun: bool = True
+    kvm: bool = True
+    """Whether KVM may work: until a guest has started with it, nobody knows."""
 
     @classmethod
     def observe(cls, cache: Path) -> MachineFacts:
@@ -73,6 +75,7 @@ class MachineFacts:
             architecture=os.uname().machine,
             virtiofsd=qemu.find_virtiofsd() is not None,
             tun=Path("/dev/net/tun").exists(),
+            kvm=Path("/dev/kvm").exists() and qemu.recorded_accelerator(cache) != "tcg",
         )
 
 
@@ -123,7 +126,11 @@ def _vm_problems(machine: MachineFacts) -> list[Finding]:
         (bool(missing), f"virtual machines need these programs: {', '.join(missing)}", "", install),
         (not machine.tun, "virtual machines need tap devices", "no /dev/net/tun", tun_fix),
     )
-    return [Finding("error", what, found, fix) for wrong, what, found, fix in rows if wrong]
+    findings = [Finding("error", what, found, fix) for wrong, what, found, fix in rows if wrong]
+    if not machine.kvm:
+        slow = "KVM is not usable: virtual machines are emulated, and boot in minutes"
+        findings.append(Finding("info", slow, fix="use a machine with KVM, or `kind: container`"))
+    return findings
 
 
 def _host_problems(request: Request, machine: MachineFacts) -> list[Finding]:

@@ -90,6 +90,12 @@ def test_missing_programs_of_virtual_machines_are_named_with_their_packages() ->
     assert other.endswith("found riscv64, use `kind: container`: virtual machines run on x86_64 and aarch64")
 
 
+def test_emulation_is_announced() -> None:
+    [finding] = texts(replace(MACHINE, kvm=False), VM)
+    assert finding.startswith("info KVM is not usable: virtual machines are emulated")
+    assert texts(replace(MACHINE, kvm=False), Shape()) == []
+
+
 def test_memory_of_virtual_machines_must_be_free() -> None:
     [finding] = texts(replace(MACHINE, available_mb=3000), VM, VM, Shape(vm=True, memory_mb=2000))
     assert finding.startswith("error 3 hosts need 4048 MB of memory, found 3000 MB free")

@@ -1,0 +1,284 @@
+"""A cluster of virtual machines: what only a kernel of the host's own can show.
+
+    .venv/bin/pytest -m matrix -n0 -s tests/e2e/test_vm.py
+
+prints the table that bench/results/vm.txt holds. The tests share one cluster and run in the order of this file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Cluster, kill, read_until, running
+from tests.vm_faults import (
+    break_disk,
+    mount_failing_disk,
+    remove_memory,
+    shell,
+    shift_clock,
+    slow_down,
+    speed_up,
+    start,
+)
+
+from shoal.sandbox.qemu import recorded_accelerator
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(7200)]
+
+SPEC = """\
+cluster: vm-sites
+sandbox: vm
+network: wireguard
+controller: {provider: sandbox, cpus: 1}
+nodesets:
+  near: {provider: sandbox, count: 1, gpus: 2, cpus: 2}
+  far: {provider: sandbox, count: 1, cpus: 1, site: b}
+storage:
+  /data: {kind: nfs}
+users:
+  alice: {uid: 2001}
+"""
+SLOW = 5400.0
+"""Seconds for what ends by itself in an emulated cluster on a busy machine."""
+DELAY_MS, LOSS_PERCENT = 50, 1
+OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
+WRITER = """\
+import os, time
+out = os.open("/data/written", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+for line in range(100):
+    os.write(out, b"%d\\n" % line)
+    os.fsync(out)
+    with open("/var/tmp/synced", "w") as note:
+        note.write(str(line))
+    time.sleep(0.2)
+"""
+ROWS: list[tuple[str, str]] = []
+"""What was shown, and what was seen."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    begin = time.monotonic()
+    with running(tmp_path_factory.mktemp("vm"), SPEC, timeout=SLOW) as made:
+        seen("`up` builds the cluster", f"{time.monotonic() - begin:.0f} s")
+        yield made
+    print_table(made)
+
+
+def seen(what: str, result: str) -> None:
+    ROWS.append((what, result))
+    print(f"\n{what:<64} {result}")
+
+
+def print_table(cluster: Cluster) -> None:
+    accelerator = recorded_accelerator(cluster.provider.cache)
+    print(f"\n\n{os.uname().machine}, {os.cpu_count()} cores, {'KVM' if accelerator == 'kvm' else 'emulation'}\n")
+    for what, result in ROWS:
+        print(f"{what:<64} {result}")
+
+
+def srun(cluster: Cluster, node: str, *words: str) -> str:
+    return cluster.ssh("controller", f"srun -w {node} --immediate=120 {' '.join(words)} 2>&1").stdout
+
+
+def boot_id(cluster: Cluster, host: str) -> str:
+    return cluster.ssh(host, "cat /proc/sys/kernel/random/boot_id").stdout
+
+
+def test_each_host_runs_a_kernel_of_its_own(cluster: Cluster) -> None:
+    kernels = {shell(cluster, host, "uname -r").strip() for host in ("controller", "near1", "far1")}
+    assert all("cloud" in kernel for kernel in kernels), kernels
+    assert len({boot_id(cluster, host) for host in ("controller", "near1", "far1")}) == 3
+    shell(cluster, "near1", "echo from near1 > /shared/note")
+    assert shell(cluster, "far1", "cat /shared/note") == "from near1\n"
+    seen("each host runs a kernel of its own; /shared is common", ", ".join(kernels))
+
+
+def test_cgroup_v2_confines_cores_memory_and_gpus(cluster: Cluster) -> None:
+    assert shell(cluster, "near1", "stat -fc %T /sys/fs/cgroup").strip() == "cgroup2fs"
+    assert srun(cluster, "near1", "-c1", "nproc").strip() == "1"
+    assert srun(cluster, "near1", "-c2", "nproc").strip() == "2"
+    said = srun(cluster, "near1", "--gpus=1", "bash", "-c", f"'{OPEN_BOTH}'")
+    assert "open 0" in said and "open 1" not in said and "Operation not permitted" in said, said
+    take = "import sys; sys.stdout.write(str(len(bytearray(150 << 20))))"
+    assert str(150 << 20) in srun(cluster, "near1", "--mem=250M", f'python3 -c "{take}"')
+    killed = srun(cluster, "near1", "--mem=60M", f'python3 -c "{take}"')
+    assert "Out Of Memory" in killed or "oom" in killed.lower(), killed
+    seen("cgroup v2: a job has its cores, its GPU device, its memory", "confined; OOM reported")
+
+
+def test_kernel_serves_and_mounts_nfs(cluster: Cluster) -> None:
+    exports = shell(cluster, "controller", "cat /proc/fs/nfsd/exports; exportfs -v")
+    assert "root_squash" in exports and "/data" in exports, exports
+    assert cluster.ssh("controller", "pgrep ganesha").returncode != 0
+    for node in ("near1", "far1"):
+        cluster.wait("mounted", lambda node=node: cluster.ssh(node, "ls /data").returncode == 0)  # type: ignore[misc]
+        assert "nfs4" in shell(cluster, node, "grep ' /data ' /proc/mounts")
+        assert "active" in shell(cluster, node, "systemctl is-active data.automount")
+    shell(cluster, "controller", "install -d -m 755 /data/roots; install -d -m 1777 /data/all")
+    assert cluster.ssh("near1", "touch /data/roots/mine").returncode != 0
+    shell(cluster, "near1", "touch /data/all/mine")
+    assert shell(cluster, "controller", "stat -c %u /data/all/mine").strip() == "65534"
+    seen("kernel NFS 4.2: export, automount, root_squash", "as written")
+
+
+def test_job_survives_a_reboot_of_its_nfs_server(cluster: Cluster) -> None:
+    shell(cluster, "controller", f"install -d -m 1777 /data/all; cat > /data/all/writer.py <<'E'\n{WRITER}\nE")
+    shell(cluster, "controller", "chmod 1777 /data; rm -f /data/written")
+    submit = (
+        "runuser -u alice -- sbatch --parsable -w near1 -o /dev/null --chdir=/tmp --wrap 'python3 /data/all/writer.py'"
+    )
+    job = shell(cluster, "controller", submit).strip()
+
+    def synced() -> int:
+        return int(cluster.ssh("near1", "cat /var/tmp/synced 2> /dev/null").stdout or -1)
+
+    cluster.wait("it writes", lambda: synced() >= 10)
+    begin = time.monotonic()
+    cluster.fault("reboot", "controller")
+    back = time.monotonic() - begin
+    ended = f"scontrol show job {job}"
+    cluster.wait("it ends", lambda: "JobState=COMPLETED" in cluster.ssh("controller", ended).stdout, 900)
+    assert shell(cluster, "near1", "cat /data/written").split() == [str(line) for line in range(100)]
+    seen("the controller, which serves NFS, reboots under a running job", f"no synced line lost; back in {back:.0f} s")
+
+
+def test_rebooted_and_unplugged_node_takes_jobs_again(cluster: Cluster) -> None:
+    for fault in ("reboot", "kill"):
+        before = boot_id(cluster, "near1")
+        cluster.fault(fault, "near1")
+        if fault == "kill":
+            start(cluster, "near1")
+        assert boot_id(cluster, "near1") not in ("", before)
+        cluster.wait("takes jobs", lambda: srun(cluster, "near1", "hostname").strip().endswith("near1"), 900)
+        seen(f"a node takes jobs again after a {'power cut' if fault == 'kill' else 'reboot'}", "yes")
+
+
+def test_kernel_wireguard_carries_two_sites_over_a_slow_lossy_link(cluster: Cluster) -> None:
+    for host in ("controller", "near1", "far1"):
+        assert "wireguard" in shell(cluster, host, "ip -d link show shoal0")
+        assert cluster.ssh(host, "pgrep wireguard-go").returncode != 0
+    seen("WireGuard is the kernel's on every host", "yes")
+    before = links(cluster)
+    slow_down(cluster, "far1", "a", delay_ms=DELAY_MS, loss=LOSS_PERCENT)
+    try:
+        after = links(cluster)
+        assert after["near1", "far1"] >= DELAY_MS > before["near1", "far1"], (before, after)
+        assert after["controller", "near1"] < DELAY_MS
+        said = srun(cluster, "far1", "hostname")
+        assert "far1" in said, said
+        assert [one for one in cluster.json("check", timeout=SLOW)["findings"] if one["level"] == "error"] == []
+    finally:
+        speed_up(cluster, "far1")
+    rtt = f"{before['near1', 'far1']:.1f} ms, {after['near1', 'far1']:.1f} ms with netem"
+    seen(f"`bench links` measures {DELAY_MS} ms and {LOSS_PERCENT} % loss between sites", rtt)
+
+
+def links(cluster: Cluster) -> dict[tuple[str, str], float]:
+    measured = cluster.json("bench", "links", timeout=SLOW)["links"]
+    pairs = {(link["source"], link["target"]): link["rtt_ms"] for link in measured}
+    return pairs | {(target, source): rtt for (source, target), rtt in pairs.items()}
+
+
+def test_chronyd_corrects_a_clock_that_is_minutes_off(cluster: Cluster) -> None:
+    """munge rejects credentials five minutes old: the node is lost to Slurm until its clock is right."""
+    shell(cluster, "near1", "systemctl stop chrony")
+    shift_clock(cluster, "near1", 420)
+    found = [one["what"] for one in cluster.json("check", status=None, timeout=SLOW)["findings"]]
+    assert any("clock" in what for what in found), found
+    shell(cluster, "near1", "systemctl start chrony")
+
+    def offset() -> float:
+        return abs(float(cluster.ssh("near1", "date +%s.%N").stdout) - time.time())
+
+    begin = time.monotonic()
+    cluster.wait("the clock is right", lambda: offset() < 30, 900)
+    took = time.monotonic() - begin
+    cluster.wait("takes jobs", lambda: srun(cluster, "near1", "hostname").strip().endswith("near1"), 900)
+    left = [one["what"] for one in cluster.json("check", status=None, timeout=SLOW)["findings"]]
+    assert not any("clock" in what for what in left), left
+    seen("chronyd corrects a clock that is 7 minutes off", f"{took:.0f} s after its start; `check` reports it")
+
+
+def test_quotas_hold_and_status_shows_them(cluster: Cluster) -> None:
+    shell(cluster, "controller", "command -v setquota > /dev/null || apt-get install -qy --no-install-recommends quota")
+    shell(cluster, "controller", "quotaon -u / 2> /dev/null; setquota -u alice 5000 6000 0 0 / && chmod 1777 /data")
+    fill = "runuser -u alice -- dd if=/dev/zero of=/data/hers bs=1M count=20 2>&1; rm -f /data/hers"
+    assert "quota exceeded" in cluster.ssh("near1", fill).stdout
+    [share] = [share for share in cluster.json("status", timeout=SLOW)["shares"] if share["where"] == "/data"]
+    assert "alice" in str(share), share
+    shell(cluster, "controller", "setquota -u alice 0 0 0 0 /")
+    seen("quota of a user over NFS: enforced, shown by `status`", "yes")
+
+
+def test_udev_rule_names_a_device(cluster: Cluster) -> None:
+    rule = 'SUBSYSTEM=="block", KERNEL=="ram0", SYMLINK+="shoal-disk"'
+    shell(cluster, "near1", f"echo '{rule}' > /etc/udev/rules.d/90-test.rules; udevadm control --reload; modprobe brd")
+    shell(cluster, "near1", "udevadm settle; test -b /dev/shoal-disk; rm /etc/udev/rules.d/90-test.rules; rmmod brd")
+    seen("udev rule: a device gets its name", "yes")
+
+
+def test_failing_and_full_disk_reach_the_job(cluster: Cluster) -> None:
+    mount_failing_disk(cluster, "near1", "/scratch")
+    full = srun(cluster, "near1", "dd if=/dev/zero of=/scratch/file bs=1M count=100")
+    assert "No space left on device" in full, full
+    shell(cluster, "near1", "rm -f /scratch/file")
+    break_disk(cluster, "near1")
+    failed = srun(cluster, "near1", "sh -c 'ls -R /scratch; dd if=/dev/zero of=/scratch/x bs=1M count=1 conv=fsync'")
+    assert "Input/output error" in failed or "Read-only" in failed, failed
+    seen("full disk, failing disk (device mapper): the job sees the error", "yes")
+
+
+def test_docker_engine_and_the_firewall_live_together(cluster: Cluster) -> None:
+    install = (
+        "DEBIAN_FRONTEND=noninteractive timeout 3000 apt-get install -qy --no-install-recommends docker.io iptables"
+    )
+    done = subprocess.run([*ssh_line(cluster, "near1"), install], capture_output=True, text=True, timeout=SLOW)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    cluster.wait("Docker runs", lambda: cluster.ssh("near1", "docker info").returncode == 0, 600)
+    shell(cluster, "near1", "systemctl restart docker shoal-firewall")
+    rules = shell(cluster, "near1", "nft list ruleset")
+    assert "DOCKER" in rules and "shoal" in rules
+    assert srun(cluster, "near1", "hostname").strip().endswith("near1")
+    assert [one for one in cluster.json("check", timeout=SLOW)["findings"] if one["level"] == "error"] == []
+    seen("Docker engine beside the firewall: both rule sets, jobs run", "yes")
+
+
+def ssh_line(cluster: Cluster, host: str) -> list[str]:
+    target = cluster.instances()[host]
+    options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
+    return ["ssh", "-q", *options, f"root@{target.address}"]
+
+
+def test_node_with_less_memory_is_drained_and_named(cluster: Cluster) -> None:
+    remove_memory(cluster, "near1", 512)
+
+    def reported() -> bool:
+        state = cluster.ssh("controller", "scontrol show node near1").stdout
+        return re.search(r"Reason=.*[Mm]emory", state) is not None
+
+    cluster.wait("Slurm says so", reported, 900)
+    seen("memory removed between boots", "node drained: low memory")
+    remove_memory(cluster, "near1", 1024)
+    cluster.ssh("controller", "scontrol update NodeName=near1 State=RESUME")
+
+
+def test_up_interrupted_by_a_power_cut_is_finished_by_the_next(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.edit("gpus: 2", "gpus: 2, features: [cut]")
+    process = cluster.background("up")
+    read_until(process, "connect and read facts")
+    cluster.fault("kill", "near1")
+    output, _ = process.communicate(timeout=SLOW)
+    assert process.returncode != 0, output
+    kill(process)
+    assert cluster.json("up", timeout=SLOW)["whole"]
+    assert "cut" in shell(cluster, "controller", "scontrol show node near1")
+    again = cluster.json("up", timeout=SLOW)
+    assert again["whole"] and not again["changed"], again
+    seen("`up` interrupted by a power cut of a host", "finished by the next `up`; the one after has no changes")
