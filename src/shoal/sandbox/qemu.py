@@ -18,7 +18,7 @@ from typing import Literal
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
-from shoal.sandbox.layout import locked, write_atomic
+from shoal.local_files import locked, write_atomic
 from shoal.sandbox.programs import call
 from shoal.sandbox.vm_disk import TRIAL, TRIAL_PASSED
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
+from shoal.local_files import locked
 from shoal.sandbox.images import remove_tree
-from shoal.sandbox.layout import locked
 from shoal.sandbox.programs import call_logged, last_lines
 
 KERNELS = {"x86_64": "linux-image-cloud-amd64", "aarch64": "linux-image-cloud-arm64"}
