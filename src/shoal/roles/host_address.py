@@ -138,12 +138,23 @@ def host_name_items(cluster: Cluster, member: Member) -> Document:
     own_hostnames = (member.name, alias) if alias else (member.name,)
     rule = own_name_rule(HOSTS_BLOCK, own_hostnames)
     other_lines = own_names(facts.text(HOSTS), HOSTS_BLOCK, own_hostnames, cluster.addresses.get(member.name, ""))
-    change = Command("own name", ("sed", "-i", "-E", rule, HOSTS), restarts=NAME_READERS)
+    change = Command("own name", ("sed", "-i", "-E", rule, HOSTS), restarts=_name_readers(cluster, member))
     return (
         Block(HOSTS, HOSTS_BLOCK, text),
         *([change] if other_lines else ()),
         *(_boot_items(text, rule) if facts.has_file(CLOUD_INIT) and facts.init == "systemd" else ()),
     )
+
+
+def _name_readers(cluster: Cluster, member: Member) -> tuple[str, ...]:
+    """The daemons to restart with the host's own name.
+
+    Slurm's cannot listen at an address that the host gets only with the network. They restart after it, as their
+    drop-ins name the address.
+    """
+    present = {address.address for address in cluster.facts[member.name].addresses}
+    early = cluster.conf.one_address and cluster.addresses.get(member.name) not in present
+    return tuple(name for name in NAME_READERS if not early or name not in DAEMONS)
 
 
 def leftover_host_names(cluster: Cluster, member: Member) -> Document:

@@ -14,6 +14,7 @@ from shoal.agent.document import Block, Command, File, Item
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.cloud.service.membership import cluster_with_rented_nodes
 from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
+from shoal.network.wireguard import PUBLIC_KEY
 from shoal.plan.connections import Fleet
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
@@ -193,6 +194,21 @@ def test_own_name_resolves_to_the_host_address_before_daemons_start() -> None:
     assert isinstance(command, Command) and command.restarts == ("munge", "slurmdbd", "slurmctld", "slurmd")
     assert command in membership(cluster, member)
     assert "command own name" not in asked(assemble(SPEC, FACTS, {}), "n1")
+
+
+def test_change_to_wireguard_restarts_slurm_only_after_the_network_is_up() -> None:
+    """A LAN in force: its daemons would not start at an address that comes with a later stage."""
+    spec = spec_of(TEXT + "network: wireguard\n")
+    key = FileFact(text="key=\n")
+    facts = {
+        name: replace(fact, modules=("wireguard",), files={**fact.files, PUBLIC_KEY: key})
+        for name, fact in with_hosts(DEBIAN).items()
+    }
+    cluster = assemble(spec, facts, {})
+    change = asked(cluster, "n1")["command own name"]
+    assert isinstance(change, Command) and change.restarts == ("munge",)
+    drop_in = asked(cluster, "n1")[f"file {DROP_INS['slurmd']}"]
+    assert isinstance(drop_in, File) and "10.77.0." in str(drop_in.content) and drop_in.restarts == ("slurmd",)
 
 
 def test_hostname_is_an_alias_only_on_its_own_host() -> None:
