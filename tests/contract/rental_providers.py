@@ -55,9 +55,9 @@ class Case:
     maps: frozenset[str] = frozenset()
     """Fields whose value is an object with names that are data: no unknown field is put there."""
     dead_state: str = "error"
-    """What a machine that died is shown as."""
+    """The state of a machine that failed."""
     price_from: str = "list"
-    """Where the true price of a machine is told: `list`, `create` or nowhere."""
+    """Which answer has the true price of a machine: `list`, `create` or none."""
 
 
 CASES = {

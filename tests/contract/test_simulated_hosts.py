@@ -278,4 +278,4 @@ async def taken_away(url: str, machine: RentedInstance) -> None:
 
 
 def _silent(what: str, done: float) -> None:
-    """Nobody watches."""
+    """Progress that is not shown."""

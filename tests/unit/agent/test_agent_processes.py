@@ -45,4 +45,4 @@ def test_unkillable_process_is_awaited_only_for_the_timeout() -> None:
     finally:
         process.kill()
     assert reap(process.pid, 60)
-    process.returncode = -signal.SIGKILL  # which nobody else can ask for any more
+    process.returncode = -signal.SIGKILL  # no other caller can wait for it any more

@@ -1,6 +1,6 @@
-"""How packages are installed, whatever apt meets on its way.
+"""How packages are installed, also when apt fails.
 
-The program runs in a mount namespace of its own, with scripts in the place of apt-get and dpkg.
+The program runs in its own mount namespace, with scripts in place of apt-get and dpkg.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def test_silent_address_does_not_delay_the_others() -> None:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         waiting = []
-        for _ in range(3):  # a queue that is full answers nobody
+        for _ in range(3):  # a full queue answers no connection
             link = socket.socket()
             link.setblocking(False)
             link.connect_ex(full.getsockname())
@@ -32,6 +32,6 @@ def test_silent_address_does_not_delay_the_others() -> None:
 
 
 def test_kernel_error_for_an_address_is_reported() -> None:
-    # A broadcast address is nobody's: the kernel refuses at once.
+    # No host has a broadcast address: the kernel rejects the connection at once.
     assert reach([["255.255.255.255", 22]], 1.0) == ["Network is unreachable"]
     assert reach([], 1.0) == []

@@ -1,6 +1,6 @@
 """Services on a host without systemd: a plain supervisor keeps them up.
 
-The program runs in a mount namespace of its own, with empty directories in the place of those it writes to.
+The program runs in its own mount namespace, with empty directories in place of those it writes to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How often systemd is asked: once for the facts and the dry run that follows them, again before anything is changed.
+"""How often systemd is queried: once for the facts and the dry run after them, again before any change.
 
-The program runs in a mount namespace of its own, with a script in the place of systemctl.
+The program runs in its own mount namespace, with a script in place of systemctl.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ ON_A_CLUSTER = [
 
 @pytest.fixture(autouse=True)
 def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory without a shoal.yaml, and none of the environment of whoever runs the tests."""
+    """A directory without a shoal.yaml, and without the environment of the person who runs the tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "COLUMNS", "FORCE_COLOR"):

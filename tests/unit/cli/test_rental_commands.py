@@ -133,7 +133,7 @@ def order(clouds: dict[str, str], cluster: str = "reef") -> None:
 
 
 def still_there(clouds: dict[str, str]) -> list[str]:
-    """The names of machines that somebody pays for."""
+    """The names of machines that are billed."""
     found: list[str] = []
     for url in clouds.values():
         bill: dict[str, Any] = httpx.get(f"{url}/_simulator/bill").json()

@@ -28,13 +28,13 @@ from shoal_simulators.server import SimulatorApp, serve
 
 CLUSTER = "reef"
 NO_PAUSE = {"request_interval": "0", "create_interval": "0"}
-"""A renter waits by a clock on the wall; here the service keeps the pace alone, by the scene's clock."""
+"""A provider's client waits in real time; here only the service limits its rate, by the scene's clock."""
 
 STEP_TIMEOUT_S = 120.0
 
 
 def choice(case: Case, **more: Any) -> OfferChoice:
-    """A line of a nodeset that asks for what a provider has plenty of."""
+    """A line of a nodeset with an offer that a provider has in stock."""
     offer = case.offer
     known = {"provider": case.kind, "type": offer.type, "region": offer.region, "market": offer.market}
     return OfferChoice(**{**known, **({"zone": offer.zone} if offer.zone else {}), **more})
@@ -139,9 +139,9 @@ async def scene(
     budget: Budget | None = None,
     step_wait_s: float = STEP_TIMEOUT_S,
 ) -> AsyncIterator[Scene]:
-    """A cluster that rents from simulated clouds of these kinds; by default eight nodes of what each has plenty of.
+    """A cluster that rents from simulated clouds of these kinds; by default eight nodes of an offer in stock.
 
-    Its time stands still in a step, so a step waits for every call: a busy computer is no cloud that hangs.
+    The clock stands still during a step, and a step waits for every call: a busy machine causes no timeout.
     """
     clock = FakeClock()
     sets = sets or (rented_set("burst", 8, *(choice(CASES[kind]) for kind in kinds)),)

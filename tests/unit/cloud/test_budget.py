@@ -228,10 +228,10 @@ def test_order_costs_nothing_but_counts_for_the_budget_from_its_submission() -> 
 def test_machine_that_never_started_is_free_where_billing_starts_at_boot() -> None:
     never = made("a", 1, billing=Billing(60, from_up=True))
     assert cost(never, NOW) == 0
-    assert cost(never, NOW, whole=True) == micros(10)  # it may be up, and nobody has looked
+    assert cost(never, NOW, whole=True) == micros(10)  # it may be up: it was not listed yet
     assert cost(replace(never, state="gone", gone_at=NOW), NOW, whole=True) == 0
     assert cost(replace(never, billed_from=NOW - 60), NOW) == micros("0.166667")
-    assert cost(replace(never, joined_at=NOW - 60), NOW) == micros(10)  # it was up, and nobody noted when
+    assert cost(replace(never, joined_at=NOW - 60), NOW) == micros(10)  # it was up, and the ledger has no time
 
 
 @given(

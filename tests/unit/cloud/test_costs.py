@@ -214,7 +214,7 @@ def test_job_in_both_records_counts_once() -> None:
     assert len(uses_of([record, record], NOW)) == 1
 
 
-# What the controller says to whoever asks.
+# The report that the controller prints.
 
 
 def test_report_round_trips_and_ignores_unknown_fields() -> None:

@@ -67,7 +67,7 @@ def test_ssh_uses_the_rental_key_and_no_secret_is_an_argument() -> None:
 
 
 class Scene:
-    """A controller and a container, which are two directories; and a Slurm that says what it is told to say."""
+    """A controller and a container, which are two directories; and a Slurm with scripted answers."""
 
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.controller, self.container, self.marks = place / "controller", place / "container", place / "marks"
@@ -149,7 +149,7 @@ async def test_job_gets_its_bundle_and_its_files_are_fetched_before_the_end(scen
         assert (scene.controller / "7/rank-0.0.end").read_text() == "{}"
         assert not (scene.container / "7").exists()
         asked = scene.asked
-        await until(lambda: scene.asked > asked + 2)  # Slurm still shows it: nobody starts again
+        await until(lambda: scene.asked > asked + 2)  # Slurm still shows it: it is not started again
         assert not (scene.marks / "7").exists()
 
 

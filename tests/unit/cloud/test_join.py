@@ -100,7 +100,7 @@ class Reef:
         return self.world.agents[name].items[key]
 
     def members_known_to(self, name: str) -> dict[str, str]:
-        """The addresses that a host was told, by name."""
+        """The addresses that a host received, by name."""
         block = self.item(name, "block members in /etc/hosts")["content"]
         return addresses_in(f"# BEGIN shoal members\n{block}# END shoal members\n", "members")
 

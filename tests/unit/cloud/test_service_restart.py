@@ -1,9 +1,9 @@
-"""Killed with SIGKILL between any two steps, the next service goes on: no orphan, no stuck node, nothing ordered twice.
+"""After SIGKILL between any two steps, the next service continues: no orphan, no stuck node, no double order.
 
-The service runs in a process of its own, against a simulated cloud in another and a Slurm that keeps its state in a
+The service runs in its own process, against a simulated cloud in another and a Slurm that keeps its state in a
 file. It is killed before and after every call that writes to the ledger or changes something at the provider or in
 Slurm, one call after the other, each time in a fresh snapshot. Where an order takes several requests over HTTP, as
-with Paperspace, also before and after each of these. A rehearsal that nobody kills tells how many there are.
+with Paperspace, also before and after each of these. A run without a kill counts these calls first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Clock:
 
 
 class Fate:
-    """Kills this process at the call that it was told of."""
+    """Kills this process at the chosen call."""
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -207,7 +207,7 @@ class World:
         bad: set[str] = set(self._bad().read_text().split()) if self._bad().exists() else set()
 
         def judge(machine: RentedInstance) -> str:
-            # The first machine to be looked at is the bad one, whoever looks.
+            # The first machine that any service checks is the unfit one.
             if any(fault.kind == "bad-gpu" for fault in self.story.faults) and not bad:
                 bad.add(machine.id)
                 self._bad().write_text(machine.id)

@@ -18,7 +18,7 @@ from shoal.cloud.service.scheduling import BackgroundCalls
 from shoal.spec.rental import Budget
 
 HANGING_CALL_TIMEOUT_S = 0.2
-"""Each call that hangs costs a test so much. Those that do not hang may take longer: see `hang`."""
+"""The time that each hanging call costs a test. Calls that do not hang may take longer: see `hang`."""
 
 SLOW = rented_set("slow", 4, choice(CASES["lambda"]))
 QUICK = rented_set("quick", 4, choice(CASES["sandbox"]))

@@ -105,7 +105,7 @@ def lock_key(path: Path) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that the kernel gives to outgoing connections of other tests."""
+    """A free port, below those that the kernel gives to outgoing connections of other tests."""
     while True:
         port = random.SystemRandom().randrange(12_000, 16_000)
         with contextlib.suppress(OSError), socket.socket() as sock:

@@ -512,7 +512,7 @@ async def test_ctrl_c_ends_without_output(sshd: Sshd, known_hosts: Path) -> None
 
 
 class _Relay:
-    """Passes TCP on to a port until it is told to fall silent, as a cut cable would."""
+    """Forwards TCP to a port until the test silences it, like a cut cable."""
 
     def __init__(self, to: int) -> None:
         self._to = to

@@ -41,7 +41,7 @@ def programs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def host(tmp_path: Path, programs: Path) -> AsyncIterator[SshHost]:
-    """Logged in as `ubuntu`, who is not root."""
+    """Logged in as `ubuntu`, which is not root."""
 
     async def serve(process: asyncssh.SSHServerProcess[bytes]) -> None:
         child = await asyncio.create_subprocess_exec(

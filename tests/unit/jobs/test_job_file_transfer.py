@@ -226,7 +226,7 @@ def test_container_can_delete_only_checkpoints(ends: Ends) -> None:
 
 
 def took(ends: Ends, *headers: object) -> subprocess.CompletedProcess[bytes]:
-    """The controller's end, with these lines from a container that nobody trusts."""
+    """The controller's end, with these lines from an untrusted container."""
     stream = b"".join(json.dumps(header).encode() + b"\n" for header in headers)
     taker = line("take", "back", str(ends.controller), "7")
     return subprocess.run(taker, input=stream, capture_output=True, timeout=LIMIT)

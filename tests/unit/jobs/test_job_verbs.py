@@ -59,9 +59,9 @@ class Reef:
         self.sbatch: bytes | Result = b"17;reef\n"
         self.submitted: dict[str, str] = {}
         self.remembered = 1000
-        """How many more times slurmctld is asked of a job before it forgets it."""
+        """The number of queries after which slurmctld has no record of the job."""
         self.ended = ""
-        """What slurmctld's file has of jobs that have ended."""
+        """The records of ended jobs in slurmctld's file."""
         controller = {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): self._scontrol,

@@ -25,7 +25,7 @@ def silent() -> Iterator[int]:
 
 @pytest.fixture
 def closed() -> int:
-    """A port at which nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

@@ -145,7 +145,7 @@ def aged(path: Path, order: int) -> Path:
 
 
 def crowd(root: Path, count: int) -> None:
-    """So many archives that nobody has used for a month, the first one for the longest."""
+    """Archives that were not used for a month; the first is the oldest."""
     for place in ("code", "lib"):
         (root / place).mkdir(parents=True)
     for number in range(count):

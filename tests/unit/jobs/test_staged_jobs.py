@@ -100,7 +100,7 @@ class End:
         return subprocess.Popen(["sh", "-c", self.text], env={**os.environ, "SLURM_JOB_ID": "7"})
 
     def carry(self, seconds: int) -> subprocess.Popen[bytes]:
-        """Somebody who carries the job's files for a while."""
+        """A process that holds the lock of the job's files for a while."""
         carrying = subprocess.Popen(shlex.split(self._elsewhere(staging.with_job_lock("7", ["sleep", str(seconds)]))))
         until(self.mark.exists)
         return carrying

@@ -10,9 +10,9 @@ import pytest
 from shoal.network.tunnel import program
 
 REGISTERS_WITHIN = 60
-"""Seconds that a rented container has for it: the tunnel must be there well before."""
+"""Seconds in which a rented container must register: the tunnel must be open well before."""
 SELDOM = 30
-"""Seconds between two questions about one that sleeps: there may be hundreds, and one slurmctld answers all."""
+"""Seconds between two queries about a powered-down node: slurmctld may have hundreds of them."""
 
 
 def played(tmp_path: Path, *states: str) -> list[str]:

@@ -19,7 +19,7 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts it; with `timeout_s` seconds in place of its two minutes."""
+    """Starts the program, with `timeout_s` seconds in place of its two minutes."""
     for name, text in {"sinfo": SINFO, "scontrol": SCONTROL.format(place=tmp_path)}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

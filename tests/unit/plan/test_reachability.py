@@ -45,7 +45,7 @@ async def test_unreachable_host_is_reported_with_sources_cause_and_port() -> Non
     world = lab()
     silent(world, "c1", "10.0.0.12")
     world.agents["n1"].reach["10.0.0.12"] = "No route to host"
-    world.agents["n2"].reach["10.0.0.1"] = "refused"  # somebody is there, and that is all that is asked
+    world.agents["n2"].reach["10.0.0.1"] = "refused"  # a host answers, which is enough
     async with world.fleet() as fleet:
         findings = await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES)
     assert [str(finding) for finding in findings] == [
@@ -55,7 +55,7 @@ async def test_unreachable_host_is_reported_with_sources_cause_and_port() -> Non
 
 
 class Listening(FakeAgent):
-    """An agent that notes in a list, for all hosts, when it was asked to reach whom; silent the first `deaf` times."""
+    """An agent that records the hosts it should reach, in one list for all agents; no answer the first `deaf` times."""
 
     asked: list[tuple[str, list[str]]]
     deaf = 0
@@ -71,7 +71,7 @@ class Listening(FakeAgent):
 
 
 async def over_wireguard(*, deaf: int) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
-    """What is found of three hosts, the last of which is `deaf` that many times; and who was asked, in turn."""
+    """The result for three hosts, the last of which is `deaf` that many times; and the order of the queries."""
     world = lab(LAB + "network: wireguard\n")
     asked: list[tuple[str, list[str]]] = []
     for name, host in world.hosts.items():
@@ -148,7 +148,7 @@ async def test_refused_connection_from_another_site_does_not_count_as_reachable(
 
 
 class BusyAgent(FakeAgent):
-    """An agent whose host hears from `slow` addresses only when it waits for long."""
+    """An agent whose host gets answers from `slow` addresses only with a long timeout."""
 
     slow: tuple[str, ...] = ()
 

@@ -20,7 +20,7 @@ ON_THE_NETWORK = {"10.77.0.1": "c1", "10.77.0.2": "n1", "10.77.0.3": "n2"}
 
 
 def calls(world: World) -> list[tuple[str, str]]:
-    """Who called whom over the network, in alphabetical order."""
+    """The pairs of hosts that connected over the network, in alphabetical order."""
     return sorted(
         (name, ON_THE_NETWORK[address])
         for name, agent in world.agents.items()
@@ -47,7 +47,7 @@ async def test_host_behind_nat_initiates_to_the_others() -> None:
 
 
 class DeafAtFirst(FakeAgent):
-    """An agent whose host hears nothing over the network when it asks for the first time."""
+    """An agent whose host gets no answer over the network at its first attempt."""
 
     def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         asked = [one["targets"] for one in self.requests if one["op"] == "reach"]

@@ -40,7 +40,7 @@ async def run(runner: LocalRunner, directory: Path, trial: ProofRun = ONE) -> No
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for has."""
+    """Whether a process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -39,7 +39,7 @@ def net(fault: str) -> nn.Module:
 
 
 def loader_of(fault: str, rank: int, world: int) -> Loader:
-    if fault == "same samples":  # every rank believes to be the first of all
+    if fault == "same samples":  # every rank acts as rank 0
         return Loader(Data(), global_batch=BATCH, seed=3, rank=0, world_size=world)
     if fault == "whole batch":
         return Loader(Data(), global_batch=BATCH, seed=3, rank=0, world_size=1)

@@ -76,7 +76,7 @@ def test_provider_prices_are_cached_and_used_while_newer(tmp_path: Path) -> None
     assert found is not None
     assert (found.usd_hour, found.as_of) == (28.5, "2026-11-15")
     other = table.find("lambda", H100.type, "us-east-1", "on-demand")
-    assert other is not None and other.usd_hour == 31.92  # nothing was told of that region
+    assert other is not None and other.usd_hour == 31.92  # no newer price for that region
     assert store_prices("lambda", [replace(told, usd_hour=27.0)], "2026-11-16", tmp_path) == 1
     assert table != prices(tmp_path)
     assert [row.usd_hour for row in prices(tmp_path) if row.region == "us-west-1" and row.provider == "lambda"] == [

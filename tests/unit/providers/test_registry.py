@@ -45,7 +45,7 @@ def test_installed_package_can_add_a_provider(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Choosy:
-    """A provider of somebody else's."""
+    """A third-party provider."""
 
     def __init__(self) -> None:
         raise WHY

@@ -156,7 +156,7 @@ def test_single_host_without_a_network_listens_on_loopback() -> None:
     assert cluster.conf.one_address and cluster.addresses == {"c1": "127.0.0.1"}
 
 
-# ---- who is not there
+# ---- hosts that do not answer
 
 
 def put_in_force(cluster: Cluster) -> CurrentConf:

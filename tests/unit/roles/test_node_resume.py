@@ -52,7 +52,7 @@ def asked(place: Path, nodes: str, slurmd: str = "runs") -> str:
 
 
 def hang_up(listener: socket.socket) -> None:
-    """As slurmd does when what it gets is no message. Ends with the test."""
+    """Close connections, as slurmd does for data that is no message. Ends with the test."""
     with suppress(OSError):
         while True:
             call, _ = listener.accept()

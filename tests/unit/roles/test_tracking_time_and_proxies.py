@@ -114,7 +114,7 @@ def test_controller_gets_only_the_job_password_of_a_server_on_another_host() -> 
 
 
 def test_artifacts_on_a_remote_share_wait_for_the_mount_and_use_the_server_user() -> None:
-    """Root of this host is nobody there, and what is made before the share is mounted would be hidden by it."""
+    """NFS maps root to nobody, and the mount would hide files that were made before it."""
     share = "storage: {/data: {host: n1}}\n"
     part, cluster = TrackingComponent(), cluster_of(share + "tracking: {artifacts: /data/mlflow}\n")
     assert not any("mlflow" in key for key in keys(asked(part, cluster, "c1")))
@@ -140,7 +140,7 @@ ON_THE_SHARE = "/srv/data/shoal-mlflow"
 
 
 def artifacts(cluster: Cluster, host: str = "c1") -> str:
-    """Where the server is told to put files; the directory is made, and its name is kept."""
+    """The server gets the directory for files; the directory is made, and its name is recorded."""
     document = asked(TrackingComponent(), cluster, host)
     [path] = str(file(document, RECORD).content).splitlines()
     assert f"directory {path}" in keys(document)

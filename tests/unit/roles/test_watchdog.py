@@ -102,7 +102,7 @@ TWO = "0, Simulated GPU, 16384\n1, Simulated GPU, 16384\n"
 
 
 def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, errors: str | None = None) -> str:
-    """What is said of a machine whose nvidia-smi answers so; nothing when all is well."""
+    """The problem reported for this output of nvidia-smi; empty when the machine is healthy."""
     if answer is not None:
         smi = place / "nvidia-smi"
         (place / "cards").write_text(answer)

@@ -28,7 +28,7 @@ def image(release: str) -> Path:
     made = cache / f"slurm-{release}-{os.uname().machine}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"slurm-{release}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side want the same one
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run in parallel use the same one
         if not made.exists():
             fresh = cache / f"slurm-{release}.{os.getpid()}"
             # sid's index may be past its date on a machine that is.

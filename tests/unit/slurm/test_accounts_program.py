@@ -36,7 +36,7 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Runs it; `wants` is the `accounting:` of a spec."""
+    """Runs the program; `wants` is the `accounting:` of a spec."""
     for name, text in {"sacctmgr": SACCTMGR, "squeue": SQUEUE, "backup": BACKUP}.items():
         (tmp_path / name).write_text(text.format(place=tmp_path))
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""A small server on loopback that answers as MLflow's REST API does, and fails as asked.
+"""A small server on loopback that answers like MLflow's REST API, and fails on request.
 
 `test_tracking_mlflow.py` runs the same scenarios against a real MLflow server where one is installed.
 """
@@ -62,7 +62,7 @@ class FakeMlflow:
                 pass
 
         while self._http is None:
-            # Below those that the kernel gives to outgoing connections: nobody takes it while the server is down.
+            # Below those that the kernel gives to outgoing connections: it stays free while the server is down.
             port = self._port or random.SystemRandom().randrange(8_100, 12_000)
             try:
                 self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -56,7 +56,7 @@ def test_manifest_lists_every_file_with_size_and_digest(tmp_path: Path) -> None:
 def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left where the machine loses power, not the process: told by the order of fsync and rename."""
+    """What a power failure leaves, from the order of fsync and rename."""
     happened: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 

@@ -101,7 +101,7 @@ def test_missing_ranks_are_named_within_15_seconds_by_default() -> None:
 
 
 def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
-    """Run a command to its end; what its ranks said, in the order of ranks, and all that was said beside it."""
+    """Run a command to its end. Returns the JSON of its ranks, in the order of ranks, and all other output."""
     base = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=base | environ, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -137,7 +137,7 @@ def test_script_runs_unchanged_alone_without_opening_a_port() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections of other tests."""
+    """A port without a listener, below those that the kernel gives to outgoing connections of other tests."""
     while True:
         port = random.SystemRandom().randrange(16_000, 20_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,6 +1,6 @@
-"""The same promises against a real MLflow server with a database, where one is installed.
+"""The same guarantees against a real MLflow server with a database, where one is installed.
 
-The small server of the other tests stands for MLflow; this shows that it stands for it rightly. `mlflow` is looked for
+The other tests use a small server in place of MLflow; this shows that both behave the same. `mlflow` is searched
 on PATH, or at SHOAL_TEST_MLFLOW.
 """
 

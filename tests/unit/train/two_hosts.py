@@ -1,4 +1,4 @@
-"""Two hosts made of network namespaces, joined by one cable, with everything that misleads a choice of interface.
+"""Two hosts made of network namespaces, joined by one link, with everything that misleads a choice of interface.
 
 On each: its own name is 127.0.1.1 in /etc/hosts, as Debian has it; `docker0` has the same address on both; `eth0` comes
 first, has an address, and leads nowhere. Only `mesh0` leads to the other host.
@@ -47,7 +47,7 @@ class TwoHosts:
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    """What the script said, as JSON, and what the library said beside it."""
+    """The JSON that the script printed, and the output of the library."""
     out, err = process.communicate(timeout=600)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     assert lines, err

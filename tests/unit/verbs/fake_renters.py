@@ -41,11 +41,11 @@ providers:
 budget: {per_hour: 20, per_month: 500}
 """
 )
-"""Its keys are in a variable that is always set: nobody is asked with them."""
+"""The keys are in a variable that is always set. No provider gets them."""
 
 
 def context(text: str = RENTING, ledger: FakeHost | None = None) -> Context:
-    """A cluster with those accounts. Its ledger holds nothing, if nothing else is said."""
+    """A cluster with those accounts. Its ledger is empty by default."""
     return Context(spec_of(text), connector=FakeConnector(ledger or controller(())))
 
 

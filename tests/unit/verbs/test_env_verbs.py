@@ -65,7 +65,7 @@ MADE = {
 
 
 class Hosts:
-    """A controller that builds as it is told, and two nodes."""
+    """A controller with a scripted builder, and two nodes."""
 
     def __init__(self, place: Path, told: dict[str, Any] = MADE, looks: dict[str, str] | None = None) -> None:
         (place / "reqs.txt").write_text("six\n")

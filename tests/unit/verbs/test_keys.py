@@ -378,7 +378,7 @@ async def test_slurmd_without_the_new_key_keeps_the_old_key_signing(
     with pytest.raises(ShoalError) as caught:
         await rotate(context_of(world), "slurm")
     assert "the rotation is not finished: slurmd on n[1-2] has not read the new keys" in str(caught.value)
-    assert given == [["@KEY@", "@NEXT@"]]  # nobody signs with it yet
+    assert given == [["@KEY@", "@NEXT@"]]  # no host signs with it yet
 
 
 BOOKS_AT_THE_DOOR = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\naccounting: {host: door}\n"

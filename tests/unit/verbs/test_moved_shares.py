@@ -23,7 +23,7 @@ FIX = (
 
 
 async def brought(text: str, world: World | None = None) -> World:
-    """The lab as this file wants it, or an error; hosts then have the record that was written."""
+    """The lab after `up` with this file, or an error; hosts then have the record that was written."""
     made = lab(text)
     if world:
         for name, agent in world.agents.items():

@@ -211,7 +211,7 @@ async def test_wait_shows_its_remaining_time() -> None:
 
 
 def struck(host: FakeHost) -> list[dict[str, list[object]]]:
-    """What the ledger was told of, in all calls that told it something."""
+    """The ended rentals that the ledger received, in all calls with any."""
     return [ended for call in host.calls if (ended := json.loads(call.stdin)["ended"])]
 
 

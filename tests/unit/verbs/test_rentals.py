@@ -205,7 +205,7 @@ async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -
 
 
 def says(world: World, machines: dict[str, dict[str, str]], accounts: dict[str, object] | None = None) -> None:
-    """What the service on the controller last said, and the accounts that it has."""
+    """The last status of the service on the controller, and its accounts."""
     agent = world.agents["c1"]
     texts = {str(STATUS): json.dumps({"at": 1.0, "machines": machines})}
     texts |= {ACCOUNTS: json.dumps(accounts)} if accounts else {}
@@ -373,7 +373,7 @@ async def test_smaller_nodeset_is_reported_with_the_released_machines() -> None:
 
 
 async def test_job_on_a_removed_rented_node_blocks_up() -> None:
-    """Its machine is given back as soon as the service has the new file."""
+    """Its machine is released as soon as the service has the new file."""
     world = lab()
     before = rented_lab("http://10.0.0.1:1")
     await raised(world, before)

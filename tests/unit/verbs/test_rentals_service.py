@@ -30,7 +30,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A systemctl that notes what it was told; its notes."""
+    """A systemctl that records its arguments; the file with them."""
     program, notes = tmp_path / "systemctl", tmp_path / "notes"
     program.write_text(f'#!/bin/sh\necho "$@" >> {notes}\n')
     program.chmod(0o755)
@@ -39,7 +39,7 @@ def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(notes: Path) -> list[str]:
-    """What systemctl was told, once it was told something."""
+    """The arguments of systemctl, once it was called."""
     end = time.monotonic() + ENOUGH
     while not (notes.exists() and notes.read_text().endswith("\n")):
         assert time.monotonic() < end, "systemctl was told nothing"

@@ -140,7 +140,7 @@ async def test_silent_share_is_reported_only_where_mounted(
 
 
 async def told_of_home(*kernel_has: str) -> list[str]:
-    """What is said of /home, which is on an overlay, where the nodes' kernels have these file systems."""
+    """The findings about /home, which is on an overlay, where the nodes' kernels have these file systems."""
     nodes = {"n1": "10.0.0.11", "n2": "10.0.0.12"}
     facts = {name: host_facts(name, at, filesystems=kernel_has) for name, at in nodes.items()}
     facts["c1"] = host_facts("c1", "10.0.0.1", filesystems=())
