@@ -39,7 +39,7 @@ REFUSALS = {
     "auth": FailureKind.AUTH,
     "rate": FailureKind.RATE,
 }
-"""What a refused order means, by fault."""
+"""The failure that a rejected order is mapped to, by fault."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
     offer: Offer
     """Something that its simulator has plenty of."""
     required: Mapping[str, tuple[str, ...]]
-    """By call: fields of its answers without which it cannot do. Each is taken away, and must be asked for by name."""
+    """By call: required fields of its answers. The test removes each, and the error must name it."""
     settings: Mapping[str, str] = field(default_factory=dict)
     maps: frozenset[str] = frozenset()
     """Fields whose value is an object with names that are data: no unknown field is put there."""
@@ -172,7 +172,7 @@ class Trial:
 
 @asynccontextmanager
 async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
-    """Run the case's simulator on a port of its own, and a renter against it."""
+    """Run the case's simulator on its own port, with a client for it."""
     clock = Clock()
     kind = find_simulator(case.kind)
     market = Market(kind.profile, kind.types, NoHosts(), clock=clock)
@@ -183,7 +183,7 @@ async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
 
 @asynccontextmanager
 async def renting(case: Case, url: str) -> AsyncIterator[RentalProvider]:
-    """A renter of the case's, which asks at that address."""
+    """A client of the case for that address."""
     rents = rental_provider(account(case, url))
     try:
         yield rents
@@ -218,7 +218,7 @@ async def saying(reply: bytes | None, to: str = ".*", otherwise: str = "") -> As
             if not re.fullmatch(to, asked):
                 await _pass_on(head, body, otherwise, writer)
             elif reply is None:
-                await reader.read()  # until the client gives up
+                await reader.read()  # until the client times out
             else:
                 writer.write(reply)
                 await writer.drain()

@@ -262,7 +262,7 @@ async def spot(kind: str, url: str, type: str, key: Any) -> RentedInstance:
 
 
 async def asked(machine: RentedInstance, key: Any, path: str) -> str:
-    """What a machine is answered that asks for itself."""
+    """The answer of the metadata service to a machine."""
     ask = (
         "import urllib.request as u; "
         f"r = u.Request('http://169.254.169.254/{path}', headers=dict([('Metadata-Flavor', 'Google')])); "

@@ -68,17 +68,17 @@ def _repeat(seconds: float, action: Callable[[], None]) -> Iterator[None]:
     """Repeat an action while the block runs. Outside of an event loop nothing runs long."""
     timer: asyncio.TimerHandle | None = None
 
-    def again() -> None:
+    def run_action() -> None:
         nonlocal timer
         action()
-        timer = loop.call_later(seconds, again)
+        timer = loop.call_later(seconds, run_action)
 
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         yield
         return
-    timer = loop.call_later(seconds, again)
+    timer = loop.call_later(seconds, run_action)
     try:
         yield
     finally:

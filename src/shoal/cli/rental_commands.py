@@ -217,9 +217,9 @@ def show_reap(console: Console, result: ReapResult) -> None:
 
 
 def _reap_json(
-    result: ReapPreview | ReapResult, gone: Iterable[RentedInstance], remaining: Iterable[RentedInstance]
+    result: ReapPreview | ReapResult, released: Iterable[RentedInstance], remaining: Iterable[RentedInstance]
 ) -> dict[str, Any]:
-    machines = {"gone": _instances_json(gone), "remaining": _instances_json(remaining)}
+    machines = {"gone": _instances_json(released), "remaining": _instances_json(remaining)}
     return {"cluster": result.cluster, **machines, "failures": result.failures, "findings": result.findings}
 
 

@@ -221,8 +221,8 @@ def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
 
 
 def _step(line: dict[str, Any]) -> Step:
-    whole, sharded = (float.fromhex(text) for text in line["gradients"])
-    return Step(float.fromhex(line["lr"]), whole, sharded, tuple(line["samples"]))
+    whole_norm, sharded = (float.fromhex(text) for text in line["gradients"])
+    return Step(float.fromhex(line["lr"]), whole_norm, sharded, tuple(line["samples"]))
 
 
 def _read_parameters(lines: list[dict[str, Any]], path: Path) -> dict[str, StoredParameter]:

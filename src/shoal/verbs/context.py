@@ -321,7 +321,7 @@ def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:
 
 def report_to(phase: Phase) -> Callable[[str, float], None]:
     """A callback that shows a provider's progress in a phase."""
-    return lambda text, part: phase.set_fraction(part, text)
+    return lambda text, fraction: phase.set_fraction(fraction, text)
 
 
 _NOTES: list[Callable[[], str]] = []

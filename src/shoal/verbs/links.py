@@ -64,9 +64,11 @@ async def bench_links(context: Context, hosts: str | None = None, seconds: float
     controller = context.controller
     async with await context.fleet(members if controller in members else [controller, *members]) as fleet:
         addresses, earlier_links = await _read_state(fleet, controller.name)
-        absent = [member.name for member in members if member.name not in addresses]
-        if absent:
-            raise ShoalError(f"{', '.join(absent)} has no address in the cluster yet", hint="run `shoal up` first")
+        missing_names = [member.name for member in members if member.name not in addresses]
+        if missing_names:
+            raise ShoalError(
+                f"{', '.join(missing_names)} has no address in the cluster yet", hint="run `shoal up` first"
+            )
         programs: list[Process] = []
         try:
             with context.progress.phase("measuring programs", len(members)) as phase:

@@ -49,8 +49,8 @@ async def prove(
             return await _run(runner, proof_run, place, progress)
 
         single = await _reference(run_once)
-        ways = itertools.product(settings.launchers, settings.parallels)
-        rows = [await _row(settings, launcher, parallel, run_once, single) for launcher, parallel in ways]
+        combinations = itertools.product(settings.launchers, settings.parallels)
+        rows = [await _row(settings, launcher, parallel, run_once, single) for launcher, parallel in combinations]
     losses = tuple(loss.value for loss in single.losses)
     return ProofResult(
         settings.script, settings.processes, settings.dtype, settings.tolerance, single.steps, losses, tuple(rows)

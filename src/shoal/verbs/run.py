@@ -242,9 +242,9 @@ async def _check_profiler(fleet: Connections, job: ResolvedJob) -> None:
     profiler = PROFILERS[job.spec.profile]
     missing = [name for name, is_missing in (await fleet.each(job.hosts, is_missing_on)).items() if is_missing]
     if missing:
-        where = f"in {job.spec.python} " if profiler.python else ""
+        location = f"in {job.spec.python} " if profiler.python else ""
         raise UsageError(
-            f"--profile {job.spec.profile} needs {profiler.needs}, which is missing {where}on {compress(missing)}",
+            f"--profile {job.spec.profile} needs {profiler.needs}, which is missing {location}on {compress(missing)}",
             hint=f"{profiler.fix}, choose other nodes with --nodelist, or leave out --profile",
         )
 

@@ -71,11 +71,11 @@ class Survey:
 async def plan(context: Context) -> Plan:
     """The changes that `up` would make. Changes nothing."""
     stock = await survey(context)
-    absent = {request.name for _, request in stock.missing}
-    if context.controller.name in absent:
+    missing_names = {request.name for _, request in stock.missing}
+    if context.controller.name in missing_names:
         deletions = tuple((provider, instance.name) for provider, instance in stock.orphans)
         return Plan(context.cluster, create=stock.missing, delete=deletions, findings=stock.findings)
-    async with await context.fleet(member for member in context.members if member.name not in absent) as fleet:
+    async with await context.fleet(member for member in context.members if member.name not in missing_names) as fleet:
         observed = await _observe(context, fleet)
         preparation_changes = await preparations(context.spec, observed.facts, fleet)
         cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)

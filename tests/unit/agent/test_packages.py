@@ -47,7 +47,7 @@ ITEM = Packages(("tree",))
 
 class AptPlace(Place):
     def answers(self, *lines: str) -> None:
-        """What apt-get says, call by call, when it fails; "" for a call that goes well."""
+        """The error of apt-get, call by call; "" for a call that succeeds."""
         (self.folder / "answers").write_text("".join(line + "\n" for line in lines))
 
     def calls(self, about: str = "") -> list[str]:

@@ -129,7 +129,7 @@ def test_payload_is_small() -> None:
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
-    """The modules that are imported: whole names of our own, the first part of others."""
+    """The modules that are imported: full names of the agent's own, the top-level package of others."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -42,7 +42,7 @@ BUDGETS = ROOT / "docs/budgets.md"
 
 @contextlib.contextmanager
 def simulated(kind: str) -> Iterator[str]:
-    """A simulated cloud, served by a thread of its own, in which machines are up and gone at once; its URL."""
+    """A simulated cloud, served by a thread, in which machines start and stop at once; its URL."""
     ready: queue.SimpleQueue[tuple[str, Callable[[], object]] | BaseException] = queue.SimpleQueue()
 
     async def simulate() -> None:
@@ -242,7 +242,7 @@ def test_reap_keeps_ledger_rows_missing_from_lists_unless_forced(clouds: dict[st
 def test_reap_waits_for_a_machine_missing_from_the_list(
     clouds: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller is not there to say that nothing was ordered a moment ago."""
+    """The controller is down, so its ledger cannot show that there is no recent order."""
 
     async def briefly(seconds: float) -> None:
         await asyncio.sleep(seconds / 100)

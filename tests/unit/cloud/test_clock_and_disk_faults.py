@@ -15,7 +15,7 @@ from shoal.cloud.service.scheduling import Clock
 from shoal.errors import LedgerError
 
 HOURS = 8 * 3600.0
-"""A computer whose own clock keeps local time, until it has asked for the right one."""
+"""The error of a computer whose hardware clock has local time, until the clock is corrected."""
 
 
 class Ahead:

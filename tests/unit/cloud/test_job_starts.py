@@ -21,7 +21,7 @@ LIMIT = 60.0
 
 
 class Slurm:
-    """squeue and sinfo as the service asks them, with what they say."""
+    """squeue and sinfo as the service calls them, with their output."""
 
     def __init__(self, waiting: str, nodes: str = "") -> None:
         self.waiting = Result(0, waiting.encode())

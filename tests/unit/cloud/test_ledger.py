@@ -447,7 +447,7 @@ def test_only_legal_steps_are_stored_and_rejected_steps_leave_no_trace(
                 assert after.state == name
                 assert name in TRANSITIONS[before.state]
             assert (after in ledger.live()) == (after.state in LIVE)
-            assert not before.id or after.id == before.id  # a machine once known is never forgotten
+            assert not before.id or after.id == before.id  # a recorded machine is never removed
             assert after.offer == H100
 
 

@@ -205,7 +205,7 @@ def test_block_that_needs_the_operator_has_no_next_try() -> None:
     assert closed is not None
     said = ("lambda does not accept our key (replace it, then run `shoal up`)", None)
     assert why_none(nodeset(LAMBDA), ((LAMBDA, [H100]),), [closed], NOW) == said
-    # Nor is it forgotten where the provider lists nothing, which it does not to a stranger.
+    # It also stays where the provider lists nothing, as for a key without access.
     assert why_none(nodeset(LAMBDA), ((LAMBDA, []),), [closed], NOW) == said
 
 

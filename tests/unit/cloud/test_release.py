@@ -185,7 +185,7 @@ def _rates(it: Scene) -> list[float]:
     ]
 
 
-# ---- what it says of itself
+# ---- its status
 
 
 async def test_status_file_has_job_reasons_and_node_machines(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_ended_machines_are_removed_from_the_service_status(tmp_path: Path) -> N
 
 
 def test_service_status_stays_readable_only_by_its_owner(tmp_path: Path) -> None:
-    """The session that runs this has a umask of its own, mostly 022."""
+    """The session that runs this has its own umask, mostly 022."""
     path = tmp_path / "ledger.db"
     kept(path).close()
     said = tmp_path / "status.json"

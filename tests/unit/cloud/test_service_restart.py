@@ -180,7 +180,7 @@ class World:
         return slurm
 
     def serve(self, kill_at: int) -> int:
-        """Run a service in a process of its own until all is settled. The status it ended with; -9 where killed."""
+        """Run a service in its own process until nothing changes. Returns its exit status; -9 where killed."""
         child = os.fork()
         if child == 0:
             status = 1
@@ -243,7 +243,7 @@ class World:
 
 
 class Cloud:
-    """A simulated cloud in a process of its own, reset for every snapshot."""
+    """A simulated cloud in its own process, reset for every snapshot."""
 
     def __init__(self, story: Story) -> None:
         self._story, self._clock = story, Clock()

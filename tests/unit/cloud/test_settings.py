@@ -81,7 +81,7 @@ def test_missing_or_invalid_settings_are_reported_with_the_fix(
 
 
 async def test_account_with_an_invalid_key_does_not_affect_the_others(directory: Path, tmp_path: Path) -> None:
-    """The key for Google is no service account: its machines cannot be asked for, those of the other account can."""
+    """The key for Google is no service account: that account fails, the other one works."""
     settings = read_settings(directory)
     ledger = Ledger.open(tmp_path / "ledger.db")
     accounts = make_service(settings, ledger).context.accounts

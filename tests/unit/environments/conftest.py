@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a host keeps environments of its own."""
+    """Where a host keeps its local environments."""
     return tmp_path_factory.mktemp("host") / "local"

@@ -16,7 +16,7 @@ from shoal.jobs.script import sbatch_script
 
 
 def _run(tmp_path: Path, srun: str, requeues: bool = True, **options: object) -> tuple[int, str]:
-    """The script's exit status, and what it asked of scontrol, which can requeue the job or not."""
+    """The script's exit status, and its calls of scontrol, which can requeue the job or not."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (

@@ -93,7 +93,7 @@ FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No s
             printed(0, f"{FULL} (failure 2 of this process)", "training is done, and its last state ...", "bye"),
             "its last state could not be saved: rank 0: OSError: [Errno 28] No space left on device",
         ),
-        # torchrun has a status of its own; on the full disk a rank may not even say how it ended.
+        # torchrun has its own status; on a full disk a rank may not be able to record how it ended.
         (FAILED, (ended(0, EXIT_UNSAVED, 1.0),), [], "its last state could not be saved"),
         (JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED), (), [], "its last state could not be saved"),
     ],
@@ -172,7 +172,7 @@ def test_traceback_is_from_the_first_failed_rank() -> None:
         *printed(0, "Traceback (most recent call last):", "RuntimeError: Connection closed by peer", at=2.5),
         *printed(BATCH, *SRUN, at=3.0),
     ]
-    # Rank 1 was ended by srun before rank 0 had noticed, and says so first.
+    # srun ended rank 1 before rank 0's end was recorded, so rank 1's record comes first.
     ends = (ended(1, -15, 1.9), ended(2, 1, 2.1), ended(0, 1, 2.6), ended(3, 143, 2.7))
     reason = explain_failure(FAILED, JobLogs(tuple(lines), ends))
     assert reason is not None

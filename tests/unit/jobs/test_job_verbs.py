@@ -265,7 +265,7 @@ async def test_multi_line_password_is_rejected_and_not_shown(tree: Path) -> None
 
 
 def test_secrets_reach_sbatch_and_its_job(tmp_path: Path) -> None:
-    """The shell line for real, with a program in place of sbatch that says what it got."""
+    """The shell line for real, with a program in place of sbatch that prints its input."""
     (tmp_path / "sbatch").write_text('#!/bin/sh\nenv > "$0.env"; cat > "$0.script"; echo "$*"\n')
     (tmp_path / "sbatch").chmod(0o755)
     script = "#!/bin/bash\n\necho 'a\\b'\n"

@@ -67,7 +67,7 @@ RECORD += " TimeLimit=UNLIMITED BatchHost=a101 NumNodes=1 WorkDir=/data/jobs Com
 
 
 class Reef:
-    """A controller that rents two nodes, with a node of its own or without one. `disks` says whose disk each has."""
+    """A controller that rents two nodes, with or without a permanent node. `disks` has the disk of each host."""
 
     def __init__(self, more: str, **disks: str) -> None:
         self.there = [name for name in ("n1",) if name in disks]

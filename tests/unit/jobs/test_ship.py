@@ -106,7 +106,7 @@ async def test_shared_storage_is_identified_by_its_id_and_marked(tmp_path: Path,
 
 
 class Elsewhere(LocalHost):
-    """A host with a name and process numbers of its own, as every host but this one has."""
+    """A host with another name and process numbers than this machine."""
 
     async def run(self, argv: Sequence[str], **more: Any) -> Result:
         apart = ["unshare", "--pid", "--fork", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name]

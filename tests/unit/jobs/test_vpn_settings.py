@@ -13,7 +13,7 @@ from shoal.network import tailscale, wireguard
 
 
 def variables(folder: Path, address_line: str, **options: object) -> dict[str, str]:
-    """What the lines about the network export where `ip` says this of the node's address."""
+    """The variables that the network lines export for this output of `ip`."""
     text = sbatch_script(resolved("train.py", nodes=2, **options), SHIPPED)
     begin, end = text.index("SHOAL_VPN="), text.index("export PYTHONPATH")
     program = folder / "ip"

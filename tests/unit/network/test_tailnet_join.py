@@ -17,7 +17,7 @@ from shoal.remote import program_text
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A control server that answers every request with an error of its own."""
+    """A control server that answers every request with an error."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as httpd:
         thread = threading.Thread(target=httpd.serve_forever)
         thread.start()
@@ -34,7 +34,7 @@ class Quiet(http.server.BaseHTTPRequestHandler):
 
 
 def join(tmp_path: Path, server: str, script: str, key: str = "tskey-auth-abc", ephemeral: str = "false") -> str:
-    """Run it with a `tailscale` of our own. It fails, and the key file is gone."""
+    """Run the program with a stand-in for `tailscale`. It fails, and the key file is removed."""
     program = tmp_path / "bin/tailscale"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\n{script}\nexit 3\n")

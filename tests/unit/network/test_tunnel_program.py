@@ -16,12 +16,12 @@ SELDOM = 30
 
 
 def played(tmp_path: Path, *states: str) -> list[str]:
-    """What the program does while Slurm says these states of the node, one at every question; then it is ended."""
+    """The program's calls while Slurm reports these states of the node, one per query; then it is ended."""
     (tmp_path / "states").write_text("".join(f"NodeName=pod1 CPUTot=1 State={state} Reason=none\n" for state in states))
     commands = {
         "scontrol": f"cd {tmp_path}; head -n 1 states; sed -i 1d states",
         "sleep": f'echo "sleep $1" >> {tmp_path}/done',
-        # The second call of a round, which lasts for as long as the tunnel does, is the end of what we look at.
+        # The second call of a round lasts as long as the tunnel. The test ends there.
         "ssh": f'for last; do :; done; echo "ssh $last" >> {tmp_path}/done; case $last in hold) kill "$PPID" ;; esac',
     }
     for name, text in commands.items():

@@ -76,7 +76,7 @@ class FakeSlurm:
         self.job_users: dict[str, str] = {}
         """User of a job that is not root's."""
         self.broken = ""
-        """What every command says when slurmctld does not answer."""
+        """The error of every command when slurmctld does not answer."""
         self.updates: list[tuple[str, ...]] = []
 
     @property
@@ -162,7 +162,7 @@ class World:
             agent.facts = replace(agent.facts, files=_files(agent), services=_services(agent))
 
     def applied(self, op: str = "apply") -> list[str]:
-        """The hosts whose agents were asked to do something."""
+        """The hosts whose agents got a request of this kind."""
         return [name for name, agent in self.agents.items() if any(request["op"] == op for request in agent.requests)]
 
     def fleet(self, *names: str) -> Fleet:

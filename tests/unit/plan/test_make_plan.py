@@ -33,7 +33,7 @@ async def planned(world: World, spec: Spec | None = None) -> Plan:
 
 
 async def applied(world: World) -> World:
-    """The world once it is as its spec says, looked at again."""
+    """The world after its spec was applied, with new facts."""
     async with world.fleet() as fleet:
         plan = await make_plan(world.spec, await observe(fleet, world.spec), fleet, {})
         nodes = [member.name for member in members(world.spec) if "compute" in member.roles]

@@ -179,7 +179,7 @@ def written(name: str) -> dict[str, FileFact]:
 
 
 async def second_look(*, slow: dict[str, tuple[str, ...]], shakes: Result | bytes = b"", **reach: Any) -> Any:
-    """What is found in a network that was joined before; `shakes` is what WireGuard says on the far host."""
+    """The result in a network that was joined before; `shakes` is WireGuard's output on the far host."""
     fleet, facts, _ = sites()
     facts = {name: replace(fact, files={**fact.files, **written(name)}) for name, fact in facts.items()}
     agents = {name: BusyAgent(fact, reach={**NAT, **reach.get(name, {})}) for name, fact in facts.items()}
@@ -210,7 +210,7 @@ SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
     ("shakes", "stays"),
     [
         (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S + 1}\n".encode(), True),
-        (Result(1), True),  # WireGuard itself does not answer: that says nothing against the other
+        (Result(1), True),  # WireGuard itself does not answer: the other host may still be reachable
         (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S}\n".encode(), False),
         (b"9000\nkey-of-c1\t0\n", False),
     ],

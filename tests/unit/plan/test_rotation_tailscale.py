@@ -21,7 +21,7 @@ TAILNET = LAB + "network: {kind: tailscale, auth_key: env:TS_AUTHKEY}\n"
 
 
 class Telling(FakeAgent):
-    """An agent whose Tailscale says one thing after another; the last one stays."""
+    """An agent with a list of Tailscale statuses, one per query; the last one stays."""
 
     def __init__(self, facts: Facts, answers: list[dict[str, Any]]) -> None:
         super().__init__(facts)
@@ -39,7 +39,7 @@ class Telling(FakeAgent):
 
 
 def tailnet(monkeypatch: pytest.MonkeyPatch, **answers: list[dict[str, Any]]) -> World:
-    """A lab in a tailnet. `answers` are what Tailscale says on a host."""
+    """A lab in a tailnet. `answers` are the Tailscale statuses of a host."""
     monkeypatch.setenv("TS_AUTHKEY", "tskey-auth-new")
     world = lab(TAILNET)
     for name, host in world.hosts.items():

@@ -41,7 +41,7 @@ ONE = RunRecord((rank(),))
 
 
 def many(world: int = 2, **each: object) -> RunRecord:
-    """As many ranks, each with its part of the batch, otherwise as `each` says."""
+    """That many ranks, each with its part of the batch; `each` sets other fields."""
     size = len(BATCH) // world
     parts = [BATCH[at * size : (at + 1) * size] for at in range(world)]
     ranks = (rank(at, world, **{"samples": (parts[at], parts[at]), **each}) for at in range(world))  # type: ignore[arg-type]

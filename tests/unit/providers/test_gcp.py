@@ -29,7 +29,7 @@ async def it() -> AsyncIterator[Trial]:
 
 
 def ordered(order: RentalOrder, settings: dict[str, str]) -> Any:
-    """What is asked for of one machine."""
+    """The request for one machine."""
     return gcp.bulk_insert(["gpu1--t0ken1"], order, settings)["instanceProperties"]
 
 

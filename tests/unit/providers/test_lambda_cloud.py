@@ -178,7 +178,7 @@ def test_errors_are_mapped_by_their_codes() -> None:
     assert read_refusal(read_error, 500, {"error": "text"}) == Refusal()
 
 
-# The simulator, where the renter asks for no such thing
+# The simulator itself, with requests that the client never sends
 
 
 async def test_simulator_enforces_the_rate_limits_of_lambda() -> None:

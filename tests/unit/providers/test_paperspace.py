@@ -277,7 +277,7 @@ async def test_offers_come_from_the_price_table_with_current_availability(it: Tr
 
 @pytest.mark.parametrize("written", ["NY2", "East Coast (NY2)"])
 async def test_region_can_be_ordered_under_both_names(it: Trial, written: str) -> None:
-    """What a nodeset says is compared with what is offered, letter by letter."""
+    """The names in a nodeset are compared with those of the offers, letter by letter."""
     [offer] = await it.renter.offers(Query(types=("A4000",), regions=(written,)))
     assert offer.region == written
     assert (await it.renter.create([replace(ORDER, offer=offer)]))[0].ok

@@ -124,7 +124,7 @@ def test_order_script_runs_before_sshd() -> None:
 def test_container_without_a_mirror_runs_the_order_script_and_can_be_ended(
     tmp_path: Path,
 ) -> None:
-    """With an apt-get that does not come back, in directories of our own."""
+    """With an apt-get that hangs, in temporary directories."""
     for name, does in {"apt-get": f"touch {tmp_path}/installing; exec sleep 600", "ssh-keygen": "true"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)

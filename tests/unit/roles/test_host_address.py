@@ -288,7 +288,7 @@ def test_names_rewritten_by_cloud_init_are_restored_at_boot_before_slurm(tmp_pat
 
 
 def test_resolver_returns_the_listen_address_for_the_own_name(tmp_path: Path) -> None:
-    """As Slurm asks: getaddrinfo of the host's own name."""
+    """As Slurm resolves it: getaddrinfo of the host's own name."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
     hosts = tmp_path / "hosts"

@@ -18,7 +18,7 @@ GIVEN_UP = "State=DOWN+NOT_RESPONDING"
 
 
 def node(state: str, reason: str, port: str = "") -> str:
-    """As `scontrol -o show nodes` says it."""
+    """As `scontrol -o show nodes` prints it."""
     return (
         f"NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=127.0.0.1 NodeHostName=n1 {port}Version=22.05.8 {state} "
         f"ThreadsPerCore=1 Partitions=main  BootTime=2026-11-15T02:27:08 Reason={reason} [slurm@2026-11-16T00:24:01]\n"
@@ -26,7 +26,7 @@ def node(state: str, reason: str, port: str = "") -> str:
 
 
 def asked(place: Path, nodes: str, slurmd: str = "runs") -> str:
-    """What the program asks of Slurm, whose nodes are these; slurmd `runs` there, is `stopped` or `off`."""
+    """The program's calls of Slurm with these nodes; slurmd `runs` there, is `stopped` or `off`."""
     scontrol = place / "scontrol"
     scontrol.write_text('#!/bin/sh\ncase $1 in -o) cat "$PLACE/nodes" ;; *) echo "$@" >> "$PLACE/asked" ;; esac\n')
     scontrol.chmod(0o755)

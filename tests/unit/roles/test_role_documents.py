@@ -43,7 +43,7 @@ def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
 
 
 def shown(stages: dict[Stage, Document]) -> str:
-    """A document as text, item by item, with every field that says something."""
+    """A document as text, item by item, with every field that has a value."""
     lines = []
     for stage, document in stages.items():
         lines.append(f"==== {stage.name.lower()}")

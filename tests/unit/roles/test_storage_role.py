@@ -53,7 +53,7 @@ def facts_of(name: str, capable: dict[str, Any], **texts: str) -> Facts:
 def cluster_of(
     text: str = HEAD + SHARES, before: dict[str, str] | None = None, **hosts: dict[str, Any] | None
 ) -> Cluster:
-    """`hosts` says what each is capable of; None: it does not answer."""
+    """`hosts` has what each host supports; None: it does not answer."""
     kinds = {name: hosts.get(name, WHOLE) for name in ADDRESSES}
     facts = {name: facts_of(name, capable) for name, capable in kinds.items() if capable is not None}
     for name, record in (before or {}).items():

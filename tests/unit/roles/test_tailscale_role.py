@@ -163,13 +163,13 @@ def test_cluster_uses_the_tailnet_addresses() -> None:
 
 
 def both(**n1: Any) -> dict[str, Facts]:
-    """The two hosts in the tailnet; more of what the status of the second says."""
+    """The two hosts in the tailnet, with more fields in the status of the second."""
     own = {**STATUS, "TailscaleIPs": ["100.64.0.2"], **n1}
     return {"c1": facts(mark=MARK), "n1": facts("n1", mark=MARK, tailscale=own)}
 
 
 def waits(cluster: Cluster, name: str, daemon: str) -> str | None:
-    """What the daemon's unit says of the address that it waits for."""
+    """The lines of the daemon's unit about the address that it waits for."""
     member = next(member for member in cluster.members if member.name == name)
     found = [i for part in documents(cluster, member).values() for i in part if i.key == f"file {DROP_INS[daemon]}"]
     return str(found[0].content) if found and isinstance(found[0], File) and found[0].content else None

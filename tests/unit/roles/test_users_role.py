@@ -142,7 +142,7 @@ def test_removed_user_is_locked_and_stays_recorded() -> None:
     record = there[f"file {RECORD}"]
     assert isinstance(record, File) and isinstance(record.content, str)
     assert record.content.splitlines()[1:] == ["alice 2001", "bob 2002", "carol 2003"]
-    # Noted before anybody is made: what a run that fails has made, the next one knows.
+    # Recorded before any user is made: after a failed run, the next one has the record.
     assert list(there)[:2] == ["directory /etc/shoal", f"file {RECORD}"]
 
 

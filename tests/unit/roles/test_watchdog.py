@@ -32,7 +32,7 @@ class Machine:
         self._program("systemctl", 'echo "$@" >> "$PLACE/asked"')
 
     def look(self, now: int, answer: str, until: int = 0) -> str:
-        """What it asked systemd for."""
+        """Its requests to systemd."""
         failed = answer in (UNKNOWN, SILENT)
         for name, text in (("now", str(now)), ("answer", answer), ("status", "1" if failed else "0")):
             (self.place / name).write_text(text + "\n")
@@ -96,7 +96,7 @@ def test_watchdog_runs_every_minute() -> None:
     assert isinstance(timer.content, str) and "OnUnitActiveSec=60\n" in timer.content
 
 
-# The look at GPUs
+# The check of GPUs
 
 TWO = "0, Simulated GPU, 16384\n1, Simulated GPU, 16384\n"
 

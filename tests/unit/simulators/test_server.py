@@ -167,7 +167,7 @@ async def test_sandbox_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_listener_disables_nagle() -> None:
     with listen("127.0.0.1", 0) as listener:
-        # asyncio turns Nagle's waiting off on sockets alone that say they are TCP's.
+        # asyncio turns Nagle's algorithm off only on sockets whose protocol is TCP.
         assert listener.proto == socket.IPPROTO_TCP
 
 

@@ -95,7 +95,7 @@ def test_failed_command_is_retried_without_a_second_backup(program: Program, tmp
     done = program("apply")
     assert done.stderr == "sacctmgr add qos fast: Error with request: Job(s) active\n"
     assert heard(tmp_path) == ["backup", *["sacctmgr -i -Q add qos fast"] * 3]
-    # It failed, and still the next run knows what to remove.
+    # It failed, and the next run still has the record of what to remove.
     assert json.loads((tmp_path / "state" / "record.json").read_text())["users"] == ["ann@lab"]
 
 

@@ -173,7 +173,7 @@ def test_repeated_request_that_succeeded_before_succeeds_again(share: Share, tmp
     ]:
         request = sftp.string(struct.pack(">BI", kind, 9) + rest)
         assert sftp.succeeded_before(request, code)
-        assert not sftp.succeeded_before(request, 3)  # permission denied is what it says
+        assert not sftp.succeeded_before(request, 3)  # the status is permission denied
     assert not sftp.succeeded_before(sftp.string(struct.pack(">BI", sftp.MKDIR, 9) + place), sftp.NO_SUCH_FILE)
 
 
@@ -233,7 +233,7 @@ def test_file_removed_meanwhile_gives_an_error_at_once(share: Share, tmp_path: P
 
 
 def test_own_requests_of_the_proxy_are_not_answered_to_sshfs(share: Share, tmp_path: Path) -> None:
-    """A sync of our own, for a file that sshfs has closed meanwhile."""
+    """A sync that the proxy sends, for a file that sshfs has closed in the meantime."""
     own = struct.pack(">BI", sftp.EXTENDED, sftp.OWN_REQUESTS + 1) + sftp.string(sftp.FSYNC) + sftp.string(b"gone")
     handle = share.open(tmp_path / "x", WRITE | CREATE)
     for _ in range(20):

@@ -211,7 +211,7 @@ def test_flipped_bit_in_an_index_is_detected(tmp_path):
 
 def test_indexes_of_shards_in_an_unwritable_directory_are_stored_elsewhere(tmp_path, monkeypatch):
     (shard,) = write_shards(tmp_path / "data", samples(3))
-    # Root may write anywhere, so a folder in the index's place stands for a refusal.
+    # Root may write anywhere, so a directory in place of the index makes the write fail.
     (tmp_path / "data" / "shard-0000.tar.index").mkdir()
     assert len(ShardDataset([shard])) == 3
     assert len(list((tmp_path / "cache").iterdir())) == 1

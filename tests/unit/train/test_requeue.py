@@ -14,7 +14,7 @@ SHOW = "JobId=7 JobName=train\\n   JobState={state} Reason={reason} Dependency=(
 
 
 def _slurm(tmp_path: Path, state: str = "RUNNING", reason: str = "None", status: int = 0) -> str:
-    """A directory for PATH with a scontrol that notes what it is asked."""
+    """A directory for PATH with a scontrol that records its arguments."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
         "#!/bin/sh\n"

@@ -32,7 +32,7 @@ def _run(directory: Path, save_every: int = 0) -> Run:
 
 
 def _train(run: Run, signal_after: int | None = None, said: Callable[[str], object] = print) -> list[str]:
-    """The losses of a script with two loops; it gets a signal in the body of a step, and says when an epoch is over."""
+    """The losses of a script with two loops; it gets a signal in the body of a step, and reports each epoch."""
     losses: list[str] = []
     assert run.state.optimizer is not None
     for epoch in run.epochs(EPOCHS):

@@ -179,7 +179,7 @@ def test_all_ranks_stop_at_the_same_step_after_a_signal_to_a_single_rank() -> No
     assert results == [(Stop(4, "SIGUSR1", None, 1.0), ""), (Stop(4, "SIGUSR1", None, 1.0), "SIGUSR1")]
 
 
-# Data workers, in a process group of their own that is signalled as a whole
+# Data workers, in their own process group, which is signalled as a whole
 
 TRAINER = """
 import contextlib, os, signal, sys, time

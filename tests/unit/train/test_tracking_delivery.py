@@ -42,7 +42,7 @@ def shipping(mlflow: FakeMlflow, *paths: Path, create: bool = True, timeout: flo
 
 
 def ship_all(shipping: Delivery, tries: int = 50) -> list[str]:
-    """Ship until nothing is left, and say what went wrong on the way."""
+    """Ship until nothing is left. Returns the errors."""
     troubles: list[str] = []
     while True:
         try:

@@ -109,7 +109,7 @@ def test_server_killed_and_restarted_midway_has_every_metric_once(real: RealMlfl
         first.log({"loss": 1 / (step + 1)}, step=step)
     first.close("SCHEDULED", timeout=2)
     real.start()
-    # What the server has and we forgot that it has: the answer that got lost.
+    # The server stored it and its answer was lost.
     for sent in tmp_path.glob("*.sent"):
         sent.unlink()
     second = start(real, tmp_path, restart=1)

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Position:
-    """Data in an order of its own: what a loader's position is."""
+    """Data in its own order, for the position of a loader."""
 
     def __init__(self) -> None:
         self.at = 0

@@ -230,7 +230,7 @@ async def test_rented_nodes_without_a_machine_do_not_block_a_rotation() -> None:
 
 
 async def test_joins_are_paused_before_the_node_query_until_the_rotation_ends() -> None:
-    """Before it is asked which nodes are up, so that none joins between the two."""
+    """Before the nodes that are up are listed, so that none joins in between."""
     world = renting("IDLE+CLOUD+POWERED_DOWN")
     await rotate(context_of(world), "munge")
     did = [argv for argv in world.hosts["c1"].argvs if argv in (HELD, NODES_COMMAND, RELEASED)]
@@ -415,7 +415,7 @@ async def test_munge_cluster_has_no_slurm_key_to_rotate() -> None:
 
 
 def mesh(*, begun: bool = False) -> tuple[World, list[tuple[str, str]]]:
-    """A cluster over WireGuard, and what was done on which host, in order: what is asked in a shell, by its script."""
+    """A cluster over WireGuard, and the calls on each host, in order; shell commands by their script."""
     world = lab(LAB + "network: wireguard\n")
     done: list[tuple[str, str]] = []
     for number, (name, host) in enumerate(world.hosts.items(), 1):

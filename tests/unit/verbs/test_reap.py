@@ -93,7 +93,7 @@ async def test_reap_repeats_until_the_lists_are_empty() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], lag=1, deletes_that_fail=2)
     result = await reaped(**{"lambda": lambda_})
     assert result.clean and ids(result.gone) == [("lambda", "a")]
-    assert lambda_.deleted == ["a"]  # what is going is not asked to go with every preview
+    assert lambda_.deleted == ["a"]  # a machine that is stopping is not deleted again with every list
 
 
 async def test_machine_that_stays_is_deleted_again() -> None:

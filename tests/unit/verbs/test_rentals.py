@@ -201,7 +201,7 @@ async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -
         assert not any("t0ken9" in one for one in ended)
 
 
-# ---- machines that the file no longer knows
+# ---- machines that the file no longer names
 
 
 def says(world: World, machines: dict[str, dict[str, str]], accounts: dict[str, object] | None = None) -> None:

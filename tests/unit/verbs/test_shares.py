@@ -68,7 +68,7 @@ def test_free_space_and_quotas_are_parsed() -> None:
 
 
 def test_quotas_are_read_for_the_mount_point_of_the_directory(tmp_path: Path) -> None:
-    """repquota takes a mount point or a device, and says nothing of any other directory."""
+    """repquota takes a mount point or a device, and prints nothing for any other directory."""
     (tmp_path / "df").write_text(f"#!/bin/sh\ncat <<'END'\n{DF}END\n")
     (tmp_path / "repquota").write_text(f'#!/bin/sh\n[ "$*" = "-u -O csv -- /dev/sda1" ] && cat <<"END"\n{QUOTA}END\n')
     for program in tmp_path.iterdir():
