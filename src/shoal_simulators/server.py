@@ -120,9 +120,9 @@ class SimulatorApp:
             Route(f"{CONTROL}/faults", self._faults, methods=["GET", "PUT"]),
             Route(f"{CONTROL}/{{event:str}}/{{id}}", self._fail_machine, methods=["POST"]),
         ]
-        self._control: ASGIApp = Starlette(routes=control, exception_handlers={ApiRejection: self._unknown})
+        self._control: ASGIApp = Starlette(routes=control, exception_handlers={ApiRejection: self._respond_unknown})
         self._inner: ASGIApp = Starlette(
-            routes=self.simulator.routes(), exception_handlers={ApiRejection: self._refused}
+            routes=self.simulator.routes(), exception_handlers={ApiRejection: self._respond_rejected}
         )
         self._limits = self.simulator.limits()
 
@@ -185,11 +185,11 @@ class SimulatorApp:
         ]
         return (self.simulator.metadata(request, own[0]) if own else None) or PlainTextResponse("not found", 404)
 
-    async def _refused(self, request: Request, error: Exception) -> Response:
+    async def _respond_rejected(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiRejection)
         return self.simulator.error_response(error.reason, error.detail)
 
-    async def _unknown(self, request: Request, error: Exception) -> Response:
+    async def _respond_unknown(self, request: Request, error: Exception) -> Response:
         return JSONResponse({"error": f"no live machine {error}"}, 404)
 
     async def _bill(self, request: Request) -> Response:
