@@ -151,6 +151,7 @@ def down(
     from shoal.verbs.down import down as verb
 
     context = session.open()
+    context.require_operator()
     hosts = [member.name for member in context.members if member.provider is None]
     if hosts:
         names = compress(hosts)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.jobs.failure import FailureReason
     from shoal.jobs.record import JobRecord
     from shoal.verbs.jobs import JobsResult, JobView
-    from shoal.verbs.run import SubmittedJob
+    from shoal.verbs.submission import SubmittedJob
 
 STATE_STYLE = {"RUNNING": "cyan", "COMPLETED": "green", "PENDING": "yellow", "CANCELLED": "magenta"}
 RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")

@@ -17,7 +17,7 @@ from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_o
 
 if TYPE_CHECKING:
     from shoal.verbs.logs import LogsResult
-    from shoal.verbs.run import SubmittedJob
+    from shoal.verbs.submission import SubmittedJob
 
 CHOICES = {"launcher": LAUNCHER_NAMES, "profile": PROFILER_NAMES}
 """What the shell completes, by field."""
@@ -79,7 +79,7 @@ def run(
 
 
 def _job_spec(script: str | None, args: list[str] | None, file: Path | None, options: dict[str, Any]) -> JobSpec:
-    from shoal.verbs.run import check_secrets
+    from shoal.verbs.submission import check_secrets
 
     spec = read_job(file, options if script is None else {**options, "script": script, "args": tuple(args or ())})
     check_secrets(spec)

@@ -8,17 +8,24 @@
 set -eu
 
 # Makes the directories, open to every user as /tmp is. What is there is touched, under the lock that `clean_code` holds
-# too: it has just been used, and stays. Root is going to write and delete in `code` and `lib`: below a --directory that
-# a user may write to, they might be the user's.
+# too: it has just been used, and stays. Root is going to write and delete in `code` and `lib`, and jobs run from there:
+# each directory on the way is root's, and one that others may write to has the sticky bit, as /tmp has.
 inspect() {
     root=$1 code=$2 lib=$3
+    top=$root made=
+    while [ -n "$top" ] && [ ! -d "$top" ]; do top=${top%/*}; done  # as much of it as exists
+    for place in "$top" "$(readlink -f "$top/")"; do
+        while [ -n "$place" ]; do
+            is_ours "$place" || fail "$place belongs to $(stat -c %U "$place"), who could replace the job's code"
+            [ -z "$(find "$place" -maxdepth 0 -uid 0 -type d -perm /022 ! -perm -1000)" ] ||
+                fail "others may write to $place, and so replace the job's code"
+            place=${place%/*}
+        done
+    done
     [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
     [ -d "$root/code" ] && [ -d "$root/lib" ] || mkdir -p "$root/code" "$root/lib"
     for place in "$root/code" "$root/lib"; do
-        if [ -L "$place" ] || ! { [ -O "$place" ] || as_made_now "$place"; }; then
-            echo "$place is a link, or does not belong to root" >&2
-            exit 3
-        fi
+        [ ! -L "$place" ] && is_ours "$place" || fail "$place is a link, or does not belong to root"
     done
     if [ ! -s "$root/.id" ]; then
         new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
@@ -39,12 +46,21 @@ inspect() {
         awk '++many[$0] > @KEEP_NEWEST@ { print "old"; exit }'
 }
 
-# Root of a client of NFS may be somebody else there.
-as_made_now() {
-    new=$(mktemp "$root/.new.XXXXXX")
-    owner=$(stat -c %u "$new")
-    rm -f "$new"
-    [ "$(stat -c %u "$1")" = "$owner" ]
+# Whether root has made this, or the operator who became root. Root of a client of NFS may be somebody else there.
+is_ours() {
+    owner=$(stat -c %u "$1")
+    [ "$owner" != 0 ] && [ "$owner" != "$(id -u)" ] && [ "$owner" != "${SUDO_UID:-0}" ] || return 0
+    if [ -z "$made" ]; then
+        new=$(mktemp "$top/.new.XXXXXX")
+        made=$(stat -c %u "$new")
+        rm -f "$new"
+    fi
+    [ "$owner" = "$made" ]
+}
+
+fail() {
+    echo "$1" >&2
+    exit 3
 }
 
 # The file has its name only once it is there whole.

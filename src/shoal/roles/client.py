@@ -10,10 +10,9 @@ from shoal.network.tunnel import LOOPBACK
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import directory_of
 from shoal.roles.rented import rented_containers
-from shoal.roles.shares import homes_of
+from shoal.roles.shares import access_kind, homes_of, shares
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordShare
 from shoal.spec.member import Member
-from shoal.spec.model import Spec
 from shoal.spec.rental import SANDBOX
 from shoal.spec.storage import SANDBOX_SHARED
 from shoal.storage.sshfs import HOST_KEY, strip_comment
@@ -45,7 +44,7 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
     members = [member for member in cluster.members if not member.rented]
     entries = [member.name for member in members if ENTRY_ROLES & member.roles]
     keys = {name: strip_comment(cluster.facts_of(name).text(HOST_KEY)) for name in entries}
-    share = job_share(spec, sandbox=is_sandbox(cluster))
+    share = job_share(cluster)
     return ClusterRecord(
         cluster=spec.cluster,
         version=VERSION,
@@ -55,7 +54,7 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
             for member in members
         ),
         host_keys={name: key for name, key in keys.items() if key},
-        shares=shared_directories(spec, sandbox=is_sandbox(cluster)),
+        shares=shared_directories(cluster),
         jobs=f"{share}/{JOBS_NAME}" if share else "",
         environments={name: directory_of(spec, entry) for name, entry in spec.environments.items()},
         accounting=spec.accounting is not None,
@@ -64,30 +63,33 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
     )
 
 
-def is_sandbox(cluster: Cluster) -> bool:
-    return any(member.provider == SANDBOX for member in cluster.members)
+def shared_directories(cluster: Cluster) -> dict[str, RecordShare]:
+    """The directories that all hosts have in common. Where one host has only a copy, it is none."""
+    found = {SANDBOX_SHARED: RecordShare("sandbox")} if _is_sandbox(cluster) else {}
+    for share in shares(cluster.spec):
+        kinds = {access_kind(cluster, share, name) for name in cluster.facts}
+        if "stage" not in kinds:
+            # Over SSH every file belongs to one account, but in homes, which each user's own account mounts.
+            private = share.homes or "sshfs" not in kinds
+            found[share.where] = RecordShare(share.share.kind, not share.share.read_only, private)
+    return found
 
 
-def shared_directories(spec: Spec, *, sandbox: bool) -> dict[str, RecordShare]:
-    """The directories that all hosts have in common; a copy for each job is none."""
-    shares = {path: RecordShare(share.kind, not share.read_only) for path, share in spec.storage.items()}
-    shared = {path: share for path, share in shares.items() if share.kind != "stage"}
-    return shared | ({SANDBOX_SHARED: RecordShare("sandbox")} if sandbox else {})
-
-
-def job_share(spec: Spec, *, sandbox: bool) -> str:
+def job_share(cluster: Cluster) -> str:
     """The share for the jobs of users; empty where homes are shared, or no share keeps owners and modes."""
-    if homes_of(spec) is not None:
+    if homes_of(cluster.spec) is not None:
         return ""
-    shares = shared_directories(spec, sandbox=sandbox)
-    # Over SSH every file belongs to one account: nothing there is a user's own.
-    return next((path for path, share in shares.items() if share.writable and share.kind != "sshfs"), "")
+    return next((path for path, share in shared_directories(cluster).items() if share.writable and share.private), "")
+
+
+def _is_sandbox(cluster: Cluster) -> bool:
+    return any(member.provider == SANDBOX for member in cluster.members)
 
 
 def _job_directories(cluster: Cluster, member: Member) -> Iterator[Command]:
     """A directory for the jobs of each user, made on the host that keeps the share: others are not root there."""
     spec = cluster.spec
-    where = job_share(spec, sandbox=is_sandbox(cluster))
+    where = job_share(cluster)
     if not where or not spec.users:
         return
     share = spec.storage.get(where)

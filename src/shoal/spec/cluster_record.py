@@ -32,6 +32,8 @@ class RecordShare:
 
     kind: str
     writable: bool = True
+    private: bool = True
+    """It keeps owners and modes on all hosts, so that a user's directory there is the user's alone."""
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,7 @@ class Context:
     def spec(self) -> Spec:
         """The whole spec. Reads the file where only the hosts are cached. Raises UsageError for ordinary users."""
         if isinstance(self.known, JoinedCluster):
-            raise UsageError(
-                f"this command needs the operator's file of cluster {self.cluster}, and the right to become root",
-                hint="ask the operator; or, for the sandbox on this machine, use --cluster sandbox",
-            )
+            raise needs_operator(self.cluster)
         if not isinstance(self.known, CachedSpec):
             return self.known
         return open_context(self.file, None if self.file else self.known.cluster).spec
@@ -86,6 +83,11 @@ class Context:
     def shares(self) -> bool:
         """Whether it has storage that its hosts share."""
         return self.known.shares if isinstance(self.known, CachedSpec | JoinedCluster) else bool(self.known.storage)
+
+    def require_operator(self) -> None:
+        """Raise UsageError for an ordinary user, before anything is asked or done."""
+        if self.joined is not None:
+            raise needs_operator(self.cluster)
 
     @property
     def joined(self) -> JoinedCluster | None:
@@ -199,6 +201,14 @@ class Context:
                 f"{host} names {len(members)} hosts, and this command takes one", hint=f"use {members[0].name}"
             )
         return members[0]
+
+
+def needs_operator(cluster: str) -> UsageError:
+    """The error of a command that ordinary users cannot use."""
+    return UsageError(
+        f"this command needs the operator's file of cluster {cluster}, and the right to become root",
+        hint="ask the operator; or, for the sandbox on this machine, use --cluster sandbox",
+    )
 
 
 def open_context(

@@ -17,7 +17,8 @@ from shoal.jobs.record import JobRecord
 from shoal.verbs.context import Context, open_context
 from shoal.verbs.jobs import cancel
 from shoal.verbs.logs import LogsResult, logs, wait_for_job
-from shoal.verbs.run import SubmittedJob, dry_run, run
+from shoal.verbs.run import dry_run, run
+from shoal.verbs.submission import SubmittedJob
 
 T = TypeVar("T")
 

@@ -5,113 +5,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.contract import PROFILE_DIRECTORY
-from shoal.errors import ShoalError, SlurmError, UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle, runtime, working_tree
+from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle
 from shoal.jobs.launchers import PROFILERS, is_profiler_missing
-from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob, job_root
+from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, job_root
 from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
 from shoal.jobs.ship import StorageState, clean, inspect_storage, mark, one_host_per_storage, require_all_hosts, send
 from shoal.plan.connections import Connections
-from shoal.remote.runner.node import SUBMISSION
-from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
-from shoal.spec.member import Member
-from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables
+from shoal.slurm.state import parse_nodes, parse_partitions
 from shoal.verbs.context import Context, compute_hosts
-from shoal.verbs.slurmctld import gather_answers, slurm_output
+from shoal.verbs.run_user import prepare_as_user, run_as_user
+from shoal.verbs.slurmctld import slurm_output
+from shoal.verbs.submission import (
+    MAX_EAGER_HOSTS,
+    JobConnections,
+    PreparedJob,
+    SubmittedJob,
+    check_secrets,
+    connect,
+    make_bundles,
+    require_accounting,
+    submit,
+    tracking_variables,
+)
 
 if TYPE_CHECKING:
     from shoal.environments.store import BuiltEnvironment
 
 
-MAX_EAGER_HOSTS = 16
-"""All hosts of a cluster up to this size are connected at once, because the job may go to any of them."""
-
-
-@dataclass(frozen=True)
-class PreparedJob:
-    """A job that is ready to be sent: what `--dry-run` shows and what is submitted are this one value."""
-
-    job: ResolvedJob
-    shipped: JobPaths
-    tree: Bundle
-    runtime: Bundle
-    script: str
-    environment: BuiltEnvironment | None = None
-
-
-@dataclass(frozen=True)
-class SubmittedJob:
-    """A job in the queue."""
-
-    id: str
-    name: str
-    partition: str
-    nodes: int
-    world_size: int
-    code: str
-    """The content hash of the working tree."""
-    sent: int
-    """Bytes that were not on the nodes yet."""
-    script: str
-    traces: str = ""
-    """The directory on its nodes where the profiler's files will be."""
-    shared: bool = True
-    """Its nodes have the jobs' directory in common. Checkpoints of several nodes need that."""
-    array: bool = False
-    """It is as many jobs as `--array` says, each with a number behind its own."""
-
-
-@dataclass(frozen=True)
-class JobConnections:
-    """The connections to a cluster, which may still be opening, and the questions its controller was asked."""
-
-    fleet: Connections
-    slurm: asyncio.Future[list[str]]
-    """Slurm's nodes and partitions."""
-    tracking: asyncio.Future[str]
-    """The address of the tracking server."""
-
-
-@asynccontextmanager
-async def connect(context: Context, chosen: Sequence[Member] | None = None) -> AsyncIterator[JobConnections]:
-    """Start to connect to the hosts that a job may need, and ask Slurm once its controller is connected."""
-    controller = context.controller.name
-    async with await context.connections(chosen) as fleet:
-        fleet.start_connecting([controller])  # first: Slurm's answer takes longest
-        if len(fleet.targets) <= MAX_EAGER_HOSTS:
-            fleet.start_connecting(fleet.targets)
-
-        async def ask_slurm() -> list[str]:
-            host = await fleet.host(controller)
-            return await gather_answers(host, slurm_output(host, NODES_COMMAND), slurm_output(host, PARTITIONS_COMMAND))
-
-        async def ask_tracking() -> str:
-            return (await (await fleet.host(controller)).run(ADDRESS_COMMAND, timeout=60)).text
-
-        slurm, tracking = asyncio.ensure_future(ask_slurm()), asyncio.ensure_future(ask_tracking())
-        try:
-            yield JobConnections(fleet, slurm, tracking)
-        finally:
-            slurm.cancel()
-            tracking.cancel()
-            await asyncio.gather(slurm, tracking, return_exceptions=True)
-
-
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> PreparedJob:
     """What `run` would submit. Asks Slurm, changes nothing."""
+    if context.joined is not None:
+        async with connect(context) as connections:
+            return (await prepare_as_user(context, connections, job, here, limit)).prepared
     async with connect(context, [context.controller]) as connections:
-        tree, runtime_bundle = await _bundles(job, here, limit)
+        tree, runtime_bundle = await make_bundles(job, here, limit)
         return await _resolve(context, connections, job, tree, runtime_bundle)
 
 
@@ -119,6 +56,8 @@ async def run(
     context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT, environ: Mapping[str, str] = os.environ
 ) -> SubmittedJob:
     """Send the working tree to the nodes and submit the job. Wrong jobs are rejected before anything is sent."""
+    if context.joined is not None:
+        return await run_as_user(context, job, here, limit, environ)
     secrets = check_secrets(job, environ)
     async with connect(context) as connections:
         fleet = connections.fleet
@@ -131,9 +70,9 @@ async def run(
             await require_environment(fleet, prepared.environment, resolved_job.hosts)
         await _check_profiler(fleet, resolved_job)
         sent_bytes, tracking = await asyncio.gather(
-            _ship(fleet, prepared, storages), _tracking(connections, resolved_job, environ)
+            _ship(fleet, prepared, storages), tracking_variables(connections, resolved_job, environ)
         )
-        number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
+        number = await submit(controller, prepared.script, {**secrets, **tracking})
         await _clean(fleet, controller, prepared, storages)
     return SubmittedJob(
         number,
@@ -154,7 +93,7 @@ async def _prepare_and_inspect(
     context: Context, connections: JobConnections, job: JobSpec, here: Path, limit: int
 ) -> tuple[PreparedJob, dict[str, StorageState]]:
     """The job, and what each node that Slurm may choose has already. Small clusters are inspected meanwhile."""
-    tree, runtime_bundle = await _bundles(job, here, limit)
+    tree, runtime_bundle = await make_bundles(job, here, limit)
     fleet, root = connections.fleet, job_root(job, context.cluster)
     inspections: dict[str, asyncio.Future[StorageState]] = {}
 
@@ -183,14 +122,10 @@ async def _prepare_and_inspect(
     return prepared, storages
 
 
-async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle]:
-    return await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
-
-
 async def _resolve(
     context: Context, connections: JobConnections, job: JobSpec, tree: Bundle, runtime_bundle: Bundle
 ) -> PreparedJob:
-    _require_accounting(context, job)
+    require_accounting(context, job)
     environment: BuiltEnvironment | None = None
     if job.environment is not None:
         from shoal.verbs.env import job_environment  # it reads the whole spec, which no other job needs
@@ -211,15 +146,6 @@ async def _resolve(
         context.cluster, root, tree.hash, runtime_bundle.hash, tree.workdir, place, context.shares, is_staged
     )
     return PreparedJob(resolved_job, paths, tree, runtime_bundle, sbatch_script(resolved_job, paths), environment)
-
-
-def _require_accounting(context: Context, job: JobSpec) -> None:
-    options = [f"--{name}" for name in ("account", "qos") if getattr(job, name) is not None]
-    if options and context.spec.accounting is None:
-        raise UsageError(
-            f"the cluster has no accounting, so Slurm would ignore {' and '.join(options)}",
-            hint="put `accounting: true` into the file and run `shoal up`, or leave it out",
-        )
 
 
 def _require_known_hosts(names: Sequence[str], fleet: Connections) -> None:
@@ -289,48 +215,3 @@ async def _clean(
             await clean(await fleet.host(name), prepared.shipped.root, [record.id for record in active_records], hashes)
 
         await fleet.each(hosts, clean_host)
-
-
-async def _tracking(connections: JobConnections, job: ResolvedJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """The cluster's own tracking server, for a job that names no other. Its password goes by no script or argument.
-
-    Rented containers do not reach it, and do not get its password.
-    """
-    if job.spec.tracking_uri or job.containers:
-        return {}
-    variables = job_variables(await connections.tracking)
-    # A server that somebody else set up has a password that only the operator knows.
-    is_foreign_server = variables and "MLFLOW_TRACKING_USERNAME" not in variables
-    return {**(_read_secrets(environ) if is_foreign_server else {}), **variables}
-
-
-def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The credentials of the job's tracker, from the environment."""
-    return _read_secrets(environ) if job.tracking_uri else {}
-
-
-def _read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    secrets = {name: environ[name] for name in SECRETS if environ.get(name)}
-    unprintable = [name for name, value in secrets.items() if not value.isprintable()]
-    if unprintable:
-        raise UsageError(f"{', '.join(unprintable)} is not a single line of text", hint="set it again, or unset it")
-    return secrets
-
-
-SUBMIT = r"""
-while IFS= read -r line && [ -n "$line" ]; do export "$line"; done
-exec sbatch --parsable
-"""
-"""Takes variables from standard input until an empty line; the rest is the script."""
-
-
-async def _sbatch(controller: Host, script: str, secrets: Mapping[str, str]) -> str:
-    """Submit the job. Slurm stores the environment of sbatch with it, readable by its user and root only."""
-    variables = {SUBMISSION: os.urandom(4).hex(), **secrets}
-    exports = "".join(f"{name}={value}\n" for name, value in variables.items())
-    stdin = f"{exports}\n{script}".encode()
-    result = await controller.run(["sh", "-c", SUBMIT], stdin=stdin, timeout=60, root=False)
-    if result.status != 0:
-        message = result.error_text.strip().removeprefix("sbatch: error: ")
-        raise SlurmError(f"sbatch rejected the job: {message}", hint="`shoal run --dry-run` shows the script")
-    return result.text.strip().partition(";")[0]

@@ -19,7 +19,7 @@ from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.record import JobRecord
 from shoal.verbs.jobs import JobsResult, JobView
 from shoal.verbs.logs import LogsResult
-from shoal.verbs.run import SubmittedJob
+from shoal.verbs.submission import SubmittedJob
 
 
 def screen() -> tuple[Console, io.StringIO]:

@@ -35,8 +35,8 @@ from shoal.verbs.logs import LogsResult
 from shoal.verbs.provider_accounts import OffersResult
 from shoal.verbs.reap import ReapResult
 from shoal.verbs.restore import Backup, RestoreResult
-from shoal.verbs.run import SubmittedJob
 from shoal.verbs.simulate import Simulated
+from shoal.verbs.submission import SubmittedJob
 from shoal.verbs.ui import WebPage
 from shoal.verbs.usage import UsageResult
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shoal.remote import log_reader
+from shoal.remote.runner.node import verified_archive
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 ALICE = 65533
@@ -34,22 +38,26 @@ def logs(job: Path, output: str | Path = "", owner: str = "") -> bytes:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    place = tmp_path / "17"
-    place.mkdir()
-    (place / "rank-0.0.log").write_text("1.0 mine\n")
-    for path in (place, place / "rank-0.0.log"):
+def place() -> Iterator[Path]:
+    """Not below pytest's own directory, which root alone may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def job(place: Path) -> Path:
+    made = place / "17"
+    made.mkdir()
+    (made / "rank-0.0.log").write_text("1.0 mine\n")
+    for path in (made, made / "rank-0.0.log"):
         os.chown(path, ALICE, ALICE) if os.geteuid() == 0 else None
-    for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o711)
-    tmp_path.chmod(0o755)
-    return place
+    return made
 
 
 @as_root
-def test_output_path_shows_no_file_that_its_owner_cannot_read(job: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "shadow"
+def test_output_path_shows_no_file_that_its_owner_cannot_read(job: Path, place: Path) -> None:
+    secret = place / "shadow"
     secret.write_text("root:secret\n")
     secret.chmod(0o600)
     for owner in (str(ALICE), ""):
@@ -62,19 +70,19 @@ def test_logs_of_a_user_who_is_not_on_the_host_stay_closed(job: Path) -> None:
     assert logs(job, owner="nobody-here") == b""
 
 
-def test_symbolic_links_are_not_followed(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("secret\n")
-    (job / "rank-1.0.log").symlink_to(tmp_path / "other")
-    (tmp_path / "17.out").symlink_to(tmp_path / "other")
-    (job / "progress.json").symlink_to(tmp_path / "other")
+def test_symbolic_links_are_not_followed(job: Path, place: Path) -> None:
+    (place / "other").write_text("secret\n")
+    (job / "rank-1.0.log").symlink_to(place / "other")
+    (place / "17.out").symlink_to(place / "other")
+    (job / "progress.json").symlink_to(place / "other")
     assert b"secret" not in logs(job)
     assert read("progress", "", job / "progress.json").stdout == b""
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_pipe_or_device_does_not_block_the_reader(job: Path, kind: str, tmp_path: Path) -> None:
+def test_pipe_or_device_does_not_block_the_reader(job: Path, kind: str, place: Path) -> None:
     if kind == "fifo":
-        paths = [job / "rank-1.0.log", job / "progress.json", tmp_path / "17.out"]
+        paths = [job / "rank-1.0.log", job / "progress.json", place / "17.out"]
         for path in paths:
             os.mkfifo(path)
         output = paths[-1]
@@ -107,3 +115,13 @@ def test_progress_is_bounded(job: Path) -> None:
 def test_many_large_logs_share_the_limit_and_small_ones_are_whole() -> None:
     assert log_reader.divide(100 << 20, [1 << 20, 400 << 20, 400 << 20]) == [1 << 20, 99 << 19, 99 << 19]
     assert log_reader.divide(10, [0]) == [log_reader.MIN_READ_BYTES]
+
+
+def test_code_that_was_changed_does_not_run(tmp_path: Path) -> None:
+    archive = tmp_path / "c0de.tar"
+    archive.write_bytes(b"mine")
+    digest = hashlib.sha256(b"mine").hexdigest()[:20]
+    assert verified_archive(str(archive), digest) == b"mine"
+    archive.write_bytes(b"theirs")
+    with pytest.raises(OSError, match="this is not the code that was sent"):
+        verified_archive(str(archive), digest)

@@ -26,8 +26,9 @@ from shoal.verbs.context import Context
 from shoal.verbs.job import Job
 from shoal.verbs.jobs import cancel, jobs
 from shoal.verbs.logs import follow, logs
-from shoal.verbs.run import SUBMIT, dry_run, run
+from shoal.verbs.run import dry_run, run
 from shoal.verbs.spec_cache import CachedSpec
+from shoal.verbs.submission import SUBMIT
 from shoal_simulators.fake_host import Call, FakeConnector, FakeHost
 
 SPEC = """

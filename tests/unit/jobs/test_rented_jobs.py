@@ -90,7 +90,7 @@ class Reef:
             if "sbatch" in call.argv[2]:
                 self.scripts.append(call.stdin.decode().partition("\n\n")[2])
                 return b"17;reef\n"
-            words = call.argv[4:]
+            words = call.argv[5:]
             if call.stdin:
                 self.files[disk].add(words[0])
                 return b""

@@ -115,7 +115,7 @@ def test_missing_bundle_is_logged(node: MakeNode) -> None:
     made.env["SHOAL_CODE"] = "/no/such/code.tar"
     assert made.run() == 127
     [line] = made.text()
-    assert line.startswith("shoal: cannot start /no/such/code.tar: tar: /no/such/code.tar: Cannot open")
+    assert line.startswith("shoal: cannot start /no/such/code.tar: No such file or directory")
 
 
 def test_rank_end_is_stored(node: MakeNode) -> None:

@@ -77,6 +77,31 @@ class Cut(LocalHost):
         return await super().run(argv, stdin=stdin[: len(stdin) // 2], **more)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.parametrize("kind", ["root", "parent", "link", "open"])
+async def test_directory_in_the_hands_of_a_user_is_rejected(tmp_path: Path, tree: Bundle, kind: str) -> None:
+    share = tmp_path / "share"
+    share.mkdir()
+    share.chmod(0o1777)
+    (share / "theirs").mkdir()
+    os.chown(share / "theirs", 65534, 65534)
+    root = {"root": share / "theirs", "parent": share / "theirs/jobs", "open": share / "open/jobs"}.get(kind)
+    if kind == "link":
+        root = share / "jobs"
+        root.symlink_to(tmp_path)
+        os.chown(root, 65534, 65534, follow_symlinks=False)
+    if kind == "open":
+        (share / "open").mkdir()
+        (share / "open").chmod(0o777)
+    host = LocalHost(Target("n1"), through_sudo=False)
+    text = {"open": "others may write to", "link": "Permission denied|belongs to nobody"}.get(
+        kind, "belongs to nobody, who could replace the job's code"
+    )
+    with pytest.raises(CommandFailed, match=text):
+        await inspect_storage(host, str(root), tree.hash, tree.hash)
+    assert not list(share.rglob("*.tar"))
+
+
 async def test_incomplete_bundle_is_not_kept(tmp_path: Path, tree: Bundle) -> None:
     root, host = tmp_path / "jobs", Cut(Target("n1"), through_sudo=False)
     await inspect_storage(host, str(root), tree.hash, "11b")

@@ -8,7 +8,7 @@ import sys
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.loader import load_text
 from shoal.verbs.context import Context
-from shoal.verbs.run import MAX_EAGER_HOSTS, connect
+from shoal.verbs.submission import MAX_EAGER_HOSTS, connect
 from shoal_simulators.fake_host import FakeConnector, FakeHost
 
 SPEC = "cluster: reef\ncontroller: {{host: c1}}\nnodesets:\n  lab: {{hosts: ['n[1-{}]']}}\n"

@@ -11,12 +11,14 @@ import pytest
 from shoal.contract import VERSION
 from shoal.errors import UsageError
 from shoal.hosts.api import Target
+from shoal.jobs.model import job_from_options
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordShare, parse_record
 from shoal.verbs.context import Context, open_context, open_hosts
 from shoal.verbs.joined_cluster import JoinedCluster, Login, find_joined, join, parse_login
+from shoal.verbs.run import run
 from shoal.verbs.status import status
 from shoal.verbs.up import plan
-from shoal_simulators.fake_host import FakeConnector, FakeHost
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost
 
 RECORD = ClusterRecord(
     "reef",
@@ -70,6 +72,40 @@ async def test_users_command_asks_slurm_and_never_root(config: Path) -> None:
     assert [node.name for node in result.nodes] == ["n1"]
     with pytest.raises(UsageError, match="needs the operator's file"):
         await plan(context)
+
+
+async def test_users_job_is_written_and_submitted_through_the_one_host(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    host = desktop()
+    sent: list[tuple[tuple[str, ...], bytes]] = []
+    answer = {"root": "/data/shoal-jobs/alice", "user": "alice", "code": False, "runtime": True}
+
+    def shell(call: Call) -> bytes:
+        sent.append((call.argv[5:6], call.stdin))
+        return b"17\n" if "sbatch" in call.argv[2] else b""
+
+    host.answers = {
+        **host.answers,
+        ("python3",): json.dumps(answer).encode(),
+        ("sh",): shell,
+        ("touch",): b"",
+        ("scontrol", "-o"): b"PartitionName=main State=UP Nodes=n1 Default=YES\n",
+    }
+    context = Context(JoinedCluster(RECORD, Login("desktop", "alice")), connector=FakeConnector(host))
+    job = job_from_options({"script": "train.py"})
+    submitted = await run(context, job, tmp_path)
+    assert (submitted.id, submitted.shared) == ("17", True)
+    assert "#SBATCH --chdir=/data/shoal-jobs/alice\n" in submitted.script
+    assert sent[0][0] == (f"/data/shoal-jobs/alice/code/{submitted.code}.tar",)
+    for root, text in (("/home/alice/jobs", "not on a share"), ("/old/alice", "keep the owners of files")):
+        record = replace(RECORD, shares={**RECORD.shares, "/old": RecordShare("sshfs", private=False)})
+        host.answers = {
+            **host.answers,
+            ("python3",): json.dumps({**answer, "root": root}).encode(),
+            ("cat", RECORD_PATH): record.as_json().encode(),
+        }
+        with pytest.raises(UsageError, match=text):
+            await run(context, job, tmp_path)
 
 
 async def test_change_of_the_cluster_is_noticed_and_kept(config: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import signal
 import subprocess
@@ -123,12 +124,23 @@ def working_tree(directory: str) -> str:
             if not os.path.isdir(tree):
                 fresh = "%s.%s.%d" % (tree, os.uname().nodename, os.getpid())
                 os.mkdir(fresh)
+                archive = verified_archive(os.environ["SHOAL_CODE"], os.environ.get("SHOAL_CODE_HASH", ""))
                 # Python's own tarfile takes longer to import than this takes, and everybody waits for it.
-                line = ["tar", "-x", "-p", "--no-same-owner", "-f", os.environ["SHOAL_CODE"], "-C", fresh]
-                result = subprocess.run(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+                line = ["tar", "-x", "-p", "--no-same-owner", "-f", "-", "-C", fresh]
+                result = subprocess.run(line, input=archive, stderr=subprocess.PIPE, check=False)
                 if result.returncode != 0:
                     message = result.stderr.decode(errors="replace").partition("\n")[0]
                     raise OSError(0, message, os.environ["SHOAL_CODE"])
                 with contextlib.suppress(OSError):  # on shared storage another node may have been first
                     os.rename(fresh, tree)
     return os.path.join(tree, os.environ.get("SHOAL_WORKDIR", "."))
+
+
+def verified_archive(path: str, expected: str) -> bytes:
+    """The code as it was sent. On some storage others may write: what they changed does not run."""
+    with open(path, "rb") as file:
+        data = file.read()
+    if not hashlib.sha256(data).hexdigest().startswith(expected):
+        text = "this is not the code that was sent: somebody changed it; use --directory with one of your own"
+        raise OSError(0, text, path)
+    return data

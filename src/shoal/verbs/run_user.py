@@ -1,0 +1,177 @@
+"""`shoal run` of an ordinary user: everything is written as that user, through the one host they log in to.
+
+The user's directory for jobs is on a share, so the code is written there once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.contract import PROFILE_DIRECTORY
+from shoal.environments import store
+from shoal.environments.store import BuiltEnvironment
+from shoal.errors import UsageError
+from shoal.hosts.api import Host
+from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
+from shoal.jobs.resolve import resolve
+from shoal.jobs.script import sbatch_script
+from shoal.jobs.ship import StorageState, mark, send
+from shoal.remote import python_command
+from shoal.remote.job_directory import EXIT_WITH_CAUSE
+from shoal.slurm.state import NodeState, PartitionState, parse_nodes, parse_partitions
+from shoal.spec.cluster_record import ClusterRecord
+from shoal.spec.finding import nearest
+from shoal.verbs.context import Context
+from shoal.verbs.submission import (
+    JobConnections,
+    PreparedJob,
+    SubmittedJob,
+    check_secrets,
+    connect,
+    make_bundles,
+    require_accounting,
+    submit,
+    tracking_variables,
+)
+
+STORAGE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class UserStorage:
+    """A user's own directory for jobs."""
+
+    root: str
+    user: str
+    code: bool
+    """The code is there already."""
+    runtime: bool
+    shared: bool
+    """All nodes have the directory."""
+
+
+@dataclass(frozen=True)
+class PreparedUserJob:
+    prepared: PreparedJob
+    storage: UserStorage
+
+
+async def run_as_user(
+    context: Context, job: JobSpec, here: Path, limit: int, environ: Mapping[str, str]
+) -> SubmittedJob:
+    """Write the working tree to the user's directory and submit the job, all as the user."""
+    secrets = check_secrets(job, environ)
+    async with connect(context) as connections:
+        host = await connections.fleet.host(context.controller.name)
+        ready = await prepare_as_user(context, connections, job, here, limit)
+        prepared, storage = ready.prepared, ready.storage
+        sent_bytes = await _write_code(host, prepared, storage)
+        tracking = await tracking_variables(connections, prepared.job, environ)
+        number = await submit(host, prepared.script, {**secrets, **tracking})
+    resolved = prepared.job
+    return SubmittedJob(
+        number,
+        job.name,
+        resolved.partition,
+        resolved.nodes,
+        resolved.world_size,
+        prepared.tree.hash,
+        sent_bytes,
+        prepared.script,
+        f"{storage.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
+        storage.shared,
+        bool(job.array),
+    )
+
+
+async def prepare_as_user(
+    context: Context, connections: JobConnections, job: JobSpec, here: Path, limit: int
+) -> PreparedUserJob:
+    """The job, and the directory that it will use, which is made where it is missing."""
+    assert context.joined is not None
+    tree, runtime = await make_bundles(job, here, limit)
+    host = await connections.fleet.host(context.controller.name)
+    record = context.joined.record
+    require_accounting(context, job)
+    storage = await _own_storage(host, record, job, tree.hash, runtime.hash)
+    environment = await _environment(host, record, job)
+    if environment is not None:
+        job = job.model_copy(update={"python": environment.program})
+    if storage.shared:
+        job = job.model_copy(update={"directory": storage.root})
+    node_text, partition_text = await connections.slurm
+    resolved = _resolve(record, job, parse_nodes(node_text), parse_partitions(partition_text))
+    if not storage.shared and resolved.hosts != (record.controller,):
+        raise UsageError(
+            f"{storage.root} is not on a share, so other nodes than {record.controller} would not have the job's code",
+            hint=f"name a directory on a share with --directory, or use --nodelist {record.controller}",
+        )
+    shipped = JobPaths(
+        context.cluster,
+        storage.root,
+        tree.hash,
+        runtime.hash,
+        tree.workdir,
+        environment.path if environment else "",
+        context.shares,
+    )
+    script = sbatch_script(resolved, shipped)
+    return PreparedUserJob(PreparedJob(resolved, shipped, tree, runtime, script, environment), storage)
+
+
+async def _own_storage(host: Host, record: ClusterRecord, job: JobSpec, code: str, runtime: str) -> UserStorage:
+    """Make the user's directory and check that nobody else can change what is in it."""
+    command = python_command("job_directory", record.cluster, record.jobs, job.directory or "", code, runtime)
+    result = await host.run(command, timeout=STORAGE_TIMEOUT_S, root=False)
+    if result.status != 0:
+        cause = result.error_text.strip() if result.status == EXIT_WITH_CAUSE else "python3 does not run there"
+        raise UsageError(
+            f"cannot keep jobs there on {host.name}: {cause}",
+            hint="name a directory of your own with --directory; over SSH shares cannot have one",
+        )
+    answer = json.loads(result.text)
+    root = answer["root"]
+    share = next((path for path in record.shares if f"{root}/".startswith(f"{path}/")), None)
+    if share is not None and not record.shares[share].private:
+        raise UsageError(
+            f"{root} is on {share}, where not all hosts keep the owners of files: others could change your code",
+            hint="leave out --directory, or name one on another share",
+        )
+    return UserStorage(**answer, shared=share is not None)
+
+
+async def _environment(host: Host, record: ClusterRecord, job: JobSpec) -> BuiltEnvironment | None:
+    """The environment of the cluster that a job names."""
+    if job.environment is None:
+        return None
+    name = job.environment
+    if name not in record.environments:
+        raise UsageError(
+            f"the cluster has no environment {name!r}",
+            hint=nearest(name, list(record.environments)) if record.environments else "use --python instead",
+        )
+    directory = record.environments[name]
+    result = await host.run(store.read_names_command(directory), timeout=STORAGE_TIMEOUT_S, root=False)
+    built = store.parse_names(result.text, directory).get(name)
+    if built is None:
+        raise UsageError(f"environment {name} is not built yet", hint=f"ask the operator to `shoal env build {name}`")
+    return built
+
+
+def _resolve(
+    record: ClusterRecord, job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[PartitionState]
+) -> ResolvedJob:
+    """The job with every number known. Rented containers have no directory of the user's, and are left out."""
+    boxes = [node.name for node in nodes if node.name in record.containers]
+    resolved = resolve(job, [node for node in nodes if node.name not in boxes], partitions)
+    inside = [node.name for node in nodes if node.name in boxes and resolved.partition in node.partitions]
+    return replace(resolved, exclude=(*resolved.exclude, *inside))
+
+
+async def _write_code(host: Host, prepared: PreparedJob, storage: UserStorage) -> int:
+    await mark(host, storage.root, storage.shared)
+    state = StorageState("", storage.shared, storage.code, storage.runtime)
+    return await send(host, storage.root, prepared.tree, prepared.runtime, state)
