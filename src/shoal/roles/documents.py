@@ -13,6 +13,7 @@ from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, TMPFILES, comput
 from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
+from shoal.roles.node_logins import neighbour_key_items
 from shoal.roles.plugins import pmix_files, spanning_files
 from shoal.roles.registry import COMPONENTS, component_files, components_of
 from shoal.spec.member import Member
@@ -64,7 +65,8 @@ def membership(cluster: Cluster, member: Member) -> Document:
         return ()
     components = (component for component in COMPONENTS if component.changes_with_members)
     services = [component.documents(cluster, member).get(Stage.SERVICES, ()) for component in components]
-    return (*neighbour_items(cluster, member), *(item for document in services for item in document))
+    keys = neighbour_key_items(cluster, member)
+    return (*neighbour_items(cluster, member), *keys, *(item for document in services for item in document))
 
 
 def removal() -> Document:

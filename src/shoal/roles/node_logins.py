@@ -29,18 +29,9 @@ class NodeLoginsComponent(Component):
     """What a host knows about the others' SSH."""
 
     files: Mapping[str, FileQuery] = dict.fromkeys((KNOWN_HOSTS, *HOST_KEYS), "text")
-    changes_with_members = True
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
-        trusts = accepts_node_logins(cluster, member)
-        client = ssh_conf(cluster) if allows_node_logins(cluster) else None
-        return {
-            Stage.SERVICES: (
-                Block(KNOWN_HOSTS, BLOCK, known_hosts(cluster)),
-                Block(EQUIV, BLOCK, equiv(cluster) if trusts else ""),
-                File(SSH_CONF, client),
-            )
-        }
+        return {Stage.BASE: neighbour_key_items(cluster, member)}
 
     def removal(self) -> Document:
         return (
@@ -58,6 +49,16 @@ class NodeLoginsComponent(Component):
         what = "SSH from node to node needs a key of the user: host-based logins are off"
         cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
         return (Finding("info", what, cause, path="users"),)
+
+
+def neighbour_key_items(cluster: Cluster, member: Member) -> Document:
+    """Items that change when another host joins or leaves: its keys, and whether its word counts."""
+    client = ssh_conf(cluster) if allows_node_logins(cluster) else None
+    return (
+        Block(KNOWN_HOSTS, BLOCK, known_hosts(cluster)),
+        Block(EQUIV, BLOCK, equiv(cluster) if accepts_node_logins(cluster, member) else ""),
+        File(SSH_CONF, client),
+    )
 
 
 def allows_node_logins(cluster: Cluster) -> bool:

@@ -11,7 +11,7 @@ from shoal.agent.document import Block, File, Item
 from shoal.agent.facts import Cgroup, Facts, FileFact
 from shoal.network.tunnel import HOST_KEYS
 from shoal.roles.assembly import assemble
-from shoal.roles.component import Cluster, Stage
+from shoal.roles.component import Cluster
 from shoal.roles.current_conf import read_current_conf
 from shoal.roles.documents import documents, membership, removal
 from shoal.roles.node_logins import EQUIV, KNOWN_HOSTS, PROGRAM, SSH_CONF, SSHD_CONF, NodeLoginsComponent
@@ -146,4 +146,3 @@ def test_membership_brings_new_keys_and_removal_leaves_lines_of_others() -> None
     gone = {item.key: item for item in removal()}
     assert gone[f"block members in {KNOWN_HOSTS}"] == Block(KNOWN_HOSTS, "members", "")
     assert gone[f"block members in {EQUIV}"] == Block(EQUIV, "members", "")
-    assert Stage.SERVICES in NodeLoginsComponent().documents(cluster, cluster.members[0])
