@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -18,9 +19,10 @@ from typing import Callable
 MLFLOW_SERVICE = "shoal-mlflow"
 MLFLOW_ADMIN, MLFLOW_JOBS = "admin", "jobs"
 """People log in as the first; jobs report as the second, which may not change accounts."""
-MLFLOW_ACCOUNT = "mlflow-account"
-"""The probe that makes the account of jobs."""
+MLFLOW_ACCOUNTS = "mlflow-accounts"
+"""The probe that makes the accounts of jobs and users."""
 MLFLOW_START_TIMEOUT_S = 240
+MAX_ERROR_BYTES = 100_000
 
 
 def check_gpus(promised: str) -> None:
@@ -96,18 +98,27 @@ def check_tracking(uri: str, proxies: str) -> None:
         print(getattr(reason, "strerror", None) or reason)
 
 
-def create_jobs_account(uri: str, admin_file: str, jobs_file: str, mark_file: str) -> None:
-    """Wait for the MLflow server, and create the account of jobs or set its password.
+def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -> None:
+    """Wait for the MLflow server, and create the accounts, `NAME:FILE` each, or set their passwords.
 
-    The passwords are in files that only root can read; the digest of that of jobs is left in `mark_file`.
+    The passwords are in files that only root can read. Their digest and the names are left in `mark_file`; an account
+    that was there and is no longer named gets a password that nobody knows.
     """
-    with open(admin_file) as admin, open(jobs_file) as jobs:
-        admin_password, jobs_password = admin.read().strip(), jobs.read().strip()
-    login = base64.b64encode((MLFLOW_ADMIN + ":" + admin_password).encode()).decode()
-    headers = {"Content-Type": "application/json", "Authorization": "Basic " + login}
+    files = dict(account.split(":", 1) for account in accounts)
+    with open(admin_file) as file:
+        admin_password = file.read().strip()
+    passwords, digest = {}, hashlib.sha256()
+    for name, path in files.items():
+        with open(path, "rb") as content:
+            data = content.read()
+        digest.update(data)
+        passwords[name] = data.decode().strip()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def call(method: str, path: str, body: object = None) -> None:
+    def call(method: str, path: str, body: object = None, user: str = MLFLOW_ADMIN) -> None:
+        login = user + ":" + (admin_password if user == MLFLOW_ADMIN else passwords[user])
+        authorization = "Basic " + base64.b64encode(login.encode()).decode()
+        headers = {"Content-Type": "application/json", "Authorization": authorization}
         data = None if body is None else json.dumps(body).encode()
         opener.open(urllib.request.Request(uri + path, data, headers, method=method), timeout=30).close()
 
@@ -120,18 +131,40 @@ def create_jobs_account(uri: str, admin_file: str, jobs_file: str, mark_file: st
             if time.monotonic() > deadline:
                 sys.exit("the server does not answer: %s; see journalctl -u %s" % (error, MLFLOW_SERVICE))
             time.sleep(1)
-    account = {"username": MLFLOW_JOBS, "password": jobs_password}
-    try:
-        call("POST", "/api/2.0/mlflow/users/create", account)
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            sys.exit("the server does not take the password in %s: its accounts are those of another one" % admin_file)
+    for name, password in passwords.items():
+        account = {"username": name, "password": password}
         try:
-            call("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
+            call("POST", "/api/2.0/mlflow/users/create", account)
         except urllib.error.HTTPError as error:
-            sys.exit("the account %s cannot be made: %s" % (MLFLOW_JOBS, error))
-    with open(mark_file, "w") as mark, open(jobs_file, "rb") as password:
-        mark.write(hashlib.sha256(password.read()).hexdigest() + "  -")
+            if error.code == 401:
+                text = "the server does not take the password in %s: its accounts are those of another one"
+                sys.exit(text % admin_file)
+            try:
+                call("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
+            except urllib.error.HTTPError as error:
+                sys.exit("the account %s cannot be made: %s" % (name, error))
+        if name != MLFLOW_JOBS:  # else another user could take the name of the experiment first
+            with contextlib.suppress(urllib.error.HTTPError):  # it was there already
+                call("POST", "/api/2.0/mlflow/experiments/create", {"name": name}, user=name)
+    try:
+        with open(mark_file) as mark:
+            former = mark.read().split()[2:]
+    except OSError:
+        former = []
+    for name in former:
+        if name not in files:
+            account = {"username": name, "password": os.urandom(24).hex()}
+            with contextlib.suppress(urllib.error.HTTPError):  # deleted by hand
+                call("PATCH", "/api/2.0/mlflow/users/update-password", account)
+    # The operator's jobs may write to all experiments, as before users had accounts.
+    grant = {"username": MLFLOW_JOBS, "resource_type": "experiment", "resource_id": "*", "permission": "EDIT"}
+    try:
+        call("POST", "/api/3.0/mlflow/users/permissions/grant", grant)
+    except urllib.error.HTTPError as error:
+        if b"RESOURCE_ALREADY_EXISTS" not in error.read(MAX_ERROR_BYTES):
+            sys.exit("the account %s cannot write to experiments: %s" % (MLFLOW_JOBS, error))
+    with open(mark_file, "w") as mark:
+        mark.write(digest.hexdigest() + "  -\n" + " ".join(files) + "\n")
 
 
 class FileHandle(ctypes.Structure):
@@ -153,7 +186,7 @@ PROBES: dict[str, Callable[..., None]] = {
     "gpus": check_gpus,
     "handles": find_paths_without_handles,
     "tracking": check_tracking,
-    MLFLOW_ACCOUNT: create_jobs_account,
+    MLFLOW_ACCOUNTS: create_accounts,
 }
 
 if __name__ == "__main__":

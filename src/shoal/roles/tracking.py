@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
+from shoal.roles import tracking_logins
 from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
 from shoal.roles.environments import install_venv
 from shoal.roles.shares import ServedShare, shares
@@ -45,26 +46,32 @@ class TrackingComponent(Component):
         return (str(spec.tracking.port),) if spec.tracking and is_server(spec, member) else ()
 
     def shared_secrets(self, spec: Spec) -> Mapping[str, SharedSecret]:
-        """The password of jobs, which the controller needs as well."""
+        """The password of jobs, which the controller needs as well, and those of users, which all hosts have."""
         host = server_host(spec)
-        return {JOBS_SECRET: SharedSecret(host, mlflow.JOBS_PASSWORD, PASSWORD_DIGITS)} if host else {}
+        jobs = {JOBS_SECRET: SharedSecret(host, mlflow.JOBS_PASSWORD, PASSWORD_DIGITS)}
+        return {**jobs, **tracking_logins.user_passwords(spec, PASSWORD_DIGITS)} if host else {}
+
+    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
+        return tracking_logins.fact_files(spec)
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         items: dict[Stage, tuple[Item, ...]] = {}
         server = server_of(cluster)
+        if logins := tracking_logins.login_items(cluster, member, server.uri if server else "", PASSWORD_DIGITS):
+            items[Stage.SERVICES] = logins
         if server and is_server(cluster.spec, member):
             # Shares of other hosts are mounted with the nodes.
             stage = Stage.NODES if remote_share(cluster.spec, server) else Stage.SERVICES
-            items[stage] = _server_items(cluster.spec, server)
+            items[stage] = items.get(stage, ()) + _server_items(cluster.spec, server)
         elif cluster.facts_of(member.name).has_file(mlflow.UNIT):
-            items[Stage.SERVICES] = SERVER_REMOVAL
+            items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + SERVER_REMOVAL
         if "controller" in member.roles:
             items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _address_items(cluster, server)
         return {stage: document for stage, document in items.items() if document}
 
     def removal(self) -> Document:
         """The records stay, and so do the accounts and their passwords."""
-        return (*SERVER_REMOVAL, File(mlflow.ADDRESS))
+        return (*SERVER_REMOVAL, File(mlflow.ADDRESS), *tracking_logins.REMOVAL)
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         host = server_host(cluster.spec)
@@ -122,9 +129,9 @@ def _server_items(spec: Spec, server: MlflowServer) -> tuple[Item, ...]:
         File(mlflow.UNIT, mlflow.unit(server), restarts=restarts),
         Service(mlflow.SERVICE),
         Command(
-            "make the account that jobs report with",
-            (f"{server.prefix}/bin/python", "-I", "-", *mlflow.account_arguments(server)),
-            unless=mlflow.ACCOUNT_CHECK,
+            "make the accounts that jobs and users report with",
+            (f"{server.prefix}/bin/python", "-I", "-", *mlflow.account_arguments(server, spec.users)),
+            unless=mlflow.account_check(spec.users),
             stdin=program_text("probes"),
             timeout=300.0,
         ),

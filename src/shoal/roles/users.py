@@ -92,7 +92,7 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
     for name, number in numbers.items():
         if number is not None:
             yield Group(name, number)
-    creates_home = _makes_homes(cluster, member)
+    creates_home = creates_homes(cluster, member)
     for name, user in users.items():
         # A system group keeps its id, and users join it on hosts that have it.
         groups = [group for group in user.groups if numbers[group] is not None or group in facts.groups]
@@ -186,7 +186,7 @@ def _restricts_logins(spec: Spec, member: Member) -> bool:
 
 def _homes(cluster: Cluster, member: Member) -> Iterator[Item]:
     """Homes are created once, on the host that has them, and never changed afterwards."""
-    if not _makes_homes(cluster, member):
+    if not creates_homes(cluster, member):
         return
     share = homes_of(cluster.spec)
     for name, ids in cluster.user_ids.items():
@@ -199,6 +199,6 @@ def _homes(cluster: Cluster, member: Member) -> Iterator[Item]:
         yield Command(f"make {home}", ("sh", "-c", make, "sh", home, owner), unless=("test", "-d", home))
 
 
-def _makes_homes(cluster: Cluster, member: Member) -> bool:
+def creates_homes(cluster: Cluster, member: Member) -> bool:
     share: ServedShare | None = homes_of(cluster.spec)
     return share is None or access_kind(cluster, share, member.name) in ("local", "stage")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.agent.document import HEADER, render_unit
-from shoal.remote import python_command
-from shoal.remote.probes import MLFLOW_ACCOUNT, MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
+from shoal.remote import python_command, shell_command
+from shoal.remote.probes import MLFLOW_ACCOUNTS, MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
 
 VERSION = "3.17.2"
 """The release that Shoal installs; the training library works with any from 2.0 on."""
@@ -23,6 +25,12 @@ ADDRESS = "/etc/shoal/tracking.json"
 """On the controller: the server's address, for `shoal run`."""
 ADMIN, JOBS = MLFLOW_ADMIN, MLFLOW_JOBS
 ACCOUNTS = f"{STATE}/.accounts"
+USER_PASSWORDS = "/etc/shoal/mlflow-passwords"
+"""A directory for root: the password of each user of the cluster."""
+USER_LOGINS = "/etc/shoal/mlflow-logins"
+"""A directory of files that MLflow's client reads, one for each user, which only that user can read."""
+USER_VARIABLES = "/etc/shoal/mlflow.env"
+"""What users have in their environment after a login: no secrets."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ def auth_settings() -> str:
     return (
         f"{HEADER}"
         "[mlflow]\n"
-        "default_permission = EDIT\n"
+        # Who creates an experiment may change it; all others read it.
+        "default_permission = READ\n"
         f"database_uri = sqlite:///{STATE}/accounts.db\n"
         f"admin_username = {ADMIN}\n"
         "admin_password = @PASSWORD@\n"
@@ -135,30 +144,73 @@ def address_file(uri: str, *, ours: bool) -> str:
     return json.dumps({"uri": uri, **({"username": JOBS} if ours else {})}) + "\n"
 
 
-ADDRESS_COMMAND = ("cat", ADDRESS, JOBS_PASSWORD)
-"""On the controller, as root: prints the server's address and the password of jobs."""
+def _secret_or_login(secret: str) -> str:
+    """Shell text that prints a secret of root's for root, and a user's login for that user."""
+    return f'if [ -r {secret} ]; then cat {secret}; else cat "{USER_LOGINS}/$(id -un)"; fi'
+
+
+ADDRESS_COMMAND = shell_command(f"cat {ADDRESS} && {_secret_or_login(JOBS_PASSWORD)}")
+"""On the controller: prints the server's address, then the password of jobs or a user's login."""
+LOGIN_COMMAND = shell_command(_secret_or_login(ADMIN_PASSWORD))
+"""On the server's host: prints the administrator's password or a user's login."""
 
 
 def job_variables(output: str) -> dict[str, str]:
     """The variables of MLflow's client and Shoal's tracker, from ADDRESS_COMMAND's output. Empty without a server."""
-    address, _, password = output.partition("\n")
+    address, _, secret = output.partition("\n")
     try:
         data = json.loads(address)
     except ValueError:
         return {}
     variables = {"MLFLOW_TRACKING_URI": str(data["uri"])}
-    if "username" in data:
-        variables |= {"MLFLOW_TRACKING_USERNAME": data["username"], "MLFLOW_TRACKING_PASSWORD": password.strip()}
-    return variables
+    if "username" not in data:
+        return variables
+    name, password = read_user_login(secret) or (data["username"], secret.strip())
+    variables |= {"MLFLOW_TRACKING_USERNAME": name, "MLFLOW_TRACKING_PASSWORD": password}
+    return variables if name == data["username"] else {**variables, "MLFLOW_EXPERIMENT_NAME": name}
 
 
-ACCOUNT_CHECK = ("sh", "-c", f'test "$(sha256sum < {JOBS_PASSWORD})" = "$(cat {ACCOUNTS} 2> /dev/null)"')
-"""Tests whether the account of jobs has its current password."""
+def login_name(user: str) -> str:
+    """The name of a user's account. Two names are those of accounts that the server has anyway."""
+    return f"user-{user}" if user in (ADMIN, JOBS) else user
 
 
-def account_arguments(server: MlflowServer) -> tuple[str, ...]:
-    """The arguments of `remote/probes.py` that create the account of jobs on the server's host."""
-    return (MLFLOW_ACCOUNT, server.uri, ADMIN_PASSWORD, JOBS_PASSWORD, ACCOUNTS)
+def user_login(user: str) -> str:
+    """A file as MLflow's client reads it from `~/.mlflow/credentials`; the host fills in the password."""
+    return f"[mlflow]\nmlflow_tracking_username = {login_name(user)}\nmlflow_tracking_password = @PASSWORD@\n"
+
+
+def read_user_login(text: str) -> tuple[str, str] | None:
+    """The name and the password in such a file; None in another text."""
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(text)
+        return parser["mlflow"]["mlflow_tracking_username"], parser["mlflow"]["mlflow_tracking_password"]
+    except (configparser.Error, KeyError):
+        return None
+
+
+def user_variables(uri: str) -> str:
+    """The file of `pam_env`. Each user has an experiment: in MLflow's `Default`, none of them may write."""
+    return f"{HEADER}MLFLOW_TRACKING_URI DEFAULT={uri}\nMLFLOW_EXPERIMENT_NAME DEFAULT=@{{PAM_USER}}\n"
+
+
+def accounts(users: Iterable[str]) -> dict[str, str]:
+    """The accounts beside the administrator's, each with the file of its password."""
+    return {JOBS: JOBS_PASSWORD, **{login_name(user): f"{USER_PASSWORDS}/{user}" for user in sorted(users)}}
+
+
+def account_check(users: Iterable[str]) -> tuple[str, ...]:
+    """A command that tests whether all accounts have their current passwords."""
+    known = accounts(users)
+    expected = f"$(cat {' '.join(known.values())} | sha256sum; echo {' '.join(known)})"
+    return shell_command(f'test "{expected}" = "$(cat {ACCOUNTS} 2> /dev/null)"')
+
+
+def account_arguments(server: MlflowServer, users: Iterable[str] = ()) -> tuple[str, ...]:
+    """The arguments of `remote/probes.py` that create the accounts on the server's host."""
+    known = (f"{name}:{path}" for name, path in accounts(users).items())
+    return (MLFLOW_ACCOUNTS, server.uri, ADMIN_PASSWORD, ACCOUNTS, *known)
 
 
 def health_command(uri: str, *, ours: bool) -> tuple[str, ...]:

@@ -54,8 +54,8 @@ async def ui(
         address, server_port = await _read_listen_address(host)
         await _require_answer(host, mlflow.uri_of(address, server_port))
         local_port = await host.forward(address, server_port, port)
-        password = await _password(host) if show_password else ""
-        opened(WebPage(name, f"http://127.0.0.1:{local_port}", mlflow.ADMIN, password))
+        user, password = await _read_login(host)
+        opened(WebPage(name, f"http://127.0.0.1:{local_port}", user, password if show_password else ""))
         await host.wait_closed()
         raise ConnectionLost(
             member.name, "the connection was lost, and the tunnel with it", hint="run the command again"
@@ -79,8 +79,9 @@ async def _require_answer(host: Host, uri: str) -> None:
         raise ShoalError(f"the tracking server on {host.name} does not answer: {answer}", hint=hint)
 
 
-async def _password(host: Host) -> str:
-    result = await host.run(("cat", mlflow.ADMIN_PASSWORD), timeout=PAGE_TIMEOUT_S)
+async def _read_login(host: Host) -> tuple[str, str]:
+    """The administrator's login for root, else the login of the user that the command runs as."""
+    result = await host.run(mlflow.LOGIN_COMMAND, timeout=PAGE_TIMEOUT_S)
     if result.status != 0:
         raise ShoalError(f"{host.name} has no password for the tracking server yet", hint="run `shoal up`")
-    return result.text.strip()
+    return mlflow.read_user_login(result.text) or (mlflow.ADMIN, result.text.strip())

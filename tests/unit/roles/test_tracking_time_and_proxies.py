@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
-from shoal.remote import program_text
 from shoal.roles.assembly import assemble
 from shoal.roles.clock import CONF, DROP_IN, ClockComponent
 from shoal.roles.component import Cluster, Stage
@@ -230,67 +225,6 @@ def test_packages_are_installed_through_the_proxy() -> None:
     ]
     assert install.argv[:3] == ("env", "http_proxy=http://p.example.org:3128", "https_proxy=http://p.example.org:3128")
     assert install.argv[-1] == f"mlflow[auth]=={mlflow.VERSION}"
-
-
-def test_job_gets_address_and_password_only_with_a_server() -> None:
-    assert mlflow.job_variables('{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n') == {
-        "MLFLOW_TRACKING_URI": "http://10.0.0.1:5000",
-        "MLFLOW_TRACKING_USERNAME": "jobs",
-        "MLFLOW_TRACKING_PASSWORD": "secret",
-    }
-    assert mlflow.job_variables('{"uri": "https://t.example.org"}\n') == {
-        "MLFLOW_TRACKING_URI": "https://t.example.org"
-    }
-    assert mlflow.job_variables("secret\n") == mlflow.job_variables("") == {}
-
-
-def test_the_program_that_makes_accounts_gets_files_and_no_password() -> None:
-    arguments = mlflow.account_arguments(mlflow.MlflowServer("c1", "fd00::1", 5000, "sqlite", "/a"))
-    assert arguments[1:] == ("http://[fd00::1]:5000", mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD, mlflow.ACCOUNTS)
-
-
-@pytest.mark.parametrize(
-    ("create", "status", "said"),
-    [
-        (200, 0, ""),
-        (400, 0, ""),  # it was there already, and gets the password
-        (401, 1, "its accounts are those of another one"),
-    ],
-)
-def test_job_account_is_created_or_gets_its_password(tmp_path: Path, create: int, status: int, said: str) -> None:
-    heard: list[tuple[str, str, str]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-            heard.append((self.command, self.path.rpartition("/")[2], body))
-            self.send_response(create if self.path.endswith("/create") else 200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_GET = do_POST = do_PATCH = answer
-
-        def log_message(self, *words: object) -> None:
-            pass
-
-    (tmp_path / "admin-password").write_text("boss\n")
-    (tmp_path / "jobs-password").write_text("crew\n")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        places = mlflow.MlflowServer("c1", "127.0.0.1", server.server_port, "sqlite", "/a")
-        words = [
-            word.replace(mlflow.SETTINGS, str(tmp_path)).replace(mlflow.STATE, str(tmp_path))
-            for word in mlflow.account_arguments(places)
-        ]
-        line = [sys.executable, "-I", "-", *words]
-        done = subprocess.run(line, input=program_text("probes"), capture_output=True, text=True, timeout=120)
-        server.shutdown()
-    assert done.returncode == status and said in done.stderr
-    account = json.dumps({"username": "jobs", "password": "crew"})
-    renewed = [("PATCH", "update-password", account)] if create == 400 else []
-    assert heard == [("GET", "health", ""), ("POST", "create", account), *renewed]
-    assert (tmp_path / ".accounts").exists() is (status == 0)
-    assert "crew" not in done.stdout + done.stderr and "boss" not in done.stdout + done.stderr
 
 
 # Time

@@ -103,7 +103,8 @@ def test_slurm_listens_only_on_the_network_under_any_hostname() -> None:
     assert words in slurm_settings(assemble(SPEC, FACTS, {}).conf)
     other_name = assemble(SPEC, {**FACTS, "n1": replace(FACTS["n1"], hostname="ip-10-0-0-11")}, {})
     assert words in slurm_settings(other_name.conf)
-    [names] = [i for i in documents(other_name, other_name.members[1])[Stage.BASE] if isinstance(i, Block)]
+    items = documents(other_name, other_name.members[1])[Stage.BASE]
+    [names] = [item for item in items if isinstance(item, Block) and item.path == "/etc/hosts"]
     assert "10.77.0.2  n1 ip-10-0-0-11\n" in names.content
 
 

@@ -269,6 +269,23 @@ def test_password_is_sent_only_to_the_server(mlflow: FakeMlflow) -> None:
     assert mlflow.headers[-1]["Authorization"] == "Bearer tok"
 
 
+def test_stored_login_is_sent_to_the_cluster_server_only(mlflow: FakeMlflow, tmp_path: Path) -> None:
+    (tmp_path / ".mlflow").mkdir()
+    login = "[mlflow]\nmlflow_tracking_username = ann\nmlflow_tracking_password = s@cret\n"
+    (tmp_path / ".mlflow" / "credentials").write_text(login)
+    own = {"HOME": str(tmp_path), "MLFLOW_TRACKING_URI": mlflow.uri}
+    sent = {
+        "own": (own, "Basic YW5uOnNAY3JldA=="),
+        "named": ({**own, "MLFLOW_TRACKING_USERNAME": "x", "MLFLOW_TRACKING_PASSWORD": "y"}, "Basic eDp5"),
+        "token": ({**own, "MLFLOW_TRACKING_TOKEN": "tok"}, "Bearer tok"),
+        "other": ({**own, "MLFLOW_TRACKING_URI": "http://elsewhere:5000"}, None),
+        "homeless": ({"MLFLOW_TRACKING_URI": mlflow.uri}, None),
+    }
+    for name, (environ, header) in sent.items():
+        MlflowClient(mlflow.uri, environ).post("experiments/create", {"name": name})
+        assert mlflow.headers[-1].get("Authorization") == header, name
+
+
 @pytest.mark.parametrize("uri", ["sqlite:///a.db", "./mlruns", "http://", "http://a:pw@h:port/"])
 def test_invalid_uri_is_rejected_without_its_value(uri: str) -> None:
     with pytest.raises(ValueError, match="the tracking address") as error:

@@ -348,12 +348,21 @@ async def opened(more: str, host: FakeHost, **options: Any) -> list[WebPage]:
 async def test_page_url_is_local_and_the_password_shown_on_request() -> None:
     server = mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")
     unit = mlflow.unit(server).encode()
-    answers = {("cat", mlflow.UNIT): unit, ("cat", mlflow.ADMIN_PASSWORD): b"secret\n", ("python3",): b"200\n"}
+    answers = {("cat", mlflow.UNIT): unit, mlflow.LOGIN_COMMAND: b"secret\n", ("python3",): b"200\n"}
     host = Tunnel(Target("c1"), answers)
     assert await opened("tracking: mlflow\n", host) == [WebPage("mlflow", "http://127.0.0.1:4711", "admin")]
     assert host.to == ("10.0.0.1", 5050)
     [page] = await opened("tracking: mlflow\n", host, port=99, show_password=True)
     assert (page.url, page.password) == ("http://127.0.0.1:99", "secret")
+
+
+async def test_page_of_a_user_has_the_login_of_that_user() -> None:
+    unit = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
+    login = mlflow.user_login("ann").replace("@PASSWORD@", "hers").encode()
+    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, mlflow.LOGIN_COMMAND: login, ("python3",): b"200\n"})
+    assert [page.user for page in await opened("tracking: mlflow\n", host)] == ["ann"]
+    [page] = await opened("tracking: mlflow\n", host, show_password=True)
+    assert (page.user, page.password) == ("ann", "hers")
 
 
 async def test_stopped_server_is_reported_before_a_tunnel_opens() -> None:

@@ -12,6 +12,7 @@ and the duplicate is deleted.
 from __future__ import annotations
 
 import base64
+import configparser
 import http.client
 import json
 import os
@@ -21,6 +22,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shoal.train.tracking.bounded_http import Answer, AnswerError, BoundedOpener
@@ -64,6 +66,8 @@ class MlflowClient:
         self._headers = {"User-Agent": "shoal"}
         user = user or environ.get("MLFLOW_TRACKING_USERNAME", "")
         password = password or environ.get("MLFLOW_TRACKING_PASSWORD", "")
+        if not user:
+            user, password = _read_stored_login(self.uri, environ)
         if user:
             self._headers["Authorization"] = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
         elif token := environ.get("MLFLOW_TRACKING_TOKEN"):
@@ -96,6 +100,18 @@ class MlflowClient:
         if answer.status >= 300:
             raise _map_error(answer, str(value.get("error_code") or ""), str(value.get("message") or ""))
         return value
+
+
+def _read_stored_login(uri: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The login in `~/.mlflow/credentials`, where MLflow's client looks too: for the cluster's own server only."""
+    if "MLFLOW_TRACKING_TOKEN" in environ or uri != environ.get("MLFLOW_TRACKING_URI", "").rstrip("/"):
+        return "", ""
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(Path(environ["HOME"], ".mlflow", "credentials"))
+        return parser["mlflow"]["mlflow_tracking_username"], parser["mlflow"]["mlflow_tracking_password"]
+    except (OSError, UnicodeDecodeError, configparser.Error, KeyError):
+        return "", ""
 
 
 def split_uri(uri: str) -> tuple[str, str, str]:
