@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shoal.train.checkpoint import layout as files
 from shoal.train.checkpoint.claim import Claim, ClaimOwner, directory_in_use
 from shoal.train.checkpoint.layout import Manifest
+from shoal.train.checkpoint.reader import SafePlanner, SafeReader, map_load_failure
 from shoal.train.checkpoint.state import TrainState, allocate_state, apply_state, capture_state
 from shoal.train.checkpoint.writer import SAVE_ERRORS, CommittingWriter, SaveResult, describe_failure, first_line
 from shoal.train.dist import RankGroup
@@ -183,13 +184,13 @@ class Checkpointer:
         if checkpoint is None:
             return None
         rank, world_size, saved_by = self.rank, self._ranks.world_size, 0
-        reader = dcp.FileSystemReader(checkpoint)
         flat: dict[str, Any] = {}
         with self._fail_together():
-            saved_by = files.read_manifest(checkpoint).world_size
+            manifest = files.read_manifest(checkpoint)
+            saved_by, reader = manifest.world_size, SafeReader(checkpoint, manifest)
             flat = allocate_state(state, reader.read_metadata(), rank, world_size, saved_by)
         with torch.no_grad(), self._fail_together():
-            dcp.load(flat, storage_reader=reader, process_group=self._ranks.group)
+            dcp.load(flat, storage_reader=reader, planner=SafePlanner(), process_group=self._ranks.group)
         with self._fail_together():
             apply_state(state, flat, rank, world_size, saved_by)
         step = files.step_of(checkpoint)
@@ -282,7 +283,7 @@ class Checkpointer:
             problem = error
         texts = self._ranks.gather("" if problem is None else first_line(problem))
         if isinstance(problem, CheckpointException):
-            raise CheckpointError("the checkpoint cannot be loaded", found=describe_failure(problem)) from problem
+            raise map_load_failure(problem) from problem
         if problem is not None:
             raise problem
         for rank, text in enumerate(texts):

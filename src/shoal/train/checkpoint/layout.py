@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ MANIFEST = "MANIFEST.json"
 FORMAT = 1
 
 _COMMITTED = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]")
 _LEFTOVER = re.compile(r"step-\d+(?:\.\d+)?\.(?:tmp|old)-[0-9a-f]+")
 
 
@@ -58,6 +60,8 @@ class Manifest:
             if fields["format"] != FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}, this version of shoal reads {FORMAT}")
             files = tuple(FileRecord(f["name"], int(f["size"]), f["sha256"]) for f in fields["files"])
+            if outside := [record.name for record in files if not _FILE_NAME.fullmatch(record.name)]:
+                raise ValueError(f"it names a file outside the checkpoint: {outside[0]!r}")
             return Manifest(int(fields["step"]), int(fields["world_size"]), fields["run_id"], fields["reason"], files)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"it is not a manifest: {error!r}") from error
@@ -109,7 +113,10 @@ def find_damage(checkpoint: Path, records: Iterable[FileRecord]) -> str:
     for record in records:
         path = checkpoint / record.name
         try:
-            size = path.stat().st_size
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{record.name} is not a regular file"
+            size = status.st_size
             if size != record.size:
                 return f"{record.name} has {size} bytes instead of {record.size}"
             with path.open("rb") as stream:

@@ -12,7 +12,6 @@ written under DDP loads under FSDP, compiled or not, at another world size. The 
 
 from __future__ import annotations
 
-import pickle
 import random
 import re
 import sys
@@ -24,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.train.checkpoint.safe_values import decode, encode
 from shoal.train.errors import CheckpointError
 
 _ADDED_BY_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
@@ -71,8 +71,8 @@ def capture_state(state: TrainState, rank: int) -> dict[str, Any]:
     of_rank: dict[str, Any] = {"rng": _rng_states()}
     if state.data is not None:
         of_rank["data"] = state.data.state_dict()
-    flat["common"] = pickle.dumps(common)
-    flat[f"rank/{rank}"] = pickle.dumps(of_rank)
+    flat["common"] = encode(common, "state")
+    flat[f"rank/{rank}"] = encode(of_rank, "state")
     return flat
 
 
@@ -99,7 +99,7 @@ def allocate_state(state: TrainState, metadata: Metadata, rank: int, world_size:
 
 def apply_state(state: TrainState, flat: Mapping[str, Any], rank: int, world_size: int, saved_by: int) -> None:
     """Apply the loaded values to the objects. Parameters and buffers were loaded in place."""
-    common = pickle.loads(flat["common"])
+    common = decode(flat["common"])
     state.run_id = common["run_id"]
     if common["extra_state"]:
         wrapped = {_plain_name(name): name for name in _unwrap(state.model).state_dict()}
@@ -111,7 +111,7 @@ def apply_state(state: TrainState, flat: Mapping[str, Any], rank: int, world_siz
         state.scheduler.load_state_dict(_require(common, "scheduler"))
     for name, other in state.others.items():
         other.load_state_dict(_require(common["others"], name))
-    by_rank = {name: pickle.loads(value) for name, value in flat.items() if name.startswith("rank/")}
+    by_rank = {name: decode(value) for name, value in flat.items() if name.startswith("rank/")}
     if state.data is not None:
         state.data.load_state_dict(_data_position(by_rank, rank, world_size, saved_by))
     # Last, since loading may draw random numbers. A rank without a saved state keeps its own.
@@ -147,7 +147,7 @@ def _equal(first: Any, second: Any) -> bool:
     try:
         return bool(first == second)
     except (RuntimeError, ValueError):  # tensors and arrays compare element by element
-        return pickle.dumps(first) == pickle.dumps(second)
+        return encode(first, "") == encode(second, "")
 
 
 # Model
