@@ -9,6 +9,7 @@ import typer
 
 from shoal.cli.cluster_commands import finish_up
 from shoal.cli.options import Cluster, DrainTimeout, File, suggest, suggest_hosts, with_session
+from shoal.cli.output import neutralize
 from shoal.cli.session import PARTLY, Session
 from shoal.errors import ShoalError
 from shoal.hostlist import compress
@@ -109,9 +110,9 @@ def _print_verbatim(console: Console, text: str, style: str = "") -> None:
     if not text:
         return
     if style and console.is_terminal:
-        console.out(text.rstrip("\n"), style=style)
+        console.out(neutralize(text).rstrip("\n"), style=style)
     else:
-        console.file.write(text if text.endswith("\n") else f"{text}\n")
+        console.file.write(neutralize(text) if text.endswith("\n") else f"{neutralize(text)}\n")
 
 
 @node.command("drain")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from shoal.cli.output import neutralize
 from shoal.cli.screen import Columns, escape_text, format_time_limit, show_failures
 from shoal.jobs.logs import BATCH, LogLine
 
@@ -62,15 +63,15 @@ def show_jobs(console: Console, result: JobsResult) -> None:
 
 
 def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None:
-    """One line as its program wrote it, behind its rank; behind the number of the restart as well after one."""
+    """One line as its program wrote it, without colours: behind its rank, and after a restart behind its number."""
     prefix = "-" if line.rank == BATCH else f"{line.rank}.{line.restart}" if line.restart else str(line.rank)
     timestamp = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f ") if timestamps else ""
     style = "dim" if line.rank == BATCH else RANK_STYLES[line.rank % len(RANK_STYLES)]
     if console.is_terminal:
         console.out(f"{timestamp}[{prefix}] ", style=style, end="")
-        console.file.write(f"{line.text}\n")
+        console.file.write(f"{neutralize(line.text)}\n")
     else:
-        console.file.write(f"{timestamp}[{prefix}] {line.text}\n")
+        console.file.write(f"{timestamp}[{prefix}] {neutralize(line.text)}\n")
     console.file.flush()
 
 

@@ -1,12 +1,17 @@
-"""Where output goes: values as JSON, consoles for people, and streams that cannot encode every character."""
+"""Where output goes: values as JSON, consoles for people, and streams that cannot encode every character.
+
+Logs, names of jobs, messages of providers and answers of hosts are text that others chose. This module is the boundary
+where nothing in it reaches a terminal as a command: no escape sequence, no C1 control, no change of direction.
+"""
 
 from __future__ import annotations
 
 import codecs
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from io import TextIOWrapper
@@ -15,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import ControllerFailed, ShoalError, SpecError, VersionMismatch
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
 
 PIPE_WIDTH = 1000
 ENCODE_HANDLER = "shoal.ascii"
@@ -23,8 +28,42 @@ ASCII = {"✓": "ok", "✗": "FAILED", "…": "...", "—": "-", "–": "-", "·
 """What is written instead of a character that the stream's encoding lacks."""
 
 
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, delete, C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of text
+    "\u2028\u2029\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"  # lines, annotations, tags, bytes that are no UTF-8
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+_OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\r\n])")
+"""What a carriage return lets the rest of the line overwrite, as progress bars do."""
+
+
 def dump(value: Any) -> str:
-    return json.dumps(plain(value), indent=2, ensure_ascii=not is_utf8(sys.stdout.encoding))
+    text = json.dumps(plain(value), indent=2, ensure_ascii=not is_utf8(sys.stdout.encoding))
+    # JSON itself escapes C0 alone.
+    return _CONTROLS.sub(lambda found: "".join(f"\\u{unit:04x}" for unit in _utf16_units(found[0])), text)
+
+
+def escape_controls(text: str) -> str:
+    """The text with everything that a terminal would act on written as Python writes it: `\\x1b`."""
+    return text if text.isprintable() else _CONTROLS.sub(lambda found: _python_escape(found[0]), text)
+
+
+def neutralize(text: str) -> str:
+    """What a program printed, for a terminal: without colours and overwritten text, other controls escaped."""
+    if text.isprintable():
+        return text
+    return escape_controls(_OVERWRITTEN.sub("", _COLOURS.sub("", text)).replace("\r", ""))
+
+
+def _utf16_units(character: str) -> list[int]:
+    data = character.encode("utf-16-be", "surrogatepass")
+    return [int.from_bytes(data[place : place + 2], "big") for place in range(0, len(data), 2)]
+
+
+def _python_escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def plain(value: Any) -> Any:
@@ -56,8 +95,13 @@ def plain(value: Any) -> Any:
 def make_console(stderr: bool = False) -> Console:
     """A console as wide as the terminal. Output into a pipe or a file is not broken into lines of 80."""
     from rich.console import Console
+    from rich.segment import Segment
 
     class QuietConsole(Console):
+        def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
+
         def on_broken_pipe(self) -> None:  # rich would exit 1
             raise BrokenPipeError
 

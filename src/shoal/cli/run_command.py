@@ -11,6 +11,7 @@ import typer
 
 from shoal.cli.job_commands import finish_log, keep_running, print_line
 from shoal.cli.options import Cluster, File, Json, suggest
+from shoal.cli.output import escape_controls
 from shoal.cli.session import Session
 from shoal.errors import UsageError
 from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, load_job, option_name
@@ -58,7 +59,7 @@ def run(
                 "job": prepared_job.job.spec.model_dump(),
             }
             if not session.finish(value):
-                print(prepared_job.script, end="")
+                print(escape_controls(prepared_job.script), end="")
             return
         from shoal.verbs.run import run as verb
 

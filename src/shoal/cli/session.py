@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
 
-from shoal.cli.output import allow_any_encoding, dump, make_console
+from shoal.cli.output import allow_any_encoding, dump, escape_controls, make_console
 from shoal.errors import ControllerFailed, Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -206,9 +206,9 @@ async def _with_signals(work: Coroutine[Any, Any, T], message: str) -> T:
             from shoal.verbs.context import exit_notes
 
             for line in ("", *exit_notes(), *((f"stopped at once; {RUN_AGAIN}",) if message else ())):
-                print(line, file=sys.stderr, flush=True)
+                print(escape_controls(line), file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
-        print(f"\n{message}" if message else "", file=sys.stderr)
+        print(escape_controls(f"\n{message}" if message else ""), file=sys.stderr)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
