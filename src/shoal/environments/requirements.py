@@ -12,7 +12,10 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.spec.environments import SOURCES, Environment
 from shoal.spec.finding import printable
+from shoal.spec.local_files import read_regular_file
 
+MAX_REQUIREMENTS_BYTES = 16 * 1024 * 1024
+"""A lock file with the digests of a few hundred packages has about one megabyte."""
 _INCLUDE = re.compile(r"(?:-r|--requirement)[ =]\s*(\S+)")
 _CONSTRAINT = re.compile(r"(?:-c|--constraint)[ =]\s*(\S+)")
 _LOCAL = re.compile(r"-e\b|--editable|\.{0,2}/|file:|.*@\s*file:|[A-Za-z]:\\")
@@ -149,7 +152,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_regular_file(path, MAX_REQUIREMENTS_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f"there is no {path}", hint="paths in `environments` are relative to the spec") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -13,7 +13,7 @@ from shoal.plan.model import HostPlan
 from shoal.roles.component import SharedSecret
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
 from shoal.spec.finding import Finding
-from shoal.spec.values import resolve_secret
+from shoal.spec.local_files import resolve_secret
 
 
 def add_digests(document: Document, given: Mapping[str, str]) -> Document:

@@ -19,9 +19,19 @@ SANDBOX_SHARED = "/shared"
 """A directory that all sandbox hosts share without a `storage` entry."""
 
 _PATH = re.compile(r"(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+")
-_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "root", "run", "sbin", "sys", "tmp")
-_REFUSED_AT_TOP_LEVEL = ("usr", "var")
-"""A directory below one of these may be shared, the whole may not."""
+_SYSTEM = (
+    *("bin", "boot", "dev", "efi", "etc", "lib", "lib32", "lib64", "libx32", "nix", "ostree", "proc", "root", "run"),
+    *("sbin", "snap", "sys", "sysroot", "tmp"),
+)
+_SYSTEM_BELOW = {
+    "opt": ("shoal",),
+    "usr": (
+        *("bin", "games", "include", "lib", "lib32", "lib64", "libexec", "libx32", "sbin", "share", "src"),
+        *(f"local/{name}" for name in ("bin", "etc", "games", "include", "lib", "lib64", "libexec", "sbin", "share")),
+    ),
+    "var": ("backups", "cache", "empty", "lib", "lock", "log", "mail", "run", "spool", "tmp"),
+}
+"""A directory below one of these may be shared, but neither the whole nor what the system and Shoal keep there."""
 
 
 # It ends up in unit files, exports and command lines: nothing in it needs quoting.
@@ -36,7 +46,10 @@ def share_path(value: object) -> str:
     """Where a share is mounted: nothing that a host needs to run."""
     path = _absolute_path(value)
     first, _, below = path[1:].partition("/")
-    if first in _SYSTEM or (first in _REFUSED_AT_TOP_LEVEL and not below):
+    kept = _SYSTEM_BELOW.get(first, ())
+    # A share around such a directory hides it as much as one inside it does.
+    overlaps = any(_is_inside(below, name) or _is_inside(name, below) for name in kept)
+    if first in _SYSTEM or (first in _SYSTEM_BELOW and not below) or overlaps:
         raise refusal("a host needs this directory for itself", "choose another, such as /data or /srv/data")
     return path
 

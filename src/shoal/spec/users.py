@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, StrictBool
 
 from shoal.spec.finding import Problem, show
+from shoal.spec.local_files import MAX_KEY_BYTES, read_regular_file
 from shoal.spec.values import Between, SpecModel, matching, refusal, text_schema
 
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
@@ -23,10 +24,20 @@ RESERVED_NAMES = (
     *("shoal-share", "shoal-copy", "shoal-users"),
 )
 """Accounts that hosts or Shoal have for themselves."""
+ROOT_GROUPS = frozenset(
+    (
+        *("root", "sudo", "wheel", "admin", "adm", "staff", "operator", "backup"),
+        *("disk", "tape", "floppy", "kmem", "mem", "shadow", "input", "tty", "utmp", "crontab"),
+        *("docker", "lxd", "incus", "incus-admin", "libvirt", "libvirt-qemu", "podman", "wireshark", "tcpdump"),
+        *("daemon", "bin", "sys", "mail", "src", "www-data", "nogroup", "ssh", "_ssh", "sshd", "messagebus", "polkitd"),
+        *("munge", "slurm", "mysql", "postgres", "mlflow", "chrony", "_chrony", "ganesha", "tailscale"),
+    )
+)
+"""Groups whose members read or change what is root's, a daemon's or another user's. `video` and `render` are none."""
 
 
 _RESERVED = ("this account is not a person's", "give the user another name")
-_account = matching(_NAME, "not a user name", _NAME_FIX, RESERVED_NAMES, _RESERVED)
+_account = matching(_NAME, "not a user name", _NAME_FIX, {*RESERVED_NAMES, *ROOT_GROUPS}, _RESERVED)
 
 
 def _group(value: object) -> str:
@@ -34,6 +45,9 @@ def _group(value: object) -> str:
     if name in ("root", "docker", "shoal-users", "shoal-share"):
         fix = "say `docker: true`" if name == "docker" else "delete it here"
         raise refusal("this group is not given by name", fix)
+    if name in ROOT_GROUPS or name.startswith(("shoal-", "systemd-")):
+        fix = "delete it here, or name a group of your own; who administers a host gets such a group on that host"
+        raise refusal("this group gives rights over the host or over other users", fix)
     return name
 
 
@@ -57,7 +71,7 @@ def _key(value: object) -> str:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text()
+        return read_regular_file(Path(path).expanduser(), MAX_KEY_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or "not text"
         fix = "give the path of a public key on your machine"

@@ -7,11 +7,9 @@ here needs no quoting anywhere, and is quoted all the same.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -19,7 +17,6 @@ from pydantic import BaseModel, BeforeValidator, GetJsonSchemaHandler, WithJsonS
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from shoal import hostlist
-from shoal.errors import UsageError
 from shoal.spec.finding import show
 
 RESERVED = ("all", "default")
@@ -282,25 +279,6 @@ def secret_reference(value: object) -> str:
     if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
         raise refusal("not a reference to a secret", "write env:NAME or file:PATH, never the secret itself", "(hidden)")
     return value
-
-
-def resolve_secret(reference: str, what: str) -> bytes:
-    """The value behind a reference. `what` is the key of the spec that asks for it."""
-    kind, _, place = reference.partition(":")
-    if kind == "env":
-        value = os.environ.get(place, "").strip()
-        if not value:
-            raise UsageError(f"{what} is {reference}, and {place} is not set", hint=f"export {place}=...")
-        return value.encode()
-    path = Path(place).expanduser()
-    try:
-        data = path.read_bytes().strip()
-    except OSError as error:
-        hint = "write the secret into it, readable by you alone"
-        raise UsageError(f"{what} is {reference}, and it cannot be read: {error.strerror}", hint=hint) from None
-    if not data:
-        raise UsageError(f"{what} is {reference}, and the file is empty", hint="write the secret into it")
-    return data
 
 
 def _name(kind: str, pattern: str, limit: int, characters: str, reserved: tuple[str, ...]) -> Callable[[object], str]:

@@ -12,10 +12,10 @@ from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import Offer, ProviderLogin, Query, RentalProvider
 from shoal.cloud.providers.prices import prices, store_prices
 from shoal.errors import ProviderError, ShoalError, UsageError
+from shoal.spec.local_files import resolve_secret
 from shoal.spec.members import provider_accounts as accounts_of
 from shoal.spec.model import Spec
 from shoal.spec.rental import account_settings
-from shoal.spec.values import resolve_secret
 from shoal.verbs.context import Context
 
 PROVIDER_TIMEOUT_S = 90.0

@@ -8,7 +8,8 @@ import pytest
 from pydantic_core import PydanticCustomError
 
 from shoal.errors import UsageError
-from shoal.spec.values import resolve_secret, secret_reference
+from shoal.spec.local_files import resolve_secret
+from shoal.spec.values import secret_reference
 
 
 @pytest.mark.parametrize("text", ["env:TS_KEY", "file:~/.ts", "file:/etc/a b"])
