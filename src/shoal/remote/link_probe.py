@@ -30,10 +30,10 @@ WARM_UP_FRACTION = 0.2
 
 
 def main() -> None:
-    requests: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=read, args=(requests,), daemon=True).start()
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=read, args=(lines,), daemon=True).start()
     while True:
-        request = json.loads(requests.get())
+        request = json.loads(lines.get())
         try:
             answer = listen(request) if request.pop("op") == "listen" else measure(request)
         except socket.timeout:
@@ -43,10 +43,10 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def read(requests: queue.Queue[str]) -> None:
+def read(lines: queue.Queue[str]) -> None:
     """Read requests until the operator disconnects. Then end at once, even while waiting for a peer."""
     for line in sys.stdin:
-        requests.put(line)
+        lines.put(line)
     os._exit(0)
 
 

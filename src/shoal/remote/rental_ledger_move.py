@@ -68,10 +68,10 @@ def merge(ledger: Path, carried: Path) -> None:
         database.execute("ATTACH ? AS carried", (str(carried),))
         names = sorted(columns(database, "main") & columns(database, "carried"))
         changed = ", ".join(f"{name} = excluded.{name}" for name in names if name != "token")
-        database.execute(
-            f"INSERT INTO main.rentals ({', '.join(names)}) SELECT {', '.join(names)} FROM carried.rentals WHERE true"
-            f" ON CONFLICT (token) DO UPDATE SET {changed}"
-        )
+        listed = ", ".join(names)
+        # The names are columns of our own table.
+        query = f"INSERT INTO main.rentals ({listed}) SELECT {listed} FROM carried.rentals WHERE true"  # nosec B608
+        database.execute(query + f" ON CONFLICT (token) DO UPDATE SET {changed}")  # nosec B608
 
 
 def columns(database: sqlite3.Connection, schema: str) -> set[str]:

@@ -183,9 +183,9 @@ def _ssh_server(cluster: Cluster, member: Member, served: list[ServedShare]) -> 
     yield File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}", sshfs.render_authorized_keys(keys))
     conf = sshfs.sshd_conf()
     if "stage" in _access_kinds(cluster, served):
-        # sshd starts rrsync with the user's shell.
+        # sshd starts rrsync with the user's shell; Shoal starts nothing with it.
         account = User(stage.ACCOUNT, shares_ids(cluster).uid, group=sshfs.ACCOUNT, home="/", twin_of=sshfs.ACCOUNT)
-        yield replace(account, shell="/bin/sh")  # noqa: S604
+        yield replace(account, shell="/bin/sh")  # noqa: S604  # nosec B604
         conf += stage.sshd_block()
     yield sshd_file(sshfs.SSHD_CONF, conf)
     yield reload_sshd()

@@ -100,7 +100,8 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
         home = home_of(cluster.spec, name)
         ids = cluster.user_ids[name]
         yield Group(name, ids.gid)
-        yield User(  # noqa: S604
+        # `shell` is that of a login.
+        yield User(  # noqa: S604  # nosec B604
             name,
             ids.uid,
             group=name,

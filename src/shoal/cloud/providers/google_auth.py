@@ -57,7 +57,7 @@ class GoogleTokens:
     async def _request_metadata(self) -> tuple[str, float]:
         url = f"{self._metadata}/computeMetadata/v1/instance/service-accounts/default/token"
         try:
-            async with httpx.AsyncClient(timeout=None) as client:
+            async with httpx.AsyncClient(timeout=METADATA_TIMEOUT_S) as client:
                 headers = {"Metadata-Flavor": "Google", "Accept-Encoding": ACCEPT_ENCODING}
                 answer = await fetch(client, client.build_request("GET", url, headers=headers), METADATA_TIMEOUT_S)
             if not answer.is_success:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pathlib
-import pickle  # nosec B403: only its error
+import pickle
 from pathlib import Path
 from typing import Any
 

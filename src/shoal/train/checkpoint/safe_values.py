@@ -11,7 +11,7 @@ Checkpoints of the first version have pickles instead. Of those, the same types 
 from __future__ import annotations
 
 import io
-import pickle  # nosec B403: read only by `_FirstFormat`, which calls nothing that a pickle names
+import pickle
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
