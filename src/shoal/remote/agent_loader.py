@@ -36,7 +36,8 @@ try:
     owner = os.stat(folder)
     if owner.st_uid == os.geteuid() and not owner.st_mode & 0o077:
         with open(path, "rb") as file:
-            codes = marshal.loads(file.read())
+            # Only this user can write into the folder.
+            codes = marshal.loads(file.read())  # nosec B302
 except (OSError, ValueError, EOFError, TypeError):
     pass
 if codes is None:
@@ -54,5 +55,5 @@ if codes is None:
         pass
 for name, code in codes:
     module = sys.modules[name] = type(sys)(name)
-    exec(code, module.__dict__)
+    exec(code, module.__dict__)  # nosec B102
 module.main(state, lambda name: dict(sources())[name])
