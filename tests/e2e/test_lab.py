@@ -158,7 +158,7 @@ def test_commands_that_need_root_say_so_and_changes_of_the_cluster_are_noticed(
     for command in ("plan", "up", "down"):
         said = alice.shoal(command, status=2).stderr
         assert "needs the operator's file" in said and "sudo" not in said
-    cluster.edit("users:\n", "environments: {small: {requirements: [six]}}\nusers:\n")
+    cluster.edit("storage:\n", "storage:\n  /more: {kind: nfs}\n")
     cluster.shoal("up")
     assert "the operator has changed cluster st-lab" in alice.shoal("status").stderr
     assert "has changed" not in alice.shoal("status").stderr
