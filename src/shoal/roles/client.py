@@ -41,9 +41,8 @@ class ClientComponent(Component):
 def cluster_record(cluster: Cluster) -> ClusterRecord:
     """What users may know of the cluster."""
     spec = cluster.spec
-    members = [member for member in cluster.members if not member.rented]
-    entries = [member.name for member in members if ENTRY_ROLES & member.roles]
-    keys = {name: strip_comment(cluster.facts_of(name).text(HOST_KEY)) for name in entries}
+    entries = [member for member in cluster.members if ENTRY_ROLES & member.roles]
+    keys = {member.name: strip_comment(cluster.facts_of(member.name).text(HOST_KEY)) for member in entries}
     share = job_share(cluster)
     return ClusterRecord(
         cluster=spec.cluster,
@@ -51,7 +50,7 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
         controller=cluster.controller.name,
         members=tuple(
             RecordMember(member.name, cluster.addresses.get(member.name, LOOPBACK), tuple(sorted(member.roles)))
-            for member in members
+            for member in entries
         ),
         host_keys={name: key for name, key in keys.items() if key},
         shares=shared_directories(cluster),

@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class RecordMember:
-    """A host of the cluster."""
+    """A host that users log in to."""
 
     name: str
     address: str
@@ -45,8 +45,9 @@ class ClusterRecord:
     """The Shoal that built it."""
     controller: str
     members: tuple[RecordMember, ...] = ()
+    """The hosts that users log in to. Slurm tells of the nodes, which come and go."""
     host_keys: Mapping[str, str] = field(default_factory=dict)
-    """The public host keys of the hosts that users log in to, by name."""
+    """Their public host keys, by name."""
     shares: Mapping[str, RecordShare] = field(default_factory=dict)
     """By path."""
     jobs: str = ""
