@@ -54,7 +54,8 @@ class StorageComponent(Component):
             kind = choose_access(share.share, share.server, member.name, facts).kind
             if kind == "local" and share.share.kind == "nfs":
                 names += ["nfs-kernel-server"] if kernel_serves_nfs(facts) else ["nfs-ganesha", "nfs-ganesha-vfs"]
-            names += {"nfs": ["nfs-common"], "sshfs": ["sshfs"], "stage": ["rsync", "sudo"]}.get(kind, [])
+            # netbase: without its /etc/protocols mount.nfs4 ends with "Failed to find 'tcp' protocol".
+            names += {"nfs": ["nfs-common", "netbase"], "sshfs": ["sshfs"], "stage": ["rsync", "sudo"]}.get(kind, [])
             if kind == "local":
                 names.append("rsync")  # for clients that can only copy
         return tuple(names)

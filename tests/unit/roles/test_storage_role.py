@@ -166,7 +166,7 @@ def test_each_host_mounts_by_its_best_method() -> None:
     assert there["mount /data"] == Mount(
         "/data", "10.0.0.1:/srv/data", "nfs4", nfs.mount_options(8, read_only=False), automount=True
     )
-    assert packages(cluster, "n2") == ("nfs-common", "sshfs")
+    assert packages(cluster, "n2") == ("nfs-common", "netbase", "sshfs")
     over_ssh = items(cluster, "n1")
     assert "mount /home" not in over_ssh
     home = over_ssh["mount /home/alice"]
