@@ -34,7 +34,8 @@ async def write_inputs(spec: Path, directory: Path) -> Path:
         "accounts": _accounts(roles["controller"]),
         "packages": {role: _packages(document) for role, document in roles.items()},
         "links": {role: _links(document) for role, document in roles.items()},
-        "members": next(item.content for item in roles["controller"] if isinstance(item, Block)),
+        "members": _block(roles["controller"], "/etc/hosts"),
+        "host_keys": _block(roles["controller"], "/etc/ssh/ssh_known_hosts"),
         "controller": controller.name,
         "key": str(directory / "munge.key"),
     }
@@ -55,6 +56,10 @@ def _texts(document: Document) -> dict[str, str]:
         if isinstance(item, DeviceRule) and item.content:
             texts[f"{item.name}.rules"] = item.content
     return texts
+
+
+def _block(document: Document, path: str) -> str:
+    return next(item.content for item in document if isinstance(item, Block) and item.path == path)
 
 
 def _accounts(document: Document) -> list[dict[str, object]]:

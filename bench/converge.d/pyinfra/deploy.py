@@ -97,6 +97,13 @@ files.block(
     marker="# {mark} shoal members",
 )
 
+files.block(
+    name="The host keys of the members",
+    path="/etc/ssh/ssh_known_hosts",
+    content=inputs["host_keys"].rstrip("\n"),
+    marker="# {mark} shoal members",
+)
+
 directory("/etc/shoal")
 rules = put("The firewall", "/etc/shoal/firewall.nft")
 unit = put("The firewall's unit", "/etc/systemd/system/shoal-firewall.service")
@@ -142,6 +149,7 @@ if role == "controller":
         _if=any_changed(program, unit),
     )
     systemd.service(name="The check for nodes that return runs", service=check, running=True, enabled=True)
+    put("The description for users", "/etc/shoal/cluster.json")
 
 # ---- the nodes
 
