@@ -13,7 +13,8 @@ import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, printed, renting, state, submit
 
-from shoal.sandbox.layout import Layout, cache_dir
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(1500)]
 

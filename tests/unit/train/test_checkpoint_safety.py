@@ -12,6 +12,7 @@ import shutil
 import tarfile
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.unit.train.training import build, digest, train_step
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.optim import lr_scheduler, swa_utils
 
 from shoal.train.checkpoint import Checkpointer, TrainState
@@ -160,6 +162,48 @@ def test_index_refers_only_to_files_of_the_manifest(tmp_path: Path, place: str) 
     index.write_bytes(pickle.dumps(metadata))
     sign(index.parent)
     with pytest.raises(CheckpointError, match="refers to files that its manifest does not list"):
+        Checkpointer(tmp_path / "saves").restore(build("plain"))
+
+
+class PicklerOfPython311(pickle.Pickler):
+    """Writes members of an enumeration as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def rewrite_index(checkpoint: Path, planner_data: Any = None) -> None:
+    index = checkpoint / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    metadata.planner_data = planner_data or metadata.planner_data
+    data = io.BytesIO()
+    PicklerOfPython311(data).dump(metadata)
+    assert b"getattr" in data.getvalue()
+    index.write_bytes(data.getvalue())
+    sign(checkpoint)
+
+
+def test_index_written_by_another_python_loads(tmp_path: Path) -> None:
+    write(tmp_path / "saves", lambda flat: None)
+    rewrite_index(tmp_path / "saves" / "step-1")
+    assert Checkpointer(tmp_path / "saves").restore(build("plain", seed=3)) == 1
+
+
+class Reached:
+    """Reaches for an attribute when it is unpickled."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.arguments = (owner, name)
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Path, "home"), (_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__class__")])
+def test_getattr_in_an_index_reaches_nothing_else(tmp_path: Path, owner: Any, name: str) -> None:
+    write(tmp_path / "saves", lambda flat: None)
+    rewrite_index(tmp_path / "saves" / "step-1", Reached(owner, name))
+    with pytest.raises(CheckpointError, match="the checkpoint holds more than data"):
         Checkpointer(tmp_path / "saves").restore(build("plain"))
 
 

@@ -17,11 +17,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from shoal.train.checkpoint.layout import Manifest
-from shoal.train.checkpoint.safe_values import RestrictedUnpickler, load, map_unpickling_error
+from shoal.train.checkpoint.safe_values import RestrictedUnpickler, load, map_unpickling_error, unsafe
 from shoal.train.checkpoint.writer import describe_failure
 from shoal.train.errors import CheckpointError
 
 INDEX = ".metadata"
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    """What `getattr` means in an index: Python 3.11 writes members of an enumeration so in some of its releases."""
+    if kind is not metadata._MEM_FORMAT_ENCODING or name not in kind.__members__:
+        raise unsafe("builtins.getattr")
+    return kind[name]
+
 
 _INDEX_NAMES = {
     **{
@@ -39,6 +47,7 @@ _INDEX_NAMES = {
         )
     },
     **{f"{module}.PosixPath": pathlib.PosixPath for module in ("pathlib", "pathlib._local")},
+    "builtins.getattr": _memory_format,
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "collections.OrderedDict": dict,
