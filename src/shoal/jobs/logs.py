@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -71,13 +72,14 @@ class JobLogs:
 
 class LogReader:
     """Takes what `reader.py` prints on each node. A file that several nodes show, on shared storage, counts once; the
-    batch output of a job that was queued again may be on two nodes, and both count."""
+    batch output of a job that was queued again may be on two nodes, and both count. With `limit`, only so many of the
+    last lines are kept: who follows a job for days has seen the others."""
 
-    def __init__(self, echo: bool = False, batch_host: str = "") -> None:
-        self.lines: list[LogLine] = []
+    def __init__(self, echo: bool = False, batch_host: str = "", limit: int | None = None) -> None:
+        self.lines: deque[LogLine] = deque(maxlen=limit)
         self._echo = echo
         self._batch_host = batch_host
-        self._labelled: list[LogLine] = []
+        self._labelled: deque[LogLine] = deque(maxlen=limit)
         self.ends: dict[tuple[int, int], RankEnd] = {}
         self._shown_by: dict[str, str] = {}
         self._node_of: dict[tuple[int, int], str] = {}
@@ -111,7 +113,9 @@ class LogReader:
     def others(self) -> list[LogLine]:
         """Lines that srun labelled and that are in no rank's log, as torchrun's. Known once those have been read."""
         printed = {line.text for line in self.lines if line.rank != BATCH}
-        return [line for line in self._labelled if line.text not in printed]
+        # Older lines may be of a rank whose own copy is no longer kept.
+        begin = self.lines[0].time if len(self.lines) == self.lines.maxlen else 0.0
+        return [line for line in self._labelled if line.time >= begin and line.text not in printed]
 
     def result(self) -> JobLogs:
         ends = sorted(self.ends.values(), key=lambda end: (end.restart, end.end))

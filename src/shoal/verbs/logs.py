@@ -28,6 +28,9 @@ READ_TIMEOUT_S = 120.0
 TAIL_BYTES = 256 * 1024
 """Enough of each rank's log to find a traceback in."""
 
+FOLLOW_LINES = 50_000
+"""What `follow` keeps of the lines that it has shown, to say at the end why the job failed."""
+
 
 @dataclass(frozen=True)
 class LogsResult:
@@ -65,7 +68,7 @@ async def follow(
             for line in job_logs.lines:
                 show(line)
             return _result(job, record, job_logs, fleet)
-        reader, processes = LogReader(files.echo, files.batch_host), {}
+        reader, processes = LogReader(files.echo, files.batch_host, FOLLOW_LINES), {}
 
         async def open_reader(name: str) -> None:
             processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))

@@ -73,6 +73,14 @@ def test_rank_lines_echoed_into_the_batch_output_count_once() -> None:
     assert [line.text for line in found.result().lines] == ["hello", "srun: error", "torchrun: no"]
 
 
+def test_follower_of_days_keeps_the_last_lines_alone() -> None:
+    found = LogReader(echo=True, limit=3)
+    for number in range(9):
+        found.take("n1", f"rank-0.0.log\t{number}.0 step {number}".encode())
+        found.take("n1", f"output@a1\t{number}.5 0: step {number}".encode())
+    assert [line.text for line in found.result().lines] == ["step 6", "step 7", "step 8"]
+
+
 def test_rank_ends_are_parsed_and_invalid_lines_ignored() -> None:
     found = taken(
         ("n1", f"rank-1.0.end\t{json.dumps(END)}"),
