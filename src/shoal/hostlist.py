@@ -1,7 +1,8 @@
 """Slurm's hostlists: `gpu[01-03,07],login` stands for five names.
 
 `expand` agrees with `scontrol show hostnames`, `compress` with `scontrol show hostlistsorted`, `fold` with `scontrol
-show hostlist`. Where Slurm guesses what broken text may mean (`a[1-2`, `a[1-]`, `a[ 1-2]`), we refuse instead.
+show hostlist`. Where Slurm guesses what broken text may mean (`a[1-2`, `a[1-]`, `a[ 1-2]`), we refuse instead. Text
+after the last bracket (`a[1-2]-ib`) is accepted as by Slurm 24.11. What we write never has it: 22.05 does not read it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def expand(text: str) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """The shortest hostlist for a set of names: sorted as Slurm sorts, each name once."""
+    """The shortest hostlist for a set of names: sorted as Slurm sorts, each name once.
+
+    Where padding is mixed (a99, a100, a001), Slurm's answer depends on the order it gets the names in. Ours is that for
+    sorted names.
+    """
     distinct = {name: _split(name) for name in names}
     widths = _find_widths(distinct.values())
     places = {prefix: _natural(prefix) for prefix in {prefix for prefix, _ in distinct.values()}}
@@ -111,8 +116,6 @@ def _expand_item(item: str, room: int) -> Iterable[str]:
         if room < 1:
             raise _too_many(item)
         return [item]
-    if literals[-1]:
-        raise HostlistError(item, f"Slurm 22.05 takes no text after the last bracket, found {literals[-1]!r}")
     ranges = [[_parse_range(item, part) for part in body.split(",")] for body in bodies]
     if math.prod(sum(high - low + 1 for low, high, _ in bracket) for bracket in ranges) > room:
         raise _too_many(item)
@@ -123,6 +126,7 @@ def _expand_item(item: str, room: int) -> Iterable[str]:
     *leading, last = numbers
     return [
         "".join(text for pair in zip(literals, (*reversed(choice), final), strict=False) for text in pair)
+        + literals[-1]
         for choice in product(*reversed(leading))
         for final in last
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,6 +32,8 @@ EXPANSIONS = {
     "a[1-2][3-4]": ["a13", "a14", "a23", "a24"],
     "[1-2]": ["1", "2"],
     "a[1,1]": ["a1", "a1"],
+    "a[1-2]-ib": ["a1-ib", "a2-ib"],
+    "r[01-02]n[5-6]-ib": ["r01n5-ib", "r01n6-ib", "r02n5-ib", "r02n6-ib"],
     "a1-2": ["a1-2"],
 }
 
@@ -49,9 +52,6 @@ REFUSALS = {
     "a[1-2": "hostlist 'a[1-2': a bracket at character 2 has no partner",
     "b,a]": "hostlist 'b,a]': a bracket at character 4 has no partner",
     "a[[1-2]]": "hostlist 'a[[1-2]]': a bracket at character 2 has no partner",
-    "a[1-2]x": "hostlist 'a[1-2]x': Slurm 22.05 takes no text after the last bracket, found 'x'",
-    "dc1-r[01-02]n[05-06]-ib": "hostlist 'dc1-r[01-02]n[05-06]-ib': Slurm 22.05 takes no text after the last bracket, "
-    "found '-ib'",
     "a[1-65537]": "hostlist 'a[1-65537]': the range '1-65537' has more than 65536 names",
     "a[1-400]b[1-400]": "hostlist 'a[1-400]b[1-400]': stands for more than 100000 names",
     "a[1-60000],b[1-60000]": "hostlist 'b[1-60000]': stands for more than 100000 names",
@@ -178,21 +178,27 @@ def test_ten_thousand_random_lists_expand_as_in_slurm(
 ) -> None:
     answers = _ask(slurm, "hostnames", random_lists)
     for text, answer in zip(random_lists, answers, strict=True):
-        if text in expanded:
+        if "]x" in text:  # newer releases accept it
+            assert "Invalid" in answer, text
+        elif text in expanded:
             assert "\n".join(expanded[text]) == answer, text
         else:
             assert "Invalid" in answer, f"we refuse {text}, Slurm says {answer}"
 
 
 def test_ten_thousand_random_lists_compress_as_in_slurm(slurm: Path, expanded: dict[str, list[str]]) -> None:
-    answers = _ask(slurm, "hostlistsorted", list(expanded))
-    exact = 0
-    for (text, names), answer in zip(expanded.items(), answers, strict=True):
-        # Slurm keeps `][` apart and sorts a mix of a1 and a01 by chance; with duplicates in the mix it loses names.
-        if len(set(names)) == len(names) and not _mixes_paddings(names) and "][" not in text:
-            assert compress(names) == answer, text
-            exact += 1
-    assert exact > 0.4 * len(expanded)
+    # Slurm keeps `][` apart, and loses names where some are twice in a mix of paddings.
+    texts = [
+        text for text, names in expanded.items() if len(set(names)) == len(names) and not re.search(r"\]\[|\]x", text)
+    ]
+    mixed = {text for text in texts if _mixes_paddings(expanded[text])}
+    # Slurm's order of a mix of a1 and a01 depends on the order of the question.
+    questions = [",".join(sorted(expanded[text])) if text in mixed else text for text in texts]
+    short = [(text, question) for text, question in zip(texts, questions, strict=True) if len(question) < 2000]
+    answers = _ask(slurm, "hostlistsorted", [question for _, question in short])
+    for (text, _), answer in zip(short, answers, strict=True):
+        assert compress(expanded[text]) == answer, text
+    assert len(short) > 0.4 * len(expanded) and sum(text in mixed for text, _ in short) > 0.02 * len(expanded)
     # What we write for any of them, Slurm reads back.
     ours = [text for text in (compress(names[:200]) for names in expanded.values()) if len(text) < 500]
     assert len(ours) > 0.8 * len(expanded)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 node = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
 keys = typer.Typer(help="Replace the keys of a running cluster.", no_args_is_help=True, rich_markup_mode=None)
 
-Nodes = Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].", autocompletion=suggest_hosts)]
+Nodes = Annotated[
+    list[str],
+    typer.Argument(metavar="HOSTS", help="Nodes: gpu01, gpu[01-04], or several.", autocompletion=suggest_hosts),
+]
 
 
 def ssh(
@@ -126,7 +129,7 @@ def node_drain(
     """Let running jobs end and start no new ones."""
     from shoal.verbs.node import drain_nodes
 
-    finish_nodes(session, "draining", session.run(drain_nodes(session.open(), hosts, reason)))
+    finish_nodes(session, "draining", session.run(drain_nodes(session.open(), ",".join(hosts), reason)))
 
 
 @node.command("resume")
@@ -135,7 +138,7 @@ def node_resume(hosts: Nodes, session: Session) -> None:
     """Give drained nodes jobs again."""
     from shoal.verbs.node import resume_nodes
 
-    finish_nodes(session, "resumed", session.run(resume_nodes(session.open(), hosts)))
+    finish_nodes(session, "resumed", session.run(resume_nodes(session.open(), ",".join(hosts))))
 
 
 def finish_nodes(session: Session, verb: str, names: list[str]) -> None:

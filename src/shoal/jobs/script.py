@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from shoal import contract
-from shoal.hostlist import compress
+from shoal.hostlist import compress, expand, fold
 from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, ShellText
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
@@ -79,7 +79,8 @@ def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iter
     for name in ("mem", "time", "constraint", "account", "qos", "array", "dependency", "nodelist", "switches"):
         value = getattr(spec, name)
         if value is not None:
-            yield f"--{name}={value}"
+            # Slurm 22.05 does not read every hostlist that we do.
+            yield f"--{name}={fold(expand(value)) if name == 'nodelist' else value}"
     if job.exclude:
         yield f"--exclude={compress(job.exclude)}"
     if spec.exclusive:

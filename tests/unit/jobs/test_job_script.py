@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
             "mem": "16G",
             "time": "1-00:00:00",
         },
-        **{"partition": "main", "constraint": "a&fast|[b*2]", "account": "lab", "qos": "high", "nodelist": "gpu[1-2]"},
+        **{"partition": "main", "constraint": "a&fast|[b*2]", "account": "lab", "qos": "high", "nodelist": "gpu[1,2]"},
         **{"switches": 2},
         **{"array": "0-9%2", "dependency": "afterok:17:18,singleton", "exclusive": True, "requeue": False},
         **{"signal": "sigusr2@300", "output": "/scratch/%A-%a.log", "error": "/scratch/%A-%a.err", "job_name": "big"},
