@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StrictBool, ValidationError
+from pydantic import BeforeValidator, Field, StrictBool, ValidationError, WithJsonSchema
 
 from shoal import hostlist
 from shoal.contract import WARNING
 from shoal.errors import SpecError
 from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.spec.finding import Finding, nearest, show
-from shoal.spec.values import Between, SlurmTime, SpecModel, choice, refusal
+from shoal.spec.values import Between, SpecModel, choice, refusal, slurm_time
 
 RENAMED_FIELDS = {"env": "write `export:` for variables, or `environment:` for a Python environment"}
 """Fields of earlier releases, and what to write instead."""
@@ -53,6 +53,13 @@ def _signal(value: object) -> str:
     if match[3].upper() in ("KILL", "9", "STOP", "19"):
         raise refusal("a process cannot catch this signal, so it cannot save its work", f"use USR1@{match[5]}")
     return f"{match[3].upper()}@{match[5]}"
+
+
+def _time(value: object) -> str:
+    """A time limit as sbatch reads it, so `1:30` is 90 seconds. The spec refuses that spelling."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}:[0-5][0-9]", value) and value.strip("0:"):
+        return value
+    return slurm_time(value)
 
 
 def _nodelist(value: object) -> str:
@@ -123,6 +130,7 @@ Name = Annotated[str, BeforeValidator(_name)]
 OutputPath = Annotated[str, BeforeValidator(_path)]
 Text = Annotated[str, BeforeValidator(_value)]
 NodeList = Annotated[str, BeforeValidator(_nodelist)]
+JobTime = Annotated[str, BeforeValidator(_time), WithJsonSchema({"type": ["string", "integer"], "title": "time"})]
 Experiment = Annotated[str, BeforeValidator(_experiment)]
 Python = Annotated[str, BeforeValidator(_python)]
 Constraint = Annotated[str, BeforeValidator(_constraint)]
@@ -162,7 +170,9 @@ class JobSpec(SpecModel):
     mem: Annotated[str, BeforeValidator(_size)] | None = option(
         "Memory of each node, as 16G; 0 for all of it. Default: in proportion to the CPUs.", "SIZE"
     )
-    time: SlurmTime | None = option("The time limit: minutes or [D-]HH:MM:SS. Default: the partition's.", "TIME", "-t")
+    time: JobTime | None = option(
+        "The time limit as for sbatch: minutes, MM:SS or [D-]HH:MM:SS. Default: the partition's.", "TIME", "-t"
+    )
     partition: Name | None = option("The partition. Default: the cluster's default.", "NAME", "-p")
     constraint: Constraint | None = option("Features the nodes must have.", "FEATURES", "-C")
     account: Name | None = option("The account to charge.", "NAME", "-A")

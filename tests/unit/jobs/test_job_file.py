@@ -77,6 +77,11 @@ def test_former_name_of_export_is_rejected_with_the_new_name() -> None:
     assert fix in str(caught.value)
 
 
+@pytest.mark.parametrize("time", ["90", "1:30", "0:01", "01:30:00", "1-12:00:00"])
+def test_time_limit_means_what_it_means_to_sbatch(time: str) -> None:
+    assert job(time=time).time == time
+
+
 WRONG: dict[str, Any] = {
     "launcher": (
         "ssh",
@@ -89,6 +94,7 @@ WRONG: dict[str, Any] = {
         '--dependency: not a dependency, found "afterok:x", write it like afterok:17, afterany:17:18 or singleton',
     ),
     "nodelist": ("gpu[1", "--nodelist: not a hostlist"),
+    "time": ("1:75", '--time: not a time, found "1:75"'),
     "signal": (
         "USR1",
         '--signal: not a signal, found "USR1", write it like USR1@120: the signal, and how many seconds before the end',
