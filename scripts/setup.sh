@@ -67,6 +67,20 @@ sandbox_packages() {
     system_packages systemd-nspawn:systemd-container mmdebstrap:mmdebstrap nft:nftables ip:iproute2 ssh:openssh-client
 }
 
+# vm_packages: install what virtual machines need on this machine.
+vm_packages() {
+    case $(uname -m) in
+    x86_64) system_packages qemu-system-x86_64:qemu-system-x86 qemu-img:qemu-utils ;;
+    aarch64) system_packages qemu-system-aarch64:qemu-system-arm qemu-img:qemu-utils ;;
+    *)
+        echo "Virtual machines run on x86_64 and aarch64; this machine is $(uname -m)." >&2
+        exit 1
+        ;;
+    esac
+    # Debian 12 has virtiofsd in a package that QEMU needs.
+    [ -e /usr/lib/qemu/virtiofsd ] || [ -e /usr/libexec/virtiofsd ] || system_packages virtiofsd:virtiofsd
+}
+
 apt_install() {
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -q && apt-get install -q -y --no-install-recommends "$@"

@@ -1,7 +1,7 @@
 """Every name and path of the sandbox, and the records that say which hosts a cluster has.
 
     <cache>/images/<image>/<recipe>/       a root file system, shared by all hosts, never written to
-    <cache>/vm/<image>/<recipe>/           what virtual machines boot from
+    <cache>/vm/<image>/<recipe>/           what virtual machines boot from, and snapshots of booted ones
     <cache>/sandbox/<cluster>/cluster.json the cluster's sites and their subnets
                              /id_ed25519   the key that logs in to its hosts
                              /shared/      a directory that all its hosts see as /shared

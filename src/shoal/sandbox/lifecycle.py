@@ -20,6 +20,9 @@ from shoal.sandbox.programs import last_lines
 from shoal.sandbox.seed import write_file
 
 BOOT_TIMEOUT_S = 120.0
+BANNER_TIMEOUT_S = 2.0
+VM_BANNER_TIMEOUT_S = 30.0
+"""An emulated host on a busy machine takes seconds to answer a connection. Each that is given up costs it as many."""
 ENTER = """\
 set -eu
 while read -r group; do echo 0 > "$group/cgroup.procs"; done < "$1"
@@ -71,7 +74,7 @@ async def wait_for_ssh(layout: Layout, host: HostRecord, timeout_s: float = BOOT
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while clock() < end:
-        if await ssh_answers(host.address):
+        if await ssh_answers(host.address, VM_BANNER_TIMEOUT_S if host.shape.vm else BANNER_TIMEOUT_S):
             write_file(layout.host_dir(host.name) / "ready", b"", 0o644)
             return
         if not cgroups.alive:
@@ -82,10 +85,10 @@ async def wait_for_ssh(layout: Layout, host: HostRecord, timeout_s: float = BOOT
     raise ProviderError(what, hint=f"its console log is {log}")
 
 
-async def ssh_answers(address: str) -> bool:
+async def ssh_answers(address: str, timeout_s: float = BANNER_TIMEOUT_S) -> bool:
     """Whether an SSH server answers there."""
     try:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address, 22)
             try:
                 return (await reader.read(4)) == b"SSH-"

@@ -163,7 +163,7 @@ async def _reported(host: HostRecord, progress: Progress, part: Callable[[], flo
 
 
 def _needs_start(layout: Layout, host: HostRecord) -> bool:
-    return lifecycle.state(layout, host.name) == "stopped"
+    return lifecycle.state(layout, host.name) == "stopped" or vm.is_resuming(layout, host.name)
 
 
 def _raise_errors(findings: list[Finding]) -> None:

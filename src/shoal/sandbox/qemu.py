@@ -20,7 +20,7 @@ from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
 from shoal.local_files import locked, write_atomic
 from shoal.sandbox.programs import call
-from shoal.sandbox.vm_disk import TRIAL, TRIAL_PASSED
+from shoal.sandbox.vm_disk import SEED_PORT, TRIAL, TRIAL_PASSED, BootFiles
 
 Accelerator = Literal["kvm", "tcg"]
 """`kvm` runs the guest's code on the CPU, `tcg` translates it in software."""
@@ -33,6 +33,11 @@ VIRTIOFSD_PLACES = ("/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd")
 TRIAL_TIMEOUT_S = 20.0
 """A guest with KVM gets there in two seconds."""
 TRIAL_MEMORY_MB = 256
+COMMAND_LINE = (
+    # Self-tests of the kernel's ciphers take minutes under emulation.
+    "root=/dev/vda rw net.ifnames=0 mitigations=off cryptomgr.notests=1 random.trust_cpu=on panic=10 "
+    "loglevel=4 systemd.show_status=yes"
+)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -66,6 +71,35 @@ def machine_options(architecture: str, accelerator: Accelerator, memory_backend:
         "-machine", machine + backend,
         "-accel", "kvm" if accelerator == "kvm" else "tcg,thread=multi",
         "-cpu", "host" if accelerator == "kvm" else emulated_cpu,
+    ]  # fmt: skip
+
+
+def guest_options(boot: BootFiles, accelerator: Accelerator, cpus: int, memory_mb: int, more: str = "") -> list[str]:
+    """The command of a machine without network card and /shared. `more` goes to its kernel."""
+    home, architecture = boot.place, os.uname().machine
+    return [
+        *machine_options(architecture, accelerator, memory_backend="memory"),
+        "-smp", str(cpus), "-m", f"{memory_mb}M",
+        # virtiofsd shares the machine's memory.
+        "-object", f"memory-backend-memfd,id=memory,size={memory_mb}M,share=on",
+        "-kernel", str(boot.kernel), "-initrd", str(boot.initrd),
+        "-append", f"console={console_device(architecture)} {COMMAND_LINE} {more}".rstrip(),
+        "-chardev", f"file,id=console,path={home / 'log'},append=on", "-serial", "chardev:console",
+        # The host's writes reach this machine's page cache when the host flushes them: a killed QEMU loses as much as
+        # a machine without power does.
+        "-drive", f"if=none,id=root,file={home / 'disk.qcow2'},format=qcow2,cache=unsafe,discard=unmap",
+        "-device", "virtio-blk-pci,drive=root",
+        "-device", "virtio-rng-pci",
+        "-qmp", "unix:qmp.sock,server=on,wait=off",
+    ]  # fmt: skip
+
+
+def resumable_options() -> list[str]:
+    """More for a machine of a snapshot: a port for its seed, and slots for what it gets afterwards."""
+    return [
+        "-device", "pcie-root-port,id=port1,chassis=1", "-device", "pcie-root-port,id=port2,chassis=2",
+        "-device", "virtio-serial-pci", "-chardev", "socket,id=seed,path=seed.sock,server=on,wait=off",
+        "-device", f"virtserialport,chardev=seed,name={SEED_PORT}",
     ]  # fmt: skip
 
 

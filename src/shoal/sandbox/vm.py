@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 from pathlib import Path
 
+from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
-from shoal.sandbox import vm_disk
+from shoal.sandbox import vm_disk, vm_snapshot
 from shoal.sandbox.layout import HostRecord, Layout
-from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, ENTER, cpus_of, group
+from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, ENTER, cpus_of, group, stop
 from shoal.sandbox.network import gateway, hardware_address
 from shoal.sandbox.programs import call
 from shoal.sandbox.qemu import (
     Accelerator,
     choose_accelerator,
-    console_device,
     find_virtiofsd,
-    machine_options,
+    guest_options,
     recorded_accelerator,
+    resumable_options,
 )
 from shoal.sandbox.seed import write_file, write_resolver
 from shoal.spec.member import Shape
@@ -35,19 +35,17 @@ MEMORY_MB = 1024
 """Of a machine for which the file says nothing."""
 DISK_MB = 20480
 """Free space of such a machine. Its disk takes only what it holds."""
-COMMAND_LINE = (
-    # Self-tests of the kernel's ciphers take minutes under emulation.
-    "root=/dev/vda rw net.ifnames=0 mitigations=off cryptomgr.notests=1 random.trust_cpu=on panic=10 "
-    "loglevel=4 systemd.show_status=yes"
-)
+RESUMING = "resuming"
+"""A file of a host that continues from a snapshot and has not got its identity yet."""
 LAUNCH = """\
 set -eu
-home=$1 cpus=$2 virtiofsd=$3 shared=$4
-shift 4
+home=$1 cpus=$2 virtiofsd=$3 shared=$4 socket=$5 state=$6
+shift 6
 cd "$home"
-rm -f shared.sock
-"$virtiofsd" --socket-path=shared.sock -o source="$shared" &
-while [ ! -S shared.sock ]; do kill -0 $!; sleep 0.05; done
+rm -f "$socket" qmp.sock seed.sock
+"$virtiofsd" --socket-path="$socket" -o source="$shared" &
+while [ ! -S "$socket" ]; do kill -0 $!; sleep 0.05; done
+[ -z "$state" ] || exec 3< "$state"
 exec taskset --cpu-list "$cpus" "$@"
 """
 """Serves /shared, and becomes QEMU. virtiofsd ends with it. Paths of sockets are short: the kernel allows 107 bytes."""
@@ -65,21 +63,81 @@ def boot_timeout(cache: Path, host: HostRecord) -> float:
 
 
 async def start(layout: Layout, host: HostRecord, progress: Progress) -> None:
-    """Start the machine and return at once. It lives on when this process ends."""
+    """Start the machine. It lives on when this process ends. A new emulated one continues from a snapshot."""
     home = layout.host_dir(host.name)
     (home / "ready").unlink(missing_ok=True)
-    accelerator = await _ensure_disk(layout, host, progress)
-    site = layout.sites()[host.site]
+    if (home / RESUMING).exists():  # it was cut off before it had its identity
+        (home / "disk.qcow2").unlink(missing_ok=True)
+    accelerator = await _ensure_boot_files(layout, host, progress)
+    _write_seed(layout, host)
+    if not (home / "disk.qcow2").exists():
+        if accelerator == "tcg" and await _resume(layout, host, progress):
+            return
+        await _make_disk(home, "raw", "disk.img", str(_disk_bytes(host, home)))
+    (home / RESUMING).unlink(missing_ok=True)
+    await _launch(layout, host, qemu_command(layout, host, vm_disk.BootFiles(home), accelerator))
+
+
+def is_resuming(layout: Layout, name: str) -> bool:
+    """Whether the host was started from a snapshot and never became itself."""
+    return (layout.host_dir(name) / RESUMING).exists()
+
+
+def qemu_command(
+    layout: Layout, host: HostRecord, boot: vm_disk.BootFiles, accelerator: Accelerator, resume: bool = False
+) -> list[str]:
+    """The command that runs the machine. Its console goes to the host's log."""
+    card = f"virtio-net-pci,netdev=net,romfile=,mac={hardware_address(layout, host.address)}"
+    plugged = ["-device", card, "-device", "vhost-user-fs-pci,chardev=shared,tag=shared"]
+    return [
+        *guest_options(boot, accelerator, len(cpus_of(host)), memory_mb(host.shape)),
+        "-name", host.name,
+        "-netdev", f"tap,id=net,ifname={layout.link(host)},script=no,downscript=no",
+        "-chardev", f"socket,id=shared,path={_shared_socket(layout, host)}",
+        *([*resumable_options(), "-incoming", "fd:3"] if resume else plugged),
+    ]  # fmt: skip
+
+
+async def _resume(layout: Layout, host: HostRecord, progress: Progress) -> bool:
+    """Continue from a snapshot as this host; whether that worked."""
+    home = layout.host_dir(host.name)
+    boot = await vm_disk.ensure(layout.cache, Path(host.image), progress)
+    snapshot = await vm_snapshot.ensure(boot, len(cpus_of(host)), memory_mb(host.shape), progress)
+    if snapshot is None:
+        return False
+    _link(snapshot.disk, home / "booted.qcow2")
+    (home / RESUMING).touch()
+    await _make_disk(home, "qcow2", "booted.qcow2")
+    command = qemu_command(layout, host, vm_disk.BootFiles(home), "tcg", resume=True)
+    await _launch(layout, host, command, snapshot.state)
+    address, size, cgroups = hardware_address(layout, host.address), _disk_bytes(host, home), group(layout, host.name)
+    try:
+        await vm_snapshot.give_identity(home, address, size, lambda: cgroups.alive)
+    except (ProviderError, OSError, TimeoutError, ValueError) as error:
+        progress(f"host {host.name} does not continue from the snapshot, and boots instead: {error}", 0.0)
+        await stop(layout, host.name)
+        snapshot.discard()
+        for name in ("disk.qcow2", "booted.qcow2"):
+            (home / name).unlink(missing_ok=True)
+        return False
+    (home / RESUMING).unlink()
+    return True
+
+
+def _write_seed(layout: Layout, host: HostRecord) -> None:
+    """What the host gets at its first boot, in its initial RAM disk. It holds the host's private key."""
+    home, site = layout.host_dir(host.name), layout.sites()[host.site]
     length = ipaddress.IPv4Network(site.subnet).prefixlen
     network = f"ADDRESS={host.address}/{length}\nGATEWAY={gateway(site)}\n"
     write_resolver(home / "seed")
     write_file(home / "seed" / vm_disk.NETWORK_FILE, network.encode(), 0o644)
-    boot = vm_disk.BootFiles(home)
-    # It holds the host's private key.
-    write_file(
-        home / "initrd", (home / "initrd.base").read_bytes() + vm_disk.tree_archive(home / "seed", "seed"), 0o600
-    )
-    cgroups = group(layout, host.name)
+    seed = vm_disk.tree_archive(home / "seed", "seed")
+    write_file(home / "initrd", (home / "initrd.base").read_bytes() + seed, 0o600)
+
+
+async def _launch(layout: Layout, host: HostRecord, command: list[str], state: Path | None = None) -> None:
+    """Start QEMU in the host's cgroups, and return at once."""
+    home, cgroups = layout.host_dir(host.name), group(layout, host.name)
     cgroups.make(cpus_of(host), None)
     write_file(home / "groups", "".join(f"{path}\n" for path in cgroups.paths).encode(), 0o644)
     layout.shared.mkdir(mode=0o1777, exist_ok=True)
@@ -87,7 +145,7 @@ async def start(layout: Layout, host: HostRecord, progress: Progress) -> None:
     arguments = [
         "sh", "-c", ENTER, "sh", str(home / "groups"), "setsid", "--fork",
         "sh", "-c", LAUNCH, "sh", str(home), ",".join(str(cpu) for cpu in cpus_of(host)),
-        str(find_virtiofsd()), str(layout.shared), *qemu_command(layout, host, boot, accelerator),
+        str(find_virtiofsd()), str(layout.shared), _shared_socket(layout, host), str(state or ""), *command,
     ]  # fmt: skip
     with (home / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -96,41 +154,33 @@ async def start(layout: Layout, host: HostRecord, progress: Progress) -> None:
         await process.wait()
 
 
-def qemu_command(layout: Layout, host: HostRecord, boot: vm_disk.BootFiles, accelerator: Accelerator) -> list[str]:
-    """The command that runs the machine. Its console goes to the host's log."""
-    home, memory = boot.place, memory_mb(host.shape)
-    return [
-        *machine_options(os.uname().machine, accelerator, memory_backend="memory"),
-        "-name", host.name, "-smp", str(len(cpus_of(host))), "-m", f"{memory}M",
-        # virtiofsd shares the machine's memory.
-        "-object", f"memory-backend-memfd,id=memory,size={memory}M,share=on",
-        "-kernel", str(boot.kernel), "-initrd", str(boot.initrd),
-        "-append", f"console={console_device(os.uname().machine)} {COMMAND_LINE}",
-        "-chardev", f"file,id=console,path={home / 'log'},append=on", "-serial", "chardev:console",
-        # The host's writes reach this machine's page cache when the host flushes them: a killed QEMU loses as much as
-        # a machine without power does.
-        "-drive", f"if=none,id=root,file={home / 'disk.qcow2'},format=qcow2,cache=unsafe,discard=unmap",
-        "-device", "virtio-blk-pci,drive=root",
-        "-netdev", f"tap,id=net,ifname={layout.link(host)},script=no,downscript=no",
-        "-device", f"virtio-net-pci,netdev=net,romfile=,mac={hardware_address(layout, host.address)}",
-        "-chardev", "socket,id=shared,path=shared.sock",
-        "-device", "vhost-user-fs-pci,chardev=shared,tag=shared",
-        "-device", "virtio-rng-pci",
-        "-qmp", "unix:qmp.sock,server=on,wait=off",
-    ]  # fmt: skip
-
-
-async def _ensure_disk(layout: Layout, host: HostRecord, progress: Progress) -> Accelerator:
-    """Make the disk of a host that has none; the accelerator that it runs with."""
+async def _ensure_boot_files(layout: Layout, host: HostRecord, progress: Progress) -> Accelerator:
+    """Give a host that has no disk yet what it is made of; the accelerator that it runs with."""
     home = layout.host_dir(host.name)
     if not (home / "disk.qcow2").exists():
         boot = await vm_disk.ensure(layout.cache, Path(host.image), progress)
         # Links: what the host is made of outlives the removal of an older image.
         for file, name in ((boot.disk, "disk.img"), (boot.kernel, "vmlinuz"), (boot.initrd, "initrd.base")):
-            (home / name).unlink(missing_ok=True)
-            (home / name).hardlink_to(file)
-        size = (home / "disk.img").stat().st_size + ((host.shape.disk_mb or DISK_MB) << 20)
-        beside = home / "disk.qcow2.new"
-        await call("qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", home / "disk.img", beside, str(size))
-        beside.rename(home / "disk.qcow2")
+            _link(file, home / name)
     return await choose_accelerator(layout.cache, home / "vmlinuz", home / "initrd.base", progress)
+
+
+async def _make_disk(home: Path, kind: str, below: str, *size: str) -> None:
+    """Make the host's disk, a layer over another file of its directory."""
+    beside = home / "disk.qcow2.new"
+    await call("qemu-img", "create", "-q", "-f", "qcow2", "-F", kind, "-b", home / below, beside, *size)
+    beside.rename(home / "disk.qcow2")
+
+
+def _shared_socket(layout: Layout, host: HostRecord) -> str:
+    """Where virtiofsd listens, in the host's directory. No two are the same: Debian 12's locks a file of this name."""
+    return f"{layout.link(host)}.sock"
+
+
+def _disk_bytes(host: HostRecord, home: Path) -> int:
+    return (home / "disk.img").stat().st_size + ((host.shape.disk_mb or DISK_MB) << 20)
+
+
+def _link(file: Path, to: Path) -> None:
+    to.unlink(missing_ok=True)
+    to.hardlink_to(file)

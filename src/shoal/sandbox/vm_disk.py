@@ -36,6 +36,10 @@ NETWORK_FILE = "etc/shoal-network"
 TRIAL = "shoal.trial"
 """On the kernel's command line: end at once, once the kernel has proved that it runs."""
 TRIAL_PASSED = "shoal: this kernel runs"
+SNAPSHOT = "shoal.snapshot"
+"""On the kernel's command line: boot without a seed, and wait for one at the port below."""
+SEED_PORT = "shoal.seed"
+"""The serial port on which a resumed host gets its seed."""
 
 NETWORK_UNIT = f"""\
 [Unit]
@@ -44,6 +48,7 @@ DefaultDependencies=no
 After=local-fs.target systemd-sysctl.service
 Before=network.target network-online.target
 Wants=network.target
+ConditionPathExists=/{NETWORK_FILE}
 
 [Service]
 Type=oneshot
@@ -57,8 +62,57 @@ ExecStart=ip route replace default via ${{GATEWAY}}
 [Install]
 WantedBy=multi-user.target network-online.target
 """
+SSH_DROP_IN = "[Unit]\nConditionPathExists=/etc/ssh/ssh_host_ed25519_key\n"
+"""Without a seed it would start again and again."""
 FSTAB = "shared /shared virtiofs defaults,nofail 0 0\n"
-FILES = {"etc/systemd/system/shoal-network.service": NETWORK_UNIT, "etc/fstab": FSTAB}
+SEED_UNIT = f"""\
+[Unit]
+Description=The seed of a sandbox host that continues from a snapshot
+ConditionKernelCommandLine={SNAPSHOT}
+
+[Service]
+ExecStart=/bin/sh /usr/local/lib/shoal-seed
+
+[Install]
+WantedBy=multi-user.target
+"""
+SEED_PROGRAM = f"""\
+set -eu
+systemctl is-system-running --wait > /dev/null || true
+exec 3<> /dev/virtio-ports/{SEED_PORT}
+sync
+echo ready >&3
+# Nothing below has run in the snapshot. Reads end at once while nobody is at the other end.
+until read -r size <&3; do sleep 0.1; done
+head -c "$size" <&3 | tar -xp --numeric-owner -C /
+hostname -F /etc/hostname
+# Hosts of one snapshot would draw the same random numbers until the kernel mixes in others (RNDRESEEDCRNG).
+cat /etc/shoal-random > /dev/urandom
+perl -e 'open my $f, ">", "/dev/urandom" or die; ioctl($f, 0x5207, 0) or die'
+rm /etc/shoal-random
+cat /proc/sys/kernel/random/uuid > /run/shoal-boot-id
+mount --bind /run/shoal-boot-id /proc/sys/kernel/random/boot_id
+resize2fs /dev/vda
+sync
+echo > /var/lib/shoal-seeded
+sync
+until [ -e /sys/class/net/eth0 ]; do sleep 0.1; done
+echo clock >&3
+read -r now <&3
+date -s "@$now"
+systemd-tmpfiles --create /etc/tmpfiles.d/shoal-gpus.conf
+systemctl restart systemd-journald
+systemctl start shoal-network ssh
+systemctl start shared.mount
+echo done >&3
+"""
+FILES = {
+    "etc/systemd/system/shoal-network.service": NETWORK_UNIT,
+    "etc/systemd/system/ssh.service.d/shoal.conf": SSH_DROP_IN,
+    "etc/systemd/system/shoal-seed.service": SEED_UNIT,
+    "usr/local/lib/shoal-seed": SEED_PROGRAM,
+    "etc/fstab": FSTAB,
+}
 INIT = f"""\
 #!/bin/busybox sh
 b=/bin/busybox
@@ -78,7 +132,7 @@ until $b mount -t ext4 /dev/vda /newroot 2> /dev/null; do
 done
 $b mount --move /dev /newroot/dev
 $b mount --move /proc /newroot/proc
-if [ ! -e /newroot/var/lib/shoal-seeded ]; then
+if [ ! -e /newroot/var/lib/shoal-seeded ] && ! $b grep -qw {SNAPSHOT} /newroot/proc/cmdline; then
     # The disk of a host is larger than the one that it is made of.
     $b chroot /newroot /sbin/resize2fs /dev/vda > /newroot/dev/console 2>&1
     $b cp -a /seed/. /newroot/
@@ -121,10 +175,12 @@ cp -a "$work/files/." "$tree/"
 for unit in $4; do rm -f "$tree/etc/systemd/system/$unit"; done
 for unit in $5; do ln -s /dev/null "$tree/etc/systemd/system/$unit"; done
 mkdir -p "$tree/shared"
-chroot "$tree" systemctl enable shoal-network.service
+chroot "$tree" systemctl enable shoal-network.service shoal-seed.service
 size=$(du -s --apparent-size --block-size=1M "$tree" | cut -f1)
 options=lazy_itable_init=1,lazy_journal_init=1
 mke2fs -q -t ext4 -m 0 -O quota -E "$options" -d "$tree" "$work/disk.img" "$((size + size / 4 + 200))M"
+# It has not counted the files that it copied: quotas would begin with none.
+e2fsck -fy "$work/disk.img" || [ $? -eq 1 ]
 """
 
 
