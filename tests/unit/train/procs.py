@@ -18,6 +18,9 @@ import torch.distributed as dist
 LIMIT = 600.0
 """Generous: the machine may be busy. Reached only by ranks that hang."""
 
+PRELOAD = ["shoal.train.checkpoint", "shoal.train.parallel", "torch._dynamo", "numpy.random"]
+"""What every rank needs. torch itself imports torch._dynamo with the first optimizer, which takes a second."""
+
 
 class RankFailed(AssertionError):
     """A rank raised, died or hung."""
@@ -38,7 +41,7 @@ def start(count: int, function: Callable[..., Any], *args: Any) -> list[tuple[An
     """Start the ranks and return their (process, pipe) pairs: for tests that kill them."""
     # A server that has imported torch once forks the ranks: seconds less for each of them.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shoal.train.checkpoint", "shoal.train.parallel"])
+    context.set_forkserver_preload(PRELOAD)
     meeting = Path(_meetings().name) / uuid.uuid4().hex
     children = []
     for rank in range(count):
