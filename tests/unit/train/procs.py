@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
+import os
 import pickle
+import runpy
+import sys
 import tempfile
 import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -39,9 +43,7 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
 
 def start(count: int, function: Callable[..., Any], *args: Any) -> list[tuple[Any, Any]]:
     """Start the ranks and return their (process, pipe) pairs: for tests that kill them."""
-    # A server that has imported torch once forks the ranks: seconds less for each of them.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = _server()
     meeting = Path(_meetings().name) / uuid.uuid4().hex
     children = []
     for rank in range(count):
@@ -51,6 +53,41 @@ def start(count: int, function: Callable[..., Any], *args: Any) -> list[tuple[An
         theirs.close()
         children.append((child, ours))
     return children
+
+
+def start_script(script: Path, *arguments: str, errors: Path, **environ: str) -> tuple[Any, TextIO]:
+    """Start a script in a session of its own: its process, and its output. `errors` is where its standard error goes.
+
+    Like `python script`, without seconds for the import of torch. At its end the interpreter is not torn down.
+    """
+    context = _server()
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_script_main, args=(theirs, str(errors), [str(script), *arguments], environ))
+    child.start()
+    theirs.close()
+    with ours:
+        return child, os.fdopen(os.dup(ours.fileno()))
+
+
+def _script_main(output: Any, errors: str, argv: list[str], environ: dict[str, str]) -> None:
+    os.setsid()
+    os.dup2(output.fileno(), 1)
+    output.close()
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    sys.argv = argv
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _server() -> Any:
+    """A server that has imported torch once and forks the processes: seconds less for each of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 @functools.cache

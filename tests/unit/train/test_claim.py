@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from tests.unit.train.procs import start
 from tests.unit.train.training import build, train_step
 
 from shoal.train.checkpoint import Checkpointer
@@ -94,10 +96,16 @@ def test_old_claim_is_taken_over_at_once(tmp_path: Path) -> None:
     assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
 
 
+def _take_and_die(rank: int, directory: str) -> None:
+    Claim(Path(directory)).take()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_claim_of_a_job_killed_on_the_same_node_is_taken_over_at_once(tmp_path: Path) -> None:
-    program = "import os, sys; from pathlib import Path; from shoal.train.checkpoint.claim import Claim\n"
-    program += "Claim(Path(sys.argv[1])).take(); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG)
+    [(killed, pipe)] = start(1, _take_and_die, str(tmp_path))
+    killed.join(LONG)
+    pipe.close()
+    assert killed.exitcode == -signal.SIGKILL
     assert (tmp_path / CLAIM_FILE).exists()
     assert Claim(tmp_path, takeover_timeout=LONG).take() is None
 

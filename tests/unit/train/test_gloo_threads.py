@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tests.unit.train.procs import ranks
 
 from shoal.train.dist import GLOO_THREAD, wait_for_gloo_threads
 
 PR_SET_NAME = 15
-ALONE = """
-from pathlib import Path
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(1))
-print({(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()})
-"""
 
 
 def busy(ending: threading.Event, as_named: str) -> threading.Thread:
@@ -61,6 +57,11 @@ def test_exit_waits_for_no_other_thread_and_only_for_the_timeout() -> None:
         thread.join(30)
 
 
+def _thread_names(rank: int) -> set[str]:
+    dist.all_reduce(torch.ones(1))
+    return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+
+
 def test_gloo_thread_has_the_expected_name() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
-    assert GLOO_THREAD in done.stdout, done.stderr
+    [names] = ranks(1, _thread_names)
+    assert GLOO_THREAD in names

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.unit.train.procs import start_script
 
+from shoal.train import profile
 from shoal.train.profile import ACTIVE_STEPS, WAIT_STEPS, WARMUP_STEPS
-
-pytest.importorskip("torch")
 
 TRAIN = """
 import sys
@@ -27,18 +26,36 @@ for step in range(int(sys.argv[1])):
     {after}
 print("done", __name__, sys.argv, sys.path[0])
 """
+VARIABLES = {"SHOAL_PROFILE": "torch", "RANK": "3", "OMP_NUM_THREADS": "1"}
 ENOUGH = str(1 + WAIT_STEPS + WARMUP_STEPS + ACTIVE_STEPS + 3)
 
 
 def profiled(place: Path, script: str, *arguments: str, status: int = 0, **more: str) -> str:
-    """Run a script under the recorder; what it printed."""
+    """Run a script under the recorder, in a process that has torch already; what it printed."""
+    path = write_script(place, script)
+    env, errors = {**VARIABLES, "SHOAL_JOB_DIR": str(place), **more}, place / "errors"
+    recorder, output = start_script(Path(profile.__file__), str(path), *arguments, errors=errors, **env)
+    with output:
+        printed = output.read()
+    recorder.join(120)
+    assert recorder.exitcode == status, errors.read_text()
+    return printed + errors.read_text()
+
+
+def profiled_by_command(place: Path, script: str, *arguments: str, **more: str) -> str:
+    """Run a script under the recorder as a job does; what it printed."""
+    write_script(place, script)
+    env = {**os.environ, **VARIABLES, "SHOAL_JOB_DIR": str(place), **more}
+    line = [sys.executable, "-m", "shoal.train.profile", "sub/train.py", *arguments]
+    done = subprocess.run(line, cwd=place, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def write_script(place: Path, script: str) -> Path:
     (place / "sub").mkdir(exist_ok=True)
     (place / "sub" / "train.py").write_text(script)
-    env = {**os.environ, "SHOAL_PROFILE": "torch", "SHOAL_JOB_DIR": str(place), "RANK": "3", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "shoal.train.profile", "sub/train.py", *arguments]
-    done = subprocess.run(line, cwd=place, env={**env, **more}, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    return done.stdout + done.stderr
+    return place / "sub" / "train.py"
 
 
 def traces(place: Path) -> dict[str, list[str]]:
@@ -51,7 +68,7 @@ def traces(place: Path) -> dict[str, list[str]]:
 
 
 def test_any_script_has_traces_of_its_start_and_a_few_steps(tmp_path: Path) -> None:
-    printed = profiled(tmp_path, TRAIN.format(after=""), ENOUGH, SLURM_RESTART_COUNT="2")
+    printed = profiled_by_command(tmp_path, TRAIN.format(after=""), ENOUGH, SLURM_RESTART_COUNT="2")
     assert f"done __main__ ['sub/train.py', '{ENOUGH}'] {tmp_path}/sub" in printed, "it runs as python would run it"
     found = traces(tmp_path)
     assert list(found) == ["rank-3.2.start.json.gz", "rank-3.2.steps.json.gz"]
@@ -89,14 +106,20 @@ for number in range({enough}):
     torch.ones(3).cumsum(0)
     step("run")
 """
-    env = {**os.environ, "SHOAL_PROFILE": "torch", "SHOAL_JOB_DIR": str(tmp_path), "RANK": "1"}
-    subprocess.run([sys.executable, "-c", script.format(enough=ENOUGH)], env=env, check=True, stderr=subprocess.DEVNULL)
+    path = write_script(tmp_path, script.format(enough=ENOUGH))
+    env = {**VARIABLES, "SHOAL_JOB_DIR": str(tmp_path), "RANK": "1"}
+    child, output = start_script(path, errors=tmp_path / "errors", **env)
+    output.close()
+    child.join(120)
+    assert child.exitcode == 0, (tmp_path / "errors").read_text()
     assert list(traces(tmp_path)) == ["rank-1.0.steps.json.gz"]
 
 
 def test_script_runs_without_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('none here')\n")
-    printed = profiled(tmp_path, "print('done')", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    printed = profiled_by_command(
+        tmp_path, "print('done')", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    )
     assert printed == "done\nshoal: --profile torch: this Python has no torch; the script runs without it\n"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.train.procs import ranks
+from tests.unit.train.procs import ranks, start_script
 
 from shoal import contract
 from shoal.contract import KILL_WAIT_S
@@ -220,28 +218,24 @@ if __name__ == "__main__":
 def _signalled_trainer(tmp_path: Path, number: signal.Signals, protect: str, context: str) -> tuple[str, str, int]:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
-    trainer = subprocess.Popen(
-        [sys.executable, str(script), protect, context],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert trainer.stdout is not None
-    try:
-        seen = ""
-        while not seen.endswith("step 3\n"):
-            line = trainer.stdout.readline()
-            assert line, trainer.stderr and trainer.stderr.read()
-            seen += line
-        os.killpg(trainer.pid, number)
-        rest, errors = trainer.communicate(timeout=120)
-    except BaseException:
-        os.killpg(trainer.pid, signal.SIGKILL)
-        trainer.communicate()
-        raise
+    errors = tmp_path / "errors"
+    trainer, output = start_script(script, protect, context, errors=errors)
+    with output:
+        try:
+            seen = ""
+            while not seen.endswith("step 3\n"):
+                line = output.readline()
+                assert line, errors.read_text()
+                seen += line
+            os.killpg(trainer.pid, number)
+            rest = output.read()
+        except BaseException:
+            os.killpg(trainer.pid, signal.SIGKILL)
+            raise
+        finally:
+            trainer.join(120)
     _wait_until_gone(seen.splitlines()[0].split()[1:])
-    return seen + rest, errors, trainer.returncode
+    return seen + rest, errors.read_text(), trainer.exitcode
 
 
 @pytest.mark.parametrize(
@@ -272,8 +266,9 @@ def test_unprotected_workers_die_first(tmp_path: Path, protect: str, context: st
     assert status != 0
 
 
-def test_other_children_of_a_rank_are_unchanged() -> None:
-    program = """
+def test_other_children_of_a_rank_are_unchanged(tmp_path: Path) -> None:
+    script, errors = tmp_path / "fork.py", tmp_path / "errors"
+    script.write_text("""
 import os, signal
 from shoal.train.stop import Stopper
 
@@ -282,9 +277,12 @@ if os.fork() == 0:
     print(signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
     os._exit(0)
 os.wait()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("set()\n", "")
+""")
+    rank, output = start_script(script, errors=errors)
+    with output:
+        assert output.read() == "set()\n"
+    rank.join(120)
+    assert (rank.exitcode, errors.read_text()) == (0, "")
 
 
 ORPHANS = TRAINER.replace('print("step", step, flush=True)', "os.kill(os.getpid(), signal.SIGKILL)")
@@ -293,11 +291,11 @@ ORPHANS = TRAINER.replace('print("step", step, flush=True)', "os.kill(os.getpid(
 def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(ORPHANS)
-    run = subprocess.run(
-        [sys.executable, str(script), "protected", "fork"], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == -signal.SIGKILL
-    workers = run.stdout.splitlines()[0].split()[1:]
+    trainer, output = start_script(script, "protected", "fork", errors=tmp_path / "errors")
+    with output:
+        workers = output.readline().split()[1:]
+        trainer.join(120)
+    assert trainer.exitcode == -signal.SIGKILL
     assert len(workers) == 2
     _wait_until_gone(workers)
 
