@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.cluster import LIMIT, Cluster, running
+from tests.e2e.delivery_checks import check_jobs_without_a_share
 
 pytestmark = pytest.mark.sandbox
 
@@ -162,3 +163,7 @@ def test_commands_that_need_root_say_so_and_changes_of_the_cluster_are_noticed(
     cluster.shoal("up")
     assert "the operator has changed cluster st-lab" in alice.shoal("status").stderr
     assert "has changed" not in alice.shoal("status").stderr
+
+
+def test_jobs_without_a_share_have_their_code_on_each_node(lab: tuple[Cluster, Client, Client]) -> None:
+    check_jobs_without_a_share(*lab)

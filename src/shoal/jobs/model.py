@@ -219,7 +219,7 @@ class JobSpec(SpecModel):
     )
     python: Python = option("The Python on the nodes. Default: python3.", "PROGRAM", default="python3")
     directory: Annotated[str, BeforeValidator(_directory)] | None = option(
-        "Where the hosts keep code and logs. Default: /var/lib/shoal/jobs/CLUSTER.", "DIRECTORY"
+        "Where the hosts keep code and logs. Default: /var/lib/shoal/jobs/CLUSTER; of users, their own.", "DIRECTORY"
     )
 
     @property
@@ -277,6 +277,8 @@ class JobPaths:
     """Whether nodes may have copies of shares instead of the shares themselves."""
     staged: bool = False
     """Whether the job may run in a rented container, where it waits for its code."""
+    carried: bool = False
+    """Whether the batch script has the code in it."""
 
 
 def job_from_options(values: Mapping[str, Any]) -> JobSpec:

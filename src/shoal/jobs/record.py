@@ -15,7 +15,9 @@ from shoal.contract import PROFILE_DIRECTORY
 from shoal.slurm.state import JOBCOMP
 
 JOBS_DIRECTORY = "/var/lib/shoal/jobs"
-"""Where the hosts keep jobs: a directory for each cluster below it."""
+"""Where the hosts keep the operator's jobs: a directory for each cluster below it."""
+USER_JOBS_DIRECTORY = "/var/lib/shoal/user-jobs"
+"""Where each host keeps users' jobs that are on no share: a directory of root's with one for each user."""
 
 ACTIVE = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shoal import contract
 from shoal.hostlist import compress, expand, fold
+from shoal.jobs.delivery import receive_lines
 from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, ShellText
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
@@ -47,6 +48,8 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     lines += _names(job, shipped)
     if shipped.staged:
         lines += wait_for_files_lines(shlex.quote(shipped.root))
+    if shipped.carried:
+        lines += receive_lines(shipped, job.nodes)
     lines += _environment(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)

@@ -1,26 +1,37 @@
-"""Makes a user's own directory for jobs, as that user, and says what it has.
+"""Makes a user's own directory for jobs, as that user.
 
-    job_directory.py CLUSTER JOBS DIRECTORY CODE RUNTIME
+    job_directory.py make CLUSTER JOBS DIRECTORY CODE RUNTIME    where the user logs in; prints what it has, as JSON
+    job_directory.py receive ROOT CODE RUNTIME                   on a node: takes the code from standard input
 
 DIRECTORY is what the user asks for, or empty; JOBS is the cluster's directory with one for each user, or empty. Every
 directory on the way belongs to root or to the user, and nobody else may write there: code runs from here. Links on the
-way are resolved first, and the path without them is checked. Prints one object of JSON; what is wrong goes to standard
-error, with status 3.
+way are resolved first, and the path without them is checked. What is wrong goes to standard error, with status 3.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import pwd
+import shutil
 import stat
 import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import BinaryIO
 
 EXIT_WITH_CAUSE = 3
 FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Directories on the way may be closed to readers."""
 CHUNK_BYTES = 1 << 20
+MAX_ARCHIVE_BYTES = 1 << 30
+KEEP_NEWEST, KEEP_DAYS = 20, 7
+"""On a node: code that no job has used lately is kept while it is among the newest, or young."""
 
 
 class Unsafe(Exception):
@@ -28,25 +39,121 @@ class Unsafe(Exception):
 
 
 def main(argv: list[str]) -> int:
-    cluster, jobs, directory, code, runtime = argv
+    mode, words = argv[0], argv[1:]
     try:
-        root = os.path.realpath(choose(cluster, jobs, directory))
-        place = open_own(root)
-        for name in ("code", "lib"):
-            os.close(enter(place, name, os.path.join(root, name)))
-        answer = {
-            "root": root,
-            "user": pwd.getpwuid(os.getuid()).pw_name,
-            "code": has_archive(os.path.join(root, "code", code + ".tar"), code),
-            "runtime": is_own_directory(os.path.join(root, "lib", runtime)),
-        }
-        write_id(root)
+        if mode == "receive":
+            receive(sys.stdin.buffer, *words)
+        else:
+            sys.stdout.write(json.dumps(make(*words)) + "\n")
     except (Unsafe, OSError) as error:
-        text = str(error) if isinstance(error, Unsafe) else "%s: %s" % (error.filename, error.strerror)
-        sys.stderr.write(text + "\n")
+        text = str(error) if isinstance(error, Unsafe) else "%s: %s" % (error.filename, error.strerror or error)
+        node = os.environ.get("SLURMD_NODENAME")
+        sys.stderr.write("shoal: error: cannot keep code on %s: %s\n" % (node, text) if node else text + "\n")
         return EXIT_WITH_CAUSE
-    sys.stdout.write(json.dumps(answer) + "\n")
     return 0
+
+
+def make(cluster: str, jobs: str, directory: str, code: str, runtime: str) -> dict[str, object]:
+    """Make the directory where the user logs in; which it is, and what it has."""
+    root = os.path.realpath(choose(cluster, jobs, directory))
+    prepare(root)
+    return {
+        "root": root,
+        "user": pwd.getpwuid(os.getuid()).pw_name,
+        "code": has_archive(os.path.join(root, "code", code + ".tar"), code),
+        "runtime": is_own_directory(os.path.join(root, "lib", runtime)),
+    }
+
+
+def prepare(root: str) -> None:
+    """Make the directory, and those in it for code. Raises Unsafe."""
+    place = open_own(root)
+    for name in ("code", "lib"):
+        os.close(enter(place, name, os.path.join(root, name)))
+    os.close(place)
+    write_id(root)
+
+
+def receive(stream: BinaryIO, root: str, code: str, runtime: str) -> None:
+    """Write the code of a job, from an archive with one archive for the code and one for Shoal's own part.
+
+    Both must have the content that their names say. What is there already is compared, not trusted.
+    """
+    import tarfile
+
+    root = os.path.realpath(root)
+    prepare(root)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(stream.read(MAX_ARCHIVE_BYTES)), mode="r:gz") as tar:
+            contents = {name: read_member(tar, name) for name in ("code.tar", "lib.tar")}
+    except (tarfile.TarError, EOFError) as error:
+        raise Unsafe("the code of the job did not arrive: %s" % error) from None
+    for name, expected in (("code.tar", code), ("lib.tar", runtime)):
+        if not hashlib.sha256(contents[name]).hexdigest().startswith(expected):
+            raise Unsafe("%s of the job is not what was sent" % name)
+    path = os.path.join(root, "code", code + ".tar")
+    if not has_archive(path, code):
+        new = "%s.%d" % (path, os.getpid())
+        with open(new, "wb") as file:
+            file.write(contents["code.tar"])
+        os.replace(new, path)
+    unpack(contents["lib.tar"], os.path.join(root, "lib", runtime))
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(root, ".shared"))
+    for place in ("code", "lib"):
+        remove_old(os.path.join(root, place))
+
+
+def read_member(tar: object, name: str) -> bytes:
+    file = tar.extractfile(name)  # type: ignore[attr-defined]
+    if file is None:
+        raise Unsafe("the code of the job has no %s" % name)
+    data = file.read(MAX_ARCHIVE_BYTES)
+    assert isinstance(data, bytes)
+    return data
+
+
+def unpack(archive: bytes, path: str) -> None:
+    """Unpack an archive, unless the directory has all that is in it. What has other content is put aside."""
+    import tarfile
+
+    new = "%s.%d" % (path, os.getpid())
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        files = {member.name: read_member(tar, member.name) for member in tar if member.isreg()}
+    if all(has_content(os.path.join(path, name), data) for name, data in files.items()):
+        os.utime(path)
+        return
+    for name, data in files.items():
+        place = os.path.join(new, *name.split("/"))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "wb") as file:
+            file.write(data)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, new + ".old")
+    try:
+        os.rename(new, path)
+    except OSError:  # another job of the user's was faster, on the same node
+        shutil.rmtree(new)
+
+
+def has_content(path: str, data: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        return stat.S_ISREG(status.st_mode) and status.st_size == len(data) and file.read() == data
+
+
+def remove_old(place: str) -> None:
+    """Remove what was used least lately. Failures are ignored: the next job tries again."""
+    with contextlib.suppress(OSError):
+        ages = sorted((-os.lstat(os.path.join(place, name)).st_mtime, name) for name in os.listdir(place))
+        for used, name in ages[KEEP_NEWEST:]:
+            if time.time() + used > KEEP_DAYS * 86400:
+                path = os.path.join(place, name)
+                shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
 
 
 def choose(cluster: str, jobs: str, directory: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import Command, Directory, Document, File
 from shoal.contract import VERSION
+from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.network.tunnel import LOOPBACK
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import directory_of
@@ -54,7 +55,7 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
         ),
         host_keys={name: key for name, key in keys.items() if key},
         shares=shared_directories(cluster),
-        jobs=f"{share}/{JOBS_NAME}" if share else "",
+        jobs=f"{share}/{JOBS_NAME}" if share else "" if homes_of(spec) else USER_JOBS_DIRECTORY,
         environments={name: directory_of(spec, entry) for name, entry in spec.environments.items()},
         accounting=spec.accounting is not None,
         tracking=spec.tracking.kind if spec.tracking else "",

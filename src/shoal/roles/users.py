@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
+from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.roles import node_logins
 from shoal.roles.component import AccountIds, Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
@@ -51,7 +52,7 @@ class UsersComponent(Component):
                 *_locked_users(before, users),
                 *_logins(cluster, member),
             ),
-            Stage.SERVICES: tuple(_homes(cluster, member)),
+            Stage.SERVICES: (*_homes(cluster, member), *_job_directories(users)),
         }
 
     def removal(self) -> Document:
@@ -198,6 +199,14 @@ def _homes(cluster: Cluster, member: Member) -> Iterator[Item]:
         )
         owner = f"{ids.uid}:{ids.gid}"
         yield Command(f"make {home}", ("sh", "-c", make, "sh", home, owner), unless=("test", "-d", home))
+
+
+def _job_directories(users: Iterable[str]) -> Iterator[Item]:
+    """For users' jobs without a share. Slurm opens the output of a batch script there before the script starts."""
+    for number, name in enumerate(users):
+        if number == 0:
+            yield Directory(USER_JOBS_DIRECTORY)
+        yield Directory(f"{USER_JOBS_DIRECTORY}/{name}", name, name, 0o700)
 
 
 def creates_homes(cluster: Cluster, member: Member) -> bool:

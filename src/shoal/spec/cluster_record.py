@@ -51,7 +51,7 @@ class ClusterRecord:
     shares: Mapping[str, RecordShare] = field(default_factory=dict)
     """By path."""
     jobs: str = ""
-    """A directory on a share with a directory for each user's jobs; empty where jobs are in the users' homes."""
+    """A directory with one for each user's jobs, on a share or on each host; empty where homes are shared."""
     environments: Mapping[str, str] = field(default_factory=dict)
     """The directory that has each Python environment, by its name."""
     accounting: bool = False

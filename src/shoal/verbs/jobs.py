@@ -8,18 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.errors import HostError, SlurmError, UsageError
+from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hostlist import expand
+from shoal.hosts.api import Host
 from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.record import RECENT_COMMAND, JobRecord, parse_recent, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
+from shoal.verbs.node_files import READER_NAME, nodes_with_files, step_command
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 MAX_EXPLAINED_JOBS = 5
 """The logs of the newest failed jobs are read to explain them."""
 
+PROGRESS_TIMEOUT_S = 30.0
 MAX_RECENT_JOBS = 20
 """The newest jobs that ended within a day, and that slurmctld no longer knows, are shown by default."""
 
@@ -56,8 +59,14 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
             recent_records = parse_recent(await slurm_output(controller, RECENT_COMMAND))
             ended_records = logs.exclude_known(recent_records, current_records)[-MAX_RECENT_JOBS:]
         records = [*ended_records, *current_records]
+        if context.joined is not None:
+            records = [record for record in records if record.name != READER_NAME]
         running_records = [record for record in current_records if record.state == "RUNNING" and record.work_dir]
-        progress = await _progress(fleet, context.controller.name, running_records)
+        on_nodes = [record for record in running_records if nodes_with_files(context, record)]
+        elsewhere = [record for record in running_records if record not in on_nodes]
+        progress = await _progress(fleet, context.controller.name, elsewhere)
+        answers = await asyncio.gather(*(_progress_on_nodes(context, controller, record) for record in on_nodes))
+        progress |= {record.id: answer for record, answer in zip(on_nodes, answers, strict=True)}
         failed_records = _select_failures(records)
         failure_reasons = await asyncio.gather(*(_reason(context, fleet, record) for record in failed_records))
         reasons = {
@@ -96,15 +105,30 @@ async def _progress(fleet: Connections, controller: str, records: list[JobRecord
         host = await fleet.host(name)
         for record in (record for record in records if name in nodes[record.id]):
             result = await host.run(logs.progress_command(record), timeout=30)
-            try:
-                value = json.loads(result.text) if result.status == 0 else None
-            except (ValueError, RecursionError):  # the job's owner may write anything there
-                continue
-            if isinstance(value, dict) and _update_time(value) >= _update_time(progress.get(record.id, {})):
+            value = _parse_progress(result.text) if result.status == 0 else {}
+            if value and _update_time(value) >= _update_time(progress.get(record.id, {})):
                 progress[record.id] = value
 
     await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), read_progress)
     return progress
+
+
+async def _progress_on_nodes(context: Context, controller: Host, record: JobRecord) -> Mapping[str, Any]:
+    """The same for a user's job whose files are on its nodes. Only its owner may read them."""
+    line = step_command(record, nodes_with_files(context, record), logs.progress_command(record))
+    try:
+        result = await controller.run(line, timeout=PROGRESS_TIMEOUT_S, root=False)
+    except CommandTimeout:
+        return {}
+    return max(map(_parse_progress, result.text.splitlines()), key=_update_time, default={})
+
+
+def _parse_progress(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # the job's owner may write anything there
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _update_time(progress: Mapping[str, Any]) -> float:

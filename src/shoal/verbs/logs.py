@@ -19,11 +19,14 @@ from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
 from shoal.remote import python_command
 from shoal.verbs.context import Context, job_file_hosts
+from shoal.verbs.node_files import NodeFiles, is_on_nodes, nodes_with_files, step_command
 from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
 
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _MERGE_WINDOW_S = 0.5
 """How long a line is held back, so that one from a slower node can come before it."""
+LOGIN_HOST = "login host"
+POLL_INTERVAL_S = 0.5
 READ_TIMEOUT_S = 120.0
 TAIL_BYTES = 256 * 1024
 """Enough of each rank's log to find a traceback in."""
@@ -50,8 +53,12 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await gather_answers(controller, find_record(controller, job))
-        job_logs = await read(fleet, job_file_hosts(context), files_of(context, job, record, directory))
-        return _result(job, record, job_logs, fleet)
+        files = files_of(context, job, record, directory)
+        reader = LogReader(files.echo, files.batch_host)
+        await _read_hosts(fleet, job_file_hosts(context), files, reader, label=_label(context, record))
+        if record is not None and (nodes := nodes_with_files(context, record)):
+            await _read_nodes(fleet, NodeFiles(controller, nodes, _command(files, 0), reader.take), record)
+        return _result(job, record, reader.result(), fleet)
 
 
 async def follow(
@@ -75,9 +82,14 @@ async def follow(
 
         await fleet.each(job_file_hosts(context), open_reader)
         sorter = _Sorter(show)
-        pumps = [asyncio.create_task(_pump(name, process, reader, sorter)) for name, process in processes.items()]
+        label = _label(context, record)
+        pumps = [
+            asyncio.create_task(_pump(label or name, process, reader, sorter)) for name, process in processes.items()
+        ]
         tick_task = asyncio.create_task(sorter.tick())
         try:
+            if is_on_nodes(context, record):
+                record = await _follow_nodes(context, fleet, controller, record, files, reader, sorter)
             record = await wait_for_end(controller, record)
             for process in processes.values():
                 with contextlib.suppress(HostError):
@@ -92,6 +104,11 @@ async def follow(
             sorter.add(line)
         sorter.flush()
         return _result(job, record, reader.result(), fleet)
+
+
+def _label(context: Context, record: JobRecord | None) -> str:
+    """The host that a user logs in to may be a node as well, and is read in both ways: then it has two names."""
+    return LOGIN_HOST if record is not None and is_on_nodes(context, record) else ""
 
 
 def _result(job: str, record: JobRecord | None, job_logs: JobLogs, fleet: Connections) -> LogsResult:
@@ -142,15 +159,64 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
 
 
 async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:
-    """What all nodes have of a job."""
-    lines = LogReader(files.echo, files.batch_host)
+    """What these hosts have of a job."""
+    reader = LogReader(files.echo, files.batch_host)
+    await _read_hosts(fleet, nodes, files, reader, tail=tail)
+    return reader.result()
+
+
+async def _read_nodes(fleet: Connections, node_files: NodeFiles, record: JobRecord) -> None:
+    await node_files.read(record)
+    fleet.failures.update(node_files.failures)
+
+
+async def _follow_nodes(
+    context: Context,
+    fleet: Connections,
+    controller: Host,
+    record: JobRecord,
+    files: JobFiles,
+    reader: LogReader,
+    sorter: _Sorter,
+) -> JobRecord:
+    """Take what the nodes of a job print, wherever it runs and runs again, until it has ended; its last record."""
+
+    def take(node: str, raw: bytes) -> None:
+        if line := reader.take(node, raw):
+            sorter.add(line)
+
+    node_files = NodeFiles(controller, (), _command(files, 0, "follow"), take)
+    pumps: dict[tuple[str, str], asyncio.Task[None]] = {}
+    try:
+        while record.active:
+            nodes = nodes_with_files(context, record) if record.state == "RUNNING" else ()
+            for node in nodes:
+                if (node, record.start) not in pumps:
+                    line = step_command(record, [node], node_files.command)
+                    pump = node_files.pump(node, line, must_succeed=False)
+                    pumps[(node, record.start)] = asyncio.create_task(pump)
+            await asyncio.sleep(POLL_INTERVAL_S)
+            record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
+    finally:
+        for pump_task in pumps.values():
+            pump_task.cancel()
+        await asyncio.gather(*pumps.values(), return_exceptions=True)
+    # Slurm has ended the steps that read, maybe before the last lines.
+    node_files.nodes, node_files.command = nodes_with_files(context, record), _command(files, 0)
+    await _read_nodes(fleet, node_files, record)
+    return record
+
+
+async def _read_hosts(
+    fleet: Connections, nodes: list[str], files: JobFiles, lines: LogReader, *, tail: int = 0, label: str = ""
+) -> None:
 
     async def read_node(name: str) -> None:
         process = await (await fleet.host(name)).start(_command(files, tail))
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 while raw := await process.readline():
-                    lines.take(name, raw)
+                    lines.take(label or name, raw)
         except TimeoutError:
             cause = f"the logs of the job did not arrive within {READ_TIMEOUT_S:g} s"
             raise CommandTimeout(name, cause, hint=f"look at the host with: shoal ssh {name}") from None
@@ -158,7 +224,6 @@ async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int 
             await process.kill()
 
     await fleet.each(nodes, read_node)
-    return lines.result()
 
 
 def check_job(job: str) -> None:

@@ -1,10 +1,12 @@
 """`shoal run` of an ordinary user: everything is written as that user, through the one host they log in to.
 
-The user's directory for jobs is on a share, so the code is written there once.
+Where the user's directory for jobs is on a share, the code is written there once. Otherwise each node has such a
+directory of its own, and the batch script carries the code. Rented containers get it from the controller.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +14,13 @@ from pathlib import Path
 
 from shoal.contract import PROFILE_DIRECTORY
 from shoal.environments import store
-from shoal.environments.store import BuiltEnvironment
+from shoal.environments.store import LOCAL_DIRECTORY, BuiltEnvironment
 from shoal.errors import UsageError
+from shoal.hostlist import compress
 from shoal.hosts.api import Host
+from shoal.jobs.delivery import encode_code
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
+from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
 from shoal.jobs.ship import StorageState, mark, send
@@ -50,7 +55,12 @@ class UserStorage:
     """The code is there already."""
     runtime: bool
     shared: bool
-    """All nodes have the directory."""
+    """All nodes have the directory in common."""
+
+    @property
+    def on_each_host(self) -> bool:
+        """Each host has one of its own under the same name: `up` has made it."""
+        return self.root == f"{USER_JOBS_DIRECTORY}/{self.user}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,12 @@ async def run_as_user(
         host = await connections.fleet.host(context.controller.name)
         ready = await prepare_as_user(context, connections, job, here, limit)
         prepared, storage = ready.prepared, ready.storage
-        sent_bytes = await _write_code(host, prepared, storage)
+        carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
+        sent_bytes = len(carried)
+        if prepared.shipped.staged or not prepared.shipped.carried:
+            sent_bytes += await _write_code(host, prepared, storage)
         tracking = await tracking_variables(connections, prepared.job, environ)
-        number = await submit(host, prepared.script, {**secrets, **tracking})
+        number = await submit(host, prepared.script + carried, {**secrets, **tracking})
     resolved = prepared.job
     return SubmittedJob(
         number,
@@ -100,14 +113,18 @@ async def prepare_as_user(
     environment = await _environment(host, record, job)
     if environment is not None:
         job = job.model_copy(update={"python": environment.program})
-    if storage.shared:
-        job = job.model_copy(update={"directory": storage.root})
     node_text, partition_text = await connections.slurm
-    resolved = _resolve(record, job, parse_nodes(node_text), parse_partitions(partition_text))
-    if not storage.shared and resolved.hosts != (record.controller,):
+    resolved = _resolve(record, job, storage, parse_nodes(node_text), parse_partitions(partition_text))
+    if resolved.containers:
+        await _require_transferable(host, record, resolved, environment)
+        if not storage.on_each_host:
+            local = job.model_copy(update={"directory": f"{USER_JOBS_DIRECTORY}/{storage.user}"})
+            storage = await _own_storage(host, record, local, tree.hash, runtime.hash)
+    is_carried = storage.on_each_host and bool(resolved.hosts or resolved.rented)
+    if not storage.shared and not storage.on_each_host and resolved.hosts != (record.controller,):
         raise UsageError(
             f"{storage.root} is not on a share, so other nodes than {record.controller} would not have the job's code",
-            hint=f"name a directory on a share with --directory, or use --nodelist {record.controller}",
+            hint=f"leave out --directory, name one on a share, or use --nodelist {record.controller}",
         )
     shipped = JobPaths(
         context.cluster,
@@ -117,6 +134,8 @@ async def prepare_as_user(
         tree.workdir,
         environment.path if environment else "",
         context.shares,
+        bool(resolved.containers),
+        is_carried,
     )
     script = sbatch_script(resolved, shipped)
     return PreparedUserJob(PreparedJob(resolved, shipped, tree, runtime, script, environment), storage)
@@ -124,7 +143,7 @@ async def prepare_as_user(
 
 async def _own_storage(host: Host, record: ClusterRecord, job: JobSpec, code: str, runtime: str) -> UserStorage:
     """Make the user's directory and check that nobody else can change what is in it."""
-    command = python_command("job_directory", record.cluster, record.jobs, job.directory or "", code, runtime)
+    command = python_command("job_directory", "make", record.cluster, record.jobs, job.directory or "", code, runtime)
     result = await host.run(command, timeout=STORAGE_TIMEOUT_S, root=False)
     if result.status != 0:
         cause = result.error_text.strip() if result.status == EXIT_WITH_CAUSE else "python3 does not run there"
@@ -162,13 +181,56 @@ async def _environment(host: Host, record: ClusterRecord, job: JobSpec) -> Built
 
 
 def _resolve(
-    record: ClusterRecord, job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[PartitionState]
+    record: ClusterRecord,
+    job: JobSpec,
+    storage: UserStorage,
+    nodes: Sequence[NodeState],
+    partitions: Sequence[PartitionState],
 ) -> ResolvedJob:
-    """The job with every number known. Rented containers have no directory of the user's, and are left out."""
-    boxes = [node.name for node in nodes if node.name in record.containers]
-    resolved = resolve(job, [node for node in nodes if node.name not in boxes], partitions)
-    inside = [node.name for node in nodes if node.name in boxes and resolved.partition in node.partitions]
+    """The job with every number known.
+
+    Rented containers have no share. So a job that has one runs on other nodes, where there are such.
+    """
+    boxes = {node.name for node in nodes if node.name in record.containers}
+    if storage.shared or storage.on_each_host:
+        job = job.model_copy(update={"directory": storage.root})  # rented machines have it, or get the code
+    if boxes and not storage.shared:
+        return resolve(job, nodes, partitions, boxes)
+    try:
+        resolved = resolve(job, [node for node in nodes if node.name not in boxes], partitions)
+    except UsageError:
+        if not boxes:
+            raise
+        with contextlib.suppress(UsageError):
+            return resolve(job, [node for node in nodes if node.name in boxes], partitions, boxes)
+        raise
+    inside = [name for node in nodes if (name := node.name) in boxes and resolved.partition in node.partitions]
     return replace(resolved, exclude=(*resolved.exclude, *inside))
+
+
+async def _require_transferable(
+    host: Host, record: ClusterRecord, job: ResolvedJob, environment: BuiltEnvironment | None
+) -> None:
+    """Reject a job whose files could not be copied to a rented container, or back from it."""
+    names = compress(job.containers)
+    output = job.spec.output or job.spec.error
+    if output is not None:
+        raise UsageError(
+            f"{names} would be rented containers, which share no directory: --output {output} would go with them",
+            hint="leave it out: `shoal logs` shows all output",
+        )
+    if environment is not None and not environment.path.startswith(f"{LOCAL_DIRECTORY}/"):
+        raise UsageError(
+            f"environment {environment.name} is in {environment.path}, which {names} would not have",
+            hint="ask the operator to give it `place: local`, or use --python",
+        )
+    from shoal.roles.rented import PROGRAMS  # slow to import, and no other job needs it
+
+    if (await host.run(("test", "-d", PROGRAMS), timeout=STORAGE_TIMEOUT_S, root=False)).status != 0:
+        raise UsageError(
+            f"{names} would be rented containers, which get their files from {record.controller}",
+            hint=f"log in there: `shoal join USER@{record.controller}`",
+        )
 
 
 async def _write_code(host: Host, prepared: PreparedJob, storage: UserStorage) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cloud.service import job_file_copier
-from shoal.cloud.service.job_file_copier import ContainerJob, JobFileCopier, parse_jobs, parse_note
+from shoal.cloud.service.job_file_copier import ContainerJob, JobFileCopier, JobNote, parse_jobs, parse_note
 from shoal.hosts.api import Result, Target
 from shoal.jobs import staging
 from shoal.jobs.record import JobComment
@@ -53,7 +53,13 @@ def test_jobs_and_array_tasks_in_containers_are_parsed() -> None:
     ],
 )
 def test_only_jobs_of_shoal_run_in_the_jobs_directory_have_a_note(said: str, note: JobComment | None) -> None:
-    assert parse_note(said, ROOT) == note
+    assert parse_note(said, (ROOT, "/jobs/alice")) == (JobNote(ROOT, note) if note else None)
+
+
+def test_job_of_a_user_is_in_the_directory_of_that_user() -> None:
+    said = "/jobs/alice\x1fshoal:c0de/11b\n"
+    assert parse_note(said, (ROOT, "/jobs/alice")) == JobNote("/jobs/alice", JobComment("c0de", "11b"))
+    assert parse_note(said, (ROOT, "/jobs/bob")) is None
 
 
 def test_ssh_uses_the_rental_key_and_no_secret_is_an_argument() -> None:

@@ -29,7 +29,7 @@ def share() -> Iterator[Path]:
 
 def ask(directory: str | Path = "", jobs: str | Path = "", code: str = "c0de") -> subprocess.CompletedProcess[str]:
     line = ["/usr/bin/python3", "-I", "-S", "-c", Path(job_directory.__file__).read_text()]
-    words = ["reef", str(jobs), str(directory), code, "11b"]
+    words = ["make", "reef", str(jobs), str(directory), code, "11b"]
     return subprocess.run([*line, *words], capture_output=True, text=True, user=ALICE, group=ALICE, extra_groups=[])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pwd
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from shoal.environments.store import LOCAL_DIRECTORY, inspect_command, parse_ins
 from shoal.errors import HostError
 from shoal.hosts.api import Host
 from shoal.jobs import staging
-from shoal.jobs.record import JOBS_DIRECTORY, JobComment
+from shoal.jobs.record import JOBS_DIRECTORY, USER_JOBS_DIRECTORY, JobComment
 from shoal.network.tunnel import conf_file
 from shoal.remote import job_file_transfer, python_command
 from shoal.roles.elastic import IDENTITY
@@ -77,13 +78,23 @@ def parse_jobs(text: str, containers: Collection[str]) -> list[ContainerJob]:
     ]
 
 
-def parse_note(text: str, root: str) -> JobComment | None:
+@dataclass(frozen=True)
+class JobNote:
+    """What `shoal run` noted of a job."""
+
+    root: str
+    """The directory of its jobs, here and in the container."""
+    comment: JobComment
+
+
+def parse_note(text: str, roots: Collection[str]) -> JobNote | None:
     """What `shoal run` noted of a job, from the output of `note_command`; None for a job submitted otherwise.
 
-    `root` is the directory of the jobs of `shoal run`. The tasks of an array have a line each, all alike.
+    `roots` are the directories that `shoal run` uses. The tasks of an array have a line each, all alike.
     """
-    directory, _, comment = text.partition("\n")[0].partition(_FIELD)
-    return JobComment.parse(comment) if directory == root else None
+    directory, _, text = text.partition("\n")[0].partition(_FIELD)
+    comment = JobComment.parse(text)
+    return JobNote(directory, comment) if comment and directory in roots else None
 
 
 def ssh(node: str) -> list[str]:
@@ -119,13 +130,16 @@ class JobFileCopier:
         environments: Collection[str] = (),
         *,
         root: str | None = None,
+        user_jobs: str = USER_JOBS_DIRECTORY,
         reach: Callable[[str], list[str]] = ssh,
     ) -> None:
         """`present` returns the containers that are joined; `environments` are directories that hold environments.
 
-        Tests replace `root`, the jobs' directory, and `reach`, the start of a command that runs in a container.
+        Tests replace `root`, the directory of root's jobs, `user_jobs`, which has one for each user, and `reach`, the
+        start of a command that runs in a container.
         """
         self._root = root or f"{JOBS_DIRECTORY}/{cluster}"
+        self._user_jobs = user_jobs
         self._containers = containers
         self._present = present
         self._slurm = slurm
@@ -183,7 +197,7 @@ class JobFileCopier:
             try:
                 if note is None:
                     result = await self._slurm.run(note_command(job.number), timeout=SLURM_TIMEOUT_S)
-                    note = parse_note(result.text, self._root)
+                    note = parse_note(result.text, self._roots(job))
                     if note is None and result.status == 0:
                         return  # not a job of `shoal run`
                 problem = await self._attempt(job, note) if note else "squeue does not show its directory"
@@ -201,35 +215,35 @@ class JobFileCopier:
             last_problem = problem
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _attempt(self, job: ContainerJob, note: JobComment) -> str:
+    async def _attempt(self, job: ContainerJob, note: JobNote) -> str:
         """Copy until the job has ended; the problem, or \"\"."""
-        directory = f"{self._root}/{job.id}"
+        directory = f"{note.root}/{job.id}"
         try:
-            problem = await self._send_environment(job, note.environment) or await self._send(job, note)
+            problem = await self._send_environment(job, note.comment.environment) or await self._send(job, note)
         except PermanentError as error:
             log.warning("job %s: %s", job.id, error)
             problem = (await self._run_there(job, staging.fail(job.uid, job.gid, directory, str(error)))).problem
-        if problem := problem or await self._fetch(job):
+        if problem := problem or await self._fetch(job, note.root):
             return problem
         return (await self._run_there(job, staging.cleanup_command(job.number, job.uid, job.gid, directory))).problem
 
-    async def _send(self, job: ContainerJob, note: JobComment) -> str:
+    async def _send(self, job: ContainerJob, note: JobNote) -> str:
         """Send what the job needs."""
         ends = await run_connected(
-            self._transfer(job, "send", "there", note.code, note.runtime),
-            self._transfer_there(job, "take", "there"),
+            self._transfer(job, note.root, "send", "there", note.comment.code, note.comment.runtime),
+            self._transfer_there(job, note.root, "take", "there"),
         )
         for end in ends:
             if end.status == job_file_transfer.EXIT_WITH_CAUSE:
                 raise PermanentError(end.output)
         return ends[1].problem or ends[0].problem
 
-    async def _fetch(self, job: ContainerJob) -> str:
+    async def _fetch(self, job: ContainerJob, root: str) -> str:
         """Fetch what the job writes, while it writes."""
         fetching = asyncio.create_task(
             run_connected(
-                self._transfer_there(job, "send", "back", staging.end_mark_path(job.number)),
-                self._transfer(job, "take", "back"),
+                self._transfer_there(job, root, "send", "back", staging.end_mark_path(job.number)),
+                self._transfer(job, root, "take", "back"),
             )
         )
         try:
@@ -260,13 +274,20 @@ class JobFileCopier:
             raise PermanentError(f"environment {id} does not run on {job.node}: its Python is not installed there")
         return state.problem
 
-    def _transfer(self, job: ContainerJob, what: str, way: str, *more: str) -> list[str]:
+    def _roots(self, job: ContainerJob) -> tuple[str, ...]:
+        """Where jobs of the job's user may be. Others cannot have written there in the user's place."""
+        try:
+            return self._root, f"{self._user_jobs}/{pwd.getpwuid(job.uid).pw_name}"
+        except KeyError:
+            return (self._root,)
+
+    def _transfer(self, job: ContainerJob, root: str, what: str, way: str, *more: str) -> list[str]:
         """The transfer program on this host, as the job's user."""
-        command = python_command("job_file_transfer", what, way, self._root, job.id, *more)
+        command = python_command("job_file_transfer", what, way, root, job.id, *more)
         return staging.as_user(job.uid, job.gid, *command)
 
-    def _transfer_there(self, job: ContainerJob, what: str, way: str, *more: str) -> list[str]:
-        return [*self._reach(job.node), staging.with_job_lock(job.number, self._transfer(job, what, way, *more))]
+    def _transfer_there(self, job: ContainerJob, root: str, what: str, way: str, *more: str) -> list[str]:
+        return [*self._reach(job.node), staging.with_job_lock(job.number, self._transfer(job, root, what, way, *more))]
 
     async def _run_there(self, job: ContainerJob, command: str, stdin: IO[bytes] | int = DEVNULL) -> ProcessResult:
         """Run a shell command as root in the container."""
