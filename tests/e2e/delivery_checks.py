@@ -1,10 +1,15 @@
-"""How the code of users' jobs reaches the nodes without a share, checked on a cluster of two nodes with two users."""
+"""How code reaches the nodes and where it runs from, checked on a cluster of two nodes with two users."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import LIMIT, Cluster
 
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 
@@ -22,40 +27,97 @@ print("end of", rank, flush=True)
 """
 
 
-class User(Protocol):
-    """Somebody who has joined the cluster."""
-
-    def json(self, *words: str, status: int | None = 0) -> dict[str, object]: ...
-
-
-def check_jobs_without_a_share(cluster: Cluster, alice: User, bob: User) -> None:
+def check_jobs_without_a_share(cluster: Cluster, alice: Any, bob: Any) -> None:
     """A job on two nodes, its progress and logs, its requeue, an array; and what another user sees of it."""
-    (alice.tree / "far.py").write_text(SCRIPT)  # type: ignore[attr-defined]
+    (alice.tree / "far.py").write_text(SCRIPT)
     root = f"{USER_JOBS_DIRECTORY}/alice"
     run = ("run", "--directory", root)
 
-    def lines(job: str, user: User = alice) -> list[str]:
-        shown = user.json("logs", job, status=None)["lines"]
-        assert isinstance(shown, list)
-        return sorted(line["text"] for line in shown if line["rank"] >= 0)
+    def lines(job: str, user: Any = alice) -> list[str]:
+        return sorted(line["text"] for line in user.json("logs", job, status=None)["lines"] if line["rank"] >= 0)
 
     job = str(alice.json(*run, "-N2", "--export", "WAIT=1", "far.py")["id"])
     first = [f"rank {rank} turn 0 is 2001 in {root}" for rank in (0, 1)]
     cluster.wait("both ranks run", lambda: lines(job) == first)
-    [view] = [view for view in alice.json("jobs")["jobs"] if view["record"]["id"] == job]  # type: ignore[attr-defined]
+    [view] = [view for view in alice.json("jobs")["jobs"] if view["record"]["id"] == job]
     assert view["progress"]["step"] == 7
     assert lines(job, bob) == []
     cluster.on("controller", "scontrol", "requeue", job)
     cluster.on("controller", "scontrol", "update", f"jobid={job}", "StartTime=now")
-    done = alice.json("logs", "-f", job)
+    shown = alice.shoal("logs", "-f", job).stdout.splitlines()
     second = [f"rank {rank} turn 1 is 2001 in {root}" for rank in (0, 1)]
-    assert sorted(line["text"] for line in done["lines"] if line["rank"] >= 0) == sorted(  # type: ignore[attr-defined]
-        [*first, *second, "end of 0", "end of 1"]
-    )
+    said = sorted([*first, *second, "end of 0", "end of 1"])
+    assert sorted(line.partition("] ")[2] for line in shown if line.startswith(("[0", "[1"))) == said
+    assert lines(job) == said and alice.state(job) == "COMPLETED"
     for host in ("controller", "fish1"):
         assert cluster.on(host, "stat", "-c", "%U %a", root) == "alice 700\n"
         assert set(cluster.on(host, "find", root, "-printf", r"%u\n").split()) == {"alice"}
     array = str(alice.json(*run, "--array", "0-1", "far.py")["id"])
     for task in (f"{array}_0", f"{array}_1"):
-        assert alice.json("logs", "-f", task)["record"]["state"] == "COMPLETED"  # type: ignore[index]
-        assert "end of 0" in lines(task)
+        assert "end of 0" in alice.shoal("logs", "-f", task).stdout
+
+
+ROOT_SCRIPT = """\
+import os, pathlib, time
+rank, place = os.environ["RANK"], pathlib.Path(os.environ["SHOAL_JOB_DIR"])
+print("rank", rank, "is", os.getuid(), "in", place.parent, "with", os.environ["PYTHONPATH"], flush=True)
+checkpoint = place / "checkpoints/step-1"
+checkpoint.mkdir(parents=True, exist_ok=True)
+(checkpoint / rank).write_text(rank)
+while len(os.listdir(checkpoint)) < 2:
+    time.sleep(0.1)
+"""
+EVIL = "import pathlib; pathlib.Path('/var/owned').touch()"
+
+
+def check_root_on_the_share_of_a_node(cluster: Cluster, tree: Path) -> None:
+    """Root's job on a share that one of its nodes exports: both nodes write there, and no code comes from there."""
+    (tree / "root.py").write_text(ROOT_SCRIPT)
+    run = ("run", "--json", "--wait", "-N2", "--directory", "/data/jobs", "root.py")
+    for turn in range(2):
+        begun = cluster.background(run[0], *run[1:], cwd=tree, stderr=subprocess.PIPE)
+        out, errors = begun.communicate(timeout=LIMIT)
+        assert begun.returncode == 0, errors
+        shown = {line["text"] for line in json.loads(out)["lines"] if line["rank"] >= 0}
+        assert all(f"rank {rank} is 0 in /data/jobs with /var/lib/shoal/" in str(shown) for rank in (0, 1))
+        if turn == 0:  # a user puts other code wherever there could be some
+            plant = (
+                f"cd /data/jobs; echo {shlex.quote(EVIL)} > /tmp/evil.py; mkdir -p code lib;"
+                " for place in code/* lib/*/programs */tree lib; do cp /tmp/evil.py $place/start.py; done;"
+                " for file in $(find . -name '*.py'); do cp /tmp/evil.py $file; done; ls -R"
+            )
+            as_bob = f"setpriv --reuid=bob --regid=bob --init-groups sh -c {shlex.quote(plant)}"
+            cluster.ssh("fish1", as_bob)
+    for host in ("controller", "fish1"):
+        assert cluster.on(host, "sh", "-c", "ls /var/owned 2> /dev/null || true") == ""
+        root = f"{USER_JOBS_DIRECTORY}/root"
+        assert cluster.on(host, "stat", "-c", "%U %a", root) == "root 700\n"
+
+
+OPERATOR_SPEC = """\
+cluster: {name}
+controller: {{host: {{name: controller, address: {controller}}}, user: alice, identity: {key}, compute: true}}
+nodesets:
+  fish: {{hosts: [{{name: fish1, address: {fish1}}}], user: alice, identity: {key}}}
+"""
+
+
+def check_operator_who_is_a_user(cluster: Cluster, key: Path, tree: Path) -> None:
+    """With the operator's file and sudo, jobs are those of the user who logs in, and not root's."""
+    addresses = {name: target.address for name, target in cluster.instances().items()}
+    file = tree / "operator.yaml"
+    file.write_text(OPERATOR_SPEC.format(name=cluster.name, key=key, **addresses))
+    (tree / "who.py").write_text("import os\nprint(os.getuid(), os.environ['SHOAL_JOB_DIR'])\n")
+    sudoers = "/etc/sudoers.d/alice"
+    try:
+        for host in addresses:
+            cluster.on(host, "sh", "-c", f"echo 'alice ALL=(ALL) NOPASSWD: ALL' > {sudoers}")
+        line = [sys.executable, "-m", "shoal", "run", "-f", str(file), "--json", "--wait", "who.py"]
+        done = subprocess.run(line, cwd=tree, env=cluster.env, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        shown = [line["text"] for line in result["lines"] if line["rank"] >= 0]
+        assert shown == [f"2001 /shared/shoal-jobs/alice/{result['id']}"]
+    finally:
+        for host in addresses:
+            cluster.on(host, "rm", "-f", sudoers)

@@ -16,7 +16,11 @@ from typing import Any
 
 import pytest
 from tests.e2e.cluster import LIMIT, Cluster, running
-from tests.e2e.delivery_checks import check_jobs_without_a_share
+from tests.e2e.delivery_checks import (
+    check_jobs_without_a_share,
+    check_operator_who_is_a_user,
+    check_root_on_the_share_of_a_node,
+)
 
 pytestmark = pytest.mark.sandbox
 
@@ -55,7 +59,7 @@ class Client:
     """A person at their own machine, who has a key and a login."""
 
     def __init__(self, cluster: Cluster, place: Path, user: str, key: Path) -> None:
-        self.cluster, self.user = cluster, user
+        self.cluster, self.user, self.key = cluster, user, key
         self.home = place / user
         self.tree = self.home / "work"
         (self.home / ".ssh").mkdir(parents=True)
@@ -167,3 +171,14 @@ def test_commands_that_need_root_say_so_and_changes_of_the_cluster_are_noticed(
 
 def test_jobs_without_a_share_have_their_code_on_each_node(lab: tuple[Cluster, Client, Client]) -> None:
     check_jobs_without_a_share(*lab)
+
+
+def test_roots_job_on_the_share_of_a_node_runs_no_code_from_there(
+    lab: tuple[Cluster, Client, Client], tmp_path: Path
+) -> None:
+    check_root_on_the_share_of_a_node(lab[0], tmp_path)
+
+
+def test_jobs_of_an_operator_who_is_a_user_are_not_roots(lab: tuple[Cluster, Client, Client], tmp_path: Path) -> None:
+    cluster, alice, _ = lab
+    check_operator_who_is_a_user(cluster, alice.key, tmp_path)

@@ -279,6 +279,12 @@ class JobPaths:
     """Whether the job may run in a rented container, where it waits for its code."""
     carried: bool = False
     """Whether the batch script has the code in it."""
+    code_root: str = ""
+    """The directory on each node that the code runs from, where that is not `root`."""
+    own_tree: bool = False
+    """Whether each node unpacks the code there as well: others may write below `root`."""
+    owner: int = 0
+    """Who root is below `root` on some of the nodes, where it is root on others (NFS)."""
 
 
 def job_from_options(values: Mapping[str, Any]) -> JobSpec:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shoal import contract
 from shoal.hostlist import compress, expand, fold
-from shoal.jobs.delivery import receive_lines
+from shoal.jobs.delivery import owner_lines, receive_lines
 from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, ShellText
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
@@ -48,6 +48,8 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     lines += _names(job, shipped)
     if shipped.staged:
         lines += wait_for_files_lines(shlex.quote(shipped.root))
+    if shipped.owner:
+        lines += owner_lines(shipped.owner)
     if shipped.carried:
         lines += receive_lines(shipped, job.nodes)
     lines += _environment(job, shipped)
@@ -116,6 +118,8 @@ def _environment(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     """What its ranks find in their environment."""
     code_path, spec = _code_path(shipped), job.spec
     yield f"export SHOAL_CODE={code_path}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
+    if shipped.own_tree:
+        yield f"export SHOAL_TREE_DIR={code_path}/$SHOAL_JOB"
     yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
     yield f"export SHOAL_ECHO={int(spec.output is not None)}"
     yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
@@ -177,7 +181,7 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
 
 def _code_path(shipped: JobPaths) -> str:
     """Where the code is, in the shell's words."""
-    return "$SHOAL_SENT" if shipped.staged else shlex.quote(shipped.root)
+    return "$SHOAL_SENT" if shipped.staged else shlex.quote(shipped.code_root or shipped.root)
 
 
 def _cpus_per_task(job: ResolvedJob, launcher: JobLauncher) -> int:

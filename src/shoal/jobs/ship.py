@@ -30,6 +30,8 @@ class StorageState:
     runtime: bool = False
     old: bool = False
     """It has more code than is kept."""
+    owner: int = 0
+    """Who root is there."""
 
 
 async def inspect_storage(host: Host, root: str, code: str, runtime: str) -> StorageState:
@@ -43,24 +45,38 @@ async def inspect_storage(host: Host, root: str, code: str, runtime: str) -> Sto
     return StorageState(lines[0], "shared" in lines, "code" in lines, "lib" in lines, "old" in lines)
 
 
+async def inspect_directory(host: Host, root: str) -> StorageState:
+    """Make a directory on a share for jobs whose code is elsewhere, and report which storage it is on."""
+    result = await host.run(_command("inspect_directory", root), timeout=60)
+    if result.status == 3:
+        raise CommandFailed(host.name, result.error_text.strip(), hint="remove it there, or use another --directory")
+    if result.status != 0:
+        raise CommandFailed(host.name, f"cannot use {root}: {result.error_text.strip()}", hint="is its disk full?")
+    id, owner, *marks = result.text.split()
+    return StorageState(id, "shared" in marks, owner=int(owner))
+
+
 def one_host_per_storage(storages: Mapping[str, StorageState]) -> tuple[str, ...]:
     """One host of each storage."""
     return tuple({storages[name].id: name for name in reversed(list(storages))}.values())
 
 
-async def mark(host: Host, root: str, shared: bool) -> None:
+async def mark(host: Host, root: str, shared: bool, *, as_root: bool = True) -> None:
     """Record for later jobs whether their nodes share the directory."""
-    await host.run(["touch", f"{root}/.shared"] if shared else ["rm", "-f", f"{root}/.shared"], timeout=60)
+    command = ["touch", f"{root}/.shared"] if shared else ["rm", "-f", f"{root}/.shared"]
+    await host.run(command, timeout=60, root=as_root)
 
 
-async def send(host: Host, root: str, code: Bundle, runtime: Bundle, state: StorageState) -> int:
+async def send(
+    host: Host, root: str, code: Bundle, runtime: Bundle, state: StorageState, *, as_root: bool = True
+) -> int:
     """Send what the host lacks; returns how many bytes."""
     size = 0
     if not state.runtime:
-        await _transfer(host, "unpack", f"{root}/lib/{runtime.hash}", runtime.data)
+        await _transfer(host, "unpack", f"{root}/lib/{runtime.hash}", runtime.data, as_root)
         size += len(runtime.data)
     if not state.code:
-        await _transfer(host, "store", f"{root}/code/{code.hash}.tar", code.data)
+        await _transfer(host, "store", f"{root}/code/{code.hash}.tar", code.data, as_root)
         size += len(code.data)
     return size
 
@@ -75,8 +91,8 @@ async def clean(
     await host.run(_command("clean_trees", *arguments, " ".join(jobs)), timeout=60, root=False)
 
 
-async def _transfer(host: Host, verb: str, place: str, data: bytes) -> None:
-    result = await host.run(_command(verb, place, str(len(data))), stdin=data, timeout=600)
+async def _transfer(host: Host, verb: str, place: str, data: bytes, as_root: bool) -> None:
+    result = await host.run(_command(verb, place, str(len(data))), stdin=data, timeout=600, root=as_root)
     if result.status != 0:
         raise CommandFailed(
             host.name, f"cannot keep the job's code in {place}: {result.error_text.strip()}", hint="is its disk full?"

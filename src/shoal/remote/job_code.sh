@@ -1,6 +1,7 @@
 # Keeps the code of jobs in the jobs' directory of a host.
 #
 #   inspect ROOT CODE RUNTIME              which storage this is, and what is there already
+#   inspect_directory ROOT                 the same of a directory for jobs whose code is elsewhere; who root is there
 #   store PLACE BYTES                      a file from standard input
 #   unpack PLACE                           an archive from standard input
 #   clean_code ROOT NEWEST DAYS USED       removes archives that no job has used for long
@@ -12,29 +13,12 @@ set -eu
 # each directory on the way is root's, and one that others may write to has the sticky bit, as /tmp has.
 inspect() {
     root=$1 code=$2 lib=$3
-    top=$root made=
-    while [ -n "$top" ] && [ ! -d "$top" ]; do top=${top%/*}; done  # as much of it as exists
-    for place in "$top" "$(readlink -f "$top/")"; do
-        while [ -n "$place" ]; do
-            is_ours "$place" || fail "$place belongs to $(stat -c %U "$place"), who could replace the job's code"
-            [ -z "$(find "$place" -maxdepth 0 -uid 0 -type d -perm /022 ! -perm -1000)" ] ||
-                fail "others may write to $place, and so replace the job's code"
-            place=${place%/*}
-        done
-    done
-    [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
+    make_directory
     [ -d "$root/code" ] && [ -d "$root/lib" ] || mkdir -p "$root/code" "$root/lib"
     for place in "$root/code" "$root/lib"; do
         [ ! -L "$place" ] && is_ours "$place" || fail "$place is a link, or does not belong to root"
     done
-    if [ ! -s "$root/.id" ]; then
-        new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
-        head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$new"
-        ln "$new" "$root/.id" 2> /dev/null || true
-        rm -f "$new"
-    fi
-    read -r id < "$root/.id" || true  # there is no end of line in it
-    echo "$id"
+    print_id
     [ ! -e "$root/.shared" ] || echo shared
     exec 9> "$root/code/.lock"
     flock 9
@@ -46,9 +30,47 @@ inspect() {
         awk '++many[$0] > @KEEP_NEWEST@ { print "old"; exit }'
 }
 
+# Code does not run from here. Whichever host is first makes it: root of a client of NFS is `nobody` for the others, and
+# over SSH everybody is one account.
+inspect_directory() {
+    root=$1 squashed=" $(id -u nobody) $(id -u shoal-share 2> /dev/null || true) "
+    make_directory
+    print_id
+    new=$(mktemp "$root/.new.XXXXXX")
+    stat -c %u "$new"
+    rm -f "$new"
+    [ ! -e "$root/.shared" ] || echo shared
+}
+
+make_directory() {
+    top=$root made=
+    while [ -n "$top" ] && [ ! -d "$top" ]; do top=${top%/*}; done  # as much of it as exists
+    for place in "$top" "$(readlink -f "$top/")"; do
+        while [ -n "$place" ]; do
+            is_ours "$place" || fail "$place belongs to $(stat -c %U "$place"), who could replace the job's code"
+            [ -z "$(find "$place" -maxdepth 0 -uid 0 -type d -perm /022 ! -perm -1000)" ] ||
+                fail "others may write to $place, and so replace the job's code"
+            place=${place%/*}
+        done
+    done
+    [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
+}
+
+print_id() {
+    if [ ! -s "$root/.id" ]; then
+        new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
+        head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$new"
+        ln "$new" "$root/.id" 2> /dev/null || true
+        rm -f "$new"
+    fi
+    read -r id < "$root/.id" || true  # there is no end of line in it
+    echo "$id"
+}
+
 # Whether root has made this, or the operator who became root. Root of a client of NFS may be somebody else there.
 is_ours() {
     owner=$(stat -c %u "$1")
+    case ${squashed:-} in *" $owner "*) return 0 ;; esac
     [ "$owner" != 0 ] && [ "$owner" != "$(id -u)" ] && [ "$owner" != "${SUDO_UID:-0}" ] || return 0
     if [ -z "$made" ]; then
         new=$(mktemp "$top/.new.XXXXXX")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,27 @@ from shoal.errors import ShoalError, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle
+from shoal.jobs.delivery import encode_code
 from shoal.jobs.launchers import PROFILERS, is_profiler_missing
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, job_root
 from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
-from shoal.jobs.ship import StorageState, clean, inspect_storage, mark, one_host_per_storage, require_all_hosts, send
+from shoal.jobs.ship import (
+    StorageState,
+    clean,
+    inspect_directory,
+    inspect_storage,
+    mark,
+    one_host_per_storage,
+    require_all_hosts,
+    send,
+)
 from shoal.plan.connections import Connections
 from shoal.slurm.state import parse_nodes, parse_partitions
+from shoal.spec.cluster_record import ClusterRecord, RecordShare
 from shoal.verbs.context import Context, compute_hosts
+from shoal.verbs.operator_login import OperatorLogin
 from shoal.verbs.run_user import prepare_as_user, run_as_user
 from shoal.verbs.slurmctld import slurm_output
 from shoal.verbs.submission import (
@@ -41,27 +54,36 @@ from shoal.verbs.submission import (
 if TYPE_CHECKING:
     from shoal.environments.store import BuiltEnvironment
 
+NFS_NOBODY = 65534
+"""Who root of a client is on an NFS share."""
+
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> PreparedJob:
     """What `run` would submit. Asks Slurm, changes nothing."""
-    if context.joined is not None:
-        async with connect(context) as connections:
-            return (await prepare_as_user(context, connections, job, here, limit)).prepared
     async with connect(context, [context.controller]) as connections:
+        record = await _record_of_user(context, connections)
+        if record is not None:
+            return (await prepare_as_user(context, connections, record, job, here, limit)).prepared
         tree, runtime_bundle = await make_bundles(job, here, limit)
-        return await _resolve(context, connections, job, tree, runtime_bundle)
+        prepared = await _resolve(context, connections, job, tree, runtime_bundle)
+        login = await connections.login
+        share = login.share_of(job.directory or "")
+        return _with_own_code(prepared, login, share) if share else prepared
 
 
 async def run(
     context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT, environ: Mapping[str, str] = os.environ
 ) -> SubmittedJob:
     """Send the working tree to the nodes and submit the job. Wrong jobs are rejected before anything is sent."""
-    if context.joined is not None:
-        return await run_as_user(context, job, here, limit, environ)
     secrets = check_secrets(job, environ)
     async with connect(context) as connections:
+        record = await _record_of_user(context, connections)
+        if record is not None:
+            return await run_as_user(context, connections, record, job, here, limit, environ)
         fleet = connections.fleet
-        prepared, storages = await _prepare_and_inspect(context, connections, job, here, limit)
+        share = (await connections.login).share_of(job.directory or "")
+        prepare = _prepare_and_inspect if share is None else _prepare_on_share
+        prepared, storages = await prepare(context, connections, job, here, limit)
         resolved_job = prepared.job
         controller = await fleet.host(context.controller.name)
         if prepared.environment is not None:
@@ -72,7 +94,8 @@ async def run(
         sent_bytes, tracking = await asyncio.gather(
             _ship(fleet, prepared, storages), tracking_variables(connections, resolved_job, environ)
         )
-        number = await submit(controller, prepared.script, {**secrets, **tracking})
+        carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
+        number = await submit(controller, prepared.script + carried, {**secrets, **tracking})
         await _clean(fleet, controller, prepared, storages)
     return SubmittedJob(
         number,
@@ -81,12 +104,62 @@ async def run(
         resolved_job.nodes,
         resolved_job.world_size,
         prepared.tree.hash,
-        sent_bytes,
+        sent_bytes + len(carried),
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
         _is_shared(storages, resolved_job),
         bool(job.array),
     )
+
+
+async def _record_of_user(context: Context, connections: JobConnections) -> ClusterRecord | None:
+    """What the cluster tells its users, where the person is logged in as one of them; None for root and others."""
+    if context.joined is not None:
+        await connections.fleet.host(context.controller.name)  # a login reads the record anew
+        return context.joined.record
+    login = await connections.login
+    return login.record if login.is_user else None
+
+
+async def _prepare_on_share(
+    context: Context, connections: JobConnections, job: JobSpec, here: Path, limit: int
+) -> tuple[PreparedJob, dict[str, StorageState]]:
+    """The same for a directory on a share. Others may write there, so no code runs from it: the batch script has it."""
+    tree, runtime_bundle = await make_bundles(job, here, limit)
+    fleet, root, login = connections.fleet, job_root(job, context.cluster), await connections.login
+    prepared = await _resolve(context, connections, job, tree, runtime_bundle)
+    names = prepared.job.hosts
+    _require_known_hosts(names, fleet)
+    if prepared.job.rented:
+        names = tuple(dict.fromkeys((*names, context.controller.name)))
+
+    async def inspect_host(name: str) -> StorageState:
+        return await inspect_directory(await fleet.host(name), root)
+
+    storages = await fleet.each(names, inspect_host)
+    require_all_hosts(names, storages, fleet.failures)
+    if len({state.id for state in storages.values()}) > 1:
+        raise UsageError(
+            f"{root} is not the same on all hosts", hint="`shoal check` says whether the share is there on all of them"
+        )
+    share = login.share_of(root)
+    assert share is not None
+    owners = {state.owner for state in storages.values()}
+    if prepared.job.rented and share.kind == "nfs":
+        owners.add(NFS_NOBODY)
+    return _with_own_code(prepared, login, share, max(owners) if len(owners) > 1 else 0), storages
+
+
+def _with_own_code(prepared: PreparedJob, login: OperatorLogin, share: RecordShare, owner: int = 0) -> PreparedJob:
+    """The job with its code in a directory of each node that is root's, or the login's own. Root is `owner` on some."""
+    paths = replace(
+        prepared.shipped,
+        carried=True,
+        code_root=login.code_directory,
+        own_tree=not share.private,
+        owner=owner if login.uid == 0 else 0,
+    )
+    return replace(prepared, shipped=paths, script=sbatch_script(prepared.job, paths))
 
 
 async def _prepare_and_inspect(
@@ -184,6 +257,8 @@ async def _ship(fleet: Connections, prepared: PreparedJob, storages: Mapping[str
         host = await fleet.host(name)
         if storages[name].shared != is_shared:
             await mark(host, root, is_shared)
+        if prepared.shipped.carried:
+            return 0
         return await send(host, root, prepared.tree, prepared.runtime, storages[name])
 
     hosts = one_host_per_storage(storages)

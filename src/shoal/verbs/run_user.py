@@ -35,7 +35,6 @@ from shoal.verbs.submission import (
     PreparedJob,
     SubmittedJob,
     check_secrets,
-    connect,
     make_bundles,
     require_accounting,
     submit,
@@ -70,20 +69,25 @@ class PreparedUserJob:
 
 
 async def run_as_user(
-    context: Context, job: JobSpec, here: Path, limit: int, environ: Mapping[str, str]
+    context: Context,
+    connections: JobConnections,
+    record: ClusterRecord,
+    job: JobSpec,
+    here: Path,
+    limit: int,
+    environ: Mapping[str, str],
 ) -> SubmittedJob:
-    """Write the working tree to the user's directory and submit the job, all as the user."""
+    """Write the working tree to the user's directory and submit the job, all as the user who is logged in."""
     secrets = check_secrets(job, environ)
-    async with connect(context) as connections:
-        host = await connections.fleet.host(context.controller.name)
-        ready = await prepare_as_user(context, connections, job, here, limit)
-        prepared, storage = ready.prepared, ready.storage
-        carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
-        sent_bytes = len(carried)
-        if prepared.shipped.staged or not prepared.shipped.carried:
-            sent_bytes += await _write_code(host, prepared, storage)
-        tracking = await tracking_variables(connections, prepared.job, environ)
-        number = await submit(host, prepared.script + carried, {**secrets, **tracking})
+    host = await connections.fleet.host(context.controller.name)
+    ready = await prepare_as_user(context, connections, record, job, here, limit)
+    prepared, storage = ready.prepared, ready.storage
+    carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
+    sent_bytes = len(carried)
+    if prepared.shipped.staged or not prepared.shipped.carried:
+        sent_bytes += await _write_code(host, prepared, storage)
+    tracking = await tracking_variables(connections, prepared.job, environ, host)
+    number = await submit(host, prepared.script + carried, {**secrets, **tracking})
     resolved = prepared.job
     return SubmittedJob(
         number,
@@ -101,13 +105,11 @@ async def run_as_user(
 
 
 async def prepare_as_user(
-    context: Context, connections: JobConnections, job: JobSpec, here: Path, limit: int
+    context: Context, connections: JobConnections, record: ClusterRecord, job: JobSpec, here: Path, limit: int
 ) -> PreparedUserJob:
     """The job, and the directory that it will use, which is made where it is missing."""
-    assert context.joined is not None
     tree, runtime = await make_bundles(job, here, limit)
     host = await connections.fleet.host(context.controller.name)
-    record = context.joined.record
     require_accounting(context, job)
     storage = await _own_storage(host, record, job, tree.hash, runtime.hash)
     environment = await _environment(host, record, job)
@@ -234,6 +236,6 @@ async def _require_transferable(
 
 
 async def _write_code(host: Host, prepared: PreparedJob, storage: UserStorage) -> int:
-    await mark(host, storage.root, storage.shared)
+    await mark(host, storage.root, storage.shared, as_root=False)
     state = StorageState("", storage.shared, storage.code, storage.runtime)
-    return await send(host, storage.root, prepared.tree, prepared.runtime, state)
+    return await send(host, storage.root, prepared.tree, prepared.runtime, state, as_root=False)

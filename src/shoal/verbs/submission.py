@@ -20,6 +20,7 @@ from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.member import Member
 from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables
 from shoal.verbs.context import Context
+from shoal.verbs.operator_login import OperatorLogin, read_login
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class JobConnections:
     """Slurm's nodes and partitions."""
     tracking: asyncio.Future[str]
     """The address of the tracking server."""
+    login: asyncio.Future[OperatorLogin]
+    """Whom the controller takes the person for."""
 
 
 @asynccontextmanager
@@ -90,13 +93,17 @@ async def connect(context: Context, chosen: Sequence[Member] | None = None) -> A
         async def ask_tracking() -> str:
             return (await (await fleet.host(controller)).run(ADDRESS_COMMAND, timeout=60)).text
 
+        async def ask_login() -> OperatorLogin:
+            return await read_login(await fleet.host(controller))
+
         slurm, tracking = asyncio.ensure_future(ask_slurm()), asyncio.ensure_future(ask_tracking())
+        login = asyncio.ensure_future(ask_login())
         try:
-            yield JobConnections(fleet, slurm, tracking)
+            yield JobConnections(fleet, slurm, tracking, login)
         finally:
-            slurm.cancel()
-            tracking.cancel()
-            await asyncio.gather(slurm, tracking, return_exceptions=True)
+            for question in (slurm, tracking, login):
+                question.cancel()
+            await asyncio.gather(slurm, tracking, login, return_exceptions=True)
 
 
 async def make_bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle]:
@@ -115,15 +122,18 @@ def require_accounting(context: Context, job: JobSpec) -> None:
 
 
 async def tracking_variables(
-    connections: JobConnections, job: ResolvedJob, environ: Mapping[str, str]
+    connections: JobConnections, job: ResolvedJob, environ: Mapping[str, str], user_host: Host | None = None
 ) -> dict[str, str]:
     """The cluster's own tracking server, for a job that names no other. Its password goes by no script or argument.
 
-    Rented containers do not reach it, and do not get its password.
+    Rented containers do not reach it, and do not get its password. With `user_host` the password is the user's own.
     """
     if job.spec.tracking_uri or job.containers:
         return {}
-    variables = job_variables(await connections.tracking)
+    if user_host is not None:
+        variables = job_variables((await user_host.run(ADDRESS_COMMAND, timeout=60, root=False)).text)
+    else:
+        variables = job_variables(await connections.tracking)
     # A server that somebody else set up has a password that only the operator knows.
     is_foreign_server = variables and "MLFLOW_TRACKING_USERNAME" not in variables
     return {**(_read_secrets(environ) if is_foreign_server else {}), **variables}

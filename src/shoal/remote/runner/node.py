@@ -89,17 +89,27 @@ def own_directory(directory: str, submission: str) -> None:
     if not submission:
         return os.makedirs(directory, exist_ok=True)
     mark = os.path.join(directory, "submission")
+    if _content(mark) == submission:
+        return None
     # The user's own, for what an earlier job of somebody else left here is not ours to open.
     with open(os.path.join(place, ".%s.%d.lock" % (name, os.getuid())), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError), open(mark) as file:
-            if file.read() == submission:
-                return
+        if _content(mark) == submission:
+            return None
         if os.path.isdir(directory):
             _set_aside(directory, "%s.before-%s" % (directory, submission))
-        os.makedirs(directory)
+        os.mkdir(directory, 0o700)
         with open(mark, "w") as file:
             file.write(submission)
+    return None
+
+
+def _content(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read(256)
+    except OSError:
+        return ""
 
 
 def _set_aside(directory: str, place: str) -> None:
@@ -116,7 +126,14 @@ def _set_aside(directory: str, place: str) -> None:
 
 
 def working_tree(directory: str) -> str:
-    """The job's own copy of the code, unpacked by the first rank of the node that comes here; where to start in it."""
+    """The job's own copy of the code, unpacked by the first rank of the node that comes here; where to start in it.
+
+    Where others may write to the job's directory, as on a share over SSH, the copy is on the node.
+    """
+    own = os.environ.get("SHOAL_TREE_DIR")
+    if own:
+        own_directory(own, os.environ.get(SUBMISSION, ""))
+        directory = own
     tree = os.path.join(directory, "tree")
     if not os.path.isdir(tree):
         with open(os.path.join(directory, "tree.lock"), "w") as lock:
