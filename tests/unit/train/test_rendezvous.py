@@ -1,18 +1,17 @@
-"""The rendezvous: complete, with missing ranks, and its errors. Threads stand for ranks; no torch."""
+"""The rendezvous: complete, with missing ranks, and its errors. Threads stand for ranks, except in fifty real jobs."""
 
 from __future__ import annotations
 
 import re
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.unit.train.procs import start_script
 
 from shoal.train import address_exchange
 from shoal.train.address_exchange import (
@@ -283,11 +282,9 @@ def test_rank_0_publishes_its_configured_address_first() -> None:
 @pytest.mark.parametrize("exchange", ["file", "ports"])
 def test_fifty_concurrent_jobs_on_a_node_do_not_mix(exchange: str, tmp_path: Path) -> None:
     program = Path(__file__).with_name("fifty_jobs.py")
-    ended = subprocess.run(
-        [sys.executable, str(program), exchange, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (ended.stdout, ended.returncode) == ("50 jobs connected\n", 0), ended.stderr
+    errors = tmp_path / "errors"
+    jobs, output = start_script(program, exchange, str(tmp_path / "jobs"), errors=errors)
+    with output:
+        printed = output.read()
+    jobs.join(300)
+    assert (printed, jobs.exitcode) == ("50 jobs connected\n", 0), errors.read_text()
