@@ -151,14 +151,15 @@ class Cluster:
         """Wait for something that Slurm or a host does in its own time. Who cannot be asked yet is asked again."""
         end = time.monotonic() + seconds
         while True:
-            problem = ""
+            asked, problem = time.monotonic(), ""
             try:
                 if condition():
                     return
             except (AssertionError, ShoalError, subprocess.TimeoutExpired) as error:
                 problem = f"; asked last, it failed: {error}"
             assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s{problem}"
-            time.sleep(0.5)
+            # What takes long to ask is asked less often: on a busy machine, questions would slow what is waited for.
+            time.sleep(min(max(0.5, time.monotonic() - asked), 3))
 
     def answers(self, host: str) -> bool:
         return self.ssh(host, "true").returncode == 0
