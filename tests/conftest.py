@@ -11,7 +11,8 @@ SANDBOX = 7200 if os.environ.get("SHOAL_TEST_KIND") == "vm" else 900
 MATRIX = 3600
 LONGEST = (
     *("benches", "stopped_jobs", "tailscale", "jobs", "toy", "rented_nodes", "documented_commands", "cluster"),
-    *("accounting", "prove", "rented_containers", "storage", "wireguard", "environments", "versions"),
+    *("accounting", "prove", "rented_containers", "storage", "wireguard", "upgrade", "unusual_hosts"),
+    *("tunnel_containers", "environments", "versions", "existing_hosts", "sandbox", "spec_changes"),
 )
 """Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
 
