@@ -28,10 +28,13 @@ SITES = "as it stands, on two sites joined by WireGuard, by test_the_command_of_
 MONEY = "as it stands, with simulated clouds, by test_the_commands_of_the_page_on_budgets_run_as_they_stand"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 LAB = "as it stands, by the first user of test_lab.py"
+STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {
     "shoal join alice@desktop": LAB,
+    "shoal exec --job 17 -- nvidia-smi -L": STEPS,
+    "shoal ssh --job 17": STEPS,
     "shoal check": LENT,
     "shoal plan": LENT,
     "shoal up": LENT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -17,16 +18,18 @@ from shoal.cloud.service.join import LiveJoiner
 from shoal.cloud.service.leader import Leadership
 from shoal.cloud.service.ledger import LEDGER, Ledger
 from shoal.cloud.service.provider_account import AccountClient, UnavailableProvider
+from shoal.cloud.service.public_report import publish_reports
 from shoal.cloud.service.scheduling import SystemClock
 from shoal.cloud.service.service import RentalService, single_instance
 from shoal.cloud.service.settings import ServiceSettings, read_settings
 from shoal.cloud.service.slurm import LiveSlurm
 from shoal.cloud.service.slurm_requests import JobStarter, RequestQueue
-from shoal.cloud.status_file import STATUS
+from shoal.cloud.status_file import PUBLIC_REPORT, STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
 from shoal.roles.elastic import HOLD, SUPERSEDED
+from shoal.spec.cluster_record import RECORD_PATH, parse_record
 from shoal.spec.members import members, rented_sets
 
 CLEANUP_INTERVAL_S = 15.0
@@ -80,9 +83,11 @@ async def run() -> None:
     service = make_service(settings, ledger)
     work = asyncio.ensure_future(service.run())
     copier = create_job_file_copier(settings.spec, ledger, controller)
+    kinds = {name: account.kind for name, account in settings.accounts.items()}
+    report = publish_reports(service.context, kinds, service.catalog, report_files())
     tasks = [
         asyncio.ensure_future(coroutine)
-        for coroutine in (remove_departed(service), JobStarter(controller).run(), copier.run())
+        for coroutine in (remove_departed(service), JobStarter(controller).run(), copier.run(), report)
     ]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
@@ -95,6 +100,17 @@ async def run() -> None:
             task.cancel()
         await service.close()
         ledger.close()
+
+
+def report_files(record: Path = Path(RECORD_PATH)) -> list[Path]:
+    """Where users read costs and offers: on the controller, and for login hosts on the share with the users' jobs."""
+    try:
+        jobs = parse_record(record.read_text(encoding="utf-8"), str(record)).jobs
+    except (OSError, ShoalError):
+        jobs = ""
+    # A share of another host has the directory, but not for root of this one.
+    is_writable = bool(jobs) and Path(jobs).is_dir() and os.access(jobs, os.W_OK)
+    return [PUBLIC_REPORT, *([Path(jobs) / PUBLIC_REPORT.name] if is_writable else [])]
 
 
 async def remove_departed(running: RentalService) -> None:

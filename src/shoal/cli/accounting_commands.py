@@ -38,7 +38,7 @@ def usage(
 ) -> None:
     """Show who used how many GPU hours.
 
-    With their cost, where a nodeset has a `price`.
+    With their cost, where a nodeset has a `price`. Ordinary users see what Slurm shows them.
     """
     from shoal.verbs.usage import usage as verb
 
@@ -63,7 +63,7 @@ def restore(
     from shoal.verbs.restore import list_backups
     from shoal.verbs.restore import restore as verb
 
-    context = session.open()
+    context = session.open(operator=True)
     if backup is None:
         result = session.run(list_backups(context))
     else:

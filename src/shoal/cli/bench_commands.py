@@ -47,7 +47,7 @@ def links(
     """
     from shoal.verbs.links import bench_links
 
-    result = session.run(bench_links(session.open(), hosts, seconds))
+    result = session.run(bench_links(session.open(operator=True), hosts, seconds))
     if not session.finish({**plain(result), "whole": result.whole}, 0 if result.whole else PARTLY):
         show_links(session.console, result)
 

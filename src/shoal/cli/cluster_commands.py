@@ -59,7 +59,7 @@ def check(session: Session) -> None:
     """Report every problem that would stop `up`; change nothing."""
     from shoal.verbs.check import check as verb
 
-    finish_check(session, session.run(verb(session.open())))
+    finish_check(session, session.run(verb(session.open(operator=True))))
 
 
 def finish_check(session: Session, findings: list[Finding]) -> None:
@@ -78,7 +78,7 @@ def plan(
     """Show what `up` would change on each host, and its cost."""
     from shoal.verbs.up import plan as verb
 
-    finish_plan(session, session.run(verb(session.open())), diff)
+    finish_plan(session, session.run(verb(session.open(operator=True))), diff)
 
 
 def finish_plan(session: Session, result: Plan, diff: bool) -> None:
@@ -109,7 +109,9 @@ def up(
     from shoal.verbs.up import up as verb
 
     permissions = {"allow_job_loss": allow_job_loss, "leave_rented": leave_rented, "leave_records": leave_records}
-    finish_up(session, session.run(verb(session.open(), ApplyTimeouts(drain_s=drain_timeout), **permissions)))
+    finish_up(
+        session, session.run(verb(session.open(operator=True), ApplyTimeouts(drain_s=drain_timeout), **permissions))
+    )
 
 
 def finish_up(session: Session, result: UpResult) -> None:
@@ -150,8 +152,7 @@ def down(
     from shoal.hostlist import compress
     from shoal.verbs.down import down as verb
 
-    context = session.open()
-    context.require_operator()
+    context = session.open(operator=True)
     hosts = [member.name for member in context.members if member.provider is None]
     if hosts:
         names = compress(hosts)

@@ -23,15 +23,24 @@ if TYPE_CHECKING:
 node = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
 keys = typer.Typer(help="Replace the keys of a running cluster.", no_args_is_help=True, rich_markup_mode=None)
 
+PACKAGES = {"ssh": "openssh-client", "srun": "slurm-client"}
+
 Nodes = Annotated[
     list[str],
     typer.Argument(metavar="HOSTS", help="Nodes: gpu01, gpu[01-04], or several.", autocompletion=suggest_hosts),
 ]
 
 
+Job = Annotated[str | None, typer.Option("--job", metavar="NUMBER", help="Only the nodes of this running job.")]
+
+
 def ssh(
-    host: Annotated[str, typer.Argument(help="A host of the cluster.", autocompletion=suggest_hosts)],
+    host: Annotated[
+        str | None,
+        typer.Argument(help="A host of the cluster. Default with --job: its first node.", autocompletion=suggest_hosts),
+    ] = None,
     command: Annotated[list[str] | None, typer.Argument(help="What to run there. Default: a shell.")] = None,
+    job: Job = None,
     file: File = None,
     cluster: Cluster = None,
     forget_key: Annotated[
@@ -39,7 +48,10 @@ def ssh(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the ssh command line instead of running it.")] = False,
 ) -> None:
-    """Open a shell on a host, with this cluster's keys."""
+    """Open a shell on a host, with this cluster's keys.
+
+    Ordinary users get one on the nodes of their running jobs, inside the job, with its GPUs and limits.
+    """
     with Session(json, file, cluster) as session:
         from shoal.verbs.exec import forget_host, ssh_command
 
@@ -49,13 +61,13 @@ def ssh(
             if not session.finish({"host": host, "forgotten": forgotten}):
                 session.console.print(f"forgot the key of {host}" if forgotten else f"there was no key of {host}")
             return
-        line = session.run(ssh_command(context, host, command or []))
+        line = session.run(ssh_command(context, host, command or [], job))
         if session.finish({"command": line}):
             return
         try:
             os.execvp(line[0], line)
         except FileNotFoundError:
-            raise ShoalError("this machine has no ssh command", hint="install openssh-client") from None
+            raise ShoalError(f"this machine has no {line[0]} command", hint=f"install {PACKAGES[line[0]]}") from None
 
 
 @with_session
@@ -71,6 +83,7 @@ def exec(
         ),
     ] = None,
     nodeset: Annotated[str | None, typer.Option(metavar="NAME", help="Only the hosts of this nodeset.")] = None,
+    job: Job = None,
     user: Annotated[bool, typer.Option("--user", help="As the login user instead of root.")] = False,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="How long to wait on each host.", min=0)
@@ -78,10 +91,13 @@ def exec(
     *,
     session: Session,
 ) -> None:
-    """Run a command on many hosts; equal outputs are shown once."""
+    """Run a command on many hosts; equal outputs are shown once.
+
+    For ordinary users: as themselves, on the nodes of their running jobs, inside the job.
+    """
     from shoal.verbs.exec import execute
 
-    work = execute(session.open(), command, hosts, nodeset, root=not user, timeout=timeout)
+    work = execute(session.open(), command, hosts, nodeset, root=not user, timeout=timeout, job=job)
     finish_exec(session, session.run(work))
 
 
@@ -129,7 +145,7 @@ def node_drain(
     """Let running jobs end and start no new ones."""
     from shoal.verbs.node import drain_nodes
 
-    finish_nodes(session, "draining", session.run(drain_nodes(session.open(), ",".join(hosts), reason)))
+    finish_nodes(session, "draining", session.run(drain_nodes(session.open(operator=True), ",".join(hosts), reason)))
 
 
 @node.command("resume")
@@ -138,7 +154,7 @@ def node_resume(hosts: Nodes, session: Session) -> None:
     """Give drained nodes jobs again."""
     from shoal.verbs.node import resume_nodes
 
-    finish_nodes(session, "resumed", session.run(resume_nodes(session.open(), ",".join(hosts))))
+    finish_nodes(session, "resumed", session.run(resume_nodes(session.open(operator=True), ",".join(hosts))))
 
 
 def finish_nodes(session: Session, verb: str, names: list[str]) -> None:
@@ -161,7 +177,9 @@ def node_remove(
     from shoal.plan.apply import ApplyTimeouts
     from shoal.verbs.node import remove_node
 
-    finish_up(session, session.run(remove_node(session.open(), host, ApplyTimeouts(drain_s=drain_timeout))))
+    finish_up(
+        session, session.run(remove_node(session.open(operator=True), host, ApplyTimeouts(drain_s=drain_timeout)))
+    )
 
 
 @keys.command("rotate")
@@ -187,7 +205,7 @@ def rotate(
     """
     from shoal.verbs.keys import rotate as verb
 
-    result = session.run(verb(session.open(), key, leave_unreachable=leave_unreachable))
+    result = session.run(verb(session.open(operator=True), key, leave_unreachable=leave_unreachable))
     if not session.finish(result, PARTLY if result.left else 0):
         show_keys(session.console, result)
 

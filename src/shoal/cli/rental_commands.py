@@ -48,6 +48,7 @@ def offers(
     """Show which machines can be rented now, cheapest first.
 
     It asks all provider accounts in the file. Where a provider gives no price, it is from Shoal's table, with its date.
+    Ordinary users see what the cluster can rent, as its rental service last saw it.
     """
     from shoal.verbs.provider_accounts import offers as verb
 
@@ -69,7 +70,8 @@ def cost(
 ) -> None:
     """Show what rented machines cost: now, today, this month.
 
-    By nodeset, user and job, and what machines cost while they start or idle.
+    By nodeset, user and job, and what machines cost while they start or idle. Ordinary users see the sums and their own
+    jobs, of this month and the last.
     """
     from shoal.verbs.cost import cost as verb
 
@@ -96,7 +98,7 @@ def reap(
     from shoal.verbs.reap import preview
     from shoal.verbs.reap import reap as verb
 
-    context = session.open()
+    context = session.open(operator=True)
     reap_plan = session.run(preview(context))
     if not session.json:
         show_preview(session.console, reap_plan)

@@ -27,16 +27,21 @@ def ui(
     *,
     session: Session,
 ) -> None:
-    """Open MLflow's page through SSH, until Ctrl-C."""
+    """Open MLflow's page through SSH, until Ctrl-C.
+
+    The login is the administrator's for the operator, and their own for every other user.
+    """
     from shoal.verbs.ui import ui as verb
 
     def show(page: WebPage) -> None:
-        if not session.finish({key: value for key, value in vars(page).items() if value}):
+        keys = ("name", "url", "user", "password")
+        if not session.finish({key: getattr(page, key) for key in keys if getattr(page, key)}):
             session.console.print(page.url, soft_wrap=True)
             if page.user:
                 password = page.password or "`--show-password` prints it"
                 session.console.print(f"  user {page.user}, password: {password}", soft_wrap=True)
-                session.errors.print("  until Ctrl-C")
+                if page.forwarded:
+                    session.errors.print("  until Ctrl-C")
         session.console.file.flush()
 
     with suppress(Interrupted):  # that is how it ends

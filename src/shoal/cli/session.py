@@ -37,6 +37,9 @@ BUG = 70
 STOPPING = "stopping: each host finishes its current step; Ctrl-C again exits at once"
 RUN_AGAIN = "run the same command again to continue"
 
+OPERATORS_FIX = "ask the operator, who can run `shoal up` and `shoal check`"
+"""Instead of a fix that ordinary users cannot apply."""
+
 OS_ERROR_FIXES = {
     errno.EACCES: "run it as the owner of that file, or change the owner; root's files need root",
     errno.EPERM: "run it as the owner of that file, or change the owner; root's files need root",
@@ -70,8 +73,11 @@ class Session:
     def errors(self) -> Console:
         return make_console(stderr=True)
 
-    def open(self, *, phases: bool = True) -> Context:
-        """The cluster. `phases`: the verb takes long and shows progress; otherwise it needs the hosts only."""
+    def open(self, *, phases: bool = True, operator: bool = False) -> Context:
+        """The cluster. `phases`: the verb takes long and shows progress; otherwise it needs the hosts only.
+
+        `operator`: raise UsageError for an ordinary user, before anything is asked or done.
+        """
         from shoal.verbs.context import open_context, open_hosts
 
         if not phases:
@@ -82,6 +88,8 @@ class Session:
             from shoal.cli.progress import TerminalProgress
 
             self._context = open_context(*self._spec, TerminalProgress(self.errors))
+        if operator:
+            self._context.require_operator()
         return self._context
 
     def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False) -> T:
@@ -111,6 +119,8 @@ class Session:
             error = Interrupted("stopped", hint=RUN_AGAIN)
         error = map_os_error(error) or error
         if isinstance(error, ShoalError):
+            if self._context is not None and self._context.joined is not None and "`shoal up`" in error.hint:
+                error.hint = OPERATORS_FIX
             self._report(error)
             raise typer.Exit(error.exit_code) from None
         if isinstance(error, Exception):

@@ -22,6 +22,8 @@ from shoal.cloud.rental import Rental, known_fields
 from shoal.local_files import write_atomic
 
 STATUS = Path("/var/lib/shoal/elastic/status.json")
+PUBLIC_REPORT = Path("/var/lib/shoal/rentals.json")
+"""Offers and costs, which every user may read: `cloud/service/public_report.py`."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import Command, Directory, Document, File
 from shoal.contract import VERSION
+from shoal.hostlist import compress
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.network.tunnel import LOOPBACK
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import directory_of
 from shoal.roles.rented import rented_containers
 from shoal.roles.shares import access_kind, homes_of, shares
-from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordShare
+from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordNodeset, RecordShare
 from shoal.spec.member import Member
+from shoal.spec.members import all_members, rented_sets
+from shoal.spec.model import Spec
 from shoal.spec.rental import SANDBOX
 from shoal.spec.storage import SANDBOX_SHARED
 from shoal.storage.sshfs import HOST_KEY, strip_comment
@@ -60,7 +63,19 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
         accounting=spec.accounting is not None,
         tracking=spec.tracking.kind if spec.tracking else "",
         containers=tuple(sorted(rented_containers(spec))),
+        nodesets=_nodesets(spec),
     )
+
+
+def _nodesets(spec: Spec) -> dict[str, RecordNodeset]:
+    """The nodes of each nodeset, with the prices that `usage` needs. What it costs to rent is not in the file."""
+    names: dict[str, list[str]] = {}
+    for member in all_members(spec):
+        if "compute" in member.roles:
+            names.setdefault(member.nodeset, []).append(member.name)
+    prices = {name: nodeset.price for name, nodeset in spec.nodesets.items()}
+    rented = rented_sets(spec)
+    return {name: RecordNodeset(compress(nodes), prices.get(name), name in rented) for name, nodes in names.items()}
 
 
 def shared_directories(cluster: Cluster) -> dict[str, RecordShare]:

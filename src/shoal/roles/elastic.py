@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, daemon_unit
 from shoal.agent.facts import Facts
+from shoal.cloud.status_file import PUBLIC_REPORT
 from shoal.remote import program_text, shell_command
 from shoal.remote.power_request import REQUESTS, VERBS
 from shoal.remote.rental_ledger import SERVICE
@@ -163,7 +164,7 @@ def start_program() -> str:
 
 def service_removal() -> Document:
     """Removes the service and its keys. The ledger stays: it records rentals and their cost."""
-    paths = (SETTINGS, REQUESTS, STATUS, SUPERSEDED)
+    paths = (SETTINGS, REQUESTS, STATUS, SUPERSEDED, str(PUBLIC_REPORT))
     is_absent = " && ".join(f"! test -e {path}" for path in paths)
     away = f"rm -rf {' '.join(paths)} {INSTALLED}/shoal-* {WHEELS}"
     forget = Command("forget accounts at providers", ("sh", "-c", away), unless=("sh", "-c", is_absent))

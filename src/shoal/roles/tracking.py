@@ -12,6 +12,7 @@ from shoal.agent.document import Command, Directory, Document, File, Item, Secre
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
 from shoal.roles import tracking_logins
+from shoal.roles.client import ENTRY_ROLES
 from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
 from shoal.roles.environments import install_venv
 from shoal.roles.shares import ServedShare, shares
@@ -65,8 +66,8 @@ class TrackingComponent(Component):
             items[stage] = items.get(stage, ()) + _server_items(cluster.spec, server)
         elif cluster.facts_of(member.name).has_file(mlflow.UNIT):
             items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + SERVER_REMOVAL
-        if "controller" in member.roles:
-            items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _address_items(cluster, server)
+        if ENTRY_ROLES & member.roles:
+            items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _address_items(cluster, member, server)
         return {stage: document for stage, document in items.items() if document}
 
     def removal(self) -> Document:
@@ -170,18 +171,18 @@ def _database() -> tuple[Item, ...]:
     )
 
 
-def _address_items(cluster: Cluster, server: MlflowServer | None) -> tuple[Item, ...]:
-    """On the controller: the server's address, and the password of jobs."""
+def _address_items(cluster: Cluster, member: Member, server: MlflowServer | None) -> tuple[Item, ...]:
+    """Where jobs are submitted: the server's address; on the controller, also the password of root's jobs."""
     tracking = cluster.spec.tracking
     if tracking is None:
-        return (File(mlflow.ADDRESS),) if cluster.controller_facts.has_file(mlflow.ADDRESS) else ()
+        return (File(mlflow.ADDRESS),) if cluster.facts_of(member.name).has_file(mlflow.ADDRESS) else ()
     if tracking.url:
         return (Directory("/etc/shoal"), File(mlflow.ADDRESS, mlflow.address_file(tracking.url, ours=False)))
     if server is None:
         return ()
     address = File(mlflow.ADDRESS, mlflow.address_file(server.uri, ours=True))
     items: tuple[Item, ...] = (Directory("/etc/shoal"), address)
-    if server.name == cluster.controller.name:
+    if server.name == cluster.controller.name or member != cluster.controller:
         return items
     digest = cluster.facts_of(server.name).digest(mlflow.JOBS_PASSWORD)
     copy = File(mlflow.JOBS_PASSWORD, SecretRef(JOBS_SECRET, digest), mode=0o400)

@@ -37,6 +37,17 @@ class RecordShare:
 
 
 @dataclass(frozen=True)
+class RecordNodeset:
+    """Nodes that the operator's file describes together."""
+
+    nodes: str
+    """A hostlist; of a rented nodeset, all nodes that it can have."""
+    price: float | None = None
+    """Of a GPU hour, in the currency of the file."""
+    rented: bool = False
+
+
+@dataclass(frozen=True)
 class ClusterRecord:
     """A cluster as its users see it."""
 
@@ -59,6 +70,8 @@ class ClusterRecord:
     """The kind of tracking server; empty without one."""
     containers: tuple[str, ...] = ()
     """Nodes that are rented containers."""
+    nodesets: Mapping[str, RecordNodeset] = field(default_factory=dict)
+    """By name."""
 
     @property
     def revision(self) -> str:
@@ -83,6 +96,7 @@ def parse_record(text: str, place: str) -> ClusterRecord:
                 "members": tuple(RecordMember(**_tuples(member)) for member in data.get("members", ())),
                 "shares": {path: RecordShare(**share) for path, share in data.get("shares", {}).items()},
                 "containers": tuple(data.get("containers", ())),
+                "nodesets": {name: RecordNodeset(**nodeset) for name, nodeset in data.get("nodesets", {}).items()},
             }
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

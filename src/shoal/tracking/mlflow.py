@@ -22,7 +22,7 @@ ADMIN_PASSWORD, JOBS_PASSWORD, SESSION_KEY = (
 )
 AUTH, VARIABLES = f"{SETTINGS}/basic_auth.ini", f"{SETTINGS}/environment"
 ADDRESS = "/etc/shoal/tracking.json"
-"""On the controller: the server's address, for `shoal run`."""
+"""Where jobs are submitted: the server's address, for `shoal run`."""
 ADMIN, JOBS = MLFLOW_ADMIN, MLFLOW_JOBS
 ACCOUNTS = f"{STATE}/.accounts"
 USER_PASSWORDS = "/etc/shoal/mlflow-passwords"
@@ -150,7 +150,7 @@ def _secret_or_login(secret: str) -> str:
 
 
 ADDRESS_COMMAND = shell_command(f"cat {ADDRESS} && {_secret_or_login(JOBS_PASSWORD)}")
-"""On the controller: prints the server's address, then the password of jobs or a user's login."""
+"""Where jobs are submitted: prints the server's address, then the password of jobs or a user's login."""
 LOGIN_COMMAND = shell_command(_secret_or_login(ADMIN_PASSWORD))
 """On the server's host: prints the administrator's password or a user's login."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.cloud.service.costs import CostReport, decode
 from shoal.errors import LedgerError, UsageError
@@ -13,6 +13,7 @@ from shoal.roles.elastic import UNIT
 from shoal.spec.members import rented_sets
 from shoal.spec.rental import Budget
 from shoal.verbs.context import Context
+from shoal.verbs.rentals import read_public_report
 
 _SCRIPT = r"""
 python=$(sed -n 's/^ExecStart=\([^ ]*\) .*/\1/p' "$1" 2>/dev/null)
@@ -39,6 +40,8 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
     """What was spent in this month, or in another one such as 2026-10."""
     if month is not None and not re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])", month):
         raise UsageError(f"--month {month} is not a month", hint="write it as 2026-11")
+    if context.joined is not None:
+        return await _read_as_user(context, month)
     sets = rented_sets(context.spec)
     if not sets and not context.spec.providers:
         raise UsageError(
@@ -55,6 +58,23 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
         raise _make_error(host.name, result.text, result.error_text) from None
     nodeset_budgets = {name: nodeset.budget for name, nodeset in sets.items() if nodeset.budget}
     return CostResult(context.cluster, costs, context.spec.budget or Budget(), nodeset_budgets)
+
+
+async def _read_as_user(context: Context, month: str | None) -> CostResult:
+    """The costs that the rental service publishes: all sums, and the user's own jobs."""
+    async with context.controller_host() as host:
+        report = await read_public_report(context, host)
+        user = (await host.run(("id", "-un"), timeout=COST_TIMEOUT_S, root=False)).text.strip()
+    months = sorted(report.costs)
+    costs = report.costs.get(month or (months[-1] if months else ""))
+    if costs is None:
+        raise UsageError(
+            f"the costs of {month} are in the ledger, which only the operator reads",
+            hint=f"use one of {', '.join(months)}, or ask the operator for `shoal cost --month {month}`",
+        )
+    costs = replace(costs, jobs=tuple(job for job in costs.jobs if job.user == user))
+    budgets = {name: Budget.model_validate(budget) for name, budget in report.budgets.items()}
+    return CostResult(context.cluster, costs, Budget.model_validate(report.budget), budgets)
 
 
 def _make_error(host: str, output: str, error_text: str) -> LedgerError:

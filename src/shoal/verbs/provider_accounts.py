@@ -17,6 +17,7 @@ from shoal.spec.members import provider_accounts as accounts_of
 from shoal.spec.model import Spec
 from shoal.spec.rental import account_settings
 from shoal.verbs.context import Context
+from shoal.verbs.rentals import read_public_report
 
 PROVIDER_TIMEOUT_S = 90.0
 """For one question, however many pages the answer has."""
@@ -110,6 +111,8 @@ async def offers(
     context: Context, query: Query, providers: Iterable[str] = (), opened: Open = rental_provider
 ) -> OffersResult:
     """Ask all provider accounts, or those named. Prices that an API lacks come from our table, with their date."""
+    if context.joined is not None:
+        return await _read_as_user(context, query, tuple(providers))
     accounts = open_accounts(context.spec, providers)
     with context.progress.phase("providers asked", len(accounts.usable)) as phase:
 
@@ -128,6 +131,22 @@ async def offers(
         # For some providers only our table has the contents of a machine, so the query applies after it.
         matching_offers += (offer for offer in prices().fill(account.kind, account_offers) if query.admits(offer))
     return OffersResult(context.cluster, tuple(sorted(matching_offers, key=_order)), failures)
+
+
+async def _read_as_user(context: Context, query: Query, providers: tuple[str, ...]) -> OffersResult:
+    """What the cluster can rent, as its rental service publishes it: the keys of providers are the operator's."""
+    async with context.controller_host() as host:
+        report = await read_public_report(context, host)
+    names = sorted({offer.provider for offer in report.offers})
+    unknown = [name for name in providers if name not in names]
+    if unknown:
+        raise UsageError(
+            f"cluster {context.cluster} rents from no {', '.join(unknown)}", hint=f"use one of {', '.join(names)}"
+        )
+    offers = [
+        offer for offer in report.offers if query.admits(offer) and (not providers or offer.provider in providers)
+    ]
+    return OffersResult(context.cluster, tuple(sorted(offers, key=_order)))
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, str, str, str]:

@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar
 
 from shoal.cloud.rental import LIVE, Rental
 from shoal.cloud.service.ledger import LEDGER
-from shoal.cloud.status_file import STATUS, read_status
-from shoal.errors import ShoalError
+from shoal.cloud.service.public_report import PublicReport, parse_report
+from shoal.cloud.status_file import PUBLIC_REPORT, STATUS, read_status
+from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Host
 from shoal.remote import python_command, shell_command
 from shoal.remote.rental_ledger import SERVICE
@@ -41,6 +42,13 @@ NOT_LOADED = 5
 NO_RESTART = b"stay\n"
 RESTART = 'echo watching; word=$(timeout "$1" head -n 1); test "$word" = stay || exec systemctl start "$2"'
 """Starts the service again when the connection ends before `stay` was sent."""
+READ_REPORT = """
+cat "$1" 2> /dev/null && exit
+[ -n "$2" ] && cat "$2/${1##*/}" 2> /dev/null && exit
+exec ssh -o BatchMode=yes -o ConnectTimeout=10 "$3" cat "$1"
+"""
+"""Where a user logs in: the controller's file, its copy on the share with the users' jobs, which is root's, or the
+controller's by a login from here, where the user has a key for that."""
 TOUCH = 'test ! -d "${1%/*}" || touch "$1"'
 """A host without the directory has no service that could add nodes."""
 
@@ -151,6 +159,23 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
     if age_s > STALE_STATUS_S:
         problem = f"shoal-elastic has written no status for {age_s / 60:.0f} minutes; run `shoal up`"
     return RentedView(problem, {name: text for name, text in status.accounts.items() if text}, nodes, dict(status.jobs))
+
+
+async def read_public_report(context: Context, host: Host) -> PublicReport:
+    """What an ordinary user may know of renting. Raises ShoalError where the file cannot be read."""
+    assert context.joined is not None
+    record = context.joined.record
+    if not any(nodeset.rented for nodeset in record.nodesets.values()):
+        raise UsageError(f"cluster {context.cluster} rents no machines", hint="`shoal usage` shows what its GPUs cost")
+    command = shell_command(READ_REPORT, str(PUBLIC_REPORT), record.jobs, record.controller)
+    result = await host.run(command, timeout=STATUS_TIMEOUT_S, root=False)
+    try:
+        return parse_report(result.text)
+    except ValueError:
+        raise ShoalError(
+            f"{host.name} cannot show what the rental service on {record.controller} publishes",
+            hint=f"join the controller itself: `shoal join USER@{record.controller}`",
+        ) from None
 
 
 async def control_service(host: Host, verb: Literal["start", "stop"]) -> str:

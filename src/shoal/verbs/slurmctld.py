@@ -15,6 +15,7 @@ T = TypeVar("T")
 SLURM_TIMEOUT_S = 30.0
 QUICK_ANSWER_S = 0.5
 """A healthy slurmctld answers within this time."""
+SERVICE_STATE_COMMAND = ("systemctl", "show", "-p", "LoadState", "-p", "ActiveState", "slurmctld")
 NO_CONFIGURATION = "Could not establish a configuration source"
 """Slurm's own message."""
 
@@ -57,12 +58,14 @@ async def running_version(host: Host) -> str:
     command = ("scontrol", "--version")
     version, service = await asyncio.gather(
         host.run(command, timeout=SLURM_TIMEOUT_S),
-        host.run(("systemctl", "is-active", "slurmctld"), timeout=SLURM_TIMEOUT_S),
+        host.run(SERVICE_STATE_COMMAND, timeout=SLURM_TIMEOUT_S),
     )
     output = checked_output(host, command, version)
-    state = service.text.strip()
-    # Without systemd the output is empty, and only Slurm itself can tell.
-    if state and state not in ("active", "reloading"):
+    service_state = dict(line.split("=", 1) for line in service.text.splitlines() if "=" in line)
+    state = service_state.get("ActiveState", "")
+    # Without systemd the output is empty, and a login host has no such service: only Slurm itself can tell.
+    is_here = service_state.get("LoadState") != "not-found"
+    if is_here and state and state not in ("active", "reloading"):
         raise SlurmError(f"slurmctld does not run on {host.name} ({state})", hint=slurmctld_fix(host.name))
     return str(Version.parse(output))
 

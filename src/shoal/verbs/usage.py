@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from shoal.errors import SlurmError, UsageError
+from shoal.hostlist import expand
 from shoal.hosts.api import Host
 from shoal.roles.accounting import database_host
 from shoal.slurm.usage import GROUPINGS, Grouping, UsageRow, parse_usage, summarize_usage, usage_command, usage_total
@@ -43,10 +44,21 @@ async def usage(context: Context, by: str, since: str | None, until: str | None)
         await _require_slurmdbd(controller, database)
         text = await slurm_output(controller, usage_command(begin, end), SACCT_TIMEOUT_S)
     runs = parse_usage(text, now)
-    nodesets = {member.name: member.nodeset for member in all_members(context.spec)}
-    prices = {name: nodeset.price for name, nodeset in context.spec.nodesets.items() if nodeset.price is not None}
+    nodesets, prices = _nodesets(context)
     rows = summarize_usage(runs, grouping, begin, end, nodesets, prices)
     return UsageResult(context.cluster, grouping, begin, end, rows, usage_total(rows, len({run.id for run in runs})))
+
+
+def _nodesets(context: Context) -> tuple[dict[str, str], dict[str, float]]:
+    """The nodeset of each node, and the price of a GPU hour in each nodeset that has one."""
+    if context.joined is None:
+        nodesets = {member.name: member.nodeset for member in all_members(context.spec)}
+        known = {name: nodeset.price for name, nodeset in context.spec.nodesets.items()}
+    else:
+        sets = context.joined.record.nodesets
+        nodesets = {node: name for name, nodeset in sets.items() for node in expand(nodeset.nodes)}
+        known = {name: nodeset.price for name, nodeset in sets.items()}
+    return nodesets, {name: price for name, price in known.items() if price is not None}
 
 
 async def _require_slurmdbd(controller: Host, database: str) -> None:
@@ -61,7 +73,14 @@ async def _require_slurmdbd(controller: Host, database: str) -> None:
 
 
 def require_accounting(context: Context) -> str:
-    """The member that runs the database. Raises UsageError where the spec asks for none."""
+    """The member that runs the database. Raises UsageError where the cluster has none."""
+    if context.joined is not None:
+        if not context.accounting:
+            raise UsageError(
+                f"cluster {context.cluster} has no accounting",
+                hint="ask the operator for `accounting: true`; `shoal jobs --all` lists your ended jobs without it",
+            )
+        return context.controller.name
     name = database_host(context.spec)
     if name is None:
         raise UsageError(

@@ -66,7 +66,7 @@ class Reef:
         controller = {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): self._scontrol,
-            ("systemctl", "is-active", "slurmctld"): lambda call: f"{self.slurmctld}\n".encode(),
+            ("systemctl", "show"): lambda call: f"LoadState=loaded\nActiveState={self.slurmctld}\n".encode(),
             ("sh",): self._shell,
             ("scancel",): b"",
         }

@@ -202,14 +202,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--month", default="")
     parser.add_argument("--ledger", type=Path, default=LEDGER)
     chosen = parser.parse_args(argv)
-    now = time.time()
-    begin = month_of(_first_of(chosen.month) if chosen.month else now)[0]
     try:
-        with Ledger.read(chosen.ledger) as ledger:
-            rentals = ledger.all(min(begin, day_of(now)[0]))
+        [costs] = collect_costs((chosen.month,), time.time(), chosen.ledger)
     except LedgerError as error:
         print(json.dumps({"error": error.message, "fix": error.hint}))
         return 1
+    print(encode(costs))
+    return 0
+
+
+def collect_costs(months: Sequence[str], now: float, path: Path = LEDGER) -> list[CostReport]:
+    """The costs of months, "" for that of `now`, from the ledger and Slurm's records. Raises LedgerError."""
+    begins = [month_of(_first_of(month) if month else now)[0] for month in months]
+    with Ledger.read(path) as ledger:
+        rentals = ledger.all(min(*begins, day_of(now)[0]))
     uses: list[NodeUse] = []
     why = ""
     if rentals:
@@ -217,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             uses = uses_of((*_ended_jobs(), *_current_jobs()), now)
         except (ShoalError, OSError, subprocess.SubprocessError) as error:
             why = str(error)
-    print(encode(summary(rentals, uses, now, chosen.month, why)))
-    return 0
+    return [summary(rentals, uses, now, month, why) for month in months]
 
 
 def _ended_jobs() -> list[JobRecord]:

@@ -177,6 +177,19 @@ class OfferCatalog:
         offers = await asyncio.gather(*(self._of(choice) for choice in nodeset.offers))
         return tuple(zip(nodeset.offers, offers, strict=True))
 
+    async def refresh(self, nodeset: RentedSet, max_age_s: float) -> None:
+        """Ask providers about choices for which nothing is known, or nothing newer than that."""
+        oldest = self.context.clock.now() - max_age_s
+        keys = [(choice.provider, query(choice)) for choice in nodeset.offers]
+        if any(self._known.get(key, (float("-inf"), ()))[0] < oldest for key in keys):
+            await self.offers(nodeset)
+
+    def known(self, nodeset: RentedSet) -> tuple[tuple[OfferChoice, tuple[Offer, ...]], ...]:
+        """What providers listed for each choice when they were last asked. Asks nobody."""
+        return tuple(
+            (choice, self._known.get((choice.provider, query(choice)), (0.0, ()))[1]) for choice in nodeset.offers
+        )
+
     def unsure(self, nodeset: RentedSet, blocks: Sequence[OrderBlock]) -> bool:
         """Whether some account did not answer just now, so that its offers are unknown."""
         shut = {block.account for block in blocks if not block.type}

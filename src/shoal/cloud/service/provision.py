@@ -75,7 +75,7 @@ class Provisioner:
 
     def __init__(self, context: ServiceContext, wake: Callable[[], None] = lambda: None) -> None:
         self._context = context
-        self._catalog = OfferCatalog(context)
+        self.catalog = OfferCatalog(context)
         self.budgets = BudgetGuard(context)
         self._serving = BackgroundCalls(context.step_wait_s, wake)
         self._snapshot = ClusterSnapshot(context.clock.now(), {}, ())
@@ -184,13 +184,13 @@ class Provisioner:
         """Order until the group is complete, must wait, or no offer is left."""
         context = self._context
         while self._needs_machines(group):
-            listed = await self._catalog.offers(group.nodeset)
+            listed = await self.catalog.offers(group.nodeset)
             if not self._needs_machines(group):  # listing offers may take long
                 break
             now = context.clock.now()
             blocks = context.ledger.blocks(now)
             offers = self._near_joined(group, choose.candidates(group.nodeset, listed, blocks))
-            if not offers and self._catalog.unsure(group.nodeset, blocks):
+            if not offers and self.catalog.unsure(group.nodeset, blocks):
                 return  # list again before the job is requeued
             if not offers:
                 why, again = choose.why_none(group.nodeset, listed, blocks, now)

@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service.boot import NodeBooter
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.offers import OfferCatalog
 from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.provision import Provisioner
 from shoal.cloud.service.reconcile import reconcile, without_slurm
@@ -66,6 +67,11 @@ class RentalService:
         self._booter = NodeBooter(context, self._wake.set)
         self._provisioner = Provisioner(context, self._wake.set)
         self._problem = ""
+
+    @property
+    def catalog(self) -> OfferCatalog:
+        """The offers that providers listed."""
+        return self._provisioner.catalog
 
     async def step(self, requests: Sequence[PowerRequest] = ()) -> float:
         """Do what is due. Returns the seconds until the next step, at most."""
