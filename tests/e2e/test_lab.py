@@ -21,6 +21,11 @@ from tests.e2e.delivery_checks import (
     check_operator_who_is_a_user,
     check_root_on_the_share_of_a_node,
 )
+from tests.e2e.user_command_checks import (
+    check_commands_inside_jobs,
+    check_operators_commands,
+    check_shoal_on_the_hosts,
+)
 
 pytestmark = pytest.mark.sandbox
 
@@ -182,3 +187,10 @@ def test_roots_job_on_the_share_of_a_node_runs_no_code_from_there(
 def test_jobs_of_an_operator_who_is_a_user_are_not_roots(lab: tuple[Cluster, Client, Client], tmp_path: Path) -> None:
     cluster, alice, _ = lab
     check_operator_who_is_a_user(cluster, alice.key, tmp_path)
+
+
+def test_users_commands_work_inside_their_jobs_and_on_the_clusters_hosts(lab: tuple[Cluster, Client, Client]) -> None:
+    cluster, alice, bob = lab
+    check_commands_inside_jobs(cluster, alice, bob, 2001)
+    check_shoal_on_the_hosts(cluster, alice)
+    check_operators_commands(alice)

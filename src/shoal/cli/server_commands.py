@@ -34,13 +34,12 @@ def ui(
     from shoal.verbs.ui import ui as verb
 
     def show(page: WebPage) -> None:
-        keys = ("name", "url", "user", "password")
-        if not session.finish({key: getattr(page, key) for key in keys if getattr(page, key)}):
+        if not session.finish({key: value for key, value in vars(page).items() if value}):
             session.console.print(page.url, soft_wrap=True)
             if page.user:
                 password = page.password or "`--show-password` prints it"
                 session.console.print(f"  user {page.user}, password: {password}", soft_wrap=True)
-                if page.forwarded:
+                if page.url.startswith("http://127.0.0.1:"):  # forwarded
                     session.errors.print("  until Ctrl-C")
         session.console.file.flush()
 

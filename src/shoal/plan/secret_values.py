@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from shoal.agent.document import Document, File, Item, SecretRef
@@ -11,9 +11,16 @@ from shoal.errors import UsageError
 from shoal.plan.connections import Fleet
 from shoal.plan.model import HostPlan
 from shoal.roles.component import SharedSecret
+from shoal.roles.runtime_archive import RUNTIME_ARCHIVE, runtime_archive
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
 from shoal.spec.finding import Finding
 from shoal.spec.local_files import resolve_secret
+
+OWN_FILES: Mapping[str, Callable[[], bytes]] = {
+    SHOAL_WHEEL: lambda: build_wheel().content,
+    RUNTIME_ARCHIVE: runtime_archive,
+}
+"""What Shoal makes of itself, by its reference among secrets."""
 
 
 def add_digests(document: Document, given: Mapping[str, str]) -> Document:
@@ -104,7 +111,8 @@ async def fetch_secrets(
 
 
 def _read_value(references: Mapping[str, str], name: str) -> bytes:
-    return build_wheel().content if references[name] == SHOAL_WHEEL else resolve_secret(references[name], name)
+    own = OWN_FILES.get(references[name])
+    return own() if own else resolve_secret(references[name], name)
 
 
 def _secret_files(document: Document) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
 from shoal.roles.tracking import TrackingComponent
+from shoal.roles.user_program import UserProgramComponent
 from shoal.roles.users import UsersComponent
 from shoal.roles.wireguard import WireGuardComponent
 from shoal.spec.finding import Finding
@@ -37,6 +38,7 @@ COMPONENTS: tuple[Component, ...] = (
     NodeLoginsComponent(),
     EnvironmentsComponent(),
     ClientComponent(),
+    UserProgramComponent(),
     ClockComponent(),
     TrackingComponent(),
     AuthComponent(),

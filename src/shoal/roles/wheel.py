@@ -69,11 +69,16 @@ def _version() -> str:
         return "0"
 
 
-def _metadata(release: str) -> str:
+def requirements_of_shoal() -> list[str]:
+    """What Shoal needs, as pip names it, with its extras."""
     try:
-        requirements = requires("shoal") or list(_DEPENDENCIES)
+        return requires("shoal") or list(_DEPENDENCIES)
     except PackageNotFoundError:
-        requirements = list(_DEPENDENCIES)
+        return list(_DEPENDENCIES)
+
+
+def _metadata(release: str) -> str:
+    requirements = requirements_of_shoal()
     extras = sorted({extra for requirement in requirements for extra in _extra(requirement)})
     lines = ["Metadata-Version: 2.1", "Name: shoal", f"Version: {release}", "Requires-Python: >=3.11"]
     lines += [f"Provides-Extra: {extra}" for extra in extras]

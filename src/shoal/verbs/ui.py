@@ -35,8 +35,6 @@ class WebPage:
     user: str = ""
     password: str = ""
     """Only with --show-password."""
-    forwarded: bool = True
-    """It is open for as long as the command runs."""
 
 
 async def ui(
@@ -88,9 +86,7 @@ async def _open_as_user(
         password = variables["MLFLOW_TRACKING_PASSWORD"] if show_password else ""
         page = WebPage(name, uri, variables["MLFLOW_TRACKING_USERNAME"], password)
         if not isinstance(host, PortForwarder):
-            return opened(
-                replace(page, forwarded=False)
-            )  # this machine belongs to the cluster, and reaches the server itself
+            return opened(page)  # this machine belongs to the cluster, and reaches the server itself
         server = urlsplit(uri)
         assert server.hostname is not None and server.port is not None
         await _forward(host, page, server.hostname, server.port, port, opened)

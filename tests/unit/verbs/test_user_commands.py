@@ -163,7 +163,7 @@ async def test_page_opens_through_the_users_login_with_the_users_account() -> No
 async def test_page_on_a_host_of_the_cluster_is_the_servers_own() -> None:
     pages: list[WebPage] = []
     await ui(context_of(desktop({("sh",): ADDRESS + LOGIN, ("python3",): b"200\n"})), "mlflow", pages.append)
-    assert pages == [WebPage("mlflow", "http://10.0.0.5:5000", "alice", forwarded=False)]
+    assert pages == [WebPage("mlflow", "http://10.0.0.5:5000", "alice")]
     pages.clear()
     await ui(context_of(desktop({("sh",): Result(1, b'{"uri": "https://ml.example"}\n')})), "mlflow", pages.append)
     assert pages == [WebPage("mlflow", "https://ml.example")]

@@ -130,4 +130,7 @@ async def publish_reports(
             if problem != str(error):
                 log.warning("cannot publish costs and offers: %s", error)
             problem = str(error)
-        await asyncio.sleep(REPORT_INTERVAL_S if context.ledger.live() else IDLE_REPORT_INTERVAL_S)
+        waited_s = 0.0
+        while waited_s < (REPORT_INTERVAL_S if context.ledger.live() else IDLE_REPORT_INTERVAL_S):
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            waited_s += REPORT_INTERVAL_S

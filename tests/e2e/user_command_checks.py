@@ -1,0 +1,77 @@
+"""Checks of an ordinary user's commands on a running cluster: inside their jobs, and with the `shoal` of its hosts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from typing import Any, Protocol
+
+from tests.e2e.cluster import Cluster
+
+PROGRAM = "/usr/local/bin/shoal"
+OPERATORS = ("check", "plan", "up", "down", "restore", "reap", "keys rotate munge", "node drain fish1", "bench links")
+
+
+class Person(Protocol):
+    """A user at their own machine, who has joined the cluster."""
+
+    user: str
+
+    def shoal(self, *words: str, status: int | None = 0) -> subprocess.CompletedProcess[str]: ...
+
+    def json(self, *words: str, status: int | None = 0) -> Any: ...
+
+    def run(self, *words: str) -> str: ...
+
+
+def check_commands_inside_jobs(cluster: Cluster, alice: Person, bob: Person, uid: int) -> None:
+    """`exec` and `ssh` are steps of the user's own job, and of nobody else's."""
+    job = alice.run("-N2", "--export", "WAIT=1")
+    cluster.wait("the job runs", lambda: len(alice.json("logs", job)["lines"]) == 2)
+    shown = alice.json("exec", "--job", job, "--", "sh", "-c", "id -u; echo $SLURM_JOB_ID")
+    [group] = shown["groups"]
+    assert len(group["hosts"]) == 2 and group["stdout"] == f"{uid}\n{job}\n" and not shown["failures"]
+    [failed] = alice.json("exec", "-w", group["hosts"][0], "--", "sh", "-c", "echo no >&2; exit 3", status=3)["groups"]
+    assert (failed["hosts"], failed["stderr"]) == ([group["hosts"][0]], "no\n")
+    line = alice.json("ssh", "--job", job)["command"]
+    assert line[0] == "ssh" and f"srun --jobid={job} " in line[-1] and "--pty" in line[-1]
+    assert "is no running job" in bob.shoal("exec", "--job", job, "--", "id", status=2).stderr
+    assert "you have no running job" in bob.shoal("ssh", group["hosts"][0], status=2).stderr
+    alice.shoal("cancel", job)
+
+
+def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "controller") -> None:
+    """A user who is logged in needs no join, and cannot change the program."""
+
+    def on_host(command: str, status: int = 0) -> str:
+        words = ("runuser", "-l", alice.user, "-c", f"cd && {command}")
+        done = cluster.ssh(host, shlex.join(words))
+        assert done.returncode == status, done
+        return done.stdout + done.stderr
+
+    assert on_host("command -v shoal").strip() == PROGRAM
+    state = json.loads(on_host("shoal status --json"))
+    assert state["cluster"] == cluster.name and state["nodes"]
+    on_host("printf 'print(6 * 7)\\n' > answer.py")
+    done = json.loads(on_host("shoal run --json --wait answer.py"))
+    assert "42" in [line["text"] for line in done["lines"]]
+    owners = cluster.on(host, "find", PROGRAM, "/opt/shoal/users", "-not", "-user", "root", "-o", "-perm", "/022")
+    assert not [path for path in owners.split() if cluster.on(host, "stat", "-c", "%F", path) != "symbolic link\n"]
+    assert "needs the operator's file" in on_host("shoal up", status=2)
+
+
+def check_operators_commands(alice: Person) -> None:
+    """What needs root says so in one sentence, and advises no passwordless sudo."""
+    for command in OPERATORS:
+        message = alice.shoal(*command.split(), status=2).stderr
+        assert "needs the operator's file" in message and "sudo" not in message.lower()
+
+
+def check_usage(cluster: Cluster, alice: Person) -> None:
+    """What Slurm's accounting says of the user."""
+    cluster.wait("the usage is recorded", lambda: alice.user in _users(alice))
+
+
+def _users(person: Person) -> set[str]:
+    return {row["name"] for row in person.json("usage")["rows"]}
