@@ -1,7 +1,8 @@
 """Which hosts can use NFS, and its text: exports, settings of both servers, mount options. Pure functions.
 
 A share is exported to each member's address only, with root_squash. The usual `10.0.0.0/8(no_root_squash)` would make
-root on any one machine root over all users' files.
+root on any one machine root over all users' files. Calls must come from a port below 1024, which only root of a member
+can use: with another port, any program of a user could name any other user as the caller.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def render_exports(exports: Iterable[Export]) -> str:
     """A file of /etc/exports.d for the kernel's server."""
     lines = []
     for export in exports:
-        options = f"{'ro' if export.read_only else 'rw'},sync,no_subtree_check,root_squash,sec=sys"
+        options = f"{'ro' if export.read_only else 'rw'},sync,secure,no_subtree_check,root_squash,sec=sys"
         clients = " ".join(f"{address}({options})" for address in sorted(export.clients, key=_address_key))
         if clients:
             lines.append(f"{export.path} {clients}\n")
@@ -133,6 +134,7 @@ def ganesha_conf(address: str, exports: Sequence[Export], *, io_flusher: bool = 
         "    SecType = sys;\n"
         "    Protocols = 4;\n"
         "    Transports = TCP;\n"
+        "    PrivilegedPort = true;\n"
         "}\n"
     ]
     for number, export in enumerate(exports, start=1):
@@ -148,6 +150,7 @@ def ganesha_conf(address: str, exports: Sequence[Export], *, io_flusher: bool = 
             f"        Access_Type = {'RO' if export.read_only else 'RW'};\n"
             "        Squash = Root_Squash;\n"
             "        Protocols = 4;\n"
+            "        PrivilegedPort = true;\n"
             "    }\n"
             "}\n"
         )

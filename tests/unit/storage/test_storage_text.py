@@ -19,9 +19,9 @@ KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"
 def test_export_names_each_member_and_squashes_root() -> None:
     some = [Export("/home", ("10.0.0.12", "10.0.0.2")), Export("/apps", ("10.0.0.2",), read_only=True)]
     assert nfs.render_exports(some) == (
-        HEADER + "/home 10.0.0.2(rw,sync,no_subtree_check,root_squash,sec=sys) "
-        "10.0.0.12(rw,sync,no_subtree_check,root_squash,sec=sys)\n"
-        "/apps 10.0.0.2(ro,sync,no_subtree_check,root_squash,sec=sys)\n"
+        HEADER + "/home 10.0.0.2(rw,sync,secure,no_subtree_check,root_squash,sec=sys) "
+        "10.0.0.12(rw,sync,secure,no_subtree_check,root_squash,sec=sys)\n"
+        "/apps 10.0.0.2(ro,sync,secure,no_subtree_check,root_squash,sec=sys)\n"
     )
 
 
@@ -41,10 +41,11 @@ def test_ganesha_listens_on_a_single_address_and_accepts_only_members() -> None:
     head, data, apps = text.split("EXPORT {\n")
     assert "    Bind_addr = 10.0.0.1;\n" in head and "    Protocols = 4;\n" in head
     assert "    Squash = Root_Squash;\n" in head and "Access_Type" not in head
+    assert "    PrivilegedPort = true;\n" in head, "users' programs cannot pose as other users"
     assert data == (
         "    Export_Id = 1;\n    Path = /srv/data;\n    Pseudo = /srv/data;\n    FSAL { Name = VFS; }\n"
         "    CLIENT {\n        Clients = 10.0.0.2, 10.0.0.12;\n        Access_Type = RW;\n"
-        "        Squash = Root_Squash;\n        Protocols = 4;\n    }\n}\n"
+        "        Squash = Root_Squash;\n        Protocols = 4;\n        PrivilegedPort = true;\n    }\n}\n"
     )
     assert "        Clients = 127.0.0.1;\n        Access_Type = RO;\n" in apps
     assert text.count("{") == text.count("}")
