@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shoal.errors import CommandFailed, PartialFailure
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle
+from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.remote import program_text, shell_command
 
 KEEP_NEWEST, KEEP_DAYS = 20, 7
@@ -100,7 +101,7 @@ async def _transfer(host: Host, verb: str, place: str, data: bytes, as_root: boo
 
 
 def _command(verb: str, *arguments: str) -> tuple[str, ...]:
-    program = program_text("job_code.sh", KEEP_DAYS=KEEP_DAYS, KEEP_NEWEST=KEEP_NEWEST)
+    program = program_text("job_code.sh", KEEP_DAYS=KEEP_DAYS, KEEP_NEWEST=KEEP_NEWEST, JOBS=JOBS_DIRECTORY)
     return shell_command(program, verb, *arguments)
 
 

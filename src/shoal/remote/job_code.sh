@@ -8,7 +8,7 @@
 #   clean_trees ROOT NEWEST DAYS USED      removes the files that were sent from the trees of ended jobs
 set -eu
 
-# Makes the directories, open to every user as /tmp is. What is there is touched, under the lock that `clean_code` holds
+# Makes the directories. What is there is touched, under the lock that `clean_code` holds
 # too: it has just been used, and stays. Root is going to write and delete in `code` and `lib`, and jobs run from there:
 # each directory on the way is root's, and one that others may write to has the sticky bit, as /tmp has.
 inspect() {
@@ -53,7 +53,10 @@ make_directory() {
             place=${place%/*}
         done
     done
+    # On a share, root of each host is somebody else.
     [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
+    # Here it is one, and others could make what a job to come needs, and so block it.
+    case $root in @JOBS@/*) chmod go-w,-t "$root" ;; esac
 }
 
 print_id() {
