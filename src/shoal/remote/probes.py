@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Callable
 
@@ -23,6 +24,7 @@ MLFLOW_ACCOUNTS = "mlflow-accounts"
 """The probe that makes the accounts of jobs and users."""
 MLFLOW_START_TIMEOUT_S = 240
 MAX_ERROR_BYTES = 100_000
+MAX_ANSWER_BYTES = 1_000_000
 
 
 def check_gpus(promised: str) -> None:
@@ -115,12 +117,13 @@ def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -
         passwords[name] = data.decode().strip()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def call(method: str, path: str, body: object = None, user: str = MLFLOW_ADMIN) -> None:
+    def call(method: str, path: str, body: object = None, user: str = MLFLOW_ADMIN) -> bytes:
         login = user + ":" + (admin_password if user == MLFLOW_ADMIN else passwords[user])
         authorization = "Basic " + base64.b64encode(login.encode()).decode()
         headers = {"Content-Type": "application/json", "Authorization": authorization}
         data = None if body is None else json.dumps(body).encode()
-        opener.open(urllib.request.Request(uri + path, data, headers, method=method), timeout=30).close()
+        with opener.open(urllib.request.Request(uri + path, data, headers, method=method), timeout=30) as answer:
+            return bytes(answer.read(MAX_ANSWER_BYTES))
 
     deadline = time.monotonic() + MLFLOW_START_TIMEOUT_S
     while True:
@@ -132,20 +135,25 @@ def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -
                 sys.exit("the server does not answer: %s; see journalctl -u %s" % (error, MLFLOW_SERVICE))
             time.sleep(1)
     for name, password in passwords.items():
-        account = {"username": name, "password": password}
+        account, is_new = {"username": name, "password": password}, True
         try:
             call("POST", "/api/2.0/mlflow/users/create", account)
         except urllib.error.HTTPError as error:
             if error.code == 401:
                 text = "the server does not take the password in %s: its accounts are those of another one"
                 sys.exit(text % admin_file)
+            is_new = False
             try:
                 call("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
             except urllib.error.HTTPError as error:
                 sys.exit("the account %s cannot be made: %s" % (name, error))
         if name != MLFLOW_JOBS:  # else another user could take the name of the experiment first
-            with contextlib.suppress(urllib.error.HTTPError):  # it was there already
+            try:
                 call("POST", "/api/2.0/mlflow/experiments/create", {"name": name}, user=name)
+            except urllib.error.HTTPError:  # it was there already
+                if is_new:
+                    free_experiment_name(call, name)
+                    call("POST", "/api/2.0/mlflow/experiments/create", {"name": name}, user=name)
     try:
         with open(mark_file) as mark:
             former = mark.read().split()[2:]
@@ -165,6 +173,19 @@ def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -
             sys.exit("the account %s cannot write to experiments: %s" % (MLFLOW_JOBS, error))
     with open(mark_file, "w") as mark:
         mark.write(digest.hexdigest() + "  -\n" + " ".join(files) + "\n")
+
+
+def free_experiment_name(call: Callable[..., bytes], name: str) -> None:
+    """Rename the experiment that somebody made under the name of a user to come. Its runs stay."""
+    path = "/api/2.0/mlflow/experiments/"
+    experiment = json.loads(call("GET", path + "get-by-name?experiment_name=" + urllib.parse.quote(name)))["experiment"]
+    number = {"experiment_id": experiment["experiment_id"]}
+    deleted = experiment["lifecycle_stage"] == "deleted"
+    if deleted:  # else it cannot be renamed
+        call("POST", path + "restore", number)
+    call("POST", path + "update", dict(number, new_name="%s, before the user" % name))
+    if deleted:
+        call("POST", path + "delete", number)
 
 
 class FileHandle(ctypes.Structure):

@@ -17,6 +17,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.document import Block, Command, File, Item, Secret, SecretRef
 from shoal.agent.facts import FileFact
 from shoal.remote import program_text
+from shoal.remote.probes import free_experiment_name
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, SharedSecret, Stage
 from shoal.roles.tracking import TrackingComponent
@@ -198,3 +199,18 @@ def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int
         grant = {"username": "jobs", "resource_type": "experiment", "resource_id": "*", "permission": "EDIT"}
         assert requests[-1] == ("POST", "grant", grant)
     assert not any(word in done.stdout + done.stderr for word in ("crew", "boss", "hers"))
+
+
+@pytest.mark.parametrize("stage", ["active", "deleted"])
+def test_experiment_that_others_made_under_the_name_of_a_new_user_is_renamed(stage: str) -> None:
+    calls: list[tuple[str, dict[str, str]]] = []
+
+    def call(method: str, path: str, body: dict[str, str] | None = None) -> bytes:
+        calls.append((path.rpartition("/")[2], body or {}))
+        return json.dumps({"experiment": {"experiment_id": "7", "lifecycle_stage": stage}}).encode()
+
+    free_experiment_name(call, "ann")
+    number = {"experiment_id": "7"}
+    renamed = [("update", {**number, "new_name": "ann, before the user"})]
+    assert calls[0] == ("get-by-name?experiment_name=ann", {})
+    assert calls[1:] == ([("restore", number), *renamed, ("delete", number)] if stage == "deleted" else renamed)
