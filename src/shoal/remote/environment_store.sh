@@ -11,6 +11,13 @@ query='import sys; print("%d.%d" % sys.version_info[:2])'
 
 read_names() {
     cd "$1/names" 2> /dev/null || exit 0
+    for place in "$1" "$1/names"; do
+        owner=$(stat -c %u "$place")  # of a link, not of what it leads to
+        [ "$owner" = 0 ] || [ "$owner" = "$(id -u)" ] || {
+            echo "$place belongs to $(stat -c %U "$place"), who could change what jobs run from it" >&2
+            exit 1
+        }
+    done
     cat ./*.json 2> /dev/null || true
 }
 

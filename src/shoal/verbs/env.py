@@ -183,6 +183,9 @@ async def current_environments(controller: Host, places: Mapping[str, Environmen
             raise CommandTimeout(
                 controller.name, what, hint="check that the server of the share it is on is up"
             ) from None
+        if result.status != 0:
+            hint = "remove it, or set another `directory` for the environment"
+            raise UsageError(f"cannot use environments on {controller.name}: {result.error_text.strip()}", hint=hint)
         stored = store.parse_names(result.text, directory)
         environments |= {
             name: environment
