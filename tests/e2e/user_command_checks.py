@@ -59,6 +59,8 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     owners = cluster.on(host, "find", PROGRAM, "/opt/shoal/users", "-not", "-user", "root", "-o", "-perm", "/022")
     assert not [path for path in owners.split() if cluster.on(host, "stat", "-c", "%F", path) != "symbolic link\n"]
     assert "needs the operator's file" in on_host("shoal up", status=2)
+    changes = [change["what"] for change in cluster.json("plan")["changes"]]
+    assert not [what for what in changes if "/opt/shoal/users" in what or "Shoal for users" in what], changes
 
 
 def check_operators_commands(alice: Person) -> None:

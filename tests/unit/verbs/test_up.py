@@ -107,6 +107,7 @@ async def test_plan_with_a_new_host_includes_changes_of_the_others() -> None:
     planned = await plan(sandbox.context(3))
     assert [(change.host, change.what) for change in planned.changes] == [
         ("fish3", "host"),
+        ("controller", "file /etc/shoal/cluster.json"),
         ("fish1", "service slurmd"),
     ]
 
