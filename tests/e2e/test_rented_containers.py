@@ -6,16 +6,20 @@ jobs write are copied back to the controller while they run.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.simulated_clouds import Cloud, apart, asleep, bill, ended, renting
 from tests.small_wheels import small_wheel, uv_wheel
 
+from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
 
@@ -31,6 +35,8 @@ providers:
 budget: {{per_hour: 5}}
 environments:
   bowl: {{requirements: bowl.txt, place: local}}
+users:
+  ada: {{uid: 2001, keys: ["file:KEYS/ada.pub"]}}
 nodesets:
   pods: {{provider: runpod, type: NVIDIA A40, region: EU-RO-1, max: 2, cpus: 1, memory: 2G, gpus: 1, idle: 10s}}
 """
@@ -61,8 +67,8 @@ JOBS = f"/var/lib/shoal/jobs/{NAME}"
 class Pods:
     """The cluster, the address of its cloud, and a working tree with the script."""
 
-    def __init__(self, cluster: Cluster, url: str, tree: Path) -> None:
-        self.cluster, self.url, self.tree = cluster, url, tree
+    def __init__(self, cluster: Cluster, url: str, tree: Path, key: Path) -> None:
+        self.cluster, self.url, self.tree, self.key = cluster, url, tree, key
         (tree / "train.py").write_text(SCRIPT)
 
     def run(self, *arguments: str, options: Sequence[str] = ()) -> str:
@@ -85,11 +91,12 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     cloud = Cloud("runpod", KEY, ("--boot-seconds", "1"))
     place = tmp_path_factory.mktemp("pods")
     (place / "bowl.txt").write_text("--no-index\n--find-links /shared/index\nherring\n")
-    with renting(place, SPEC, cloud) as (cluster, urls):
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / "ada"], check=True, timeout=LIMIT)
+    with renting(place, SPEC.replace("KEYS", str(place)), cloud) as (cluster, urls):
         index = Layout(cache_dir(), NAME).shared / "index"
         small_wheel(index, "herring", "1.0")
         uv_wheel(index)
-        yield Pods(cluster, urls["runpod"], tmp_path_factory.mktemp("tree"))
+        yield Pods(cluster, urls["runpod"], tmp_path_factory.mktemp("tree"), place / "ada")
 
 
 def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: Pods) -> None:
@@ -105,6 +112,27 @@ def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: 
     assert (pods.kept(f"{job}/tree/result.txt"), pods.kept(f"{job}/checkpoints/step-2/weights")) == ("42", "2")
     machine = bill(pods.url)["machines"][0]
     assert (machine["type"], machine["region"], machine["usd_hour"]) == ("NVIDIA A40", "EU-RO-1", 0.44)
+
+
+def test_job_of_a_user_runs_there_as_the_user_and_its_files_return(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir()
+    address = pods.cluster.instances()["controller"].address
+    (tmp_path / ".ssh/config").write_text(f"Host desktop\n    HostName {address}\n    IdentityFile {pods.key}\n")
+    env = {**pods.cluster.env, "HOME": str(tmp_path)}
+
+    def shoal(*words: str) -> str:
+        line = [sys.executable, "-m", "shoal", *words]
+        done = subprocess.run(line, cwd=pods.tree, env=env, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    shoal("join", "ada@desktop")
+    job = json.loads(shoal("run", "--json", "--nodelist", "pods1", "train.py", "3", "0.2"))["id"]
+    report = [line for line in shoal("logs", "-f", job).splitlines() if line.startswith("[0] ")]
+    assert report == ["[0] on pods1 with gpu 0", *(f"[0] step {step}" for step in range(3))]
+    place = f"{USER_JOBS_DIRECTORY}/ada/{job}"
+    assert pods.cluster.on("controller", "cat", f"{place}/checkpoints/step-2/weights") == "2"
+    assert set(pods.cluster.on("controller", "find", place, "-printf", r"%u\n").split()) == {"ada"}
 
 
 def test_script_failure_in_a_container_is_reported_with_its_reason(pods: Pods) -> None:

@@ -5,13 +5,14 @@ The earlier version comes from the repository's own history, and runs with the p
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster
 from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, ended, printed, renting, state, submit
 
 EARLIER = "191c6a8a0635702faf3578578f3c4643b6e30b4b"
@@ -74,13 +75,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EarlierC
         yield made, urls["sandbox"]
 
 
-def test_running_cluster_upgrades_without_loss(cluster: tuple[EarlierCluster, str]) -> None:
+def test_running_cluster_upgrades_without_loss(cluster: tuple[EarlierCluster, str], tmp_path: Path) -> None:
     made, url = cluster
     jobs = {node: submit(made, node, WAITS) for node in ("lab1", "burst1")}
     for node, job in jobs.items():
         made.wait(f"the job on {node} runs", lambda job=job: printed(made, job) == ["up"], seconds=240)  # type: ignore[misc]
     ledger = _ledger(made)
     assert len(ledger) == 1
+    trained = run_script(made, tmp_path)
 
     made.upgraded = True
     assert made.json("plan")["loses"] == []
@@ -94,6 +96,12 @@ def test_running_cluster_upgrades_without_loss(cluster: tuple[EarlierCluster, st
     for job in jobs.values():
         made.wait("the job ends", lambda job=job: state(made, job) not in UNFINISHED, seconds=120)  # type: ignore[misc]
         assert (state(made, job), printed(made, job)) == ("COMPLETED", ["up", "done"])
+    made.wait("the job of `shoal run` ends", lambda: state(made, trained) not in UNFINISHED, seconds=120)
+    assert [line["text"] for line in made.json("logs", trained)["lines"] if line["rank"] == 0] == ["up", "done"]
+    later = run_script(made, tmp_path)
+    made.wait("the next one ends", lambda: state(made, later) not in UNFINISHED, seconds=120)
+    modes = made.on("lab1", "stat", "-c", "%a", *(f"/var/lib/shoal/jobs/{NAME}/{job}" for job in (trained, later)))
+    assert modes.split() == ["700", "700"], "the directories of root's jobs are closed, the earlier ones too"
     made.wait("the rented machine is released", lambda: ended(url), seconds=240)
     listed = {job["record"]["id"] for job in made.json("jobs", "--all")["jobs"]}
     assert set(jobs.values()) <= listed, "jobs of the earlier version are known"
@@ -104,6 +112,16 @@ def test_upgraded_cluster_rents_a_new_node(cluster: tuple[EarlierCluster, str]) 
     job = submit(made, "burst2", "srun hostname")
     made.wait("the job ends", lambda: state(made, job) not in UNFINISHED, seconds=240)
     assert (state(made, job), printed(made, job)) == ("COMPLETED", ["burst2"])
+
+
+def run_script(cluster: Cluster, tree: Path) -> str:
+    """The number of a job of `shoal run` that prints, waits for the test, and prints again."""
+    waits = "while not pathlib.Path('/shared/go').exists():\n    time.sleep(0.2)\n"
+    (tree / "wait.py").write_text(f"import pathlib, time\nprint('up', flush=True)\n{waits}print('done')\n")
+    begun = cluster.background("run", "--json", "--nodelist", "lab1", "wait.py", cwd=tree, stderr=subprocess.PIPE)
+    out, errors = begun.communicate(timeout=LIMIT)
+    assert begun.returncode == 0, errors
+    return str(json.loads(out)["id"])
 
 
 def _ledger(cluster: Cluster) -> list[str]:

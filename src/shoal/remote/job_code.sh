@@ -19,6 +19,10 @@ inspect() {
         [ ! -L "$place" ] && is_ours "$place" || fail "$place is a link, or does not belong to root"
     done
     print_id
+    if [ ! -e "$root/.closed" ]; then  # earlier releases left root's jobs open to readers
+        find "$root" -maxdepth 1 -type d -name '[0-9]*' -uid 0 -perm /077 -exec chmod go-rwx {} +
+        : > "$root/.closed"
+    fi
     [ ! -e "$root/.shared" ] || echo shared
     exec 9> "$root/code/.lock"
     flock 9
@@ -56,7 +60,9 @@ make_directory() {
     # On a share, root of each host is somebody else.
     [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
     # Here it is one, and others could make what a job to come needs, and so block it.
-    case $root in @JOBS@/*) chmod go-w,-t "$root" ;; esac
+    # Jobs of an operator who became root by sudo are that login's, and write there.
+    [ "${SUDO_UID:-0}" != 0 ] && mode=1777 || mode=0755
+    case $root in @JOBS@/*) chmod "$mode" "$root" ;; esac
 }
 
 print_id() {
