@@ -14,13 +14,16 @@ from pathlib import Path
 from statistics import median
 
 from harness import BenchError, bench_parser, describe_machine, report, run_bench, show_progress
-from testbed import HERE, PYTHONPATH, SHOAL, Testbed, create_testbed
+from testbed import CLUSTER, HERE, PYTHONPATH, SHOAL, Testbed, create_testbed
 
 RANKS = 4
 BARE, BATCH, AGAIN = "srun", "sbatch", "shoal again"
+USER_BATCH, USER_AGAIN = "user sbatch", "user again"
 RANKS_TIMEOUT_S = 180
 TARGET_S = 0.3
 """How much longer than srun `shoal run` may take."""
+MEASURING_ERROR_S = 0.05
+"""How far two medians of the same command lie apart."""
 
 # A usual batch script line, with the variables that torch needs.
 TASK = (
@@ -68,6 +71,13 @@ def shoal(*options: str) -> Callable[[Testbed, str], list[str]]:
     return command
 
 
+def shoal_as_user(testbed: Testbed, marks: str) -> list[str]:
+    """By somebody who has joined the cluster, and is not root there."""
+    variables = [f"--export=PYTHONPATH={PYTHONPATH}", f"--export=LAUNCH_MARKS={marks}"]
+    command = [str(SHOAL), "run", "--cluster", CLUSTER, "-N2", *variables, "probe.py"]
+    return ["env", f"HOME={testbed.home}", *command]
+
+
 def srun(tasks: int, task: str) -> Callable[[Testbed, str], list[str]]:
     def command(testbed: Testbed, marks: str) -> list[str]:
         options = f"-N2 --ntasks-per-node={tasks} --cpus-per-task={2 // tasks} --gpus-per-node=2"
@@ -78,9 +88,17 @@ def srun(tasks: int, task: str) -> Callable[[Testbed, str], list[str]]:
 
 def sbatch(testbed: Testbed, marks: str) -> list[str]:
     """The same as a batch job: the least that a job which can be requeued takes."""
+    return testbed.ssh(_sbatch_command(testbed, marks))
+
+
+def sbatch_as_user(testbed: Testbed, marks: str) -> list[str]:
+    return testbed.ssh_as_user(_sbatch_command(testbed, marks))
+
+
+def _sbatch_command(testbed: Testbed, marks: str) -> str:
     (testbed.shared / "job.sh").write_text(f"#!/bin/bash\nsrun bash -c '{TASK}'\n")
     options = "-N2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=2 --output=/shared/logs/%j.out"
-    return testbed.ssh(f"{ENVIRONMENT} LAUNCH_MARKS={marks} sbatch {options} /shared/job.sh")
+    return f"{ENVIRONMENT} LAUNCH_MARKS={marks} sbatch {options} /shared/job.sh"
 
 
 def submitit(testbed: Testbed, marks: str) -> list[str]:
@@ -93,6 +111,9 @@ LAUNCHERS = (
     Launcher(BATCH, sbatch),
     Launcher("shoal run", shoal(), edit=True),
     Launcher(AGAIN, shoal()),
+    Launcher(USER_BATCH, sbatch_as_user),
+    Launcher("user run", shoal_as_user, edit=True),
+    Launcher(USER_AGAIN, shoal_as_user),
     Launcher("torchrun", srun(1, TORCHRUN)),
     Launcher("shoal torchrun", shoal("--launcher", "torchrun")),
     Launcher("submitit", submitit),
@@ -134,6 +155,7 @@ def _launch(testbed: Testbed, launcher: Launcher, label: str) -> Marks:
     (testbed.tree / "probe.py").write_text((HERE / "probe.py").read_text() + edited)
     marks = testbed.marks / label
     marks.mkdir()
+    marks.chmod(0o777)  # for the user, too
     for name in ("called", "accepted"):
         (testbed.marks / name).unlink(missing_ok=True)
     testbed.settle()
@@ -237,6 +259,12 @@ def _target(rounds: dict[str, list[Marks]]) -> str:
             f"  Of the {total:+.2f} s up to the script, Slurm's wait is {waited:.2f} s, a batch job instead of srun"
             f" {batch:+.2f} s (as for sbatch), and Shoal itself {own:+.2f} s (more than sbatch)."
         )
+    lines.append("Target: as an ordinary user, Shoal adds no more to sbatch than as root.")
+    for as_root, as_user in (("shoal run", "user run"), (AGAIN, USER_AGAIN)):
+        root_s = difference(rounds, as_root, BATCH, time_to_script)
+        user_s = difference(rounds, as_user, USER_BATCH, time_to_script)
+        met = "met   " if user_s <= root_s + MEASURING_ERROR_S else "MISSED"
+        lines.append(f"  {met} {as_user}: {user_s:+.2f} s more than {USER_BATCH}; {as_root}: {root_s:+.2f} s")
     return "\n".join(lines)
 
 

@@ -22,11 +22,14 @@ from shoal.sandbox.provider import SandboxProvider
 HERE = Path(__file__).parent
 SHOAL = Path(sys.executable).with_name("shoal")
 CLUSTER = "bench-launch"
+USER = "ada"
 SPEC = f"""\
 cluster: {CLUSTER}
 controller: {{provider: sandbox}}
 nodesets:
   node: {{provider: sandbox, count: 2, gpus: 2, memory: 2G}}
+users:
+  {USER}: {{keys: ["file:KEY.pub"]}}
 """
 PYTHONPATH = "/shared/env"
 # Wrappers on the controller that record when a command is called, and when sbatch has returned.
@@ -76,6 +79,14 @@ class Testbed:
         """The command line that runs a command in a shell on the controller."""
         return ["ssh", "-F", str(self.directory / "ssh_config"), "controller", command]
 
+    @property
+    def home(self) -> Path:
+        """The home, on this machine, of the user who has joined the cluster."""
+        return self.directory / "home"
+
+    def ssh_as_user(self, command: str) -> list[str]:
+        return ["ssh", "-F", str(self.home / ".ssh/config"), "controller", command]
+
     def on_controller(self, command: str) -> str:
         done = subprocess.run(self.ssh(command), capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
@@ -107,19 +118,32 @@ class Testbed:
 def create_testbed(directory: Path) -> Iterator[Testbed]:
     """Build the cluster with `shoal up` and install what is not measured; remove it at the end."""
     testbed = Testbed(directory, Layout(cache_dir(), CLUSTER).shared)
-    testbed.spec.write_text(SPEC)
+    key = directory / "key"
+    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
+    testbed.spec.write_text(SPEC.replace("KEY", str(key)))
     testbed.tree.mkdir()
     with reserve_cluster(CLUSTER):
         run_command(SHOAL, "up", "--file", testbed.spec)
         instances = asyncio.run(SandboxProvider().instances(CLUSTER))
         write_ssh_config(directory, [instance.target for instance in instances])
+        _join(testbed, key)
         run_command(sys.executable, ROOT / "scripts/environment", CLUSTER)
         [packages] = peer_environment("submitit", "submitit").parent.glob("lib/python3*/site-packages")
         shutil.copytree(packages, testbed.shared / "submitit", ignore=shutil.ignore_patterns("pip", "setuptools"))
         for folder in (testbed.marks, testbed.shared / "logs"):
             folder.mkdir()
+            folder.chmod(0o777)  # for the user, too
         for name in ("probe.py", "submit.py"):
             shutil.copy(HERE / name, testbed.shared / name)
         for name, text in SHIMS.items():
             testbed.on_controller(f"cat > /usr/local/bin/{name} <<'END'\n{text}END\nchmod 755 /usr/local/bin/{name}")
         yield testbed
+
+
+def _join(testbed: Testbed, key: Path) -> None:
+    """Have the user join the cluster, as `shoal join` does on the user's machine."""
+    (testbed.home / ".ssh").mkdir(parents=True)
+    config = (testbed.directory / "ssh_config").read_text().replace("User root", f"User {USER}")
+    lines = [f"  IdentityFile {key}" if "IdentityFile" in line else line for line in config.splitlines()]
+    (testbed.home / ".ssh/config").write_text("\n".join(lines) + "\n")
+    run_command("env", f"HOME={testbed.home}", SHOAL, "join", f"{USER}@controller")

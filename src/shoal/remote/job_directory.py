@@ -62,6 +62,7 @@ def make(cluster: str, jobs: str, directory: str, code: str, runtime: str) -> di
         "user": pwd.getpwuid(os.getuid()).pw_name,
         "code": has_archive(os.path.join(root, "code", code + ".tar"), code),
         "runtime": is_own_directory(os.path.join(root, "lib", runtime)),
+        "marked": os.path.exists(os.path.join(root, ".shared")),
     }
 
 

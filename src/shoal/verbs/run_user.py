@@ -53,6 +53,8 @@ class UserStorage:
     code: bool
     """The code is there already."""
     runtime: bool
+    marked: bool
+    """A job was told that it is shared."""
     shared: bool
     """All nodes have the directory in common."""
 
@@ -86,7 +88,9 @@ async def run_as_user(
     sent_bytes = len(carried)
     if prepared.shipped.staged or not prepared.shipped.carried:
         sent_bytes += await _write_code(host, prepared, storage)
-    tracking = await tracking_variables(connections, prepared.job, environ, host)
+    # An operator's connection has asked as root, for the password of root's jobs.
+    user_host = host if context.joined is None else None
+    tracking = await tracking_variables(connections, prepared.job, environ, user_host)
     number = await submit(host, prepared.script + carried, {**secrets, **tracking})
     resolved = prepared.job
     return SubmittedJob(
@@ -236,6 +240,7 @@ async def _require_transferable(
 
 
 async def _write_code(host: Host, prepared: PreparedJob, storage: UserStorage) -> int:
-    await mark(host, storage.root, storage.shared, as_root=False)
+    if storage.marked != storage.shared:
+        await mark(host, storage.root, storage.shared, as_root=False)
     state = StorageState("", storage.shared, storage.code, storage.runtime)
     return await send(host, storage.root, prepared.tree, prepared.runtime, state, as_root=False)

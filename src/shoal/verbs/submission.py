@@ -94,7 +94,7 @@ async def connect(context: Context, chosen: Sequence[Member] | None = None) -> A
             return (await (await fleet.host(controller)).run(ADDRESS_COMMAND, timeout=60)).text
 
         async def ask_login() -> OperatorLogin:
-            return await read_login(await fleet.host(controller))
+            return OperatorLogin() if context.joined else await read_login(await fleet.host(controller))
 
         slurm, tracking = asyncio.ensure_future(ask_slurm()), asyncio.ensure_future(ask_tracking())
         login = asyncio.ensure_future(ask_login())

@@ -42,7 +42,7 @@ def own(path: Path, uid: int, mode: int = 0o755) -> Path:
 
 def test_directory_is_made_for_the_user_alone(share: Path) -> None:
     answer = json.loads(ask(share / "mine").stdout)
-    assert answer == {"root": str(share / "mine"), "user": "nobody", "code": False, "runtime": False}
+    assert answer == {"root": str(share / "mine"), "user": "nobody", "code": False, "runtime": False, "marked": False}
     for place in (share / "mine", share / "mine/code", share / "mine/lib"):
         assert (place.stat().st_uid, place.stat().st_mode & 0o777) == (ALICE, 0o700)
 
