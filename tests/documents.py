@@ -21,6 +21,7 @@ PAGE = "as it stands, on nodes that have torch, by test_the_commands_of_the_page
 ALONE = "as it stands, with the page's script, by test_every_command_that_needs_no_cluster_runs_the_changed_script"
 PROVE = "by test_prove.py, with fewer ranks outside the matrix; on two nodes with --export PYTHONPATH= for torch"
 ENVIRONMENTS = "as it stands, by test_the_commands_of_the_environments_page_run"
+OWN_ENVIRONMENT = "as it stands, by the user of test_environments.py"
 TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
 BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the_pages_run_as_they_stand"
 TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page_run_as_they_stand"
@@ -61,6 +62,9 @@ COMMANDS = {
     "shoal env list": ENVIRONMENTS,
     "shoal run --env torch -N2 --wait train.py": ENVIRONMENTS,
     "shoal env clean": ENVIRONMENTS,
+    "shoal env build mine --requirements requirements.txt": OWN_ENVIRONMENT,
+    "shoal run --env mine -N2 --wait train.py": OWN_ENVIRONMENT,
+    "shoal env remove mine": OWN_ENVIRONMENT,
     "shoal ui mlflow": TUNNEL,
     "shoal usage --by user": BOOKS,
     "shoal usage --by nodeset --since 7d": BOOKS,

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,23 @@ def of_kind(text: str, kind: str = KIND) -> str:
     if not kind or "provider: sandbox" not in text or "sandbox: vm" in text:
         return text
     return re.sub(r"^cluster: .*$", rf"\g<0>\nsandbox: {kind}", text, count=1, flags=re.MULTILINE)
+
+
+@contextmanager
+def login_keys(*users: str) -> Iterator[Path]:
+    """A directory with a key for each user. It is not below pytest's, which root alone may enter."""
+    with tempfile.TemporaryDirectory(prefix="shoal-login-") as name:
+        place = Path(name)
+        place.chmod(0o755)
+        for user in users:
+            key = place / user
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=LIMIT)
+            os.chown(key, NOBODY, NOBODY)
+        yield place
+
+
+NOBODY = 65534
+"""The user id of an ordinary user's commands on this machine. On the cluster it is another."""
 
 
 class Cluster:

@@ -5,15 +5,19 @@ MLflow takes minutes to install: a small program replaces it here, and `test_mlf
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, login_keys, running
+from tests.e2e.test_lab import Client
 from tests.e2e.tracking_checks import (
     address,
     check_jobs_report,
@@ -41,6 +45,8 @@ environments:
   torch: {requirements: torch.txt}
   bowl: {requirements: bowl.txt, place: local}
   sea: {requirements: sea.txt}
+users:
+  alice: {keys: ["file:KEYS/alice.pub"]}
 """
 INDEX = "--no-index\n--find-links /shared/index\n"
 SCRIPT = """\
@@ -52,13 +58,19 @@ time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def keys() -> Iterator[Path]:
+    with login_keys("alice") as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("environments")
     (place / "train.py").write_text(SCRIPT)
     (place / "torch.txt").write_text(INDEX + "herring==1.0\n")
     (place / "bowl.txt").write_text(INDEX + "herring==1.0\n")
     (place / "sea.txt").write_text(INDEX + "torch\n")
-    with running(place, SPEC) as made:
+    with running(place, SPEC.replace("KEYS", str(keys))) as made:
         index = Layout(cache_dir(), made.name).shared / "index"
         small_wheel(index, "herring", "1.0", needs="sprat")
         small_wheel(index, "herring", "2.0", needs="sprat")
@@ -189,7 +201,7 @@ def test_chronyd_accepts_the_configuration(cluster: Cluster) -> None:
 
 
 def test_documented_commands_run(cluster: Cluster) -> None:
-    [block] = commands(ROOT / "docs/environments.md")
+    block, _ = commands(ROOT / "docs/environments.md")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     output = {}
     for line in block:
@@ -200,6 +212,70 @@ def test_documented_commands_run(cluster: Cluster) -> None:
         output[line] = done.stdout
     assert "torch: no changes" in output["shoal env build torch"]
     assert output["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
+
+
+@pytest.fixture(scope="module")
+def alice(cluster: Cluster, keys: Path) -> Client:
+    client = Client(cluster, keys / "homes", "alice", keys / "alice")
+    (client.tree / "train.py").write_text(SCRIPT)
+    (client.tree / "requirements.txt").write_text(INDEX + "herring==1.0\n")
+    assert set(client.json("join", "alice@desktop")["environments"]) == {"torch", "bowl", "sea"}
+    return client
+
+
+def test_user_uses_the_environments_of_the_cluster_and_cannot_take_their_names(cluster: Cluster, alice: Client) -> None:
+    [made] = cluster.json("env", "build", "torch")["made"]
+    version = made["packages"][0].removeprefix("herring==")
+    assert printed(alice.json("run", "--wait", "--env", "torch", "train.py")) == [f"uses {version} {made['path']}"]
+    refused = alice.shoal("env", "build", "torch", "--requirements", "requirements.txt", status=2).stderr
+    assert "cluster en-env has an environment torch already" in refused
+    assert "belongs to the cluster" in alice.shoal("env", "remove", "torch", status=2).stderr
+    assert cluster.on("fish2", f"{made['link']}/bin/herring-says") == f"herring {version}\n"
+
+
+def test_user_runs_the_documented_commands_about_an_environment_of_their_own(cluster: Cluster, alice: Client) -> None:
+    _, block = commands(ROOT / "docs/environments.md")
+    output = [alice.shoal(*shlex.split(line)[1:]).stdout for line in block]
+    path = "/shared/shoal-jobs/alice/environments"
+    assert f"mine: built; 2 packages, Python 3.11; {path}/mine" in output[0]
+    assert output[1].count(f"uses 1.0 {path}/") == 2
+    assert "the name is free again" in output[2] and "removed " in output[2]
+    assert set(cluster.on("controller", "ls", path).split()) == {"archives", "names", "wheels"}
+
+
+def test_plain_job_keeps_its_environment_while_its_owner_builds_another(cluster: Cluster, alice: Client) -> None:
+    def build() -> dict[str, Any]:
+        built = alice.shoal("env", "build", "mine", "--requirements", "requirements.txt", "--json").stdout
+        return dict(json.loads(built)["made"][0])
+
+    old = build()
+    assert cluster.on("controller", "find", old["path"], "!", "-user", "alice") == ""
+    late = (
+        "import os, time, shoal.train\nopen('/shared/begun', 'w')\n"
+        "while not os.path.exists('/shared/go'): time.sleep(0.2)\n"
+        "import herring; print('late', herring.VERSION, shoal.train.__file__)"
+    )
+    wrapped = shlex.quote(f"{old['link']}/bin/python -c {shlex.quote(late)}")
+    submit = f"sbatch --parsable --gres=none -o /shared/alice.out --wrap {wrapped}"
+    job = cluster.ssh(
+        "controller", f"cd / && setpriv --reuid=alice --regid=alice --init-groups {submit}"
+    ).stdout.strip()
+    shared = Layout(cache_dir(), cluster.name).shared
+    cluster.wait("it runs", (shared / "begun").exists)
+    (alice.tree / "requirements.txt").write_text(INDEX + "herring==2.0\n")
+    new = build()
+    assert new["link"] == old["link"] and new["path"] != old["path"]
+    listed = json.loads(alice.shoal("env", "list", "--json").stdout)["environments"]
+    assert {(entry["name"], entry["owner"], entry["path"]) for entry in listed if entry["made"]} >= {
+        ("torch", "", "/shared/environments/torch"),
+        ("mine", "alice", new["link"]),
+    }
+    assert printed(alice.json("run", "--wait", "--env", "mine", "train.py")) == [f"uses 2.0 {new['path']}"]
+    removed = json.loads(alice.shoal("env", "remove", "mine", "--json").stdout)
+    assert removed["kept"] == {entry["id"]: f"job {job} uses it" for entry in (old, new)}, removed
+    (shared / "go").touch()
+    library = f"{old['path']}/lib/python3.11/site-packages/shoal/train/__init__.py"
+    cluster.wait("it has ended", lambda: f"late 1.0 {library}" in (shared / "alice.out").read_text())
 
 
 def test_jobs_report_to_the_tracking_server_and_access_from_outside_fails(cluster: Cluster) -> None:

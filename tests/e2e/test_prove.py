@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from tests.documents import ROOT
-from tests.e2e.cluster import LIMIT, Cluster, taken_down
+from tests.e2e.cluster import LIMIT, Cluster, login_keys, taken_down
+from tests.e2e.test_lab import Client
 from tests.e2e.torch_env import give_torch
 
 from shoal.sandbox.layout import Layout
@@ -27,6 +28,8 @@ cluster: prove-e2e
 controller: {provider: sandbox, memory: 1G}
 nodesets:
   fish: {provider: sandbox, count: 2, gpus: 2, memory: 3G}
+users:
+  alice: {keys: ["file:KEYS/alice.pub"]}
 """
 HANG = """\
 import time
@@ -97,8 +100,8 @@ def test_script_without_the_training_calls_fails_with_the_missing_call(tree: Pat
 class Jobs(Cluster):
     """A cluster whose commands run where the toy example is."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, SPEC)
+    def __init__(self, directory: Path, keys: Path) -> None:
+        super().__init__(directory, SPEC.replace("KEYS", str(keys)))
         self.tree = directory / "tree"
         shutil.copytree(ROOT / "examples/toy", self.tree)
         (self.tree / "hang.py").write_text(HANG)
@@ -115,8 +118,14 @@ class Jobs(Cluster):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    made = Jobs(tmp_path_factory.mktemp("prove"))
+def keys() -> Iterator[Path]:
+    with login_keys("alice") as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path_factory.mktemp("prove"), keys)
     with taken_down(made):
         made.json("up", timeout=600)
         give_torch(made.name)
@@ -153,6 +162,22 @@ def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
     report = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
     [row] = report["rows"]
     assert not report["passed"] and "it is divided by the number of ranks twice" in row["cause"]
+
+
+@pytest.mark.sandbox
+def test_user_proves_a_script_with_jobs_of_their_own(cluster: Jobs, keys: Path) -> None:
+    alice = Client(cluster, keys / "homes", "alice", keys / "alice")
+    alice.json("join", "alice@desktop")
+    for name in ("train.py", "curve.py", "wrong.py"):
+        shutil.copy(cluster.tree / name, alice.tree)
+    options = ("-n", "2", "-N2", "--cluster", cluster.name, "--parallel", "ddp", "--export", "PYTHONPATH=/shared/env")
+    report = alice.json("prove", *options, "train.py")
+    assert report["passed"] and report["steps"] == 10, report
+    report = alice.json("prove", *options, "--steps", "3", "wrong.py", "--", "divides twice", status=1)
+    assert "it is divided by the number of ranks twice" in report["rows"][0]["cause"]
+    place = "/shared/shoal-jobs/alice"
+    assert cluster.on("controller", "find", place, "-name", "proof", "-o", "!", "-user", "alice") == ""
+    assert len(alice.json("jobs")["jobs"]) >= 4
 
 
 @pytest.mark.sandbox

@@ -56,7 +56,7 @@ def prove(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Run as jobs on the cluster of this spec.")
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run as jobs on this sandbox cluster, which has no file.")
+        str | None, typer.Option(metavar="NAME", help="Run as jobs on this cluster: you joined it, or it is a sandbox.")
     ] = None,
     job: Annotated[
         Path | None,
@@ -67,6 +67,9 @@ def prove(
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="On a cluster: GPUs of each node. Default: all.")
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option("--env", metavar="NAME", help="On a cluster: the environment that runs the script.")
     ] = None,
     export: Annotated[
         list[str] | None,
@@ -94,10 +97,16 @@ def prove(
             script, tuple(args or ()), processes, launchers, parallels, dtype, tolerance, steps, timeout
         )
         if on_cluster:
+            if environment and python:
+                raise UsageError(
+                    "--env brings its own Python, and --python names another", hint="leave one of them out"
+                )
             options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
+            options["environment"] = environment
             runner = _make_cluster_runner(session, settings, job, options)
         else:
-            _reject_job_options({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
+            job_options = {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export}
+            _reject_job_options({**job_options, "--env": environment})
             runner = _make_local_runner(settings, python)
         try:
             result = session.run(verb(settings, runner, progress_of(session), keep.absolute() if keep else None))

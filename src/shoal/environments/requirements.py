@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
+from shoal.remote.environment_builder import GIT
 from shoal.spec.environments import SOURCES, Environment
 from shoal.spec.finding import printable
 from shoal.spec.local_files import read_regular_file
@@ -63,6 +64,19 @@ def read_requirements(environment: Environment, base: Path) -> RequirementSet:
         _check_pinned(path, requirement_lines)
     text = "".join(f"{line}\n" for line in requirement_lines)
     return RequirementSet(text or "\n", "".join(f"{line}\n" for line in constraints), kind == "lock")
+
+
+def note_git(environments: Mapping[str, Environment], base: Path) -> dict[str, Environment]:
+    """The environments, with those marked that need git. What is wrong with a file is for `shoal env build` to say."""
+
+    def needs_git(environment: Environment) -> bool:
+        try:
+            source = read_requirements(environment, base)
+        except UsageError:
+            return False
+        return bool(GIT.search(source.requirements) or GIT.search(source.constraints))
+
+    return {name: entry.with_git() if needs_git(entry) else entry for name, entry in environments.items()}
 
 
 def _lines(path: Path, including: tuple[Path, ...], constraints: list[str]) -> Iterator[str]:
@@ -154,7 +168,7 @@ def _read(path: Path) -> str:
     try:
         return read_regular_file(path, MAX_REQUIREMENTS_BYTES).decode("utf-8")
     except FileNotFoundError:
-        raise UsageError(f"there is no {path}", hint="paths in `environments` are relative to the spec") from None
+        raise UsageError(f"there is no {path}", hint="name a file; paths in the spec are relative to it") from None
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read {path}: {cause}", hint="check that it is the right file") from None

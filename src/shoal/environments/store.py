@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-from shoal.remote import program_text, shell_command
+from shoal.remote import program_text, python_command, shell_command
 from shoal.remote.environment_builder import MARK
 
 LOCAL_DIRECTORY = "/var/lib/shoal/environments"
@@ -25,6 +26,8 @@ class BuiltEnvironment:
     """The hash of its packages, Python and platform."""
     path: str
     """Where jobs use it, on every host."""
+    link: str = ""
+    """Its path by name, which stays the same when the name gets another environment."""
     place: str = "shared"
     python: str = ""
     """The version: 3.11."""
@@ -38,6 +41,8 @@ class BuiltEnvironment:
     bound: tuple[tuple[str, str], ...] = field(default=())
     """Files in it that work only where another file exists, and the path of that."""
     made_at: int = 0
+    shoal: str = ""
+    """The release of Shoal whose `shoal.train` is in it; empty where it has none."""
 
     @property
     def program(self) -> str:
@@ -54,6 +59,23 @@ class BuiltEnvironment:
         return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}) + "\n"
 
 
+def library_files() -> dict[str, Path]:
+    """The training library, which stands alone: its files by their paths in an environment."""
+    package = Path(__file__).resolve().parent.parent
+    top_level = [package / name for name in ("__init__.py", "contract.py", "hostlist.py")]
+    library = [*top_level, *sorted((package / "train").rglob("*.py"))]
+    return {f"shoal/{path.relative_to(package).as_posix()}": path for path in library}
+
+
+def added_files() -> dict[str, str]:
+    """What Shoal adds to the packages of an environment: the training library, and what Python runs at its start."""
+    start = {f"{_START}.py": program_text("environment_start"), f"{_START}.pth": f"import {_START}\n"}
+    return {**{name: path.read_text("utf-8") for name, path in library_files().items()}, **start}
+
+
+_START = "shoal_environment"
+
+
 def read_names_command(directory: str) -> list[str]:
     """Print the JSON of every name, one per line."""
     return _command("read_names", directory)
@@ -62,17 +84,33 @@ def read_names_command(directory: str) -> list[str]:
 def parse_names(text: str, directory: str) -> dict[str, BuiltEnvironment]:
     """The environments that a directory's names stand for, with their current paths: they move with the directory."""
     environments = [BuiltEnvironment.of(json.loads(line)) for line in text.splitlines() if line.startswith("{")]
-    return {
-        environment.name: replace(
-            environment, path=f"{LOCAL_DIRECTORY if environment.place == 'local' else directory}/{environment.id}"
-        )
-        for environment in environments
-    }
+    return {environment.name: locate(environment, directory) for environment in environments}
+
+
+def locate(environment: BuiltEnvironment, directory: str) -> BuiltEnvironment:
+    """The environment with its paths, as one of this directory."""
+    place = LOCAL_DIRECTORY if environment.place == "local" else directory
+    return replace(environment, path=f"{place}/{environment.id}", link=f"{place}/{environment.name}")
+
+
+def user_names_command(cluster: str, jobs: str, directories: Collection[str]) -> tuple[str, ...]:
+    """Print the environments that a user may use, as one JSON object. It is run as the user."""
+    return python_command("environment_names", cluster, jobs, *directories)
 
 
 def write_name_command(directory: str, name: str) -> list[str]:
     """Make a name stand for an environment, whose JSON comes by standard input."""
     return _command("write_name", directory, name)
+
+
+def write_link_command(environment: BuiltEnvironment) -> list[str]:
+    """Make the path by name lead to an environment, on a host that has it."""
+    return _command("write_link", environment.link, environment.id)
+
+
+def remove_name_command(directory: str, name: str) -> list[str]:
+    """Forget a name. The environment stays until it is removed."""
+    return _command("remove_name", directory, name)
 
 
 @dataclass(frozen=True)

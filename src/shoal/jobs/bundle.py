@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.environments.store import library_files
 from shoal.errors import UsageError
 from shoal.spec.finding import printable
 
@@ -68,10 +69,7 @@ def runtime() -> Bundle:
     # Beside the library, not in it: scripts import from there, and may have a `runner` of their own.
     programs = [package / "remote/start.py", *(package / "remote/runner").glob("*.py")]
     contents = {f"programs/{path.relative_to(package / 'remote').as_posix()}": path for path in sorted(programs)}
-    top_level = ("__init__.py", "contract.py", "hostlist.py")
-    for path in (*(package / name for name in top_level), *sorted((package / "train").rglob("*.py"))):
-        contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
-    return _bundle(contents)
+    return _bundle({**contents, **library_files()})
 
 
 def _bundle(contents: Mapping[str, Path], workdir: str = ".") -> Bundle:

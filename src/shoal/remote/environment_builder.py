@@ -15,7 +15,6 @@ An environment counts from the moment its mark is there: the next run builds aga
 from __future__ import annotations
 
 import ast
-import base64
 import fcntl
 import hashlib
 import json
@@ -25,8 +24,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 MARK = "shoal-environment.json"
@@ -59,10 +56,11 @@ PIP_SETTINGS = {
     "proxy": "ALL_PROXY",
 }
 """uv does not read pip's configuration. These of its settings reach uv by variables of the environment."""
-UV_HEADER = re.compile(rb"#!/bin/sh\n(?:#[^\n]*coding[^\n]*\n)?'''exec' \"\$\(dirname [^\n]*\n' '''\n")
-HEADER = b"""#!/usr/bin/env -S sh -c 'exec "$(dirname "$(realpath "$0")")/python" "$0" "$@"'\n"""
-"""Starts the Python beside a program, as uv's header does. To Python it is a comment."""
-SYSTEM_PROGRAMS = (b"/bin/", b"/usr/bin/")
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+SYSTEM_CERTIFICATES = ("UV_SYSTEM_CERTS", "UV_NATIVE_TLS")
+"""Make uv trust whom the host trusts, as Debian's pip does; the second is the name in older releases."""
+GIT = re.compile(r"(?:^|[\s@])git\+\w+://", re.MULTILINE)
+"""A requirement that git fetches."""
 
 
 class BuildError(Exception):
@@ -98,15 +96,18 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
             emit("progress", text="waiting for another build in %s" % directory)
             fcntl.flock(lock, fcntl.LOCK_EX)
         version, full_version, python, tag, platform = query_python(request["python"])
+        check_git(request)
         source = digest(request["requirements"], request["constraints"], str(request["locked"]), tag, platform)
         cache = "%s/wheels/%s" % (directory, source)
         uv = Uv(request, cache)
         uv.check_python(request["for_python"], full_version)
-        id = digest(resolve(request, uv, cache, python), tag, platform, METHOD)
+        files = json.dumps(request["files"], sort_keys=True)
+        id = digest(resolve(request, uv, cache, python), tag, platform, METHOD, files)
         path = os.path.join(local if request["place"] == "local" else directory, id)
         missing = not os.path.exists(os.path.join(path, MARK))
         if missing:
             about = {"id": id, "python": version, "platform": platform, "source": source, "place": request["place"]}
+            about["shoal"] = request["shoal"]
             install(request, uv, cache, python, path, about)
         if request["place"] == "local":
             pack(path, "%s/archives/%s.tar" % (directory, id))
@@ -123,6 +124,13 @@ def check_owner(directory: str) -> None:
     if parent.st_mode & 0o002 and status.st_uid not in (0, os.geteuid()):
         what = "%s belongs to user %d, who could change what jobs run from it" % (directory, status.st_uid)
         raise BuildError(what, "move it away, or set another `directory`")
+
+
+def check_git(request: dict[str, Any]) -> None:
+    """Name what is missing before uv fails at it."""
+    needed = GIT.search(request["requirements"]) or GIT.search(request["constraints"])
+    if needed and shutil.which("git") is None:
+        raise BuildError("a requirement comes from a git repository, and this host has no git", request["git_fix"])
 
 
 def query_python(python: str) -> list[str]:
@@ -160,6 +168,7 @@ class Uv:
             "UV_PYTHON_DOWNLOADS": "never",
             "UV_COMPILE_BYTECODE_TIMEOUT": "0",
             "UV_INDEX_STRATEGY": "unsafe-best-match",  # pip's: the best version of all indexes
+            **(dict.fromkeys(SYSTEM_CERTIFICATES, "1") if os.path.exists(CERTIFICATES) else {}),
             **{PIP_SETTINGS[name]: value for name, value in settings.items() if name in PIP_SETTINGS},
         }
 
@@ -234,7 +243,7 @@ def make_venv(python: str, path: str) -> None:
     result = subprocess.run([python, "-I", "-m", "venv", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if result.returncode != 0:
         if b"ensurepip" in result.stdout:
-            raise BuildError("%s has no venv" % python, "run `shoal up`, which installs python3-venv")
+            raise BuildError("%s has no venv" % python, "let the operator run `shoal up`, which installs python3-venv")
         raise BuildError("%s -m venv failed: %s" % (python, last_lines(result.stdout)), "repair this host's Python")
 
 
@@ -271,65 +280,21 @@ def install(request: dict[str, Any], uv: Uv, cache: str, python: str, path: str,
     if check.returncode != 0:
         problems = [line for line in check.stderr.decode().splitlines() if line.startswith("The package")]
         raise BuildError("packages are incompatible: %s" % "\n".join(problems), "correct the list of packages")
-    repair_programs(Path(path))
-    repair_activate(path)
-    subprocess.run(["chmod", "-R", "a+rX,go-w", path], check=True)
     packages = json.loads(uv.read("pip", "list", *inside, "--format", "json").stdout)
-    torch, cuda = torch_versions(path)
     about = dict(about, packages=["%s==%s" % (package["name"], package["version"]) for package in packages])
-    about.update(torch=torch, cuda=cuda, bound=sorted(bound_files(Path(path))), made_at=int(time.time()))
+    about.update(finish(path, request["finish"], request["files"]), made_at=int(time.time()))
+    subprocess.run(["chmod", "-R", "a+rX,go-w", path], check=True)
     write(path + "/" + MARK, json.dumps(about) + "\n")
 
 
-def repair_programs(path: Path) -> None:
-    """uv's header comes before a program's docstring, after which Python takes no import from `__future__`."""
-    for program in programs(path):
-        old = program.read_bytes()
-        if UV_HEADER.match(old) and b"from __future__" in old:
-            new = UV_HEADER.sub(lambda _: HEADER, old, count=1)
-            program.write_bytes(new)
-            for record in path.glob("lib/python*/site-packages/*.dist-info/RECORD"):
-                record.write_text(record.read_text().replace(hash_and_size(old), hash_and_size(new)))
-
-
-def repair_activate(path: str) -> None:
-    """A shell that does not tell which file it reads, such as dash, finds the environment where it was built."""
-    file = Path(path, "bin/activate")
-    search = 'realpath -m -- "${SCRIPT_PATH:-%s}"' % file
-    file.write_text(file.read_text().replace('realpath -- "$SCRIPT_PATH"', search))
-
-
-def hash_and_size(data: bytes) -> str:
-    return "sha256=%s,%d" % (base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode(), len(data))
-
-
-def bound_files(path: Path) -> Iterator[list[str]]:
-    """Files of packages that work only where another file exists, and the path of that file."""
-    for program in programs(path):
-        data = program.read_bytes()
-        interpreter = data.partition(b"\n")[0][2:].split() if data.startswith(b"#!") else []
-        if interpreter and not interpreter[0].startswith(SYSTEM_PROGRAMS):
-            yield [str(program.relative_to(path)), os.fsdecode(interpreter[0])]
-    for file in path.glob("lib/python*/site-packages/*.pth"):
-        for line in file.read_bytes().splitlines():
-            if line.startswith(b"/"):
-                yield [str(file.relative_to(path)), os.fsdecode(line)]
-
-
-def programs(path: Path) -> list[Path]:
-    return sorted(file for file in path.glob("bin/*") if file.is_file() and not file.is_symlink())
-
-
-def torch_versions(path: str) -> list[str | None]:
-    """torch's version and that of its CUDA, read without an import: that needs its libraries."""
-    for file in Path(path).glob("lib/python*/site-packages/torch/version.py"):
-        text = file.read_text()
-        matches = [
-            re.search(r"^%s\s*(?::[^=]*)?=\s*['\"]([^'\"]*)['\"]" % name, text, re.MULTILINE)
-            for name in ("__version__", "cuda")
-        ]
-        return [match.group(1) if match else None for match in matches]
-    return [None, None]
+def finish(path: str, program: str, files: dict[str, str]) -> dict[str, Any]:
+    """Run the program that completes an environment, with the files that Shoal adds to it."""
+    line = [path + "/bin/python", "-I", "-c", program, path]
+    result = subprocess.run(line, input=json.dumps(files).encode(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if result.returncode != 0:
+        raise BuildError("cannot complete it: %s" % last_lines(result.stderr), "free some space")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
 
 
 def pack(path: str, archive: str) -> None:
@@ -362,6 +327,8 @@ def remedy(output: str, proxy: dict[str, str]) -> str:
         return "make a new lock"
     if "No space left" in output:
         return "free some space"
+    if "Git operation failed" in output:
+        return "check that this host reaches the repository, and may read it"
     if "Failed to build" in output:
         return "choose a version that has a wheel, or install the build tools on this host"
     return "correct the list of packages"

@@ -2,6 +2,8 @@
 #
 #   read_names DIRECTORY             the JSON of every name, one per line
 #   write_name DIRECTORY NAME        makes a name stand for an environment, whose JSON comes by standard input
+#   write_link LINK ID               makes LINK lead to the environment beside it
+#   remove_name DIRECTORY NAME       forgets a name
 #   inspect PATH USE ARCHIVE         what a node has of an environment; USE `yes`: a job is about to use it
 #   unpack PATH ARCHIVE              unpacks a copy; ARCHIVE `-` is standard input
 #   list DIRECTORY                   its environments: id, seconds since the last use, number of uses by processes
@@ -26,6 +28,24 @@ write_name() {
     cat > "$1/names/.$2.new"
     chmod 644 "$1/names/.$2.new"
     mv -f "$1/names/.$2.new" "$1/names/$2.json"
+}
+
+# By a rename: there is no moment without the link.
+write_link() {
+    set -eu
+    if [ -e "$1" ] && [ ! -L "$1" ]; then
+        echo "$1 exists and is no link" >&2
+        exit 1
+    fi
+    new=$(dirname "$1")/.$(basename "$1").link
+    ln -sfn "$2" "$new"
+    mv -fT "$new" "$1"
+}
+
+remove_name() {
+    set -eu
+    rm -f "$1/names/$2.json"
+    [ ! -L "$1/$2" ] || rm -f "$1/$2"
 }
 
 inspect() {
@@ -74,6 +94,7 @@ has_version() { [ "$("$1" -I -S -c "$query" 2> /dev/null)" = "$version" ]; }
 list() {
     for mark in "$1"/*/@MARK@; do
         path=${mark%/@MARK@}
+        [ ! -L "$path" ] || continue  # a name
         stamp=$(stat -c %Y "$mark" 2> /dev/null) || continue  # removed meanwhile
         age=$(($(date +%s) - stamp))
         # By a variable: as an argument, this awk would match itself.
@@ -92,6 +113,7 @@ remove() {
         rm -f "$directory/$id/@MARK@"
         rm -rf "${directory:?}/$id" "$directory/archives/$id.tar"
     done
+    find "$directory" -maxdepth 1 -xtype l -delete  # names that lead nowhere any more
 }
 
 sweep() {

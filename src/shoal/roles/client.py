@@ -64,6 +64,7 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
         tracking=spec.tracking.kind if spec.tracking else "",
         containers=tuple(sorted(rented_containers(spec))),
         nodesets=_nodesets(spec),
+        proxy=spec.proxy.variables if spec.proxy else {},
     )
 
 

@@ -23,8 +23,11 @@ class EnvironmentsComponent(Component):
     files: Mapping[str, FileQuery] = {APT_PROXY: "text"}
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
-        builders = {builder_of(spec, entry) for entry in spec.environments.values()}
-        return ("python3-venv",) if member.name in builders else ()
+        """What builds environments: those of the file, and where users log in, their own."""
+        entries = [entry for entry in spec.environments.values() if builder_of(spec, entry) == member.name]
+        serves_users = bool(spec.users) and bool({"controller", "login"} & member.roles)
+        venv = ("python3-venv",) if entries or serves_users else ()
+        return (*venv, *(("git",) if any(entry.needs_git for entry in entries) else ()))
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
         """apt's proxy, before any package is installed."""

@@ -72,6 +72,8 @@ class ClusterRecord:
     """Nodes that are rented containers."""
     nodesets: Mapping[str, RecordNodeset] = field(default_factory=dict)
     """By name."""
+    proxy: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the proxies through which hosts get packages."""
 
     @property
     def revision(self) -> str:

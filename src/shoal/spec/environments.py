@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, PrivateAttr, WithJsonSchema
 
 from shoal.spec.finding import Problem
 from shoal.spec.values import FilePath, SpecModel, choice, matching, refusal, text_schema
@@ -23,11 +23,21 @@ directory = matching(
     "not a directory on the hosts",
     "give an absolute path without blanks, such as /shared/apps",
 )
-_name = matching(
+_form = matching(
     r"(?=.{1,32}$)[a-z]([a-z0-9-]*[a-z0-9])?",
     "not a name for an environment",
     "use a lower-case letter, then lower-case letters, digits and `-`, at most 32 characters",
 )
+_RESERVED = re.compile(r"archives|names|wheels|[0-9a-f]{16}")
+"""What else is in the directory of an environment, beside the names."""
+
+
+def environment_name(value: object) -> str:
+    """A name, which becomes a path on the hosts."""
+    name = _form(value)
+    if _RESERVED.fullmatch(name):
+        raise refusal("a name that Shoal uses itself", "choose another name")
+    return name
 
 
 def _python(value: object) -> str:
@@ -63,7 +73,7 @@ def _no_proxy(value: object) -> str:
     return text
 
 
-EnvironmentName = Annotated[str, BeforeValidator(_name), text_schema("name")]
+EnvironmentName = Annotated[str, BeforeValidator(environment_name), text_schema("name")]
 HostDirectory = Annotated[str, BeforeValidator(directory), text_schema("path")]
 PythonProgram = Annotated[str, BeforeValidator(_python), text_schema("version or program")]
 ProxyUrl = Annotated[str, BeforeValidator(_proxy), text_schema("URL")]
@@ -89,6 +99,18 @@ class Environment(SpecModel):
     """`shared`: nodes read it from the directory they share. `local`: every node gets a copy, from one archive."""
     directory: HostDirectory | None = None
     """Where it is kept. Without it, `environments` in the first share of `storage`, or /shared/environments."""
+
+    _needs_git: bool = PrivateAttr(default=False)
+
+    @property
+    def needs_git(self) -> bool:
+        """Whether one of its packages comes from a git repository. Known once its file has been read."""
+        return self._needs_git
+
+    def with_git(self) -> Self:
+        copy = self.model_copy()
+        copy._needs_git = True
+        return copy
 
 
 class Proxy(SpecModel):

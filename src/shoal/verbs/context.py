@@ -225,6 +225,10 @@ def open_context(
     from shoal.spec.loader import load_all
 
     spec, warnings = load_all(file)
+    if spec.environments:
+        from shoal.environments.requirements import note_git
+
+        spec = spec.model_copy(update={"environments": note_git(spec.environments, file.parent)})
     return Context(spec, file, tuple(warnings), progress)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.contract import VERSION
 from shoal.environments import store
 from shoal.environments.requirements import RequirementSet, read_requirements
 from shoal.environments.store import BuiltEnvironment, StoredEnvironment
@@ -44,9 +45,13 @@ class EnvironmentState:
 
     name: str
     state: str
-    """`built`, `not built`, or `changed`: its file has changed since."""
+    """`built`, `not built`, `changed` (its file has changed since), `outdated` (`shoal.train` in it is)."""
     place: str
     made: BuiltEnvironment | None = None
+    path: str = ""
+    """Where it is by name; empty while it is not built."""
+    owner: str = ""
+    """The user who built it; empty for one of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,16 @@ async def environment_states(context: Context, controller: Host) -> list[Environ
     states = []
     for name, place in places.items():
         environment = environments.get(name)
-        state = "not built"
-        if environment is not None:
-            state = "changed" if is_stale(context, place.entry, environment) else "built"
-        states.append(EnvironmentState(name, state, place.entry.place, environment))
+        if environment is None:
+            states.append(EnvironmentState(name, "not built", place.entry.place))
+            continue
+        state = "changed" if is_stale(context, place.entry, environment) else built_state(environment)
+        states.append(EnvironmentState(name, state, place.entry.place, environment, environment.link))
     return states
+
+
+def built_state(environment: BuiltEnvironment) -> str:
+    return "built" if environment.shoal == VERSION else "outdated"
 
 
 async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
@@ -90,7 +100,7 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
         }
         current_ids = {environment.id for environment in (await current_environments(controller, places)).values()}
         stored = await _list_stored(fleet, sorted(builders))
-        reasons = _explain_kept([entry for entries in stored.values() for entry in entries], current_ids, jobs)
+        reasons = explain_kept([entry for entries in stored.values() for entry in entries], current_ids, jobs)
         ids_to_remove = {
             (host, place): tuple(entry.id for entry in entries if entry.id not in {*current_ids, *reasons})
             for (host, place), entries in stored.items()
@@ -127,7 +137,7 @@ async def _list_stored(
     return {(host, place): entries for host, places in answers.items() for place, entries in places}
 
 
-def _explain_kept(
+def explain_kept(
     environments: Iterable[StoredEnvironment], current_ids: set[str], jobs: Mapping[str, str]
 ) -> dict[str, str]:
     """Why environments without a name are kept."""

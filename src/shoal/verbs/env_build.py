@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shoal.contract import VERSION
 from shoal.environments import store
 from shoal.environments.cuda import cuda_findings
 from shoal.environments.requirements import RequirementSet, read_requirements
@@ -17,7 +18,7 @@ from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
 from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase
-from shoal.remote import python_command
+from shoal.remote import program_text, python_command
 from shoal.spec.finding import Finding
 from shoal.verbs import env
 from shoal.verbs.context import Context, compute_hosts
@@ -67,8 +68,9 @@ async def _build(
 ) -> BuildResult:
     """The result with this environment as well."""
     entry, builder = place.entry, await fleet.host(place.builder)
-    event = await _run_builder(context, builder, name, place, requirements, phase)
-    environment = BuiltEnvironment.of({**event, "name": name, "text": env.text_digest(entry, requirements)})
+    proxy = context.spec.proxy.variables if context.spec.proxy else {}
+    event = await run_builder(builder, name, place, requirements, phase, proxy)
+    environment = describe_build(event, name, place, requirements)
     archive = f"{place.directory}/archives/{environment.id}.tar"
     inspection = store.inspect_command(environment.path, archive)
     copies = await env.inspect_environment(fleet, nodes, inspection)
@@ -80,19 +82,17 @@ async def _build(
             await _copy(fleet, builder, environment, archive, missing_nodes, copies)
             copies |= await env.inspect_environment(fleet, missing_nodes, inspection)
             copied_nodes = tuple(node for node in missing_nodes if node in copies and copies[node].state != "missing")
-    findings = (*_bound_findings(environment), *_node_findings(environment, place.directory, copies))
+    findings = (*bound_findings(environment), *_node_findings(environment, place.directory, copies))
     if environment.torch:
         drivers = {node: copy.driver for node, copy in copies.items() if copy.driver}
         findings += cuda_findings(environment.name, environment.torch, environment.cuda, drivers)
     result = replace(result, findings=(*result.findings, *findings))
     if any(finding.level == "error" for finding in findings):
         return result
-    await env.run_checked(
-        builder,
-        store.write_name_command(place.directory, name),
-        environment.as_json().encode(),
-        f"name environment {name}",
-    )
+    await publish(builder, environment, place.directory)
+    if entry.place == "local":
+        nodes_with_copy = [node for node, copy in copies.items() if copy.state != "missing"]
+        await _link_copies(fleet, environment, nodes_with_copy)
     phase.done(builder.name)
     return replace(
         result,
@@ -102,10 +102,41 @@ async def _build(
     )
 
 
-async def _run_builder(
-    context: Context, host: Host, name: str, place: env.EnvironmentPlace, requirements: RequirementSet, phase: Phase
+def describe_build(
+    event: Mapping[str, Any], name: str, place: env.EnvironmentPlace, requirements: RequirementSet
+) -> BuiltEnvironment:
+    """The environment that the build program reports."""
+    text = env.text_digest(place.entry, requirements)
+    return store.locate(BuiltEnvironment.of({**event, "name": name, "text": text}), place.directory)
+
+
+async def publish(builder: Host, environment: BuiltEnvironment, directory: str) -> None:
+    """Make the name stand for the environment: for `shoal run`, and as a path."""
+    what = f"name environment {environment.name}"
+    await env.run_checked(builder, store.write_link_command(environment), b"", what)
+    content = environment.as_json().encode()
+    await env.run_checked(builder, store.write_name_command(directory, environment.name), content, what)
+
+
+async def _link_copies(fleet: Connections, environment: BuiltEnvironment, nodes: Sequence[str]) -> None:
+    async def link(node: str) -> None:
+        what = f"name environment {environment.name}"
+        await env.run_checked(await fleet.host(node), store.write_link_command(environment), b"", what)
+
+    await fleet.each(nodes, link)
+
+
+async def run_builder(
+    host: Host,
+    name: str,
+    place: env.EnvironmentPlace,
+    requirements: RequirementSet,
+    phase: Phase,
+    proxy: Mapping[str, str],
+    local: str = store.LOCAL_DIRECTORY,
+    git_fix: str = "run `shoal up`, which installs it",
 ) -> dict[str, Any]:
-    """Run the build program, and show its progress."""
+    """Run the build program, and show its progress. `local` is where it keeps uv."""
     request = {
         "requirements": requirements.requirements,
         "constraints": requirements.constraints,
@@ -114,8 +145,12 @@ async def _run_builder(
         "python": place.entry.python,
         "place": place.entry.place,
         "directory": place.directory,
-        "local": store.LOCAL_DIRECTORY,
-        "proxy": context.spec.proxy.variables if context.spec.proxy else {},
+        "local": local,
+        "proxy": dict(proxy),
+        "shoal": VERSION,
+        "files": store.added_files(),
+        "finish": program_text("environment_files"),
+        "git_fix": git_fix,
     }
     process = await host.start(python_command("environment_builder"))
     try:
@@ -188,7 +223,7 @@ async def _read_chunk(builder: Host, archive: str, offset: int) -> bytes:
     return result.stdout
 
 
-def _bound_findings(environment: BuiltEnvironment) -> list[Finding]:
+def bound_findings(environment: BuiltEnvironment) -> list[Finding]:
     """Files of its packages that work in one place only."""
     fix = "choose another version of the package that contains it"
     return [

@@ -15,9 +15,10 @@ from pathlib import Path, PurePosixPath
 
 from shoal.errors import CommandFailed, PartialFailure, ShoalError, UsageError
 from shoal.hostlist import expand
+from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT
 from shoal.jobs.failure import FailureReason
-from shoal.jobs.model import LAUNCHER_NAMES, JobSpec, job_root
+from shoal.jobs.model import LAUNCHER_NAMES, JobSpec
 from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase, ProgressReporter
@@ -30,7 +31,9 @@ from shoal.spec.values import minutes
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.jobs import cancel
 from shoal.verbs.logs import logs, wait_for_job
+from shoal.verbs.node_files import nodes_with_files, short_job_command
 from shoal.verbs.run import run
+from shoal.verbs.submission import SubmittedJob
 
 RunOnce = Callable[[ProofRun], Awaitable[RunRecord]]
 
@@ -138,17 +141,17 @@ class ClusterRunner:
             phase.update(self.where, f"job {submitted_job.id}")
             record = await wait_for_job(self._context, submitted_job.id)
         except asyncio.CancelledError:
-            number = (await submission).id
-            await cancel(self._context, [number])
+            submitted_job = await submission
+            await cancel(self._context, [submitted_job.id])
             with contextlib.suppress(ShoalError):  # the job is cancelled, even if its records stay
-                await self._remove(job, number)
+                await self._remove(submitted_job)
             raise
         except UsageError as error:
             raise self._with_proof_options(error) from None
         if record is None:
             hint = f"look at `shoal logs {submitted_job.id}`"
             raise ScriptFailed(f"Slurm does not know job {submitted_job.id} any more", hint=hint)
-        await self._fetch(job, record, directory)
+        await self._fetch(submitted_job, record, directory)
         if record.failed:
             reason = (await logs(self._context, submitted_job.id, job.directory)).reason
             fix = reason.fix if reason else ""
@@ -188,14 +191,19 @@ class ClusterRunner:
             hint = re.sub(r"--time ([0-9:-]+)", lambda limit: f"--timeout {minutes(limit[1]) * 60:g}", hint)
         return UsageError(error.message, hint=hint)
 
-    async def _fetch(self, job: JobSpec, record: JobRecord, directory: Path) -> None:
+    async def _fetch(self, job: SubmittedJob, record: JobRecord, directory: Path) -> None:
         """Fetch the records from every node of the job, then remove them there: parameters are large."""
-        place = self._place(job, record.id)
+        place = _directory_of(job)
         async with await self._context.connections() as fleet:
-            names = [name for name in expand(record.nodes) if name in fleet.targets] if record.nodes else []
-            archives = await fleet.each(names, lambda name: _records(fleet, name, _TAKE, place))
-            # Only after all are read: nodes with shared storage have the same directory.
-            await fleet.each(archives, lambda name: _records(fleet, name, _REMOVE, place))
+            if nodes_of_user := nodes_with_files(self._context, record):
+                host = await fleet.host(self._context.controller.name)
+                archives = await fleet.each(nodes_of_user, lambda name: _records_by_job(host, record, name, place))
+            else:
+                nodes = self._hosts_of(expand(record.nodes) if record.nodes else [])
+                names = [name for name in nodes if name in fleet.targets]
+                archives = await fleet.each(names, lambda name: _records(fleet, name, _TAKE, place))
+                # Only after all are read: nodes with shared storage have the same directory.
+                await fleet.each(archives, lambda name: _records(fleet, name, _REMOVE, place))
             failures = dict(fleet.failures)
         if failures:
             causes = "; ".join(str(error).partition("\n")[0] for error in failures.values())
@@ -203,14 +211,22 @@ class ClusterRunner:
         for archive in archives.values():
             unpack(archive, directory)
 
-    async def _remove(self, job: JobSpec, number: str) -> None:
+    async def _remove(self, job: SubmittedJob) -> None:
         """Remove the records on all nodes: Slurm may not know the nodes of a cancelled job any more."""
-        place = self._place(job, number)
+        place, names = _directory_of(job), self._hosts_of(compute_hosts(self._context))
         async with await self._context.connections() as fleet:
-            await fleet.each(compute_hosts(self._context), lambda name: _records(fleet, name, _REMOVE, place))
+            await fleet.each(names, lambda name: _records(fleet, name, _REMOVE, place))
 
-    def _place(self, job: JobSpec, number: str) -> str:
-        return f"{job_root(job, self._context.cluster)}/{number}"
+    def _hosts_of(self, nodes: list[str]) -> list[str]:
+        """The hosts that have the files of these nodes. A user reaches one, which shares their directory for jobs."""
+        return nodes if self._context.joined is None else [self._context.controller.name]
+
+
+def _directory_of(job: SubmittedJob) -> str:
+    """The job's own directory: below the one that its script starts in."""
+    start = re.search(r"^#SBATCH --chdir=(.+)$", job.script, re.MULTILINE)
+    assert start is not None
+    return f"{start[1]}/{job.id}"
 
 
 async def _records(fleet: Connections, name: str, program: str, place: str) -> bytes:
@@ -221,12 +237,23 @@ async def _records(fleet: Connections, name: str, program: str, place: str) -> b
     return result.stdout
 
 
+async def _records_by_job(host: Host, record: JobRecord, node: str, place: str) -> bytes:
+    """The records of a user's job that its node alone has: a short job of the user's takes them away."""
+    line = short_job_command(record, node, shell_command(_TAKE_AWAY, place, RECORDS))
+    result = await host.run(line, timeout=600, root=False)
+    if result.status != 0:
+        raise CommandFailed(node, f"cannot read {place}/{RECORDS}: {result.error_text.strip()}")
+    return result.stdout
+
+
 _TAKE = r"""
 cd "$1" 2> /dev/null || exit 0
 [ -d "$2" ] || exit 0
 tar -cf - --exclude=checkpoints --exclude=tracking "$2"
 """
 """Prints the records as an archive. A job that failed early has none."""
+
+_TAKE_AWAY = f'{_TAKE.rstrip()} && rm -rf "$2"\n'
 
 _REMOVE = r"""
 cd "$1" 2> /dev/null || exit 0

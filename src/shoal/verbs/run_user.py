@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.contract import PROFILE_DIRECTORY
-from shoal.environments import store
 from shoal.environments.store import LOCAL_DIRECTORY, BuiltEnvironment
 from shoal.errors import UsageError
 from shoal.hostlist import compress
@@ -28,8 +27,8 @@ from shoal.remote import python_command
 from shoal.remote.job_directory import EXIT_WITH_CAUSE
 from shoal.slurm.state import NodeState, PartitionState, parse_nodes, parse_partitions
 from shoal.spec.cluster_record import ClusterRecord
-from shoal.spec.finding import nearest
 from shoal.verbs.context import Context
+from shoal.verbs.env_user import user_job_environment
 from shoal.verbs.submission import (
     JobConnections,
     PreparedJob,
@@ -116,7 +115,7 @@ async def prepare_as_user(
     host = await connections.fleet.host(context.controller.name)
     require_accounting(context, job)
     storage = await _own_storage(host, record, job, tree.hash, runtime.hash)
-    environment = await _environment(host, record, job)
+    environment = await user_job_environment(host, record, job.environment) if job.environment else None
     if environment is not None:
         job = job.model_copy(update={"python": environment.program})
     node_text, partition_text = await connections.slurm
@@ -166,24 +165,6 @@ async def _own_storage(host: Host, record: ClusterRecord, job: JobSpec, code: st
             hint="leave out --directory, or name one on another share",
         )
     return UserStorage(**answer, shared=share is not None)
-
-
-async def _environment(host: Host, record: ClusterRecord, job: JobSpec) -> BuiltEnvironment | None:
-    """The environment of the cluster that a job names."""
-    if job.environment is None:
-        return None
-    name = job.environment
-    if name not in record.environments:
-        raise UsageError(
-            f"the cluster has no environment {name!r}",
-            hint=nearest(name, list(record.environments)) if record.environments else "use --python instead",
-        )
-    directory = record.environments[name]
-    result = await host.run(store.read_names_command(directory), timeout=STORAGE_TIMEOUT_S, root=False)
-    built = store.parse_names(result.text, directory).get(name)
-    if built is None:
-        raise UsageError(f"environment {name} is not built yet", hint=f"ask the operator to `shoal env build {name}`")
-    return built
 
 
 def _resolve(

@@ -63,6 +63,7 @@ COMMANDS = {
     "reap": of(ReapResult),
     "bench links": of(LinksResult, "whole"),
     "env build": of(BuildResult),
+    "env remove": of(CleanResult),
     "env clean": of(CleanResult),
     "ui": of(WebPage),
     "simulate": of(Simulated),

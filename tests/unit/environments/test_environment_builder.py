@@ -20,8 +20,16 @@ from typing import Any
 import pytest
 from tests.small_wheels import small_wheel, torch_like, uv_wheel
 
-from shoal.environments.store import list_command, parse_listing, remove_command, sweep_command, unpack_command
+from shoal.environments.store import (
+    added_files,
+    list_command,
+    parse_listing,
+    remove_command,
+    sweep_command,
+    unpack_command,
+)
 from shoal.remote import environment_builder as builder
+from shoal.remote import program_text
 
 
 class Place:
@@ -42,6 +50,8 @@ class Place:
             **{"constraints": "", "locked": False, "python": sys.executable, "place": "shared", "proxy": {}},
             "for_python": "",
             **{"directory": str(self.shared), "local": str(self.local)},
+            **{"shoal": "0.1.0", "files": added_files(), "git_fix": "install it"},
+            "finish": program_text("environment_files"),
             **more,
         }
         line = [sys.executable, "-I", "-c", Path(builder.__file__).read_text()]
@@ -331,7 +341,7 @@ def test_missing_venv_on_debian_is_reported_with_the_fix(tmp_path: Path) -> None
         builder.make_venv(str(python), str(tmp_path / "venv"))
     assert (error.value.what, error.value.fix) == (
         f"{python} has no venv",
-        "run `shoal up`, which installs python3-venv",
+        "let the operator run `shoal up`, which installs python3-venv",
     )
 
 

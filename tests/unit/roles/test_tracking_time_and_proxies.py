@@ -313,6 +313,13 @@ def test_only_the_controller_of_a_cluster_with_environments_needs_venv() -> None
     assert EnvironmentsComponent().packages(spec, controller, None) == ("python3-venv",)
     assert EnvironmentsComponent().packages(spec, node, None) == ()
     assert EnvironmentsComponent().packages(spec_of(REEF), controller, None) == ()
+    users = spec_of(REEF + "users: {ann: {}}\n")
+    assert EnvironmentsComponent().packages(users, controller, None) == ("python3-venv",), "for their own"
+    assert EnvironmentsComponent().packages(users, node, None) == ()
+    needy = {name: entry.with_git() for name, entry in spec.environments.items()}
+    with_git = spec.model_copy(update={"environments": needy})
+    assert EnvironmentsComponent().packages(with_git, controller, None) == ("python3-venv", "git")
+    assert EnvironmentsComponent().packages(with_git, node, None) == ()
 
 
 @pytest.mark.parametrize(

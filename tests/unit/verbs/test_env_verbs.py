@@ -18,6 +18,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.facts import FileFact
 from shoal.cli.cluster_screens import show_services
 from shoal.cli.env_commands import show_built, show_cleaned, show_list
+from shoal.contract import VERSION
 from shoal.environments.store import (
     MARK,
     BuiltEnvironment,
@@ -38,7 +39,7 @@ from shoal.verbs.context import Context
 from shoal.verbs.env import (
     CleanResult,
     EnvironmentState,
-    _explain_kept,
+    explain_kept,
     job_environment,
     list_environments,
     require_environment,
@@ -60,7 +61,7 @@ environments:
 MADE = {
     "event": "done",
     **{"id": "ab12", "path": "/shared/environments/ab12", "place": "shared", "python": "3.11", "source": "cd34"},
-    **{"packages": ["six==1.16.0"], "torch": None, "cuda": None, "made_at": 0, "made": True},
+    **{"packages": ["six==1.16.0"], "torch": None, "cuda": None, "made_at": 0, "made": True, "shoal": VERSION},
 }
 
 
@@ -72,6 +73,7 @@ class Hosts:
         self.told, self.names = told, b""
         self.looks = looks or {"n1": "env 3.11\n", "n2": "env 3.11\n"}
         self.asked: dict[str, Any] = {}
+        self.links: tuple[str, ...] = ()
         self.controller = FakeHost(Target("c1"), {("python3",): self._builder, ("sh",): self._shell})
         nodes = [FakeHost(Target(name), {("sh",): self._look(name)}) for name in ("n1", "n2")]
         self.context = Context(spec_of(REEF), place / "shoal.yaml", connector=FakeConnector(self.controller, *nodes))
@@ -85,8 +87,9 @@ class Hosts:
     def _shell(self, call: Any) -> bytes:
         if call.stdin:
             self.names = call.stdin
-            return b""
-        return self.names
+        if call.argv[4] == "write_link":
+            self.links = call.argv[5:]
+        return self.names if call.argv[4] == "read_names" else b""
 
     def _look(self, name: str) -> Any:
         return lambda call: self.looks[name].encode()
@@ -97,9 +100,10 @@ async def test_environment_is_built_on_the_controller_and_published(tmp_path: Pa
     result = await build(hosts.context)
     assert (result.failures, result.fresh, result.findings) == ({}, ("torch",), ())
     assert hosts.asked["requirements"] == "six\n" and hosts.asked["directory"] == "/shared/environments"
-    assert json.loads(hosts.names)["id"] == "ab12"
+    assert json.loads(hosts.names)["id"] == "ab12" and hosts.links == ("/shared/environments/torch", "ab12")
+    assert hosts.asked["shoal"] == VERSION and "def init" in "".join(hosts.asked["files"].values())
     [listed] = await list_environments(hosts.context)
-    assert (listed.name, listed.state) == ("torch", "built")
+    assert (listed.name, listed.state, listed.path) == ("torch", "built", "/shared/environments/torch")
     (tmp_path / "reqs.txt").write_text("six<2\n")
     [listed] = await list_environments(hosts.context)
     assert listed.state == "changed"
@@ -223,7 +227,7 @@ def test_old_environment_in_use_or_recent_is_kept() -> None:
         StoredEnvironment("c", 5, False),
         StoredEnvironment("d", 9999, False),
     ]
-    assert _explain_kept([*kept, StoredEnvironment("now", 5, True)], {"now"}, {"a": "17"}) == {
+    assert explain_kept([*kept, StoredEnvironment("now", 5, True)], {"now"}, {"a": "17"}) == {
         "a": "job 17 uses it",
         "b": "a process uses it",
         "c": "built or used less than 10 minutes ago",
@@ -262,14 +266,16 @@ def shown(show: Any, *values: Any) -> str:
 
 
 def test_environment_screens_show_state_and_cleanup() -> None:
-    made = BuiltEnvironment.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0"})
+    link = "/shared/environments/torch"
+    made = BuiltEnvironment.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0", "link": link})
     text = shown(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
-    assert "torch: built; 1 package, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/ab12" in text
+    assert "torch: built; 1 package, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/torch" in text
     assert "copied to n[1-2]" in text
     text = shown(
-        show_list, [EnvironmentState("torch", "built", "shared", made), EnvironmentState("sea", "not built", "local")]
+        show_list,
+        [EnvironmentState("torch", "built", "shared", made, link), EnvironmentState("sea", "not built", "local")],
     )
-    assert "2.13.0 cuda 13.0" in text and "\ntorch is in /shared/environments/ab12\n" in text
+    assert "2.13.0 cuda 13.0" in text and "\ntorch is in /shared/environments/torch\n" in text
     assert "`shoal env build sea` builds what is missing" in text
     text = shown(show_cleaned, CleanResult("reef", {"c1": ("ab",)}, {"cd": "a process uses it"}), False)
     assert text == "removed ab from c1\nkept cd: a process uses it\n"
