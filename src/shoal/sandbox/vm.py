@@ -105,6 +105,7 @@ async def _resume(layout: Layout, host: HostRecord, progress: Progress) -> bool:
     snapshot = await vm_snapshot.ensure(boot, len(cpus_of(host)), memory_mb(host.shape), progress)
     if snapshot is None:
         return False
+    progress(f"virtual machine {host.name} continues from a snapshot", 0.0)
     _link(snapshot.disk, home / "booted.qcow2")
     (home / RESUMING).touch()
     await _make_disk(home, "qcow2", "booted.qcow2")
