@@ -50,13 +50,15 @@ SLOW = 5400.0
 DELAY_MS, LOSS_PERCENT = 50, 1
 OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
 WRITER = """\
-import os, time
+import itertools, os, time
 out = os.open("/data/written", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-for line in range(100):
+for line in itertools.count():
     os.write(out, b"%d\\n" % line)
     os.fsync(out)
     with open("/var/tmp/synced", "w") as note:
         note.write(str(line))
+    if os.path.exists("/var/tmp/enough"):
+        break
     time.sleep(0.2)
 """
 ROWS: list[tuple[str, str]] = []
@@ -147,6 +149,7 @@ def test_kernel_serves_and_mounts_nfs(cluster: Cluster) -> None:
 def test_job_survives_a_reboot_of_its_nfs_server(cluster: Cluster) -> None:
     shell(cluster, "controller", f"install -d -m 1777 /data/all; cat > /data/all/writer.py <<'E'\n{WRITER}\nE")
     shell(cluster, "controller", "chmod 1777 /data; rm -f /data/written")
+    shell(cluster, NODE, "rm -f /var/tmp/enough /var/tmp/synced")
     submit = "runuser -u alice -- sbatch --parsable -o /dev/null --chdir=/tmp --wrap 'python3 /data/all/writer.py'"
     job = shell(cluster, "controller", submit).strip()
 
@@ -156,10 +159,12 @@ def test_job_survives_a_reboot_of_its_nfs_server(cluster: Cluster) -> None:
     cluster.wait("it writes", lambda: synced() >= 10)
     begin = time.monotonic()
     cluster.fault("reboot", "controller")
-    back = time.monotonic() - begin
+    back, before = time.monotonic() - begin, synced()
+    cluster.wait("it writes again", lambda: synced() >= before + 10, 900)
+    shell(cluster, NODE, "touch /var/tmp/enough")
     ended = f"scontrol show job {job}"
     cluster.wait("it ends", lambda: "JobState=COMPLETED" in cluster.ssh("controller", ended).stdout, 900)
-    assert shell(cluster, NODE, "cat /data/written").split() == [str(line) for line in range(100)]
+    assert shell(cluster, NODE, "cat /data/written").split() == [str(line) for line in range(synced() + 1)]
     seen("the controller, which serves NFS, reboots under a running job", f"no synced line lost; back in {back:.0f} s")
 
 
@@ -250,7 +255,7 @@ def test_udev_rule_names_a_device(cluster: Cluster) -> None:
 
 def test_failing_and_full_disk_reach_the_job(cluster: Cluster) -> None:
     mount_failing_disk(cluster, NODE, "/scratch")
-    full = srun(cluster, NODE, "dd if=/dev/zero of=/scratch/file bs=1M count=100")
+    full = srun(cluster, NODE, "dd if=/dev/zero of=/scratch/file bs=1M count=100")  # a job without GPUs has /dev/zero
     assert "No space left on device" in full, full
     shell(cluster, NODE, "rm -f /scratch/file")
     break_disk(cluster, NODE)

@@ -21,7 +21,9 @@ from shoal.spec.member import Shape
 
 GPU_MEMORY_MB = 16384
 NULL_DEVICE = os.makedev(1, 3)
-DISTINCT_DEVICES = (os.makedev(1, 7), os.makedev(1, 5), os.makedev(1, 8), *(os.makedev(4, n) for n in range(20, 64)))
+TERMINALS = tuple(os.makedev(4, n) for n in range(20, 64))
+"""What GPUs are on virtual machines: a job that may not open the GPUs of others still has /dev/zero and /dev/random."""
+DISTINCT_DEVICES = (os.makedev(1, 7), os.makedev(1, 5), os.makedev(1, 8), *TERMINALS)
 """full, zero, random, then terminals: for hosts with cgroups, whose Slurm forbids a job the device numbers of other
 jobs' GPUs. Were they all null devices, it would lose its own GPU and /dev/null with them."""
 
@@ -139,7 +141,7 @@ def _gpu_devices(shape: Shape) -> dict[str, int]:
     """The device files of the simulated GPUs, with the numbers of the devices that they are."""
     devices = {f"nvidia{index}": NULL_DEVICE for index in range(shape.gpus)}
     if shape.cgroups or shape.vm:
-        devices |= dict(zip(devices, DISTINCT_DEVICES, strict=False))
+        devices |= dict(zip(devices, TERMINALS if shape.vm else DISTINCT_DEVICES, strict=False))
     if shape.gpus:
         devices["nvidiactl"] = NULL_DEVICE
     return devices

@@ -71,8 +71,8 @@ def test_drivers_come_after_those_they_need(tmp_path: Path) -> None:
 
 def test_gpu_devices_of_a_machine_have_different_numbers() -> None:
     assert render_gpu_devices(Shape(gpus=2, vm=True)).splitlines() == [
-        "c /dev/nvidia0 0666 root root - 1:7",
-        "c /dev/nvidia1 0666 root root - 1:5",
+        "c /dev/nvidia0 0666 root root - 4:20",
+        "c /dev/nvidia1 0666 root root - 4:21",
         "c /dev/nvidiactl 0666 root root - 1:3",
     ]
 
