@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from shoal.errors import UsageError
@@ -79,6 +79,11 @@ class ClusterRecord:
     def revision(self) -> str:
         """Changes with every value."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def without_nodes(self) -> ClusterRecord:
+        """What a user notices of a change: not that a nodeset has other nodes now."""
+        nodesets = {name: replace(nodeset, nodes="") for name, nodeset in self.nodesets.items()}
+        return replace(self, nodesets=nodesets, containers=())
 
     def as_json(self) -> str:
         values = {"format": FORMAT, "revision": self.revision, **asdict(self)}

@@ -78,7 +78,9 @@ class JoinedCluster:
             )
         check_version(record, VERSION)
         if record != self.record:
-            self.record, self.changed = record, True
+            # Nodes come and go, and Slurm tells users which there are.
+            self.changed = record.without_nodes() != self.record.without_nodes()
+            self.record = record
             if self.login is not None:
                 store(record, self.login)
 

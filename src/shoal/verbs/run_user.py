@@ -28,7 +28,6 @@ from shoal.remote.job_directory import EXIT_WITH_CAUSE
 from shoal.slurm.state import NodeState, PartitionState, parse_nodes, parse_partitions
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.verbs.context import Context
-from shoal.verbs.env_user import user_job_environment
 from shoal.verbs.submission import (
     JobConnections,
     PreparedJob,
@@ -115,8 +114,11 @@ async def prepare_as_user(
     host = await connections.fleet.host(context.controller.name)
     require_accounting(context, job)
     storage = await _own_storage(host, record, job, tree.hash, runtime.hash)
-    environment = await user_job_environment(host, record, job.environment) if job.environment else None
-    if environment is not None:
+    environment = None
+    if job.environment:
+        from shoal.verbs.env_user import user_job_environment  # it imports what builds clusters
+
+        environment = await user_job_environment(host, record, job.environment)
         job = job.model_copy(update={"python": environment.program})
     node_text, partition_text = await connections.slurm
     resolved = _resolve(record, job, storage, parse_nodes(node_text), parse_partitions(partition_text))

@@ -17,6 +17,7 @@ async def test_silent_tracking_server_and_unbuilt_environment_are_reported() -> 
     world = lab(SERVED)
     await raised(world, SERVED)
     answers = world.hosts["c1"].answers
+    answers[("sh", "-c")] = b""  # no environment has a name there
     answers[mlflow.ADDRESS_COMMAND] = Result(0, stdout=TOLD)
     answers[mlflow.health_command("http://10.9.9.9:5000", ours=False)] = Result(0, stdout=b"Connection refused\n")
     found = [(finding.level, str(finding)) for finding in await check(context_of(world, SERVED))]

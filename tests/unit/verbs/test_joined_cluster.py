@@ -78,7 +78,7 @@ async def test_users_job_is_written_and_submitted_through_the_one_host(tmp_path:
     (tmp_path / "train.py").write_text("print(1)\n")
     host = desktop()
     sent: list[tuple[tuple[str, ...], bytes]] = []
-    answer = {"root": "/data/shoal-jobs/alice", "user": "alice", "code": False, "runtime": True}
+    answer = {"root": "/data/shoal-jobs/alice", "user": "alice", "code": False, "runtime": True, "marked": False}
 
     def shell(call: Call) -> bytes:
         sent.append((call.argv[5:6], call.stdin))

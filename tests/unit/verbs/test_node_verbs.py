@@ -27,7 +27,7 @@ async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
 async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped() -> None:
     world = lab()
     context = await raised(world)
-    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, b"failed\n")}
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): b"LoadState=loaded\nActiveState=failed\n"}
     for work in (drain_nodes(context, "n1", "fan broken"), resume_nodes(context, "n1")):
         with pytest.raises(SlurmError, match=r"slurmctld does not run on c1 \(failed\)"):
             await work

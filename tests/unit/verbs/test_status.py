@@ -51,7 +51,10 @@ async def test_status_without_slurm_is_an_error() -> None:
 async def test_status_of_a_removed_cluster_is_an_error() -> None:
     world = lab()
     said = b"scontrol: error: fetch_config: DNS SRV lookup failed\n" + NO_CONFIGURATION.encode()
-    world.hosts["c1"].answers = {("scontrol",): Result(1, b"", said), ("systemctl",): b"inactive\n"}
+    world.hosts["c1"].answers = {
+        ("scontrol",): Result(1, b"", said),
+        ("systemctl",): b"LoadState=not-found\nActiveState=inactive\n",
+    }
     with pytest.raises(SlurmError) as caught:
         await status(context_of(world))
     assert str(caught.value) == "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
@@ -62,7 +65,10 @@ async def test_status_reports_a_stopped_slurmctld_at_once(state: str) -> None:
     world = lab()
     context = await raised(world)
     asked = len(world.hosts["c1"].calls)
-    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, f"{state}\n".encode())}
+    world.hosts["c1"].answers = {
+        **world.hosts["c1"].answers,
+        ("systemctl",): f"LoadState=loaded\nActiveState={state}\n".encode(),
+    }
     with pytest.raises(SlurmError) as caught:
         await status(context)
     assert str(caught.value) == (
