@@ -10,7 +10,6 @@ from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 
 from shoal.errors import SlurmError, UsageError
-from shoal.hosts.api import Result
 from shoal.verbs.node import drain_nodes, remove_node, resume_nodes
 
 
