@@ -47,7 +47,7 @@ def check_jobs_without_a_share(cluster: Cluster, alice: Any, bob: Any) -> None:
     shown = alice.shoal("logs", "-f", job).stdout.splitlines()
     second = [f"rank {rank} turn 1 is 2001 in {root}" for rank in (0, 1)]
     said = sorted([*first, *second, "end of 0", "end of 1"])
-    assert sorted(line.partition("] ")[2] for line in shown if line.startswith(("[0", "[1"))) == said
+    assert sorted(line.partition("] ")[2] for line in shown if line.startswith(("[0", "[1"))) == said, shown
     assert lines(job) == said and alice.state(job) == "COMPLETED"
     for host in ("controller", "fish1"):
         assert cluster.on(host, "stat", "-c", "%U %a", root) == "alice 700\n"

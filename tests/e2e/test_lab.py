@@ -25,17 +25,20 @@ from tests.e2e.user_command_checks import (
     check_commands_inside_jobs,
     check_operators_commands,
     check_shoal_on_the_hosts,
+    check_usage,
 )
 
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\
 cluster: st-lab
+network: wireguard
 controller: {{provider: sandbox, memory: 768M, compute: true}}
 nodesets:
   fish: {{provider: sandbox, count: 1, memory: 512M}}
 storage:
   /data: {{kind: nfs}}
+accounting: true
 users:
   alice: {{uid: 2001, keys: ["file:{keys}/alice.pub"]}}
   bob: {{uid: 2002, keys: ["file:{keys}/bob.pub"]}}
@@ -159,6 +162,21 @@ def test_second_user_can_neither_read_nor_change_nor_block_the_first(lab: tuple[
     refused = alice.shoal("run", "--directory", "/shared/mine", "train.py", status=2)
     assert "/shared/mine belongs to bob" in refused.stderr and "NOPASSWD" not in refused.stderr
     assert bob.state(bob.run("--wait")) == "COMPLETED"
+
+
+def test_array_of_a_user_runs_beside_the_job_of_another(lab: tuple[Cluster, Client, Client]) -> None:
+    cluster, alice, bob = lab
+    other = bob.run("--export", "WAIT=1")
+    array = alice.run("--array", "0-2")
+
+    def states() -> dict[str, str]:
+        records = [view["record"] for view in alice.json("jobs")["jobs"]]
+        return {record["id"]: record["state"] for record in records if record["id"].startswith(f"{array}_")}
+
+    cluster.wait("the array has ended", lambda: set(states().values()) == {"COMPLETED"} and len(states()) == 3)
+    assert {line["text"] for line in alice.json("logs", f"{array}_1")["lines"]} == {"rank 0 of 1 is 2001"}
+    assert bob.json("cancel", other)["cancelled"] == [other]
+    check_usage(cluster, alice)
 
 
 def test_commands_that_need_root_say_so_and_changes_of_the_cluster_are_noticed(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import LIMIT, Cluster, running
 from tests.e2e.tracking_checks import (
     check_jobs_report,
     check_no_password_lies_about,
@@ -19,9 +21,12 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\
 cluster: en-mlflow-{database}
-controller: {{provider: sandbox}}
+controller: {{provider: sandbox, compute: true}}
 nodesets:
   fish: {{provider: sandbox, count: 2}}
+users:
+  alice: {{keys: ["file:alice.pub"]}}
+  bob: {{keys: ["file:bob.pub"]}}
 {more}
 """
 MORE = {
@@ -46,6 +51,24 @@ def ask(method, data=None):
 ask("PUT", b"weights")
 print(ask("GET"))
 """
+REPORTS = """\
+import mlflow
+with mlflow.start_run() as run:
+    mlflow.log_metric("loss", 0.5)
+print("reported", run.info.run_id, mlflow.get_experiment(run.info.experiment_id).name)
+"""
+CHANGES = """\
+import sys
+from mlflow import MlflowClient
+client, run = MlflowClient(), sys.argv[1]
+for change in (lambda: client.log_metric(run, "loss", 9.0), lambda: client.set_tag(run, "mine", "1"),
+               lambda: client.delete_run(run)):
+    try:
+        change()
+        print("changed")
+    except Exception as error:
+        print("refused", "403" in str(error) or "Permission denied" in str(error))
+"""
 COUNT = {
     "sqlite": "python3 -c \"import sqlite3; print(sqlite3.connect('/var/lib/shoal-mlflow/mlflow.db')"
     ".execute('select count(*) from metrics').fetchone()[0])\"",
@@ -58,7 +81,10 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, str, str]]:
     database, host = request.param
-    with running(tmp_path_factory.mktemp(database), SPEC.format(database=database, more=MORE[database])) as cluster:
+    place = tmp_path_factory.mktemp(database)
+    for user in ("alice", "bob"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / user], check=True, timeout=60)
+    with running(place, SPEC.format(database=database, more=MORE[database])) as cluster:
         yield cluster, database, host
 
 
@@ -89,6 +115,35 @@ def test_artifacts_of_a_job_are_on_shared_storage(served: tuple[Cluster, str, st
     done = cluster.json("run", "--wait", "sends.py")
     assert [line["text"] for line in done["lines"]] == ["weights"], done
     assert cluster.on(host, "cat", f"{FILES[database]}/0/ab12/artifacts/model.txt") == "weights"
+
+
+def test_plain_sbatch_job_reports_as_its_user_and_others_cannot_change_the_run(
+    served: tuple[Cluster, str, str], place: Path
+) -> None:
+    cluster, _, host = served
+    python = cluster.on(host, "sh", "-c", "ls -d /opt/shoal/mlflow-*/bin/python").strip()
+
+    def submit(user: str, program: str, *words: str) -> list[str]:
+        """What a plain `sbatch` job of a user prints: no `shoal run`, and nothing said of MLflow."""
+        address = cluster.instances()["controller"].address
+        job = shlex.quote(shlex.join([python, "job.py", *words]))
+        shell = (
+            f"cd /shared/shoal-jobs/{user} && cat > job.py && sbatch -Q --wait -w {host} -o out --wrap {job}; cat out"
+        )
+        options = ("-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "BatchMode=yes")
+        login = ["ssh", *options, "-i", str(place / user), f"{user}@{address}", shell]
+        done = subprocess.run(login, input=program, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, done
+        return done.stdout.splitlines()
+
+    [reported] = [line for line in submit("alice", REPORTS) if line.startswith("reported")]
+    _, run, experiment = reported.split()
+    assert experiment == "alice"
+    assert submit("bob", CHANGES, run) == ["refused True"] * 3
+    assert submit("alice", CHANGES, run) == ["changed"] * 3
+    for user, other in (("alice", "bob"), ("bob", "alice")):
+        login = cluster.ssh(host, f"runuser -u {user} -- cat /home/{other}/.mlflow/credentials")
+        assert login.returncode != 0 and "Permission denied" in login.stderr
 
 
 def test_mlflow_restarts_after_a_kill_and_after_a_reboot(served: tuple[Cluster, str, str], place: Path) -> None:
