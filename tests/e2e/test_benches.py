@@ -12,7 +12,7 @@ from tests.documents import ROOT
 pytestmark = pytest.mark.sandbox
 
 BENCHES = sorted(path.name for path in (ROOT / "bench").iterdir() if path.is_file() and os.access(path, os.X_OK))
-BENCH_TIMEOUT_S = 800
+BENCH_TIMEOUT_S = 1500
 
 
 @pytest.mark.parametrize("name", BENCHES)

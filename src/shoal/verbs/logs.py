@@ -27,6 +27,8 @@ _MERGE_WINDOW_S = 0.5
 """How long a line is held back, so that one from a slower node can come before it."""
 LOGIN_HOST = "login host"
 POLL_INTERVAL_S = 0.5
+LAST_READS = 3
+"""How often the last lines of a job that has ended are asked for."""
 READ_TIMEOUT_S = 120.0
 TAIL_BYTES = 256 * 1024
 """Enough of each rank's log to find a traceback in."""
@@ -203,7 +205,13 @@ async def _follow_nodes(
         await asyncio.gather(*pumps.values(), return_exceptions=True)
     # Slurm has ended the steps that read, maybe before the last lines.
     node_files.nodes, node_files.command = nodes_with_files(context, record), _command(files, 0)
-    await _read_nodes(fleet, node_files, record)
+    for _ in range(LAST_READS):
+        node_files.failures.clear()
+        await node_files.read(record)
+        if not node_files.failures:
+            break
+        await asyncio.sleep(POLL_INTERVAL_S)  # the node may still be busy with the end of the job
+    fleet.failures.update(node_files.failures)
     return record
 
 
