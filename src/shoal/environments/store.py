@@ -95,7 +95,7 @@ def locate(environment: BuiltEnvironment, directory: str) -> BuiltEnvironment:
 
 def user_names_command(cluster: str, jobs: str, directories: Collection[str]) -> tuple[str, ...]:
     """Print the environments that a user may use, as one JSON object. It is run as the user."""
-    return python_command("environment_names", cluster, jobs, *directories)
+    return python_command("job_directory", "environments", cluster, jobs, *directories)
 
 
 def write_name_command(directory: str, name: str) -> list[str]:

@@ -1,21 +1,28 @@
-"""Makes a user's own directory for jobs, as that user.
+"""Makes a user's own directory for jobs, and reads the environments that the user may use. Run as that user.
 
     job_directory.py make CLUSTER JOBS DIRECTORY CODE RUNTIME    where the user logs in; prints what it has, as JSON
+    job_directory.py environments CLUSTER JOBS DIRECTORY...      there as well; prints what is in them, as JSON
     job_directory.py receive ROOT CODE RUNTIME                   on a node: takes the code from standard input
 
-DIRECTORY is what the user asks for, or empty; JOBS is the cluster's directory with one for each user, or empty. Every
-directory on the way belongs to root or to the user, and nobody else may write there: code runs from here. Links on the
-way are resolved first, and the path without them is checked. What is wrong goes to standard error, with status 3.
+JOBS is the cluster's directory with one for each user, or empty. DIRECTORY is the directory that the user asks for, or
+empty; for `environments`, each has environments of the cluster. Jobs run what is in these directories, so every
+directory on the way belongs to root or to the user, and nobody else may write there. Links on the way are resolved
+first, and the path without them is checked. What is wrong goes to standard error, with status 3.
+
+`environments` prints `user`, `own` (the directory of the user's environments), `directories` (for each its path without
+links, `real`, and in `environments` what its names say), and `unsafe` (by directory, why it is not used).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import pwd
+import re
 import shutil
 import stat
 import sys
@@ -23,7 +30,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import BinaryIO
+    from typing import Any, BinaryIO
 
 EXIT_WITH_CAUSE = 3
 FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -32,6 +39,9 @@ CHUNK_BYTES = 1 << 20
 MAX_ARCHIVE_BYTES = 1 << 30
 KEEP_NEWEST, KEEP_DAYS = 20, 7
 """On a node: code that no job has used lately is kept while it is among the newest, or young."""
+
+MAX_NAME_BYTES, MAX_NAMES = 1 << 20, 1000
+"""A name lists the packages of its environment."""
 
 
 class Unsafe(Exception):
@@ -44,7 +54,8 @@ def main(argv: list[str]) -> int:
         if mode == "receive":
             receive(sys.stdin.buffer, *words)
         else:
-            sys.stdout.write(json.dumps(make(*words)) + "\n")
+            answer = environments(*words) if mode == "environments" else make(*words)
+            sys.stdout.write(json.dumps(answer) + "\n")
     except (Unsafe, OSError) as error:
         text = str(error) if isinstance(error, Unsafe) else "%s: %s" % (error.filename, error.strerror or error)
         node = os.environ.get("SLURMD_NODENAME")
@@ -70,7 +81,7 @@ def prepare(root: str) -> None:
     """Make the directory, and those in it for code. Raises Unsafe."""
     place = open_own(root)
     for name in ("code", "lib"):
-        os.close(enter(place, name, os.path.join(root, name)))
+        os.close(enter(place, name, os.path.join(root, name), make=True))
     os.close(place)
     write_id(root)
 
@@ -138,13 +149,18 @@ def unpack(archive: bytes, path: str) -> None:
 
 
 def has_content(path: str, data: bytes) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        return stat.S_ISREG(status.st_mode) and status.st_size == len(data) and file.read() == data
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
+    return False
+
+
+def open_regular(path: str, place: int | None = None) -> BinaryIO:
+    """Open a regular file, and no link. Raises OSError: a pipe or a device would block, or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return open(descriptor, "rb")
 
 
 def remove_old(place: str) -> None:
@@ -170,14 +186,59 @@ def choose(cluster: str, jobs: str, directory: str) -> str:
     return os.path.join(me.pw_dir, ".shoal", "jobs", cluster)
 
 
+def environments(cluster: str, jobs: str, *directories: str) -> dict[str, object]:
+    """What the names of environments say, in the user's own directory and in these."""
+    own = os.path.join(os.path.realpath(choose(cluster, jobs, "")), "environments")
+    read: dict[str, object] = {}
+    unsafe: dict[str, str] = {}
+    for directory in (own, *directories):
+        try:
+            real = os.path.realpath(directory)
+            read[directory] = {"real": real, "environments": read_names(real)}
+        except Unsafe as error:
+            unsafe[directory] = str(error)
+        except OSError as error:
+            unsafe[directory] = "%s: %s" % (error.filename or directory, error.strerror)
+    return {"user": pwd.getpwuid(os.getuid()).pw_name, "own": own, "directories": read, "unsafe": unsafe}
+
+
+def read_names(real: str) -> list[dict[str, Any]]:
+    """What the names in a directory say of the environments that are there."""
+    try:
+        place = open_checked(real)
+        names = enter(place, "names", os.path.join(real, "names"))
+    except FileNotFoundError:
+        return []
+    descriptions = []
+    readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=names)
+    for name in sorted(os.listdir(readable))[:MAX_NAMES]:
+        description = read_name(names, name) if re.match(r"[a-z][a-z0-9-]*\.json$", name) else None
+        if description is None or description.get("name") != name[: -len(".json")]:
+            continue
+        if description.get("place") != "local":
+            try:
+                os.close(enter(place, description["id"], os.path.join(real, description["id"])))
+            except FileNotFoundError:
+                continue
+        descriptions.append(description)
+    return descriptions
+
+
+def read_name(names: int, name: str) -> dict[str, Any] | None:
+    """The description in one file. A file that is not root's or the user's, or no description, says nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        with open_regular(name, names) as file:
+            data = file.read(MAX_NAME_BYTES + 1)
+            owner = os.fstat(file.fileno()).st_uid
+        description = json.loads(data) if len(data) <= MAX_NAME_BYTES and owner in (0, os.getuid()) else None
+        if isinstance(description, dict) and re.match(r"[0-9a-f]{16}$", str(description.get("id"))):
+            return description
+    return None
+
+
 def open_own(path: str) -> int:
-    """Open a directory of the user's, from the top, and make what is missing. Raises Unsafe."""
-    place, at = os.open("/", FLAGS), "/"
-    for name in path.strip("/").split("/"):
-        at = os.path.join(at, name)
-        inner = enter(place, name, at)
-        os.close(place)
-        place = inner
+    """Open a directory of the user's, and make what is missing. Raises Unsafe."""
+    place = open_checked(path, make=True)
     status = os.fstat(place)
     if status.st_uid != os.getuid():
         raise Unsafe("%s belongs to %s" % (path, user_name(status.st_uid)))
@@ -188,11 +249,24 @@ def open_own(path: str) -> int:
     return place
 
 
-def enter(place: int, name: str, path: str) -> int:
-    """Open one more directory. Raises Unsafe where others could replace what is in it."""
+def open_checked(path: str, *, make: bool = False) -> int:
+    """Open a directory from the top. Raises Unsafe."""
+    place, at = os.open("/", FLAGS), "/"
+    for name in path.strip("/").split("/"):
+        at = os.path.join(at, name)
+        inner = enter(place, name, at, make=make)
+        os.close(place)
+        place = inner
+    return place
+
+
+def enter(place: int, name: str, path: str, *, make: bool = False) -> int:
+    """Open one more directory, or make it. Raises Unsafe where others could replace what is in it."""
     try:
         inner = os.open(name, FLAGS, dir_fd=place)
     except FileNotFoundError:
+        if not make:
+            raise
         os.mkdir(name, 0o700, dir_fd=place)
         inner = os.open(name, FLAGS, dir_fd=place)
     except OSError as error:
@@ -201,7 +275,7 @@ def enter(place: int, name: str, path: str) -> int:
     if status.st_uid not in (0, os.getuid()):
         raise Unsafe("%s belongs to %s" % (path, user_name(status.st_uid)))
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise Unsafe("others may write to %s, and so replace the job's code" % path)
+        raise Unsafe("others may write to %s, and so replace what jobs run" % path)
     return inner
 
 
@@ -214,19 +288,19 @@ def user_name(uid: int) -> str:
 
 def has_archive(path: str, expected: str) -> bool:
     """Whether an archive is there with the content that its name says. Another one is removed."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
     digest = hashlib.sha256()
-    with open(descriptor, "rb") as file:
-        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        for chunk in iter(lambda: file.read(CHUNK_BYTES) if regular else b"", b""):
-            digest.update(chunk)
-    if regular and digest.hexdigest().startswith(expected):
-        os.utime(path)
-        return True
-    os.unlink(path)
+    try:
+        with open_regular(path) as file:
+            for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
+                digest.update(chunk)
+    except OSError:
+        pass
+    else:
+        if digest.hexdigest().startswith(expected):
+            os.utime(path)
+            return True
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     return False
 
 

@@ -18,14 +18,13 @@ from shoal.environments.store import BuiltEnvironment
 from shoal.errors import CommandFailed, CommandTimeout, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.record import parse_records, show_command
-from shoal.remote import python_command
-from shoal.remote.job_directory import EXIT_WITH_CAUSE
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.spec.environments import Environment
 from shoal.spec.finding import Finding, nearest
 from shoal.verbs import env
 from shoal.verbs.context import Context
 from shoal.verbs.env_build import BuildResult, bound_findings, describe_build, publish, run_builder
+from shoal.verbs.run_user import make_user_directory
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 
@@ -115,7 +114,8 @@ async def build_own(context: Context, name: str, entry: Environment) -> BuildRes
         )
     requirements = read_requirements(entry, Path.cwd())
     async with context.controller_host() as host:
-        directory = f"{await _make_own_directory(host, record)}/environments"
+        home = await make_user_directory(host, record, "ask the operator to repair it")
+        directory = f"{home['root']}/environments"
         place = env.EnvironmentPlace(entry, directory, host.name)
         git_fix = f"ask the operator to install git on {host.name}, or choose a package from an index"
         with context.progress.phase(f"environment {name}", 1) as phase:
@@ -179,16 +179,6 @@ async def _clean(host: Host, record: ClusterRecord, dropped: str, *, dry_run: bo
         sweep = store.sweep_command(directory, sources, {*current_ids, *reasons})
         await env.run_checked(host, sweep, b"", f"clear {directory}", env.BUILD_TIMEOUT_S)
     return env.CleanResult(record.cluster, {record.controller: ids} if ids else {}, reasons)
-
-
-async def _make_own_directory(host: Host, record: ClusterRecord) -> str:
-    """The user's directory for jobs, which is made and checked as for a job."""
-    command = python_command("job_directory", "make", record.cluster, record.jobs, "", "", "")
-    result = await host.run(command, timeout=env.INSPECT_TIMEOUT_S, root=False)
-    if result.status != 0:
-        cause = result.error_text.strip() if result.status == EXIT_WITH_CAUSE else "python3 does not run there"
-        raise UsageError(f"cannot keep environments on {host.name}: {cause}", hint="ask the operator to repair it")
-    return str(json.loads(result.text)["root"])
 
 
 def _share_findings(record: ClusterRecord, environment: BuiltEnvironment) -> list[Finding]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.contract import PROFILE_DIRECTORY
 from shoal.environments.store import LOCAL_DIRECTORY, BuiltEnvironment
@@ -150,15 +151,8 @@ async def prepare_as_user(
 
 async def _own_storage(host: Host, record: ClusterRecord, job: JobSpec, code: str, runtime: str) -> UserStorage:
     """Make the user's directory and check that nobody else can change what is in it."""
-    command = python_command("job_directory", "make", record.cluster, record.jobs, job.directory or "", code, runtime)
-    result = await host.run(command, timeout=STORAGE_TIMEOUT_S, root=False)
-    if result.status != 0:
-        cause = result.error_text.strip() if result.status == EXIT_WITH_CAUSE else "python3 does not run there"
-        raise UsageError(
-            f"cannot keep jobs there on {host.name}: {cause}",
-            hint="name a directory of your own with --directory; over SSH shares cannot have one",
-        )
-    answer = json.loads(result.text)
+    fix = "name a directory of your own with --directory; over SSH shares cannot have one"
+    answer = await make_user_directory(host, record, fix, job.directory or "", code, runtime)
     root = answer["root"]
     share = next((path for path in record.shares if f"{root}/".startswith(f"{path}/")), None)
     if share is not None and not record.shares[share].private:
@@ -167,6 +161,19 @@ async def _own_storage(host: Host, record: ClusterRecord, job: JobSpec, code: st
             hint="leave out --directory, or name one on another share",
         )
     return UserStorage(**answer, shared=share is not None)
+
+
+async def make_user_directory(
+    host: Host, record: ClusterRecord, fix: str, directory: str = "", code: str = "", runtime: str = ""
+) -> dict[str, Any]:
+    """Make the directory where a user keeps jobs and environments; which it is, and what it has of this code."""
+    command = python_command("job_directory", "make", record.cluster, record.jobs, directory, code, runtime)
+    result = await host.run(command, timeout=STORAGE_TIMEOUT_S, root=False)
+    if result.status != 0:
+        cause = result.error_text.strip() if result.status == EXIT_WITH_CAUSE else "python3 does not run there"
+        raise UsageError(f"cannot keep files of yours on {host.name}: {cause}", hint=fix)
+    answer: dict[str, Any] = json.loads(result.text)
+    return answer
 
 
 def _resolve(

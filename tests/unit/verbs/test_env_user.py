@@ -72,7 +72,7 @@ class Desktop:
 
     async def _python(self, program: FakeProgram) -> int:
         text = program.call.argv[5]
-        if "environment_names.py" in text:
+        if program.call.argv[6:7] == ("environments",):
             directories = {OWN: {"real": OWN, "environments": self.own}}
             if CLUSTER not in self.unsafe:
                 directories[CLUSTER] = {"real": CLUSTER, "environments": self.cluster}
