@@ -7,7 +7,7 @@ slurmctld keeps ended jobs for five minutes (MinJobAge). Older ones are in the f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -122,6 +122,23 @@ class JobRecord:
 def show_command(job: str = "") -> tuple[str, ...]:
     """The question: one job, or all that slurmctld remembers."""
     return ("scontrol", "-o", "show", "job", job) if job else ("scontrol", "-o", "show", "job")
+
+
+def step_command(
+    job: str, nodes: Sequence[str], command: Sequence[str], options: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The command as a step of a running job, one task on each node, beside whatever runs there."""
+    tasks = (f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1")
+    return (
+        "srun",
+        f"--jobid={job}",
+        f"--nodelist={','.join(nodes)}",
+        *tasks,
+        "--overlap",
+        "--quiet",
+        *options,
+        *command,
+    )
 
 
 def parse_records(text: str) -> list[JobRecord]:

@@ -48,8 +48,7 @@ async def execute(
     if context.joined is not None:
         return await _execute_in_jobs(context, argv, hosts, nodeset, timeout, job)
     if job is not None:
-        nodes = await job_hosts(context, job)
-        hosts = compress(nodes if hosts is None else [name for name in expand(hosts) if name in nodes])
+        hosts = compress(await job_hosts(context, job, hosts))
     async with await context.fleet(context.choose(hosts, nodeset)) as fleet:
 
         async def run(name: str) -> Result:
@@ -125,10 +124,7 @@ async def ssh_command(context: Context, host: str | None, argv: Sequence[str], j
     if context.joined is not None:
         return await user_ssh_command(context, host, job, argv)
     if job is not None:
-        nodes = await job_hosts(context, job)
-        if host is not None and host not in nodes:
-            raise UsageError(f"job {job} does not run on {host}", hint=f"use one of {compress(nodes)}")
-        host = host or nodes[0]
+        host = (await job_hosts(context, job, host))[0]
     assert host is not None
     member = context.choose_one(host)
     [target] = (await context.targets([member])).values()

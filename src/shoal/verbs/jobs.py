@@ -16,7 +16,7 @@ from shoal.jobs.record import RECENT_COMMAND, JobRecord, parse_recent, parse_rec
 from shoal.plan.connections import Connections
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
-from shoal.verbs.node_files import READER_NAME, nodes_with_files, step_command
+from shoal.verbs.node_files import READER_NAME, nodes_with_files, reader_command
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 MAX_EXPLAINED_JOBS = 5
@@ -115,7 +115,7 @@ async def _progress(fleet: Connections, controller: str, records: list[JobRecord
 
 async def _progress_on_nodes(context: Context, controller: Host, record: JobRecord) -> Mapping[str, Any]:
     """The same for a user's job whose files are on its nodes. Only its owner may read them."""
-    line = step_command(record, nodes_with_files(context, record), logs.progress_command(record))
+    line = reader_command(record, nodes_with_files(context, record), logs.progress_command(record))
     try:
         result = await controller.run(line, timeout=PROGRESS_TIMEOUT_S, root=False)
     except CommandTimeout:

@@ -19,7 +19,7 @@ from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
 from shoal.remote import python_command
 from shoal.verbs.context import Context, job_file_hosts
-from shoal.verbs.node_files import NodeFiles, is_on_nodes, nodes_with_files, step_command
+from shoal.verbs.node_files import NodeFiles, is_on_nodes, nodes_with_files, reader_command
 from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
 
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -194,7 +194,7 @@ async def _follow_nodes(
             nodes = nodes_with_files(context, record) if record.state == "RUNNING" else ()
             for node in nodes:
                 if (node, record.start) not in pumps:
-                    line = step_command(record, [node], node_files.command)
+                    line = reader_command(record, [node], node_files.command)
                     pump = node_files.pump(node, line, must_succeed=False)
                     pumps[(node, record.start)] = asyncio.create_task(pump)
             await asyncio.sleep(POLL_INTERVAL_S)

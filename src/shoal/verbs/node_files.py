@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shoal.errors import CommandFailed, CommandTimeout, HostError
 from shoal.hostlist import expand
 from shoal.hosts.api import Host
-from shoal.jobs.record import USER_JOBS_DIRECTORY, JobRecord
+from shoal.jobs.record import USER_JOBS_DIRECTORY, JobRecord, step_command
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import slurm_output
@@ -27,7 +27,7 @@ READ_TIMEOUT_S = 120.0
 ABSENT_STATES = frozenset(
     ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP", "UNKNOWN")
 )
-ONE_TASK = ("--nodes=1", "--ntasks=1", "--mpi=none", "--chdir=/", "--quiet")
+READER_OPTIONS = ("--mpi=none", "--chdir=/")
 
 Take = Callable[[str, bytes], object]
 """What is done with a line that a node printed."""
@@ -45,18 +45,17 @@ def nodes_with_files(context: Context, record: JobRecord) -> tuple[str, ...]:
     return tuple(name for name in expand(record.nodes) if name not in context.joined.record.containers)
 
 
-def step_command(record: JobRecord, nodes: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
+def reader_command(record: JobRecord, nodes: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
     """The command as a step of a job that runs, which takes nothing from the job's other steps; a task a node."""
-    step = (f"--jobid={record.number}", "--overlap", "--mem=0", "--gres=none", f"--nodelist={','.join(nodes)}")
-    tasks = (f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", *ONE_TASK[2:])
-    return ("srun", *step, *tasks, *command)
+    return step_command(record.number, nodes, command, ("--mem=0", "--gres=none", *READER_OPTIONS))
 
 
 def short_job_command(record: JobRecord, node: str, command: Sequence[str]) -> tuple[str, ...]:
     """The command as a job of its own, on a node where a job has ended."""
     limits = (f"--immediate={START_TIMEOUT_S}", "--time=2", "--mem=64M", "--cpus-per-task=1")
     partition = (f"--partition={record.partition}",) if record.partition else ()
-    return ("srun", f"--job-name={READER_NAME}", f"--nodelist={node}", *partition, *limits, *ONE_TASK, *command)
+    one_task = ("--nodes=1", "--ntasks=1", "--quiet", *READER_OPTIONS)
+    return ("srun", f"--job-name={READER_NAME}", f"--nodelist={node}", *partition, *limits, *one_task, *command)
 
 
 @dataclass
@@ -82,7 +81,7 @@ class NodeFiles:
             if ABSENT_STATES & states.get(node, set()):
                 self.failures[node] = CommandFailed(node, "it is off or away, and has the job's files")
                 return
-            line = step_command(record, [node], self.command) if is_running else ()
+            line = reader_command(record, [node], self.command) if is_running else ()
             try:
                 async with asyncio.timeout(READ_TIMEOUT_S):
                     await self.pump(node, line or short_job_command(record, node, self.command))

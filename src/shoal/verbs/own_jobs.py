@@ -15,6 +15,7 @@ from shoal.errors import CommandTimeout, UsageError
 from shoal.hostlist import compress, expand
 from shoal.hosts.api import Host, Result
 from shoal.hosts.process import program_name
+from shoal.jobs.record import step_command
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import slurm_output
 
@@ -48,15 +49,12 @@ async def own_jobs(host: Host) -> list[RunningJob]:
     return parse_running(await slurm_output(host, MY_JOBS_COMMAND))
 
 
-async def job_hosts(context: Context, job: str) -> list[str]:
-    """The nodes of any running job, for the operator. Raises UsageError where no such job runs."""
+async def job_hosts(context: Context, job: str, hosts: str | None = None) -> list[str]:
+    """The nodes of any running job, or these of them, for the operator. Raises UsageError where no such job runs."""
     async with context.controller_host() as host:
         # Not `-j`: squeue fails for a job that Slurm has forgotten.
         jobs = parse_running(await slurm_output(host, ("squeue", *_FORMAT)))
-    nodes = next((one.nodes for one in jobs if job in (one.id, one.number)), None)
-    if nodes is None:
-        raise _not_running(job, ())
-    return list(nodes)
+    return list(choose_nodes([one for one in jobs if job in (one.id, one.number)], job, hosts))
 
 
 def choose_nodes(jobs: Sequence[RunningJob], job: str | None, hosts: str | None) -> dict[str, RunningJob]:
@@ -94,16 +92,10 @@ def _not_running(job: str, jobs: Iterable[RunningJob]) -> UsageError:
     )
 
 
-def step_command(job: RunningJob, node: str, argv: Sequence[str], *, terminal: bool = False) -> list[str]:
-    """The srun command line that runs a program on one node inside a job, beside whatever runs there."""
-    where = (f"--jobid={job.number}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap", "--quiet")
-    return ["srun", *where, *(["--pty"] if terminal else []), *argv]
-
-
 async def run_step(host: Host, job: RunningJob, node: str, argv: Sequence[str], timeout: float | None) -> Result:
     """Run a program on a node inside a job. The result is the program's own."""
     try:
-        result = await host.run(step_command(job, node, argv), timeout=timeout, root=False)
+        result = await host.run(step_command(job.number, [node], argv), timeout=timeout, root=False)
     except CommandTimeout:
         cause = f"{program_name(argv)} did not end within the {timeout:g} s you gave it, and was ended"
         raise CommandTimeout(node, cause, hint="give it longer: --timeout SECONDS") from None
@@ -126,8 +118,8 @@ async def user_ssh_command(context: Context, host: str | None, job: str | None, 
     node, running = next(iter(choose_nodes(jobs, job, host).items()))
     # As ssh does, a command is a line for the user's shell.
     program = ("sh", "-c", " ".join(argv)) if argv else LOGIN_SHELL
-    step = step_command(running, node, program, terminal=not argv)
-    return [*login, shlex.join(step)] if login else step
+    step = step_command(running.number, [node], program, () if argv else ("--pty",))
+    return [*login, shlex.join(step)] if login else list(step)
 
 
 def _login_command(context: Context, *, terminal: bool) -> list[str]:

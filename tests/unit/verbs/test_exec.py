@@ -24,6 +24,28 @@ async def test_exec_groups_hosts_with_equal_output_and_status() -> None:
     assert result.worst == 1
 
 
+async def test_operator_reaches_the_nodes_of_a_job() -> None:
+    world = lab()
+    world.hosts["c1"].answers = {("squeue",): b"12|12|n[1-2]\n19|15_3|n2\n"}
+    for name in ("n1", "n2"):
+        world.hosts[name].answers = {("true",): b""}
+    chosen = {"15_3": None, "12": None, "19": "n2"}
+    ran = [
+        (await execute(context_of(world), ["true"], hosts, None, root=True, timeout=None, job=job)).groups[0][0]
+        for job, hosts in chosen.items()
+    ]
+    assert ran == [("n2",), ("n1", "n2"), ("n2",)]
+    for job, hosts, message in (
+        ("7", None, "7 is no running job\n"),
+        ("15_3", "n1", "job 15_3 does not run on n1"),
+        ("12", "n[1", "is not a hostlist"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            await execute(context_of(world), ["true"], hosts, None, root=True, timeout=None, job=job)
+        with pytest.raises(UsageError, match=message):
+            await ssh_command(context_of(world), hosts, [], job)
+
+
 async def test_exec_reports_unreachable_hosts() -> None:
     world = lab()
     world.hosts["n1"].answers = {("true",): b""}

@@ -238,7 +238,9 @@ async def test_ssh_opens_a_shell_inside_the_job_through_the_login() -> None:
     context = context_of(desktop({("squeue",): QUEUE}))
     line = await ssh_command(context, None, [], "12")
     assert line[-3:-1] == ["--", "desktop"] and "-t" in line and "HostKeyAlias=desktop" in line
-    assert line[-1].startswith("srun --jobid=12 --nodelist=n1 --nodes=1 --ntasks=1 --overlap --quiet --pty sh -c ")
+    assert line[-1].startswith(
+        "srun --jobid=12 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --quiet --pty sh -c "
+    )
     line = await ssh_command(context, "n2", ["nvidia-smi", "|", "head"])
     assert line[-1].endswith("--quiet sh -c 'nvidia-smi | head'") and "-t" not in line
     assert (await ssh_command(context, "desktop", []))[-1] == "desktop"
