@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import Command, Directory, Document, File
 from shoal.contract import VERSION
-from shoal.hostlist import compress
+from shoal.errors import UsageError
+from shoal.hostlist import compress, expand
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.network.tunnel import LOOPBACK
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import directory_of
 from shoal.roles.rented import rented_containers
 from shoal.roles.shares import access_kind, homes_of, shares
-from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordNodeset, RecordShare
+from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordNodeset, RecordShare, parse_record
 from shoal.spec.member import Member
 from shoal.spec.members import all_members, rented_sets
-from shoal.spec.model import Spec
 from shoal.spec.rental import SANDBOX
 from shoal.spec.storage import SANDBOX_SHARED
 from shoal.storage.sshfs import HOST_KEY, strip_comment
@@ -30,7 +31,7 @@ ENTRY_ROLES = frozenset({"controller", "login"})
 class ClientComponent(Component):
     """Written where users log in. It has no secret in it."""
 
-    files: Mapping[str, FileQuery] = {HOST_KEY: "text"}
+    files: Mapping[str, FileQuery] = {HOST_KEY: "text", RECORD_PATH: "text"}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         stages: dict[Stage, Document] = {Stage.SERVICES: tuple(_job_directories(cluster, member))}
@@ -63,20 +64,33 @@ def cluster_record(cluster: Cluster) -> ClusterRecord:
         accounting=spec.accounting is not None,
         tracking=spec.tracking.kind if spec.tracking else "",
         containers=tuple(sorted(rented_containers(spec))),
-        nodesets=_nodesets(spec),
+        nodesets=_nodesets(cluster),
         proxy=spec.proxy.variables if spec.proxy else {},
     )
 
 
-def _nodesets(spec: Spec) -> dict[str, RecordNodeset]:
-    """The nodes of each nodeset, with the prices that `usage` needs. What it costs to rent is not in the file."""
-    names: dict[str, list[str]] = {}
-    for member in all_members(spec):
-        if "compute" in member.roles:
-            names.setdefault(member.nodeset, []).append(member.name)
-    prices = {name: nodeset.price for name, nodeset in spec.nodesets.items()}
+def _nodesets(cluster: Cluster) -> dict[str, RecordNodeset]:
+    """The nodes of each nodeset, with the prices that `usage` needs. What it costs to rent is not in the file.
+
+    A node that is leaving stays in its nodeset until its jobs have ended.
+    """
+    spec = cluster.spec
+    set_of = {member.name: member.nodeset for member in all_members(spec) if "compute" in member.roles}
+    former: Mapping[str, RecordNodeset] = {}
+    with contextlib.suppress(UsageError):  # before the first `up`
+        former = parse_record(cluster.controller_facts.text(RECORD_PATH), RECORD_PATH).nodesets
+    former_set_of = {node: name for name, nodeset in former.items() for node in expand(nodeset.nodes)}
+    for node in cluster.conf.nodes:
+        if node.name in former_set_of:
+            set_of.setdefault(node.name, former_set_of[node.name])
+    prices = {name: nodeset.price for name, nodeset in (*former.items(), *spec.nodesets.items())}
     rented = rented_sets(spec)
-    return {name: RecordNodeset(compress(nodes), prices.get(name), name in rented) for name, nodes in names.items()}
+    return {
+        name: RecordNodeset(
+            compress(node for node, nodeset in set_of.items() if nodeset == name), prices.get(name), name in rented
+        )
+        for name in dict.fromkeys(set_of.values())
+    }
 
 
 def shared_directories(cluster: Cluster) -> dict[str, RecordShare]:

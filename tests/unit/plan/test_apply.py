@@ -165,8 +165,7 @@ async def test_leaving_node_is_drained_and_removed_when_empty() -> None:
     progress = ProgressRecorder()
     done, _ = await bring(world, spec_of(WITHOUT_N2), progress=progress)
     assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
-    passes = ["packages, keys, names", "controller", "nodes"]  # at once the description for users changes
-    assert progress.titles == [*passes, "jobs on leaving nodes", *passes]
+    assert progress.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
     assert world.slurm.nodes == ["n1"]
     assert done == ApplyResult(changed=("c1", "n1"))
 
