@@ -143,7 +143,16 @@ def _measure(testbed: Testbed, rounds: int, warm_up: bool) -> dict[str, list[Mar
     for number in range(-1 if warm_up else 0, rounds):
         shift = number % len(LAUNCHERS)
         for launcher in LAUNCHERS[shift:] + LAUNCHERS[:shift]:
-            marks = _launch(testbed, launcher, f"{number}-{LAUNCHERS.index(launcher)}")
+            label = f"{number}-{LAUNCHERS.index(launcher)}"
+            try:
+                marks = _launch(testbed, launcher, label)
+            except BenchError as error:
+                # Its ranks meet at a port that follows from the job's number, in use or not.
+                if launcher.command is not submitit:
+                    raise
+                show_progress(f"round {number + 1}: {error}\nonce more:")
+                testbed.on_controller("scancel -n submitit")
+                marks = _launch(testbed, launcher, f"{label}-again")
             if number >= 0:  # the first round is a warm-up
                 runs[launcher.name].append(marks)
             show_progress(f"round {number + 1}: {launcher.name:<15} {marks['stepped'] - marks['start']:6.2f} s")
@@ -176,7 +185,9 @@ def _wait_for_ranks(marks: Path, process: subprocess.Popen[str], launcher: Launc
     while len(list(marks.glob("rank-*.json"))) < RANKS:
         if process.poll() not in (None, 0) or time.monotonic() > end:
             process.kill()
-            raise BenchError(f"{launcher.name}: its ranks did no step:\n{(process.communicate()[0] or '')[-4000:]}")
+            logs = sorted((marks.parents[1] / "logs").glob("*.[eo][ru]*"), key=lambda path: path.stat().st_mtime)
+            printed = (process.communicate()[0] or "") + "".join(path.read_text(errors="replace") for path in logs[-4:])
+            raise BenchError(f"{launcher.name}: its ranks did no step:\n{printed[-4000:]}")
         time.sleep(0.1)
 
 
