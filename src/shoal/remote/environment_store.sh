@@ -11,15 +11,23 @@
 #   sweep DIRECTORY SOURCES IDS      removes caches and archives of all but these
 query='import sys; print("%d.%d" % sys.version_info[:2])'
 
-read_names() {
-    cd "$1/names" 2> /dev/null || exit 0
-    for place in "$1" "$1/names"; do
+# Every directory and link on the way belongs to root or to this user: what somebody else put there instead does not.
+check_path() {
+    place=$1
+    while [ "$place" != / ]; do
         owner=$(stat -c %u "$place")  # of a link, not of what it leads to
         [ "$owner" = 0 ] || [ "$owner" = "$(id -u)" ] || {
             echo "$place belongs to $(stat -c %U "$place"), who could change what jobs run from it" >&2
             exit 1
         }
+        place=$(dirname "$place")
     done
+}
+
+read_names() {
+    cd "$1/names" 2> /dev/null || exit 0
+    check_path "$1/names"
+    check_path "$(pwd -P)"
     cat ./*.json 2> /dev/null || true
 }
 

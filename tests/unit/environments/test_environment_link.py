@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from shoal.environments.store import (
     list_command,
     locate,
     parse_listing,
+    read_names_command,
     remove_command,
     remove_name_command,
     write_link_command,
@@ -111,3 +113,26 @@ def test_missing_git_is_named_before_anything_is_built(place: Place, tmp_path: P
     event = place.build(line, env={"PATH": str(programs)})
     assert event["what"] == "a requirement comes from a git repository, and this host has no git"
     assert event["fix"] == "install it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+@pytest.mark.parametrize("fault", ["", "owner", "link"])
+def test_names_are_read_below_directories_of_root_only(tmp_path: Path, fault: str) -> None:
+    middle = tmp_path / "share" / "middle"
+    (middle / "environments" / "names").mkdir(parents=True)
+    (middle / "environments" / "names" / "lake.json").write_text('{"name": "lake"}\n')
+    directory = middle / "environments"
+    if fault == "owner":
+        os.chown(middle, 2001, 2001)
+    elif fault == "link":
+        link = tmp_path / "link"
+        link.symlink_to(middle)
+        os.lchown(link, 2001, 2001)
+        directory = link / "environments"
+    done = subprocess.run(read_names_command(str(directory)), capture_output=True, text=True)
+    causes = {
+        "owner": f"{middle} belongs to UNKNOWN, who could change what jobs run from it\n",
+        "link": f"{tmp_path}/link belongs to UNKNOWN, who could change what jobs run from it\n",
+    }
+    assert (done.returncode, done.stderr) == ((1, causes[fault]) if fault else (0, ""))
+    assert done.stdout == ("" if fault else '{"name": "lake"}\n')
