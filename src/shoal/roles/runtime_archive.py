@@ -29,18 +29,12 @@ RUNTIME_ARCHIVE = "own:runtime"
 CACHE_MAX_AGE_S = 86400.0
 """An older archive of another version is removed when a new one is made."""
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-USERS_MODULES = (
-    *(f"shoal.verbs.{name}" for name in ("status", "run", "run_user", "jobs", "logs", "exec", "usage", "cost", "ui")),
-    *(f"shoal.cli.{name}_commands" for name in ("job", "host", "rental", "accounting", "server", "cluster")),
-    *("shoal.cli.app", "shoal.cli.run_command", "shoal.cli.job_screens", "shoal.cli.progress"),
-)
-"""What users' commands load."""
 _PATH = """\
 import sys, os
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), name) for name in ("shoal", "packages")]
 """
 _START = f"{_PATH}from shoal.cli.app import main\nmain()\n".encode()
-_LOAD = f"{_PATH}import {', '.join(USERS_MODULES)}\n".encode()
+_ROOT = Path(__file__).parents[1]
 
 
 @cache
@@ -78,9 +72,6 @@ def fits(facts: Facts) -> bool:
     return sys.platform == "linux" and (version, facts.arch) == (_python(), platform.machine())
 
 
-_ROOT = Path(__file__).parents[1]
-
-
 def _python() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
@@ -95,10 +86,15 @@ def _build() -> bytes:
         files = {f"shoal/shoal/{path.relative_to(_ROOT)}": path for path in _sources()}
         files |= {f"packages/{name}": path for dist in _packages() for name, path in _files(dist)}
         _add(archive, "start.py", _START)
-        _add(archive, "load.py", _LOAD)
+        _add(archive, "load.py", f"{_PATH}import {', '.join(_commands())}\n".encode())
         for name, path in sorted(files.items()):
             _add(archive, name, path.read_bytes())
     return packed.getvalue()
+
+
+def _commands() -> list[str]:
+    """The modules of all commands. A host loads them once: that shows that they run there, and leaves bytecode."""
+    return sorted(f"shoal.{room}.{path.stem}" for room in ("cli", "verbs") for path in (_ROOT / room).glob("[!_]*.py"))
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import subprocess
 import sys
-from importlib.util import find_spec
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shoal.agent.document import HEADER, Command, File, Item, SecretRef
 from shoal.agent.facts import FileFact
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
-from shoal.roles.runtime_archive import RUNTIME_ARCHIVE, USERS_MODULES, runtime_mark, runtime_requirements
+from shoal.roles.runtime_archive import RUNTIME_ARCHIVE, runtime_archive, runtime_mark, runtime_requirements
 from shoal.roles.user_program import FAILED, PROGRAM, SECRET, UserProgramComponent, launcher
 
 REEF = """
@@ -112,9 +113,12 @@ def test_removal_spares_a_program_that_is_not_ours(tmp_path: Path) -> None:
         assert subprocess.run(done).returncode == 0
 
 
-def test_modules_that_a_host_loads_exist() -> None:
-    for name in USERS_MODULES:
-        assert find_spec(name) is not None, name
+def test_archive_loads_all_commands_without_other_packages(tmp_path: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(runtime_archive())) as archive:
+        archive.extractall(tmp_path, filter="data")
+    loaded = (tmp_path / "load.py").read_text()
+    assert all(f"shoal.{name}" in loaded for name in ("cli.env_commands", "cli.prove_commands", "verbs.env_user"))
+    subprocess.run([sys.executable, "-I", "-S", tmp_path / "load.py"], check=True, timeout=300)
 
 
 def test_program_without_its_tree_says_what_to_do(tmp_path: Path) -> None:
