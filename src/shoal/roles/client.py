@@ -83,7 +83,8 @@ def _nodesets(cluster: Cluster) -> dict[str, RecordNodeset]:
     for node in cluster.conf.nodes:
         if node.name in former_set_of:
             set_of.setdefault(node.name, former_set_of[node.name])
-    prices = {name: nodeset.price for name, nodeset in (*former.items(), *spec.nodesets.items())}
+    prices = {name: nodeset.price for name, nodeset in former.items()}
+    prices |= {name: nodeset.price for name, nodeset in spec.nodesets.items()}
     rented = rented_sets(spec)
     return {
         name: RecordNodeset(
