@@ -56,7 +56,7 @@ class SpecError(ShoalError):
     exit_code = 2
 
     def __init__(self, findings: tuple[object, ...]) -> None:
-        super().__init__("\n".join(str(finding) for finding in findings))
+        super().__init__("\n".join(getattr(finding, "labelled", str(finding)) for finding in findings))
         self.findings = findings
 
 

@@ -145,8 +145,8 @@ class Session:
         from shoal.cli.screen import print_wrapped, show_failures
 
         if isinstance(error, SpecError):
-            for finding in error.findings:
-                print_wrapped(self.errors, escape(str(finding)))
+            for line in error.message.splitlines():
+                print_wrapped(self.errors, escape(line))
             return
         if isinstance(error, ControllerFailed):
             show_failures(self.errors, error.failures)

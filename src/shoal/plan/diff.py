@@ -196,7 +196,7 @@ def _check_versions(cluster: Cluster) -> None:
     if any(finding.level == "error" for finding in findings):
         raise VersionMismatch(
             "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
-            + "\n".join(f"  {finding}" for finding in findings),
+            + "\n".join(f"  {finding.labelled}" for finding in findings),
             findings=tuple(findings),
         )
 

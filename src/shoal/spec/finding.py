@@ -32,12 +32,20 @@ class Finding:
     """The host it concerns, where it concerns one."""
 
     def __str__(self) -> str:
+        return self._text("")
+
+    @property
+    def labelled(self) -> str:
+        """The text for a list of errors, where anything else than an error must say so: `shoal.yaml:4:3: warning: `."""
+        return self._text("" if self.level == "error" else f"{self.level}: ")
+
+    def _text(self, label: str) -> str:
         place = self.file or self.host
         if self.file and self.line:
             place = f"{self.file}:{self.line}:{self.col}"
         subject = " ".join(part for part in (place, self.path) if part)
         text = ", ".join(part for part in (self.what, self.found and f"found {self.found}", self.fix) if part)
-        return f"{subject}: {text}" if subject else text
+        return f"{subject}: {label}{text}" if subject else f"{label}{text}"
 
 
 @dataclass(frozen=True)

@@ -540,3 +540,15 @@ def test_missing_file_or_directory_is_a_finding(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         load_all(Path("a\0b"))[0]
     assert str(caught.value).endswith(": cannot read the file, found embedded null byte")
+
+
+def test_warning_beside_errors_is_labelled() -> None:
+    text = "cluster: reef\ncontroller: {host: c1, compute: true}\nnodesets: {lab: {hosts: [n1]}}\n"
+    text += "partitions: {main: {nodesets: [lab], grace: no}}\n"
+    with pytest.raises(SpecError) as caught:
+        load_text(text, "s.yaml")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("s.yaml:2:") and ": warning: in no partition" in lines[0], lines
+    assert "warning" not in lines[1] and "grace" in lines[1]
+    levels = [getattr(finding, "level", "") for finding in caught.value.findings]
+    assert levels == ["warning", "error"]

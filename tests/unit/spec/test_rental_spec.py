@@ -160,7 +160,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "say which provider it is: gcp, lambda, paperspace, runpod, sandbox",
             "s.yaml:4:43 providers.sandbox: missing key `url`, "
             "give the address of your `shoal simulate sandbox` server",
-            "s.yaml:4:69 providers.other: no nodeset rents from it, name it in one, or delete it",
+            "s.yaml:4:69 providers.other: warning: no nodeset rents from it, name it in one, or delete it",
             's.yaml:4:83 providers.other.kind: unknown kind of provider, found "vast", '
             "choose one of gcp, lambda, paperspace, runpod, sandbox",
         ],
