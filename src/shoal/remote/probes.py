@@ -135,25 +135,19 @@ def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -
                 sys.exit("the server does not answer: %s; see journalctl -u %s" % (error, MLFLOW_SERVICE))
             time.sleep(1)
     for name, password in passwords.items():
-        account, is_new = {"username": name, "password": password}, True
+        account = {"username": name, "password": password}
         try:
             call("POST", "/api/2.0/mlflow/users/create", account)
         except urllib.error.HTTPError as error:
             if error.code == 401:
                 text = "the server does not take the password in %s: its accounts are those of another one"
                 sys.exit(text % admin_file)
-            is_new = False
             try:
                 call("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
             except urllib.error.HTTPError as error:
                 sys.exit("the account %s cannot be made: %s" % (name, error))
         if name != MLFLOW_JOBS:  # else another user could take the name of the experiment first
-            try:
-                call("POST", "/api/2.0/mlflow/experiments/create", {"name": name}, user=name)
-            except urllib.error.HTTPError:  # it was there already
-                if is_new:
-                    free_experiment_name(call, name)
-                    call("POST", "/api/2.0/mlflow/experiments/create", {"name": name}, user=name)
+            create_experiment(call, name)
     try:
         with open(mark_file) as mark:
             former = mark.read().split()[2:]
@@ -175,17 +169,30 @@ def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -
         mark.write(digest.hexdigest() + "  -\n" + " ".join(files) + "\n")
 
 
-def free_experiment_name(call: Callable[..., bytes], name: str) -> None:
-    """Rename the experiment that somebody made under the name of a user to come. Its runs stay."""
+def create_experiment(call: Callable[..., bytes], name: str) -> None:
+    """Create the experiment of a user with the user's account. One of others with its name is renamed."""
     path = "/api/2.0/mlflow/experiments/"
-    experiment = json.loads(call("GET", path + "get-by-name?experiment_name=" + urllib.parse.quote(name)))["experiment"]
+    try:
+        call("POST", path + "create", {"name": name}, user=name)
+        return
+    except urllib.error.HTTPError as error:
+        if b"RESOURCE_ALREADY_EXISTS" not in error.read(MAX_ERROR_BYTES):
+            sys.exit("the experiment of %s cannot be made: %s" % (name, error))
+    found = call("GET", path + "get-by-name?experiment_name=" + urllib.parse.quote(name))
+    experiment = json.loads(found)["experiment"]
     number = {"experiment_id": experiment["experiment_id"]}
+    query = {"username": name, "resource_type": "experiment", "resource_id": number["experiment_id"]}
+    granted = call("GET", "/api/3.0/mlflow/users/permissions/get?" + urllib.parse.urlencode(query))
+    if json.loads(granted)["permission"] == "MANAGE":
+        return
     deleted = experiment["lifecycle_stage"] == "deleted"
     if deleted:  # else it cannot be renamed
         call("POST", path + "restore", number)
-    call("POST", path + "update", dict(number, new_name="%s, before the user" % name))
+    # A name that somebody can predict could be taken as well.
+    call("POST", path + "update", dict(number, new_name="%s, before the user (%s)" % (name, os.urandom(4).hex())))
     if deleted:
         call("POST", path + "delete", number)
+    call("POST", path + "create", {"name": name}, user=name)
 
 
 class FileHandle(ctypes.Structure):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from tests.unit.plan.fake_world import host_facts, spec_of
@@ -17,7 +21,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.document import Block, Command, File, Item, Secret, SecretRef
 from shoal.agent.facts import FileFact
 from shoal.remote import program_text
-from shoal.remote.probes import free_experiment_name
+from shoal.remote.probes import create_experiment
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, SharedSecret, Stage
 from shoal.roles.tracking import TrackingComponent
@@ -33,6 +37,7 @@ nodesets:
 tracking: mlflow
 """
 USERS = "users: {ann: {}, bob: {}}\n"
+EXPERIMENT = {"experiment": {"experiment_id": "7", "lifecycle_stage": "active"}}
 PASSWORD, LOGIN = f"{mlflow.USER_PASSWORDS}/ann", f"{mlflow.USER_LOGINS}/ann"
 
 
@@ -147,12 +152,15 @@ def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-            if "/experiments/" in self.path:
-                experiments.append((self.headers["Authorization"], body))
+            if "/experiments/" in self.path or "/permissions/get" in self.path:
+                if body:
+                    experiments.append((self.headers["Authorization"], body))
             else:
                 requests.append((self.command, self.path.rpartition("/")[2], json.loads(body or "{}")))
             code = create if self.path.endswith(("/create", "/grant")) else 200
             answer = b'{"error_code": "RESOURCE_ALREADY_EXISTS"}' if code == 400 else b""
+            if "/get" in self.path:
+                answer = json.dumps(EXPERIMENT | {"permission": "MANAGE"}).encode()
             self.send_response(code)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -201,16 +209,41 @@ def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int
     assert not any(word in done.stdout + done.stderr for word in ("crew", "boss", "hers"))
 
 
+@pytest.mark.parametrize("granted", ["MANAGE", "READ"])
 @pytest.mark.parametrize("stage", ["active", "deleted"])
-def test_experiment_that_others_made_under_the_name_of_a_new_user_is_renamed(stage: str) -> None:
-    calls: list[tuple[str, dict[str, str]]] = []
+def test_experiment_of_others_with_the_name_of_a_user_is_renamed(stage: str, granted: str) -> None:
+    calls: list[tuple[str, Any, str]] = []
 
-    def call(method: str, path: str, body: dict[str, str] | None = None) -> bytes:
-        calls.append((path.rpartition("/")[2], body or {}))
-        return json.dumps({"experiment": {"experiment_id": "7", "lifecycle_stage": stage}}).encode()
+    def call(method: str, path: str, body: object = None, user: str = "admin") -> bytes:
+        step = path.rpartition("/mlflow/")[2].removeprefix("experiments/")
+        calls.append((step, body, user))
+        if step == "create" and len(calls) == 1:
+            raise refusal(400, b'{"error_code": "RESOURCE_ALREADY_EXISTS"}')
+        experiment = EXPERIMENT["experiment"] | {"lifecycle_stage": stage}
+        return json.dumps({"experiment": experiment, "permission": granted}).encode()
 
-    free_experiment_name(call, "ann")
-    number = {"experiment_id": "7"}
-    renamed = [("update", {**number, "new_name": "ann, before the user"})]
-    assert calls[0] == ("get-by-name?experiment_name=ann", {})
-    assert calls[1:] == ([("restore", number), *renamed, ("delete", number)] if stage == "deleted" else renamed)
+    create_experiment(call, "ann")
+    assert [step for step, _, _ in calls[:3]] == [
+        "create",
+        "get-by-name?experiment_name=ann",
+        "users/permissions/get?username=ann&resource_type=experiment&resource_id=7",
+    ]
+    changes = ["update", "create"] if stage == "active" else ["restore", "update", "delete", "create"]
+    assert [step for step, _, _ in calls[3:]] == ([] if granted == "MANAGE" else changes)
+    assert calls[0] == ("create", {"name": "ann"}, "ann")
+    if granted != "MANAGE":
+        assert calls[-1] == calls[0], "so that it is hers"
+        [renamed] = [body["new_name"] for step, body, _ in calls if step == "update"]
+        assert re.fullmatch(r"ann, before the user \([0-9a-f]{8}\)", renamed), "nobody can take it first"
+
+
+def test_experiment_that_cannot_be_made_ends_with_the_reason() -> None:
+    def call(method: str, path: str, body: object = None, user: str = "admin") -> bytes:
+        raise refusal(500, b"no space left")
+
+    with pytest.raises(SystemExit, match="the experiment of ann cannot be made: HTTP Error 500"):
+        create_experiment(call, "ann")
+
+
+def refusal(code: int, body: bytes) -> HTTPError:
+    return HTTPError("http://mlflow", code, "refused", Message(), io.BytesIO(body))
