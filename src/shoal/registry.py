@@ -1,9 +1,15 @@
-"""Finds a class by name: in a table of those that ship with Shoal, or by the entry points of installed packages."""
+"""Finds a class by name: in a table of those that ship with Shoal, or by the entry points of installed packages.
+
+Also the command that installs the packages which a part of Shoal needs and a plain installation lacks.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from collections.abc import Iterable, Mapping
-from importlib import import_module
+from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ProviderError
@@ -45,6 +51,21 @@ def make(name: str, table: Mapping[str, str], group: str, *arguments: object) ->
 def names(table: Mapping[str, str], group: str) -> list[str]:
     """Every name that `find` knows."""
     return sorted({*table, *(entry.name for entry in _list_entry_points(group))})
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of Shoal beside this one, for a message: `PYTHON -m pip install 'a>=1'`."""
+    from importlib.metadata import PackageNotFoundError, requires  # slow to import
+
+    try:
+        lines = requires("shoal") or ()
+    except PackageNotFoundError:
+        lines = ()
+    marker = re.compile(rf"([^;]+);.*\bextra\s*==\s*['\"]{re.escape(extra)}['\"]")
+    packages = [match[1].strip() for line in lines if (match := marker.match(line))] or [f"shoal[{extra}]"]
+    python = shlex.quote(sys.executable or "python3")
+    installer = f"{python} -m pip install" if util.find_spec("pip") else f"uv pip install --python {python}"
+    return f"{installer} {' '.join(map(shlex.quote, packages))}"
 
 
 def _list_entry_points(group: str) -> Iterable[EntryPoint]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster
@@ -108,6 +109,28 @@ def test_service_killed_repeatedly_orders_nothing_twice_and_leaves_no_machine(
     machines = bill(url)["machines"]
     assert len(machines) == before + 2
     assert all(machine["ended"] for machine in machines)
+
+
+def test_up_without_a_package_that_release_needs_changes_nothing(tmp_path: Path) -> None:
+    key = {"client_email": "a@b.test", "private_key": "none", "token_uri": "https://b.test"}
+    (tmp_path / "key.json").write_text(json.dumps(key))
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['google.auth'] = None\n")
+    text = f"""\
+cluster: {NAME}-gcp
+controller: {{provider: sandbox}}
+providers:
+  gcp: {{key: "file:{tmp_path}/key.json", project: p}}
+nodesets:
+  burst: {{provider: gcp, type: a2-highgpu-1g, zone: us-central1-a, max: 1}}
+"""
+    cluster = Cluster(tmp_path, text)
+    cluster.env["PYTHONPATH"] = str(tmp_path)
+    said = "machines of gcp could not be released from here: gcp needs the package google-auth, which is not installed"
+    refused = cluster.shoal("up", status=1).stderr
+    assert f"error: {said}; nothing was changed" in " ".join(refused.split())
+    assert "pip install" in refused and "google-auth>=2.35" in refused and cluster.instances() == {}
+    [finding] = [entry for entry in cluster.json("check", status=None)["findings"] if entry["what"] == said]
+    assert finding["level"] == "error" and "google-auth>=2.35" in finding["fix"]
 
 
 def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:

@@ -12,8 +12,10 @@ from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import Offer, ProviderLogin, Query, RentalProvider
 from shoal.cloud.providers.prices import prices, store_prices
 from shoal.errors import ProviderError, ShoalError, UsageError
+from shoal.spec.finding import Finding
 from shoal.spec.local_files import resolve_secret
 from shoal.spec.members import provider_accounts as accounts_of
+from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
 from shoal.spec.rental import account_settings
 from shoal.verbs.context import Context
@@ -96,6 +98,24 @@ async def ask_all(
         else:
             answers[account.name] = answer
     return answers, failures
+
+
+async def release_findings(spec: Spec, opened: Open = rental_provider) -> list[Finding]:
+    """What keeps this machine from releasing rented machines: a missing package, or a key that is none.
+
+    The controller has its own packages, so it could rent what `shoal reap` and `shoal down` cannot release from here. A
+    key that is not on this machine is reported where it is needed.
+    """
+    used = {account for nodeset in rented_sets(spec).values() for account in nodeset.accounts}
+    findings = []
+    for login in open_accounts(spec).usable if used else ():
+        try:
+            await opened(login).close()
+        except ShoalError as error:
+            what = f"machines of {login.name} could not be released from here: {error.message}"
+            if login.name in used:
+                findings.append(Finding("error", what, fix=error.hint, path=f"providers.{login.name}"))
+    return findings
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import ProviderError, ShoalError
+from shoal.registry import install_command
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ async def simulate(
         from shoal_simulators.market import Market
     except ModuleNotFoundError as error:
         raise ShoalError(
-            f"cannot simulate {kind}: the package {error.name} is not installed", hint="pip install 'shoal[simulate]'"
+            f"cannot simulate {kind}: the package {error.name} is not installed",
+            hint=f"run `{install_command('simulate')}`",
         ) from None
     fault_list = instances.read_fault_file(faults) if faults else []
     simulator = find_simulator(kind)

@@ -25,6 +25,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context, cannot_make, compute_hosts, report_to
 from shoal.verbs.controller_move import move_service, predecessor, record_controller
+from shoal.verbs.provider_accounts import release_findings
 from shoal.verbs.rentals import ledger_rentals, record_ended
 from shoal.verbs.shares import unservable_share_findings
 
@@ -96,6 +97,8 @@ async def up(
     leave_records: bool = False,
 ) -> UpResult:
     """Make missing hosts, apply the spec to all hosts, and wait until Slurm sees every node."""
+    for finding in await release_findings(context.spec):
+        raise ProviderError(f"{finding.what}; nothing was changed", hint=finding.fix)
     stock = await survey(context)
     if context.controller.name in stock.new:
         require_secrets(unavailable_secrets(user_secrets(context.spec)))
@@ -226,7 +229,8 @@ async def survey(context: Context) -> Survey:
         context.members, {name: instance.shape for name, instance in instance_by_name.items()}
     )
     new = tuple(request.name for _, request in missing if request.name not in instance_by_name)
-    return Survey(missing, orphans, new, (*instances.findings, *shape_warnings))
+    unreleasable = await release_findings(context.spec)
+    return Survey(missing, orphans, new, (*instances.findings, *shape_warnings, *unreleasable))
 
 
 async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> dict[str, HostError]:

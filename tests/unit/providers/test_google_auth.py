@@ -15,6 +15,7 @@ from tests.contract.rental_providers import http, saying
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.cloud.providers.google_auth import AUDIENCE, GoogleTokens
 from shoal.errors import ProviderError
+from shoal.registry import install_command
 
 PEM = (
     rsa.generate_private_key(65537, 2048)
@@ -45,7 +46,7 @@ def test_missing_google_auth_is_reported_with_the_fix(monkeypatch: pytest.Monkey
     with pytest.raises(ProviderError) as caught:
         GoogleTokens(account(json.dumps(KEY)))
     assert caught.value.message == "google needs the package google-auth, which is not installed"
-    assert caught.value.hint == "pip install 'shoal[gcp]'"
+    assert caught.value.hint == f"run `{install_command('gcp')}`" and "'google-auth>=2.35'" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from shoal.errors import ProviderError, ShoalError, UsageError
+from shoal.registry import install_command
 from shoal.verbs.simulate import Simulated, simulate
 from shoal_simulators import find_simulator
 from shoal_simulators.backend import NoHosts
@@ -208,4 +209,4 @@ async def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: s
     with pytest.raises(ShoalError) as caught:
         await simulate("lambda", lambda simulated: None)
     assert caught.value.message.startswith(f"cannot simulate lambda: the package {module}")
-    assert caught.value.hint == "pip install 'shoal[simulate]'"
+    assert caught.value.hint == f"run `{install_command('simulate')}`" and "'starlette>=" in caught.value.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 
 import pytest
@@ -13,11 +14,12 @@ from tests.unit.verbs.fake_renters import RENTING, FakeRenter, context, opener
 
 from shoal.cli.output import dump
 from shoal.cli.rental_commands import ROWS, show_offers
-from shoal.cloud.providers.api import Offer, Query
+from shoal.cloud.providers.api import Offer, ProviderLogin, Query
 from shoal.cloud.providers.prices import prices
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ProviderError, ShoalError, UsageError
 from shoal.verbs import provider_accounts as accounts
-from shoal.verbs.provider_accounts import OffersResult, offers, open_accounts
+from shoal.verbs import up as up_verb
+from shoal.verbs.provider_accounts import OffersResult, offers, open_accounts, release_findings
 
 H100 = Offer("lambda", "gpu_8x_h100_sxm5", "us-west-1", usd_hour=31.92, gpu="H100", gpus=8, available="yes")
 A10 = Offer("lambda", "gpu_1x_a10", "us-east-1", usd_hour=1.29, gpu="A10", gpus=1, available="yes")
@@ -145,6 +147,27 @@ async def test_missing_key_affects_only_its_account(monkeypatch: pytest.MonkeyPa
     assert made.usable[0].secret == "sk-very-secret"
     assert "sk-very-secret" not in repr(made)
     assert (made.usable[1].kind, made.usable[1].settings) == ("gcp", {"project": "p"})
+
+
+async def test_missing_package_for_release_is_an_error_of_check_plan_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ProviderError("cloud needs the package google-auth, which is not installed", hint="run `pip`")
+
+    def refuse(login: ProviderLogin) -> FakeRenter:
+        if login.name == "cloud":
+            raise error
+        return FakeRenter([])
+
+    [finding] = await release_findings(context(RENTING).spec, refuse)
+    assert (finding.level, finding.path, finding.fix) == ("error", "providers.cloud", "run `pip`")
+    assert finding.what == (
+        "machines of cloud could not be released from here: cloud needs the package google-auth, which is not installed"
+    )
+    unused = LAB + "providers: {cloud: {kind: gcp, key: env:PATH, project: p}}\n"
+    assert await release_findings(context(unused).spec, refuse) == [], "nothing is rented there"
+    monkeypatch.setattr(up_verb, "release_findings", partial(release_findings, opened=refuse))
+    with pytest.raises(ProviderError) as caught:
+        await up_verb.up(context(RENTING))
+    assert caught.value.message == f"{finding.what}; nothing was changed" and caught.value.hint == "run `pip`"
 
 
 async def test_table_shows_region_price_and_date() -> None:

@@ -11,6 +11,7 @@ import httpx
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.cloud.providers.response_limits import ACCEPT_ENCODING, fetch, parse_json
 from shoal.errors import ProviderError
+from shoal.registry import install_command
 
 METADATA_TIMEOUT_S = 5.0
 AUDIENCE = "https://compute.googleapis.com/"
@@ -90,7 +91,7 @@ def _signer(name: str, key: dict[str, Any]) -> Any:
         from google.auth import jwt
     except ImportError:
         raise ProviderError(
-            f"{name} needs the package google-auth, which is not installed", hint="pip install 'shoal[gcp]'"
+            f"{name} needs the package google-auth, which is not installed", hint=f"run `{install_command('gcp')}`"
         ) from None
     signer: Any = jwt.Credentials  # its classes are untyped
     try:
