@@ -27,6 +27,17 @@ KINDS = ("gcp", "lambda", "paperspace", "runpod", "sandbox")
 GROUP = "shoal.renters"
 SANDBOX = "sandbox"
 MARKETS = ("on-demand", "spot")
+SETTINGS = {
+    "gcp": ("external_address", "image", "network", "project", "subnetwork"),
+    "lambda": ("create_interval",),
+    "paperspace": ("network", "template"),
+    "runpod": ("cloud", "image"),
+    "sandbox": ("project",),  # without effect: it stands in for any provider
+}
+"""The `settings` that the providers of Shoal use. Those of other packages are unknown here."""
+INTERVAL_SETTINGS = ("request_interval", "timeout", "create_interval")
+"""Seconds; all providers have the first two."""
+SETTING_CHOICES = {("gcp", "external_address"): ("yes", "no"), ("runpod", "cloud"): ("secure", "community")}
 MAX_NODES = 1000
 """The most nodes of a rented nodeset."""
 DEFAULT_IDLE_TIME = "10m"

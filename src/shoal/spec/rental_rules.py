@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from shoal.spec.finding import Path, Problem, nearest, show
 from shoal.spec.hosts import NodeSet, NodeSets
 from shoal.spec.network import Network
 from shoal.spec.partitions import Partition, show_time
-from shoal.spec.rental import DEFAULT_IDLE_TIME, KINDS, LIFETIME, SANDBOX, Budget, OfferChoice, ProviderAccount, kinds
+from shoal.spec.rental import (
+    DEFAULT_IDLE_TIME,
+    INTERVAL_SETTINGS,
+    KINDS,
+    LIFETIME,
+    SANDBOX,
+    SETTING_CHOICES,
+    SETTINGS,
+    Budget,
+    OfferChoice,
+    ProviderAccount,
+    kinds,
+)
 from shoal.spec.values import minutes, seconds
 
 Accounts = Mapping[str, ProviderAccount | None]
@@ -68,8 +81,26 @@ def _account_problems(accounts: Accounts, nodesets: Mapping[str, NodeSet]) -> It
             yield Problem(path, "missing key `key`", "", "say where the API key is: env:NAME or file:PATH")
         if kind == "gcp" and not account.is_set("project"):
             yield Problem(path, "missing key `project`", "", "name the project that pays")
+        elif account.is_set("project") and "project" not in SETTINGS.get(kind, ("project",)):
+            yield Problem((*path, "project"), f"`project` for {kind}", "", "delete it: only Google Cloud has projects")
+        yield from _setting_problems(path, kind, account)
         if name not in used and all_known:
             yield Problem(path, "no nodeset rents from it", "", "name it in one, or delete it", "warning")
+
+
+def _setting_problems(path: Path, kind: str, account: ProviderAccount) -> Iterator[Problem]:
+    """Every setting is one that the provider uses: a misspelt one would have no effect."""
+    if kind not in SETTINGS or "settings" in account.invalid:
+        return
+    names = [*SETTINGS[kind], *INTERVAL_SETTINGS[:2]]
+    for name, value in account.settings.items():
+        place = (*path, "settings", name)
+        if name not in names:
+            yield Problem(place, f"unknown setting of {kind}", show(name), nearest(name, names))
+        elif name in INTERVAL_SETTINGS and not re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+            yield Problem(place, "not a number of seconds", show(value), "write a number, such as 2 or 0.5")
+        elif (options := SETTING_CHOICES.get((kind, name))) and value.lower() not in options:
+            yield Problem(place, f"unknown {name}", show(value), f"choose one of {', '.join(options)}")
 
 
 def _nodeset_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Iterator[Problem]:

@@ -98,9 +98,10 @@ def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
 
 
 def write_file(place: Path, clouds: dict[str, str], controller: str = "{name: c1, address: 127.0.0.1}") -> None:
-    unhurried = "settings: {request_interval: '0', create_interval: '0'}"
+    settings = {"lambda": "request_interval: '0', create_interval: '0'", "runpod": "request_interval: '0'"}
     accounts = "".join(
-        f"  {name}: {{key: 'env:CLOUD_KEY', url: '{url}', {unhurried}}}\n" for name, url in clouds.items()
+        f"  {name}: {{key: 'env:CLOUD_KEY', url: '{url}', settings: {{{settings[name]}}}}}\n"
+        for name, url in clouds.items()
     )
     (place / "shoal.yaml").write_text(
         f"cluster: reef\ncontroller: {{host: {controller}}}\nnodesets:\n  burst:\n    max: 4\n    cpus: 4\n"

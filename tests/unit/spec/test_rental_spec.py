@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from shoal.cloud import providers
+from shoal.cloud.providers import RENTAL_PROVIDERS
 from shoal.errors import SpecError
 from shoal.spec.docs import schema
 from shoal.spec.loader import load_text, load_text_all
 from shoal.spec.members import members, provider_accounts, rented_members, rented_sets
-from shoal.spec.rental import Budget, OfferChoice, account_settings
+from shoal.spec.rental import INTERVAL_SETTINGS, KINDS, SETTINGS, Budget, OfferChoice, account_settings
 
 HEAD = "cluster: reef\ncontroller: {host: ctl}\n"
 LAMBDA = "providers: {lambda: {key: env:LAMBDA_API_KEY}}\n"
@@ -186,6 +190,29 @@ CASES: dict[str, tuple[str, list[str]]] = {
             's.yaml:7:42 budget.then: unknown end of a budget, found "stop", choose one of refuse, end',
         ],
     ),
+    "settings that the provider does not have": (
+        HEAD + "providers:\n"
+        "  lambda: {key: env:A, project: p, settings: {netwrok: x, timeout: soon}}\n"
+        "  gcp: {key: env:B, project: p, settings: {subnetwrk: s, external_address: maybe, image: i}}\n"
+        "  runpod: {key: env:C, settings: {cloud: comunity}}\n"
+        "nodesets:\n"
+        "  l: {provider: lambda, type: a, max: 2}\n"
+        "  g: {provider: gcp, type: a, max: 2}\n"
+        "  r: {provider: runpod, type: a, max: 2}\n",
+        [
+            "s.yaml:4:33 providers.lambda.project: `project` for lambda, delete it: only Google Cloud has projects",
+            's.yaml:4:56 providers.lambda.settings.netwrok: unknown setting of lambda, found "netwrok", '
+            "known: create_interval, request_interval, timeout",
+            's.yaml:4:68 providers.lambda.settings.timeout: not a number of seconds, found "soon", '
+            "write a number, such as 2 or 0.5",
+            's.yaml:5:55 providers.gcp.settings.subnetwrk: unknown setting of gcp, found "subnetwrk", '
+            "did you mean `subnetwork`?",
+            's.yaml:5:76 providers.gcp.settings.external_address: unknown external_address, found "maybe", '
+            "choose one of yes, no",
+            's.yaml:6:42 providers.runpod.settings.cloud: unknown cloud, found "comunity", '
+            "choose one of secure, community",
+        ],
+    ),
     "a budget without a limit": (
         HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2}}\nbudget: {then: end}\n",
         ["s.yaml:5:1 budget: a budget without a limit, give one of per_hour, per_day, per_month"],
@@ -238,6 +265,18 @@ def test_invalid_file_has_exactly_the_expected_findings(name: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_text(text, "s.yaml")
     assert str(caught.value).split("\n") == expected
+
+
+def test_settings_of_each_provider_are_those_that_its_client_reads() -> None:
+    place = Path(providers.__file__).parent
+    read = {kind: set[str]() for kind in KINDS}
+    for kind, target in RENTAL_PROVIDERS.items():
+        files = [place / f"{target.partition(':')[0].rpartition('.')[2]}.py"]
+        files += [place / "google_auth.py"] if kind == "gcp" else []
+        read[kind] |= {name for file in files for name in re.findall(r'settings\.get\("(\w+)"', file.read_text())}
+    assert read | {"sandbox": {"project"}} == {kind: set(names) for kind, names in SETTINGS.items()}
+    shared = set(re.findall(r'settings\.get\("(\w+)"', (place / "http.py").read_text()))
+    assert shared == set(INTERVAL_SETTINGS[:2])
 
 
 def test_job_time_above_the_lifetime_and_unused_accounts_are_warnings() -> None:
