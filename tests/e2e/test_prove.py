@@ -78,6 +78,7 @@ def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None
     [
         ("same samples", "step 1: every rank reads the same 8 samples, numbers 1-8 of the 16 that one process reads"),
         ("sums", "gradients are summed over the 2 ranks instead of averaged"),
+        ("sampler without epochs", "the DistributedSampler shuffles every epoch alike"),
     ],
 )
 def test_wrong_script_fails_with_the_cause(tree: Path, fault: str, said: str) -> None:

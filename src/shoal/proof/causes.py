@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from shoal.proof.compare import Comparison, relative, same_samples
@@ -126,6 +126,13 @@ def _gradient_causes(runs: RunPair) -> Iterator[str]:
     """The first loss or gradient differs, on the same samples and parameters."""
     world, ratio = runs.many.world_size, runs.ratio
     loss_clause = ", as is the reported loss" if runs.first_loss_differs else "; the loss itself agrees"
+    single_batches, many_batches = runs.single.batches(0), runs.many.batches(0)
+    if single_batches != many_batches and abs(ratio * single_batches / many_batches - 1) < RATIO_TOLERANCE:
+        yield (
+            f"the first gradient is {many_batches}/{single_batches} of that of one process{loss_clause}: one process"
+            f" accumulates the gradients of {single_batches} batches for a step, {world} accumulate {many_batches}"
+            " each, and backward() adds them up; divide the loss by the number of batches of a step"
+        )
     if abs(ratio / world - 1) < RATIO_TOLERANCE:
         yield (
             f"the first gradient is {world} times that of one process{loss_clause}: gradients are summed over the"
@@ -145,9 +152,11 @@ def _gradient_causes(runs: RunPair) -> Iterator[str]:
                 " on GPUs, or GroupNorm or LayerNorm"
             )
         if model.dropout:
-            clauses.append(
-                f"{_shorten(model.dropout)} (Dropout) draws other numbers on each rank: prove the script with dropout 0"
-            )
+            numbers, remedy = "draws other numbers on each rank", "prove the script with dropout 0"
+            if runs.many.draws_same_numbers:
+                numbers = "draws the same numbers on every rank, because their seeds are equal"
+                remedy = f"seed each rank apart, torch.manual_seed(seed + rank), and {remedy}"
+            clauses.append(f"{_shorten(model.dropout)} (Dropout) {numbers}: {remedy}")
         if clauses:
             yield "the first loss differs, on the same samples: " + "; ".join(clauses)
         single_loss, many_loss = runs.single.losses[0].value, runs.many.losses[0].value
@@ -166,6 +175,11 @@ def _gradient_causes(runs: RunPair) -> Iterator[str]:
 
 def _late_causes(runs: RunPair) -> Iterator[str]:
     """All agree at the first step. There is always a cause here."""
+    if runs.many.repeated_order and replace(runs.comparison, epochs_alike=False).within(runs.tolerance):
+        yield (
+            f"the {runs.many.repeated_order} shuffles every epoch alike: set_epoch() does not change its order; call"
+            " sampler.set_epoch(epoch) before each epoch"
+        )
     worst = max(runs.comparison.losses.relative, runs.comparison.parameters.relative)
     if worst <= MAX_ROUNDING * runs.tolerance:
         yield (

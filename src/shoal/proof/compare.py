@@ -51,13 +51,15 @@ class Comparison:
     samples: bool
     """At each step all ranks together read what one process reads. If every rank read all of it, the numbers would
     agree too, and N processes would be no faster than one."""
+    epochs_alike: bool = False
+    """A sampler shuffles every epoch alike: one process may do the same, so the numbers agree."""
 
     def within(self, tolerance: float) -> bool:
         """Whether the two runs are the same but for rounding."""
         differences = (self.losses, self.gradient, self.parameters)
         has_equal_numbers = all(difference.relative <= tolerance for difference in differences)
         has_equal_steps = self.samples and self.losses_told and self.steps[0] == self.steps[1]
-        return has_equal_numbers and has_equal_steps and not self.apart
+        return has_equal_numbers and has_equal_steps and not self.apart and not self.epochs_alike
 
 
 def compare(single: RunRecord, many: RunRecord) -> Comparison:
@@ -72,6 +74,7 @@ def compare(single: RunRecord, many: RunRecord) -> Comparison:
         [loss.step for loss in single.losses] == [loss.step for loss in many.losses],
         many.diverged is not None,
         all(same_samples(single, many, step) for step in range(min(single.steps, many.steps))),
+        bool(many.repeated_order),
     )
 
 

@@ -39,6 +39,8 @@ class Step:
     """The same for its shards of the others."""
     samples: tuple[str, ...]
     """A digest of each sample, in the order in which the model received them."""
+    batches: int = 1
+    """How often the model was called for it: more than once where gradients are accumulated."""
 
 
 Values: TypeAlias = "Sequence[memoryview[float]]"
@@ -71,6 +73,10 @@ class RankRecord:
     start: Mapping[str, str] = field(default_factory=dict)
     """The digest of each parameter before the first step, on rank 0."""
     end: Mapping[str, StoredParameter] = field(default_factory=dict)
+    random_state: str = ""
+    """A digest of its generators of random numbers before the first step; empty if unknown."""
+    repeated_order: str = ""
+    """A sampler that shuffles every epoch alike; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,21 @@ class RunRecord:
             else [parameter.values]
             for name, parameter in (self.ranks[0].end.items() if self.ranks else ())
         }
+
+    def batches(self, step: int) -> int:
+        """How often a rank called the model for a step."""
+        return self.ranks[0].steps[step].batches
+
+    @property
+    def draws_same_numbers(self) -> bool:
+        """All ranks draw the same random numbers."""
+        states = {rank.random_state for rank in self.ranks}
+        return len(self.ranks) > 1 and len(states) == 1 and "" not in states
+
+    @property
+    def repeated_order(self) -> str:
+        """A sampler of some rank that shuffles every epoch alike."""
+        return next((rank.repeated_order for rank in self.ranks if rank.repeated_order), "")
 
     @cached_property
     def diverged(self) -> tuple[str, int] | None:
@@ -217,12 +238,14 @@ def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
         losses=losses,
         start={name: digest for name, (digest,) in _parts(lines_by_kind["begins"])},
         end=_read_parameters(lines_by_kind["ends"], path.with_suffix(".end")),
+        random_state=next((line["state"] for line in lines_by_kind["random"]), ""),
+        repeated_order=next((line["sampler"] for line in lines_by_kind["order"]), ""),
     )
 
 
 def _step(line: dict[str, Any]) -> Step:
     whole_norm, sharded = (float.fromhex(text) for text in line["gradients"])
-    return Step(float.fromhex(line["lr"]), whole_norm, sharded, tuple(line["samples"]))
+    return Step(float.fromhex(line["lr"]), whole_norm, sharded, tuple(line["samples"]), line.get("batches", 1))
 
 
 def _read_parameters(lines: list[dict[str, Any]], path: Path) -> dict[str, StoredParameter]:

@@ -11,7 +11,10 @@ The lines, by `kind`:
 
     start   rank, world_size
     model   parallel, batch_norm, dropout: how it is spread, and the layers whose result depends on how it is
-    step    one step of the optimizer: its number, lr, gradients (squares summed: of whole tensors, of shards), samples
+    step    one step of the optimizer: its number, lr, gradients (squares summed: of whole tensors, of shards), samples,
+            batches: how often the model was called for it
+    random  state: a digest of the generators of random numbers before the first call of the model
+    order   sampler: a DistributedSampler shuffles every epoch alike
     loss    source, step, loss, samples: what the script said, and how many samples it had seen since the last one
     begins  the parameters of rank 0 before the first step: for each its name and digest
     ends    those of this rank after the last one: type, and for each its name, digest, sharded, bytes in rank-R.end
@@ -92,6 +95,7 @@ class ProofRecorder:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rank-{env.rank}.jsonl"
         self._fresh: list[str] = []
+        self._batches = 0
         self._seen: dict[str, int] = {}
         self._samples = 0
         self.steps = 0
@@ -111,6 +115,7 @@ class ProofRecorder:
     def add_samples(self, digests: Iterable[str]) -> None:
         """The model receives these samples for training."""
         new_samples = list(digests)
+        self._batches += 1
         self._fresh += new_samples
         self._samples += len(new_samples)
 
@@ -121,7 +126,14 @@ class ProofRecorder:
         samples, self._fresh = self._fresh, []
         gradients = [float(whole).hex(), float(sharded).hex()]
         self.steps += 1
-        self._line("step", step=self.steps, lr=float(lr).hex(), gradients=gradients, samples=samples)
+        batches, self._batches = self._batches, 0
+        self._line("step", step=self.steps, lr=float(lr).hex(), gradients=gradients, samples=samples, batches=batches)
+
+    def random(self, state: str) -> None:
+        self._line("random", state=state)
+
+    def repeated_order(self, sampler: str) -> None:
+        self._line("order", sampler=sampler)
 
     def loss(self, source: str, step: int, loss: Any) -> None:
         """The script reports its loss, which may be a tensor."""

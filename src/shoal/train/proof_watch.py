@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.distributed import DistributedSampler
 
 from shoal.train.proof_record import ParameterPart, ProofRecorder, proof_recorder
 
@@ -33,6 +34,7 @@ def begin_proof(environ: Mapping[str, str] = os.environ) -> None:
     if recorder is None:
         return
     atexit.register(_leave, recorder, os.getpid())  # registered first, so that it runs last
+    _watch_samplers()
     torch.manual_seed(recorder.rank)
     random.seed(recorder.rank)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -67,7 +69,7 @@ class ModelWatch:
         self._model = model.to(self._dtype)
         model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._ended = False
+        self._ended = self._has_run = False
         recorder.record_start(self._parameter_parts())
 
     def choose_kind(self, script_kind: Literal["ddp", "fsdp"]) -> Literal["ddp", "fsdp"]:
@@ -97,7 +99,13 @@ class ModelWatch:
         if model.training and torch.is_grad_enabled():
             if self._recorder.complete:
                 self._recorder.stopped_early = True
+                for sampler in _SAMPLERS:  # training would go on, with an order that nothing ever changed
+                    if sampler.shuffle and not getattr(sampler, _EPOCHS)[0]:
+                        self._recorder.repeated_order(type(sampler).__name__)
                 raise SystemExit(0)  # every rank has taken equally many steps
+            if not self._has_run:
+                self._has_run = True
+                self._recorder.random(_random_state())
             self._recorder.add_samples(digests((args, kwargs)))
         return _cast(args, self._dtype), _cast(kwargs, self._dtype)
 
@@ -139,6 +147,46 @@ def watch_model(model: nn.Module, environ: Mapping[str, str] = os.environ) -> Mo
     """Watch a model before it is distributed; None if this is not a proof."""
     recorder = proof_recorder(environ)
     return ModelWatch(recorder, model) if recorder is not None else None
+
+
+_EPOCHS = "_shoal_epochs"
+_SAMPLERS: list[DistributedSampler[Any]] = []
+"""Those that this process has read from."""
+
+
+def _watch_samplers() -> None:
+    """Note which epochs samplers are set to: without set_epoch() they shuffle every epoch alike."""
+    _SAMPLERS.clear()
+    if getattr(DistributedSampler, _EPOCHS, None) is not None:
+        return
+    iterate, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
+    setattr(DistributedSampler, _EPOCHS, (False, ()))  # whether set_epoch() was called, and the epochs that were read
+
+    def watched_iter(self: DistributedSampler[Any]) -> Iterator[Any]:
+        was_set, epochs = getattr(self, _EPOCHS)
+        recorder = proof_recorder()
+        if self.shuffle and self.epoch in epochs and recorder is not None:
+            recorder.repeated_order(type(self).__name__)
+        setattr(self, _EPOCHS, (was_set, (*epochs, self.epoch)))
+        if not any(sampler is self for sampler in _SAMPLERS):
+            _SAMPLERS.append(self)
+        order: Iterator[Any] = iterate(self)
+        return order
+
+    def watched_set_epoch(self: DistributedSampler[Any], epoch: int) -> None:
+        setattr(self, _EPOCHS, (True, getattr(self, _EPOCHS)[1]))
+        set_epoch(self, epoch)
+
+    DistributedSampler.__iter__ = watched_iter
+    DistributedSampler.set_epoch = watched_set_epoch
+
+
+def _random_state() -> str:
+    """A digest of the state of torch's generators: ranks with equal ones draw the same numbers."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return hashlib.blake2b(b"".join(map(_bytes, states)), digest_size=8).hexdigest()
 
 
 def digests(value: Any) -> list[str]:

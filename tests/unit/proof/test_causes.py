@@ -104,6 +104,30 @@ def test_wrong_gradient_size_fails_even_if_the_optimizer_hides_the_size() -> Non
     assert not found.within(TOLERANCE)
 
 
+def test_undivided_accumulation_is_not_taken_for_a_second_division() -> None:
+    def with_batches(run: RunRecord, batches: int) -> RunRecord:
+        steps = [tuple(dataclasses.replace(step, batches=batches) for step in rank.steps) for rank in run.ranks]
+        return RunRecord(
+            tuple(dataclasses.replace(rank, steps=own) for rank, own in zip(run.ranks, steps, strict=True))
+        )
+
+    said = cause(with_batches(many(4, gradients=(9.0 / 16, 4.0)), 2), with_batches(ONE, 8))
+    assert said.startswith("the first gradient is 2/8 of that of one process; the loss itself agrees: one process")
+    assert "divide the loss by the number of batches of a step" in said
+
+
+def test_equal_seeds_are_told_from_other_numbers() -> None:
+    run = many(2, losses=(2.5, 1.0), dropout=("e",))
+    equal = RunRecord(tuple(dataclasses.replace(rank, random_state="aa") for rank in run.ranks))
+    assert "e (Dropout) draws the same numbers on every rank, because their seeds are equal" in cause(equal)
+    assert "e (Dropout) draws other numbers on each rank" in cause(run)
+
+
+def test_sampler_without_set_epoch_fails_although_all_numbers_agree() -> None:
+    run = RunRecord(tuple(dataclasses.replace(rank, repeated_order="DistributedSampler") for rank in many().ranks))
+    assert cause(run).startswith("the DistributedSampler shuffles every epoch alike: set_epoch() does not change")
+
+
 def test_gradient_with_another_factor_is_reported_as_modified() -> None:
     assert "the first gradient is 1.66667 times that of one process: something changes gradients" in cause(
         many(2, gradients=(25.0, 4.0))

@@ -42,6 +42,7 @@ RIGHT = [
     Case(dtype="float32", parallel="fsdp"),
     Case("no seed"),
     Case("tracker"),
+    Case("sampler"),
 ]
 WRONG = {
     Case("same samples"): "step 1: every rank reads the same 8 samples, numbers 1-8 of the 16 that one process"
@@ -65,6 +66,14 @@ WRONG = {
     Case("scaled rate"): "step 1: the learning rate is 0.1 with 2 processes and 0.05 with one",
     Case("rank 0 tells"): "only rank 0 of 2 reported a loss",
     Case("batch norm"): "the first loss differs, on the same samples: 1 (BatchNorm) looks at the samples of its own",
+    Case("accumulates"): "the first gradient is 2/4 of that of one process; the loss itself agrees: one process"
+    " accumulates the gradients of 4 batches for a step, 2 accumulate 2 each, and backward() adds them up",
+    Case(
+        "equal seeds"
+    ): "3 (Dropout) draws the same numbers on every rank, because their seeds are equal: seed each rank",
+    Case("sampler without epochs"): "the DistributedSampler shuffles every epoch alike: set_epoch() does not change its"
+    " order; call sampler.set_epoch(epoch) before each epoch",
+    Case("sampler without epochs", steps=5): "the DistributedSampler shuffles every epoch alike",
     Case("dropout"): "the first loss differs, on the same samples: 3 (Dropout) draws other numbers on each rank",
 }
 
