@@ -89,6 +89,15 @@ def test_cache_keeps_the_two_latest_environments_and_clusters_keep_theirs(machin
     machine.provide("one")  # rebuilt
 
 
+def test_second_list_goes_to_a_directory_of_its_own(machine: Machine) -> None:
+    machine.provide("one")
+    process = machine.start("one", str(machine.requirements), "more")
+    output = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    env, more = (machine.shared("one") / name / "tiny.py" for name in ("env", "more"))
+    assert env.samefile(more) and sorted(os.listdir(machine.shared("one"))) == ["env", "more"]
+
+
 def test_missing_cluster_is_reported(machine: Machine) -> None:
     process = machine.start("three", str(machine.requirements))
     assert process.communicate(timeout=60)[1] == "no sandbox cluster three: create it with `shoal up`\n"
