@@ -57,6 +57,15 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     on_host("printf 'print(6 * 7)\\n' > answer.py")
     done = json.loads(on_host("shoal run --json --wait answer.py"))
     assert "42" in [line["text"] for line in done["lines"]]
+    on_host("printf 'import time\\ntime.sleep(600)\\n' > wait.py")
+    job = json.loads(on_host("shoal run --json wait.py"))["id"]
+    cluster.wait("the job runs", lambda: on_host(f"squeue -h -t R -o %i -j {job}").strip() == job)
+    node = on_host(f"squeue -h -o %N -j {job}").strip()
+    assert on_host(f"shoal ssh --job {job} {node} id -un '&&' echo '$SLURM_JOB_ID'").split() == [alice.user, job]
+    # A shell needs a terminal, and `script` gives it one.
+    shell = on_host(f"echo 'echo in-$((6*7)) $SLURM_JOB_ID; exit' | script -qec 'shoal ssh --job {job}' /dev/null")
+    assert f"in-42 {job}" in shell
+    on_host(f"shoal cancel {job}")
     owners = cluster.on(host, "find", PROGRAM, "/opt/shoal/users", "-not", "-user", "root", "-o", "-perm", "/022")
     assert not [path for path in owners.split() if cluster.on(host, "stat", "-c", "%F", path) != "symbolic link\n"]
     assert "needs the operator's file" in on_host("shoal up", status=2)
