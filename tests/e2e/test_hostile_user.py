@@ -2,6 +2,16 @@
 
 Each attack runs on one cluster under `network: lan`, and again after its change to WireGuard. Beside each attack is a
 control: the same with the rights that the attacker lacks, so that an attack which is merely mistyped does not pass.
+
+Other attacks have tests of their own, below tests/:
+    answers of providers and MLflow   unit/providers/test_hostile_answers.py, unit/train/test_hostile_tracking_server.py
+    code in a checkpoint (pickle)     unit/train/test_checkpoint_safety.py
+    text for the terminal             unit/cli/test_hostile_text.py
+    files of a job that root reads    unit/jobs/test_hostile_files.py, unit/jobs/test_job_directory.py
+    keys, shares, groups in the file  unit/spec/test_dangerous_values.py
+    a neighbour in a LAN (ARP)        unit/verbs/test_check.py: `check` warns; docs/network.md has the remedy
+    first key of a rented machine     e2e/test_rented_host_keys.py
+    another user's runs, environments e2e/test_lab.py, with MLflow itself
 """
 
 from __future__ import annotations
@@ -307,18 +317,14 @@ ESCAPE = "\\033]52;c;ZXZpbA==\\a\\302\\2332J"
 def test_files_and_names_of_a_job_neither_block_nor_deceive_the_operator(cluster: Cluster) -> None:
     place = f"/tmp/mallory-{network_of(cluster)}"
     submit = f"sbatch --parsable -J \"$(printf 'evil{ESCAPE}')\" -w controller -D {place} --wrap 'sleep 3600'"
-    shadow, job = run_as(
-        cluster,
-        "mallory",
-        f"mkdir -p {place}; sbatch --parsable -w controller -o /etc/shadow --wrap true; {submit} -o {place}/out",
-    ).split()
-    run_as(
-        cluster,
-        "mallory",
+    read_shadow = "sbatch --parsable -w controller -o /etc/shadow --wrap true"
+    shadow, job = run_as(cluster, "mallory", f"mkdir -p {place}; {read_shadow}; {submit} -o {place}/out").split()
+    files = (
         f"mkdir {place}/{job} && cd {place}/{job} && mkfifo progress.json rank-0.0.log && ln -s /dev/zero rank-1.0.log"
         f" && ln -s /etc/shadow rank-2.0.log && truncate -s 8G rank-3.0.log"
-        f" && printf '1.0 hi{ESCAPE}\\n' > rank-4.0.log",
+        f" && printf '1.0 hi{ESCAPE}\\n' > rank-4.0.log"
     )
+    run_as(cluster, "mallory", files)
     cluster.wait("the job runs", lambda: job in run_as(cluster, "mallory", "squeue -h -t R -o %i"))
     printed = [cluster.shoal(*words).stdout for words in (("jobs", "--json"), ("logs", "--json", job), ("logs", job))]
     [view] = [view for view in json.loads(printed[0])["jobs"] if view["record"]["id"] == job]
@@ -366,14 +372,9 @@ def test_directories_made_in_advance_give_nobody_roots_rights(
     # Nor can mallory take the place of the users' own directories, or of those of root's jobs to come.
     root = "/var/lib/shoal/jobs/st-hostile"
     ahead = (f"mkdir {root}/9999", f"ln -s /tmp/owned {root}/9999.out", f"mv {root} {root}.old")
-    swaps = (
-        *ahead,
-        "mkdir shoal-jobs/eve",
-        "mv shoal-jobs old",
-        "rm -r shoal-jobs/alice",
-        "ln -s /etc shoal-jobs/alice/16.out",
-    )
-    for script, (status, output) in attempt_all(cluster, "mallory", [f"cd /shared; {word}" for word in swaps]).items():
+    swaps = ("mkdir shoal-jobs/eve", "mv shoal-jobs a", "rm -r shoal-jobs/alice", "ln -s /etc shoal-jobs/alice/16.out")
+    attacks = [f"cd /shared; {word}" for word in (*ahead, *swaps)]
+    for script, (status, output) in attempt_all(cluster, "mallory", attacks).items():
         assert status != 0 and ("denied" in output or "not permitted" in output), f"{script}: {output}"
 
 
@@ -390,7 +391,6 @@ def test_code_of_root_does_not_run_from_a_share_that_users_can_write_to(
     for _ in range(2):
         shown = cluster.shoal(*run).stdout
         assert "hello from" in shown and "forged" not in shown
-        change = (
-            f'for file in $(find /data/jobs -type f -writable 2> /dev/null); do echo "{FORGED}" > $file; done; true'
-        )
+        files = "$(find /data/jobs -type f -writable 2> /dev/null)"
+        change = f'for file in {files}; do echo "{FORGED}" > $file; done; true'
         run_as(cluster, "mallory", change, "fish1")
