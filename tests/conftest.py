@@ -10,7 +10,7 @@ SANDBOX = 7200 if os.environ.get("SHOAL_TEST_KIND") == "vm" else 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 LONGEST = (
-    *("benches", "stopped_jobs", "tailscale", "jobs", "toy", "rented_nodes", "documented_commands", "cluster"),
+    *("benches", "lab", "stopped_jobs", "tailscale", "jobs", "toy", "rented_nodes", "documented_commands", "cluster"),
     *("accounting", "prove", "rented_containers", "storage", "wireguard", "upgrade", "unusual_hosts"),
     *("tunnel_containers", "environments", "versions", "existing_hosts", "sandbox", "spec_changes"),
 )

@@ -9,11 +9,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.e2e.cluster import Cluster, limited
+from tests.documents import ROOT
+from tests.e2e.cluster import IMAGE, Cluster, limited
 
 from shoal.tracking import mlflow
 
@@ -69,10 +71,31 @@ print(user, ask(Authorization="Basic " + word), ask(), ask(Authorization="Basic 
 """
 
 
+def give_mlflow(cluster: Cluster, host: str) -> bool:
+    """MLflow itself for a host that does not download it; False where no package index has it: then the stand-in.
+
+    The first call on a machine downloads it, which takes a minute or two; later ones take a second.
+    """
+    requirements = cluster.file.with_name("mlflow.txt")
+    requirements.write_text("\n".join(mlflow.requirements("sqlite")) + "\n")
+    line = [sys.executable, ROOT / "scripts/environment", cluster.name, requirements, "mlflow"]
+    # The packages are for the Python of Debian 12.
+    is_given = not IMAGE and subprocess.run(line, capture_output=True, timeout=1800).returncode == 0
+    put_program(cluster, host, SHARED_MLFLOW if is_given else STAND_IN)
+    return is_given
+
+
+SHARED_MLFLOW = '#!/bin/sh\nPYTHONPATH=/shared/mlflow exec /usr/bin/python3 -m mlflow "$@"\n'
+
+
 def put_stand_in(cluster: Cluster, host: str) -> None:
-    """The program at the place where MLflow would be installed: then it counts as installed."""
+    put_program(cluster, host, STAND_IN)
+
+
+def put_program(cluster: Cluster, host: str, text: str) -> None:
+    """A program at the place where MLflow would be installed: then it counts as installed."""
     place = mlflow.MlflowServer(host, "", 0, "sqlite", "").prefix
-    program = base64.b64encode(STAND_IN.encode()).decode()
+    program = base64.b64encode(text.encode()).decode()
     script = (
         f"mkdir -p {place}/bin && ln -sf /usr/bin/python3 {place}/bin/python && "
         f"echo {program} | base64 -d > {place}/bin/mlflow && chmod 755 {place}/bin/mlflow && touch {place}/.complete"
