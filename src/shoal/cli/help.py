@@ -27,6 +27,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "shoal run train.py",
         "shoal run -N2 --gpus-per-node 8 --time 4:00:00 train.py --lr 0.1",
         "shoal run --env torch -N2 --wait train.py",
+        "shoal run --sbatch '--mem-per-cpu=3200' --sbatch --hold train.py",
         "shoal run --job job.yaml",
     ),
     "jobs": ("shoal jobs", "shoal jobs --all"),

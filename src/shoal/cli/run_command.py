@@ -137,9 +137,9 @@ def _job_options() -> Iterator[inspect.Parameter]:
 
 
 def _option_type(annotation: Any) -> Any:
-    """What the command line hands over for a field: text, a number, a flag, or many texts for a mapping."""
+    """What the command line hands over for a field: text, a number, a flag, or many texts for a mapping or a list."""
     while args := get_args(annotation):
-        if get_origin(annotation) is dict:
+        if get_origin(annotation) in (dict, tuple):
             return list[str]
         annotation = args[0]
     return annotation

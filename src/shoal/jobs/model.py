@@ -14,6 +14,7 @@ from shoal import hostlist
 from shoal.contract import WARNING
 from shoal.errors import SpecError
 from shoal.jobs.record import JOBS_DIRECTORY
+from shoal.jobs.sbatch_options import parse_options
 from shoal.spec.finding import Finding, nearest, show
 from shoal.spec.values import Between, SpecModel, choice, refusal, slurm_time
 
@@ -125,6 +126,8 @@ def _python(value: object) -> str:
     return value
 
 
+_SBATCH_SCHEMA: dict[str, Any] = {"type": ["array", "object"], "items": {"type": "string"}, "title": "sbatch options"}
+
 Count = Annotated[int, Between(1, 65533)]
 Name = Annotated[str, BeforeValidator(_name)]
 OutputPath = Annotated[str, BeforeValidator(_path)]
@@ -214,6 +217,9 @@ class JobSpec(SpecModel):
         "NAME=VALUE",
         default={},
     )
+    sbatch: Annotated[tuple[str, ...], BeforeValidator(parse_options), WithJsonSchema(_SBATCH_SCHEMA)] = option(
+        "Any other option of sbatch, such as --hold; may be repeated.", "OPTION", default=()
+    )
     environment: Name | None = option(
         "The environment in the file that runs the script. `shoal env build` makes it.", "NAME", name="--env"
     )
@@ -252,6 +258,10 @@ class ResolvedJob:
     """Machines beside `hosts` that are rented when a job needs them. They find the code where all hosts share it."""
     containers: tuple[str, ...] = ()
     """Containers that are rented then. The controller sends them the code, and fetches what the job writes."""
+    gpu_type: str = ""
+    """The GPUs that it asks for, where it names a type."""
+    sbatch: tuple[str, ...] = ()
+    """Other options of sbatch, as they stand in the batch script."""
 
     @property
     def world_size(self) -> int:

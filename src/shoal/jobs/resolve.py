@@ -9,11 +9,12 @@ from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
 from shoal.jobs.launchers import LAUNCHERS, PROFILERS, JobLauncher
 from shoal.jobs.model import JobSpec, ResolvedJob
+from shoal.jobs.sbatch_options import FEWER_CPUS, SbatchRequest, read_request
 from shoal.slurm.state import NodeState, PartitionState
 from shoal.spec.finding import nearest, printable
 from shoal.spec.values import minutes
 
-_GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")
+_GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")
 _UNREACHABLE_STATES = {"DOWN", "NOT_RESPONDING", "UNKNOWN"}
 _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
@@ -25,28 +26,37 @@ def resolve(
 
     `containers` are the nodes that would be rented containers.
     """
-    launcher = LAUNCHERS[job.launcher]
+    launcher, request = LAUNCHERS[job.launcher], read_request(job.sbatch)
     _check_profile(job)
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
+    excluded = tuple(node.name for node in inside if node.name in request.exclude)
+    inside = [node for node in inside if node.name not in excluded]
     candidates = [node for node in inside if node.name in containers or _will_have_code(job, node)]
     unusable = [node for node in inside if node not in candidates]
     count = _node_count(job, launcher, partition, candidates, unusable)
-    job_nodes, gpus = _gpus_per_node(job, count, candidates)
-    ranks = _ranks_per_node(job, launcher, gpus)
+    job = _count_totals(job, request, launcher, count)
+    job_nodes, gpus = _gpus_per_node(job, request, count, candidates)
+    ranks = _ranks_per_node(job, launcher, gpus, request.gpus_per_task or 1)
+    if request.gpus_per_task:
+        gpus = ranks * request.gpus_per_task
+    _check_sbatch(job, request, gpus)
     cpus = _cpus_per_rank(job, ranks, gpus, job_nodes)
     _check_memory(job, job_nodes)
     _check_time(job, partition)
     hosts = tuple(node.name for node in candidates if not node.cloud)
     rented = tuple(node.name for node in candidates if node.cloud and node.name not in containers)
-    exclude = tuple(node.name for node in unusable)
+    exclude = (*(node.name for node in unusable), *excluded)
     boxes = tuple(node.name for node in candidates if node.name in containers)
-    return ResolvedJob(job, partition.name, count, gpus, ranks, cpus, hosts, exclude, rented, boxes)
+    numbers = (count, gpus, ranks, cpus)
+    return ResolvedJob(
+        job, partition.name, *numbers, hosts, exclude, rented, boxes, request.gpu_type if gpus else "", request.passed
+    )
 
 
-def gpus_of(node: NodeState) -> int:
-    """How many GPUs Slurm knows of the node."""
-    return sum(int(count) for count in _GPUS.findall(node.gres))
+def gpus_of(node: NodeState, gpu_type: str = "") -> int:
+    """How many GPUs Slurm knows of the node, of a type or of all."""
+    return sum(int(count) for kind, count in _GPUS.findall(node.gres) if not gpu_type or kind == gpu_type)
 
 
 def _will_have_code(job: JobSpec, node: NodeState) -> bool:
@@ -144,29 +154,89 @@ def _unavailable_clause(names: Sequence[str], why: str) -> str:
     return f", and {compress(names)} {'is' if len(names) == 1 else 'are'} {why}" if names else ""
 
 
-def _gpus_per_node(job: JobSpec, count: int, candidates: list[NodeState]) -> tuple[list[NodeState], int]:
-    """The GPUs each node gives, and the nodes that can: by default as many as `count` nodes have."""
-    ordered = sorted(candidates, key=gpus_of, reverse=True)
-    most = gpus_of(ordered[0])
-    gpus = job.gpus_per_node
-    if gpus is None:
-        gpus = gpus_of(ordered[count - 1])
-    elif gpus > most:
+def _count_totals(job: JobSpec, request: SbatchRequest, launcher: JobLauncher, count: int) -> JobSpec:
+    """The job with the numbers of each node that --ntasks, --gpus, --gpus-per-task and --gres stand for."""
+    nodes = "1 node" if count == 1 else f"{count} nodes"
+    tasks = job.ntasks_per_node
+    if request.ntasks is not None:
+        tasks = _divide("--ntasks", request.ntasks, nodes, count)
+        if job.ntasks_per_node not in (None, tasks):
+            raise UsageError(
+                f"--ntasks={request.ntasks} on {nodes} is {tasks} a node, and --ntasks-per-node says"
+                f" {job.ntasks_per_node}",
+                hint="leave out one of them",
+            )
+    gpus = {"--gpus-per-node": job.gpus_per_node, "--gres": request.gres_gpus}
+    if request.gpus is not None:
+        gpus["--gpus"] = _divide("--gpus", request.gpus, nodes, count)
+    if request.gpus_per_task is not None and (tasks or launcher.one_process):
+        gpus["--gpus-per-task"] = request.gpus_per_task * (tasks or 1)
+    asked = {name: number for name, number in gpus.items() if number is not None}
+    if len(set(asked.values())) > 1:
+        numbers = ", ".join(f"{name} is {number}" for name, number in asked.items())
+        raise UsageError(f"these ask for different numbers of GPUs on each node: {numbers}", hint="leave out one")
+    if request.shards and asked:
         raise UsageError(
-            f"the job asks for {gpus} GPUs a node; no node it may use has more than {most}"
-            f" ({', '.join(f'{node.name}: {gpus_of(node)}' for node in ordered[:4])})",
+            f"--gres asks for parts of GPUs, and {next(iter(asked))} for whole ones", hint="leave out one of them"
+        )
+    return job.model_copy(update={"ntasks_per_node": tasks, "gpus_per_node": next(iter(asked.values()), None)})
+
+
+def _divide(option: str, total: int, nodes: str, count: int) -> int:
+    each, rest = divmod(total, count)
+    if rest or not each:
+        raise UsageError(
+            f"{option}={total} cannot be divided equally among {nodes}; every node of a job has the same number",
+            hint=f"use --nodes {total}" if total < count else f"use a multiple of {count}, or another --nodes",
+        )
+    return each
+
+
+def _gpus_per_node(
+    job: JobSpec, request: SbatchRequest, count: int, candidates: list[NodeState]
+) -> tuple[list[NodeState], int]:
+    """The GPUs each node gives, and the nodes that can: by default as many as `count` nodes have."""
+
+    def number_of(node: NodeState) -> int:
+        return gpus_of(node, request.gpu_type)
+
+    ordered = sorted(candidates, key=number_of, reverse=True)
+    most = number_of(ordered[0])
+    gpus = 0 if request.shards else job.gpus_per_node
+    if gpus is None:
+        gpus = number_of(ordered[count - 1])
+    elif gpus > most:
+        kind = f"{request.gpu_type} " if request.gpu_type else ""
+        raise UsageError(
+            f"the job asks for {gpus} {kind}GPUs a node; no node it may use has more than {most}"
+            f" ({', '.join(f'{node.name}: {number_of(node)}' for node in ordered[:4])})",
             hint=f"use --gpus-per-node {most}, or leave it out to use all",
         )
-    having = [node for node in candidates if gpus_of(node) >= gpus]
+    having = [node for node in candidates if number_of(node) >= gpus]
     if len(having) < count:
         raise UsageError(
             f"the job asks for {count} nodes with {gpus} GPUs each; only {compress(n.name for n in having)} has them",
-            hint=f"use --gpus-per-node {gpus_of(ordered[count - 1])}, or --nodes {len(having)}",
+            hint=f"use --gpus-per-node {number_of(ordered[count - 1])}, or --nodes {len(having)}",
         )
     return having, gpus
 
 
-def _ranks_per_node(job: JobSpec, launcher: JobLauncher, gpus: int) -> int:
+def _check_sbatch(job: JobSpec, request: SbatchRequest, gpus: int) -> None:
+    """Raise UsageError where options of sbatch contradict the job's own, or the CPUs that Shoal counts."""
+    memory = sorted({"mem-per-cpu", "mem-per-gpu"} & request.names)
+    if memory and job.mem is not None:
+        raise UsageError(f"--mem and --{memory[0]} exclude each other", hint="leave out one of them")
+    if job.exclusive and "exclusive" in request.names:
+        raise UsageError("--exclusive is there twice", hint="leave out one of them")
+    fewer = [name for name in FEWER_CPUS if name in request.names]
+    if fewer and job.cpus_per_task is None and (gpus or job.exclusive):
+        raise UsageError(
+            f"with --{fewer[0]} Slurm counts fewer CPUs on a node, so the default of --cpus-per-task may not fit",
+            hint="say how many CPUs each process gets: --cpus-per-task",
+        )
+
+
+def _ranks_per_node(job: JobSpec, launcher: JobLauncher, gpus: int, gpus_per_rank: int = 1) -> int:
     if launcher.one_process:
         if (job.ntasks_per_node or 1) > 1:
             raise UsageError(
@@ -174,7 +244,11 @@ def _ranks_per_node(job: JobSpec, launcher: JobLauncher, gpus: int) -> int:
                 hint="leave it out, or use --launcher srun or torchrun",
             )
         return 1
-    ranks = job.ntasks_per_node or gpus or 1
+    ranks = job.ntasks_per_node or gpus // gpus_per_rank or 1
+    if gpus_per_rank > max(1, gpus):
+        raise UsageError(
+            f"--gpus-per-task={gpus_per_rank} is more than the {gpus} GPUs of a node", hint="use a smaller number"
+        )
     if gpus and ranks > gpus:
         raise UsageError(
             f"{ranks} processes a node would share {gpus} GPUs: two of them on one",

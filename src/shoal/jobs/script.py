@@ -80,7 +80,7 @@ def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iter
         # Of the node, not of the task: every rank sees all GPUs of its job, as peers need each other's memory, and
         # takes that of its LOCAL_RANK. `--gpu-bind=none` says so too, but it unsets CUDA_VISIBLE_DEVICES: where no
         # cgroup hides them, a job would see its neighbour's GPUs.
-        yield f"--gpus-per-node={job.gpus_per_node}"
+        yield f"--gpus-per-node={job.gpu_type + ':' if job.gpu_type else ''}{job.gpus_per_node}"
     for name in ("mem", "time", "constraint", "account", "qos", "array", "dependency", "nodelist", "switches"):
         value = getattr(spec, name)
         if value is not None:
@@ -100,6 +100,7 @@ def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iter
     yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
     if spec.error:
         yield f"--error={spec.error}"
+    yield from job.sbatch
 
 
 def _names(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
