@@ -17,10 +17,12 @@ from shoal.jobs.logs import BATCH, LogLine
 if TYPE_CHECKING:
     from shoal.jobs.failure import FailureReason
     from shoal.jobs.record import JobRecord
+    from shoal.jobs.tree_files import LeftOut
     from shoal.verbs.jobs import JobsResult, JobView
     from shoal.verbs.submission import SubmittedJob
 
 STATE_STYLE = {"RUNNING": "cyan", "COMPLETED": "green", "PENDING": "yellow", "CANCELLED": "magenta"}
+MAX_SHOWN_NAMES = 5
 RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
 
 
@@ -37,6 +39,31 @@ def show_submitted(console: Console, job: SubmittedJob) -> None:
         console.print("  checkpoints need storage that its nodes share: name it with --directory")
     if job.traces:
         console.print(f"  its profile will be on its nodes in {job.traces}")
+    _show_left_out(console, job.left_out)
+
+
+def _show_left_out(console: Console, left_out: LeftOut) -> None:
+    """What the script may miss on the nodes."""
+    if left_out.files:
+        count = f"{'more than ' if left_out.more else ''}{left_out.files} file{'' if left_out.files == 1 else 's'}"
+        names = ", ".join(left_out.names) + (", …" if left_out.files > len(left_out.names) else "")
+        text = f"  .gitignore kept {count} ({format_bytes(left_out.bytes)}) from being sent: {names}"
+        console.print(escape_text(text), soft_wrap=True)
+        console.print("  --include PATTERN sends them", markup=False)
+    if left_out.links:
+        names = ", ".join(left_out.links[:MAX_SHOWN_NAMES]) + (", …" if len(left_out.links) > MAX_SHOWN_NAMES else "")
+        text = f"  links that leave the tree lead nowhere on nodes without their targets: {names}"
+        console.print(escape_text(text), soft_wrap=True)
+    if left_out.submodules:
+        text = f"  submodules without files: {', '.join(left_out.submodules)}; `git submodule update --init` gets them"
+        console.print(escape_text(text), soft_wrap=True)
+
+
+def format_bytes(size: int) -> str:
+    if size < 1024:
+        return f"{size} bytes"
+    power = min(3, (size.bit_length() - 1) // 10)
+    return f"{size / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def show_jobs(console: Console, result: JobsResult) -> None:

@@ -1,8 +1,7 @@
 """The working tree as one archive named by its content: what ran can be run again, and is sent once.
 
-Inside a git repository these are the files that git tracks, and those it does not ignore. Elsewhere it is everything
-below the current directory but hidden directories and caches. The archive of the same files is the same bytes,
-independent of who made it and when.
+`tree_files.py` says which files it has. The archive of the same files is the same bytes, independent of who made it and
+when.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ import hashlib
 import io
 import os
 import stat
-import subprocess
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.environments.store import library_files
 from shoal.errors import UsageError
+from shoal.jobs.tree_files import NOTHING, LeftOut, list_tree
 from shoal.spec.finding import printable
 
 DEFAULT_LIMIT = 64 * 1024 * 1024
-SKIPPED = ("__pycache__", "node_modules", "venv")
-"""Directories that are left out where there is no git to say what matters."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,15 @@ class Bundle:
     files: tuple[str, ...]
     workdir: str = "."
     """Where in the tree the person stood."""
+    root: str = ""
+    """The tree on the person's machine."""
+    left_out: LeftOut = NOTHING
 
 
-def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
+def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT, include: Sequence[str] = ()) -> Bundle:
     """The tree around `here`. Raises UsageError when the script is not in it, or when it is too large to send."""
-    top = _git(here, "rev-parse", "--show-toplevel")
-    root = here if top is None else Path(top.decode().rstrip("\n"))
+    tree = list_tree(here, include)
+    root, names = tree.root, tree.names
     target, script_name = (here / script).resolve(), printable(script)
     if not target.exists():
         raise UsageError(f"there is no {script_name} in {here}", hint="name a script of your working tree")
@@ -50,17 +50,17 @@ def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
         raise UsageError(
             f"{script_name} is outside of your working tree {root}", hint="run the command from the tree it is in"
         )
-    names = sorted(set(_all(root) if top is None else _tracked_files(root)))
     inside = target.relative_to(root.resolve()).as_posix()
     spelled = os.path.relpath((here / script).absolute(), root.absolute())
     if inside not in names and spelled not in names:
-        hint = f"take it out of .gitignore, or `git add -f {script_name}`"
+        hint = f"use --include {script_name}, or take it out of .gitignore"
         raise UsageError(f"git ignores {script_name}, so it would not be sent", hint=hint)
     if not script.endswith(".py") and not os.access(target, os.X_OK):
         hint = f"name it .py, or `chmod +x {script_name}`"
         raise UsageError(f"{script_name} is neither a Python script nor executable", hint=hint)
     _check_size(root, names, limit)
-    return _bundle({name: root / name for name in names}, os.path.relpath(here.resolve(), root.resolve()))
+    bundle = _bundle({name: root / name for name in names}, os.path.relpath(here.resolve(), root.resolve()))
+    return replace(bundle, root=str(root), left_out=tree.left_out)
 
 
 def runtime() -> Bundle:
@@ -93,36 +93,6 @@ def archive(contents: Mapping[str, Path]) -> bytes:
             info.mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
             tar.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
-
-
-def _tracked_files(root: Path) -> Iterator[str]:
-    """Files that git tracks or does not ignore, and that are there. A submodule's files are asked of itself."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed is None:
-        raise UsageError(f"git cannot list the files of {root}", hint="run `git status` there")
-    for name in filter(None, listed.decode("utf-8", "surrogateescape").split("\0")):
-        path = root / name
-        if path.is_symlink() or path.is_file():
-            yield name
-        elif path.is_dir() and (path / ".git").exists():
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in _tracked_files(path))
-
-
-def _git(directory: Path, *arguments: str) -> bytes | None:
-    try:
-        result = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True)
-    except FileNotFoundError:
-        return None
-    return result.stdout if result.returncode == 0 else None
-
-
-def _all(root: Path) -> Iterator[str]:
-    for directory, inner, files in os.walk(root):
-        inner[:] = sorted(name for name in inner if name not in SKIPPED and not name.startswith("."))
-        for name in sorted(files):
-            path = Path(directory) / name
-            if path.is_symlink() or path.is_file():
-                yield path.relative_to(root).as_posix()
 
 
 def _check_size(root: Path, names: Iterable[str], limit: int) -> None:

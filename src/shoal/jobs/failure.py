@@ -30,6 +30,7 @@ _RENDEZVOUS = re.compile(
 _UNSAVED = re.compile(r"the checkpoint of step \d+ \(.*?\) FAILED: (.*) \(failure \d+ of this process\)")
 _DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
 _COLLECTIVE_TIMEOUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout|timed out in call to wait")
+_MISSING_FILE = re.compile(r"FileNotFoundError: \[Errno 2\] No such file or directory: '(.+)'")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
 _UNREACHED = "shoal: torchrun on "
@@ -90,6 +91,11 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
     if first is not None:
         return _script(first, lines)
     return _start_failure(record, batch)
+
+
+def missing_file(reason: FailureReason) -> str:
+    """The path of the file that the script did not find; empty where it failed of something else."""
+    return next((match[1] for text in reversed(reason.details) if (match := _MISSING_FILE.match(text))), "")
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:

@@ -120,6 +120,13 @@ _path = _word("path", r"[A-Za-z0-9_.%/+=@:,~-]+", "use letters, digits and _ . %
 _directory = _word("directory", r"(/[A-Za-z0-9_.+=@-]+)+", "give an absolute path without blanks", 512)
 
 
+def _patterns(value: object) -> tuple[str, ...]:
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(text, str) and text for text in patterns):
+        raise refusal("not patterns of files", "give a list: ['*.bin', data/]")
+    return tuple(patterns)
+
+
 def _python(value: object) -> str:
     if not isinstance(value, str) or not value or not value.isprintable() or value[0] == "-":
         raise refusal("not a Python", "give a program, such as python3 or /opt/env/bin/python")
@@ -216,6 +223,9 @@ class JobSpec(SpecModel):
         "A variable for the script's environment; may be repeated. The batch script contains it: set no password here.",
         "NAME=VALUE",
         default={},
+    )
+    include: Annotated[tuple[Text, ...], BeforeValidator(_patterns)] = option(
+        "Send files that .gitignore excludes: '*.bin' or data/; may be repeated.", "PATTERN", default=()
     )
     sbatch: Annotated[tuple[str, ...], BeforeValidator(parse_options), WithJsonSchema(_SBATCH_SCHEMA)] = option(
         "Any other option of sbatch, such as --hold; may be repeated.", "OPTION", default=()

@@ -11,13 +11,14 @@ from typing import Any
 from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hostlist import expand
 from shoal.hosts.api import Host
-from shoal.jobs.failure import FailureReason, explain_failure
+from shoal.jobs.failure import FailureReason
 from shoal.jobs.record import RECENT_COMMAND, JobRecord, parse_recent, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.node_files import READER_NAME, nodes_with_files, reader_command
 from shoal.verbs.slurmctld import gather_answers, slurm_output
+from shoal.verbs.unsent_files import explain_job
 
 MAX_EXPLAINED_JOBS = 5
 """The logs of the newest failed jobs are read to explain them."""
@@ -89,7 +90,7 @@ def _select_failures(records: Sequence[JobRecord]) -> list[JobRecord]:
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> FailureReason | None:
     files = logs.files_of(context, record.id, record)
-    return explain_failure(record, await logs.read(fleet, job_file_hosts(context), files, logs.TAIL_BYTES))
+    return explain_job(context, record, await logs.read(fleet, job_file_hosts(context), files, logs.TAIL_BYTES))
 
 
 async def _progress(fleet: Connections, controller: str, records: list[JobRecord]) -> dict[str, Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from shoal.contract import PROGRESS_FILE
 from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hosts.api import Host, Process
 from shoal.jobs import record as slurm_jobs
-from shoal.jobs.failure import FailureReason, explain_failure
+from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
 from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
@@ -21,6 +21,7 @@ from shoal.remote import python_command
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.node_files import NodeFiles, is_on_nodes, nodes_with_files, reader_command
 from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
+from shoal.verbs.unsent_files import explain_job
 
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _MERGE_WINDOW_S = 0.5
@@ -60,13 +61,13 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
         await _read_hosts(fleet, job_file_hosts(context), files, reader, label=_label(context, record))
         if record is not None and (nodes := nodes_with_files(context, record)):
             await _read_nodes(fleet, NodeFiles(controller, nodes, _command(files, 0), reader.take), record)
-        return _result(job, record, reader.result(), fleet)
+        return _result(context, job, record, reader.result(), fleet)
 
 
 async def follow(
     context: Context, job: str, show: Callable[[LogLine], None], directory: str | None = None
 ) -> LogsResult:
-    """Show lines as they come until the job has ended."""
+    """Show lines as they come until the job has ended; `show_bars` gets those that are not finished, now and then."""
     check_job(job)
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
@@ -76,7 +77,7 @@ async def follow(
             job_logs = await read(fleet, job_file_hosts(context), files)
             for line in job_logs.lines:
                 show(line)
-            return _result(job, record, job_logs, fleet)
+            return _result(context, job, record, job_logs, fleet)
         reader, processes = LogReader(files.echo, files.batch_host, FOLLOW_LINES), {}
 
         async def open_reader(name: str) -> None:
@@ -105,7 +106,7 @@ async def follow(
         for line in reader.others():
             sorter.add(line)
         sorter.flush()
-        return _result(job, record, reader.result(), fleet)
+        return _result(context, job, record, reader.result(), fleet)
 
 
 def _label(context: Context, record: JobRecord | None) -> str:
@@ -113,11 +114,11 @@ def _label(context: Context, record: JobRecord | None) -> str:
     return LOGIN_HOST if record is not None and is_on_nodes(context, record) else ""
 
 
-def _result(job: str, record: JobRecord | None, job_logs: JobLogs, fleet: Connections) -> LogsResult:
+def _result(context: Context, job: str, record: JobRecord | None, job_logs: JobLogs, fleet: Connections) -> LogsResult:
     if record is None and not job_logs.lines and not fleet.failures:
         hint = "`shoal jobs` lists those that Slurm remembers; of others say the --directory they ran with, if any"
         raise UsageError(f"there is no job {job}", hint=hint)
-    reason = explain_failure(record, job_logs) if record else None
+    reason = explain_job(context, record, job_logs) if record else None
     return LogsResult(job, job_logs.lines, record, reason, dict(fleet.failures))
 
 

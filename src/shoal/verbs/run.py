@@ -50,6 +50,7 @@ from shoal.verbs.submission import (
     submit,
     tracking_variables,
 )
+from shoal.verbs.unsent_files import note_tree
 
 if TYPE_CHECKING:
     from shoal.environments.store import BuiltEnvironment
@@ -96,6 +97,7 @@ async def run(
         )
         carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
         number = await submit(controller, prepared.script + carried, {**secrets, **tracking})
+        note_tree(context, number, here, prepared.tree)
         await _clean(fleet, controller, prepared, storages)
     return SubmittedJob(
         number,
@@ -109,6 +111,7 @@ async def run(
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
         _is_shared(storages, resolved_job),
         bool(job.array),
+        prepared.tree.left_out,
     )
 
 

@@ -39,6 +39,7 @@ from shoal.verbs.submission import (
     submit,
     tracking_variables,
 )
+from shoal.verbs.unsent_files import note_tree
 
 STORAGE_TIMEOUT_S = 60.0
 
@@ -91,6 +92,7 @@ async def run_as_user(
     user_host = host if context.joined is None else None
     tracking = await tracking_variables(connections, prepared.job, environ, user_host)
     number = await submit(host, prepared.script + carried, {**secrets, **tracking})
+    note_tree(context, number, here, prepared.tree)
     resolved = prepared.job
     return SubmittedJob(
         number,
@@ -104,6 +106,7 @@ async def run_as_user(
         f"{storage.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
         storage.shared,
         bool(job.array),
+        prepared.tree.left_out,
     )
 
 

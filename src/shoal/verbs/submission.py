@@ -14,6 +14,7 @@ from shoal.errors import SlurmError, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle, runtime, working_tree
 from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob
+from shoal.jobs.tree_files import NOTHING, LeftOut
 from shoal.plan.connections import Connections
 from shoal.remote.runner.node import SUBMISSION
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
@@ -62,6 +63,8 @@ class SubmittedJob:
     """Its nodes have the jobs' directory in common. Checkpoints of several nodes need that."""
     array: bool = False
     """It is as many jobs as `--array` says, each with a number behind its own."""
+    left_out: LeftOut = NOTHING
+    """What of the working tree was not sent."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ async def connect(context: Context, chosen: Sequence[Member] | None = None) -> A
 
 async def make_bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle]:
     """The working tree, and Shoal's own part of a job."""
-    return await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
+    return await asyncio.to_thread(lambda: (working_tree(here, job.script, limit, job.include), runtime()))
 
 
 def require_accounting(context: Context, job: JobSpec) -> None:

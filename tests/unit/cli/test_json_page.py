@@ -18,6 +18,7 @@ from shoal.cloud.service.costs import CostReport
 from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import LogLine
 from shoal.jobs.record import JobRecord
+from shoal.jobs.tree_files import LeftOut
 from shoal.network.links import LinkSpeed
 from shoal.plan.model import Change
 from shoal.proof.types import ProofResult
@@ -78,6 +79,7 @@ PARTS = {
     "`jobs` of `jobs`": of(JobView),
     "`record`": of(JobRecord),
     "`reason` beside a `record`": of(FailureReason),
+    "`left_out` of `run`": of(LeftOut),
     "`lines` of `logs`": of(LogLine),
     "`rows` and `total` of `usage`": of(UsageRow),
     "`backups` of `restore`": of(Backup),
