@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,9 +105,8 @@ def logs(
 
         context = session.open(phases=False)
         if follow:
-            show = print_line(session, rank, timestamps)
-            with keep_running(job):
-                result = session.run(follow_verb(context, job, show, directory), watching=True)
+            with keep_running(job), live_output(session, rank, timestamps) as (show, show_bars):
+                result = session.run(follow_verb(context, job, show, directory, show_bars), watching=True)
             return finish_follow(session, result, rank)
         finish_logs(session, session.run(verb(context, job, directory)), rank, timestamps)
 
@@ -146,6 +145,29 @@ def print_line(session: Session, rank: int | None, timestamps: bool = False) -> 
             show_line(session.console, line, timestamps)
 
     return show
+
+
+@contextmanager
+def live_output(
+    session: Session, rank: int | None, timestamps: bool = False
+) -> Iterator[tuple[Callable[[LogLine], None], Callable[[Iterable[LogLine]], None]]]:
+    """Prints lines as they come, and below them those that are not finished, of one rank or of all."""
+    from shoal.cli.job_screens import BarArea
+
+    print_one, area = print_line(session, rank, timestamps), BarArea(session.console)
+
+    def show(line: LogLine) -> None:
+        area.clear()
+        print_one(line)
+
+    def show_bars(lines: Iterable[LogLine]) -> None:
+        if not session.json:
+            area.show(line for line in lines if rank in (None, line.rank))
+
+    try:
+        yield show, show_bars
+    finally:
+        area.clear()
 
 
 def finish_logs(session: Session, result: LogsResult, rank: int | None, timestamps: bool) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import set_cell_size
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
+from rich.segment import ControlType
 from rich.text import Text
 
 from shoal.cli.output import neutralize
@@ -100,6 +103,39 @@ def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None
     else:
         console.file.write(f"{timestamp}[{prefix}] {neutralize(line.text)}\n")
     console.file.flush()
+
+
+class BarArea:
+    """The unfinished lines of the ranks, such as progress bars, below what is printed. Only on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._drawn: list[str] = []
+
+    def show(self, lines: Iterable[LogLine]) -> None:
+        """Draw these in place of what is there. With more ranks than have room, the first ones."""
+        if not self._console.is_terminal:
+            return
+        bars = sorted(lines, key=lambda line: line.rank)
+        room = max(1, self._console.height // 2)
+        texts = [f"[{line.rank}] {neutralize(line.text)}" for line in bars[:room]]
+        if len(bars) > room:
+            texts[-1] = f"… and {len(bars) - room + 1} more ranks"
+        # A line that is broken in two could not be removed again.
+        texts = [set_cell_size(text, self._console.width - 1).rstrip() for text in texts]
+        if texts != self._drawn:
+            self.clear()
+            for text in texts:
+                self._console.file.write(f"{neutralize(text)}\n")
+            self._console.file.flush()
+            self._drawn = texts
+
+    def clear(self) -> None:
+        """Remove them, so that a line can be printed there."""
+        if self._drawn:
+            up_and_erase = (ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)
+            self._console.control(Control(*up_and_erase * len(self._drawn)))
+            self._drawn = []
 
 
 def show_job_end(console: Console, record: JobRecord | None, reason: FailureReason | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from shoal.cli.job_commands import finish_log, keep_running, print_line
+from shoal.cli.job_commands import finish_log, keep_running, live_output
 from shoal.cli.options import Cluster, File, Json, suggest
 from shoal.cli.output import escape_controls
 from shoal.cli.session import Session
@@ -73,9 +73,10 @@ def run(
             return
         from shoal.verbs.logs import follow
 
-        show = print_line(session, None)
-        with keep_running(submitted_job.id):
-            result = session.run(follow(context, submitted_job.id, show, options["directory"]), watching=True)
+        with keep_running(submitted_job.id), live_output(session, None) as (show, show_bars):
+            result = session.run(
+                follow(context, submitted_job.id, show, options["directory"], show_bars), watching=True
+            )
         finish_wait(session, submitted_job, result)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 BATCH = -1
 """The rank of lines that the batch script itself, srun or Slurm printed."""
 
-_FILE = re.compile(r"rank-(\d+)\.(\d+)\.(node|log|end)")
+_FILE = re.compile(r"rank-(\d+)\.(\d+)\.(node|log|end|bar)")
 _LABELLED = re.compile(r" *\d+: (.*)")
 
 
@@ -81,6 +81,8 @@ class LogReader:
         self._batch_host = batch_host
         self._labelled: deque[LogLine] = deque(maxlen=limit)
         self.ends: dict[tuple[int, int], RankEnd] = {}
+        self.bars: dict[tuple[int, int], LogLine] = {}
+        """The last line of each rank while it is not finished, as of a progress bar."""
         self._shown_by: dict[str, str] = {}
         self._node_of: dict[tuple[int, int], str] = {}
 
@@ -108,7 +110,13 @@ class LogReader:
             return None
         stamp, _, text = rest.partition(" ")
         # On shared storage the node that shows a file need not be the one that wrote it.
-        return self._keep(LogLine(_seconds(stamp), rank, restart, text, self._node_of.get((rank, restart), node), name))
+        line = LogLine(_seconds(stamp), rank, restart, text, self._node_of.get((rank, restart), node), name)
+        if match[3] == "bar":
+            self.bars[(rank, restart)] = line
+            if not text:
+                del self.bars[(rank, restart)]
+            return None
+        return self._keep(line)
 
     def others(self) -> list[LogLine]:
         """Lines that srun labelled and that are in no rank's log, as torchrun's. Known once those have been read."""
@@ -117,9 +125,14 @@ class LogReader:
         begin = self.lines[0].time if len(self.lines) == self.lines.maxlen else 0.0
         return [line for line in self._labelled if line.time >= begin and line.text not in printed]
 
+    def unfinished(self) -> list[LogLine]:
+        """The last line of each rank, where it is not finished: of one that runs, or was killed."""
+        newest = {rank: restart for rank, restart in sorted({*self.bars, *self._node_of})}
+        return [line for key, line in self.bars.items() if key not in self.ends and newest[key[0]] == key[1]]
+
     def result(self) -> JobLogs:
         ends = sorted(self.ends.values(), key=lambda end: (end.restart, end.end))
-        return JobLogs(tuple(merge([*self.lines, *self.others()])), tuple(ends))
+        return JobLogs(tuple(merge([*self.lines, *self.others(), *self.unfinished()])), tuple(ends))
 
     def _keep(self, line: LogLine) -> LogLine:
         self.lines.append(line)

@@ -10,7 +10,11 @@ Each line of a log is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank
 `output@STORAGE` and `error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it
 starts on, and only where nodes share storage is it the same file. The node of a rank comes before what it printed. With
 TAIL above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
-something.
+something. `rank-R.N.bar` is the state of a line that is not finished, printed when it changes; empty when it is gone.
+
+`files` sends PATH below DIRECTORY, or below the copy of the working tree there; without PATH, all that the job has
+made. It prints one line of JSON about the storage it is on, reads one line with the files that the receiver has, and
+answers in lines: JSON for each file, link or omission, and behind a `+` the content of the last file in base64.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ MIN_READ_BYTES = 4 << 10
 """So much of each file at least."""
 MAX_FILES = 20000
 MAX_PROGRESS_BYTES = 64 << 10
+MAX_BAR_BYTES = 4 << 10
 NOBODY = 65534
 CHUNK_BYTES = 1 << 20
 """A line that is longer is printed as several."""
@@ -102,17 +107,36 @@ def print_start(path: str) -> int:
 
 def print_logs(directory: str, output: str, error: str, tail: int, follow: bool) -> None:
     at: dict[str, int] = {}
+    bars: dict[str, bytes] = {}
     while True:
         found = sorted(files(directory, output, error), key=lambda file: (not file[0].endswith(".node"), file))
         limits = divide(MAX_READ_BYTES, [size - at.get(name, 0) for name, _, size in found])
         for (name, path, _), limit in zip(found, limits):
-            read(name, path, min(tail or limit, limit), at, last=not follow, tail=bool(tail))
+            if not name.endswith(".bar"):
+                read(name, path, min(tail or limit, limit), at, last=not follow, tail=bool(tail))
+        print_bars({name: path for name, path, _ in found if name.endswith(".bar")}, bars)
         sys.stdout.buffer.flush()
         if not follow:
             return
         ready, _, _ = select.select([0], [], [], 0.3)
         if ready:
             follow = False  # one last look
+
+
+def print_bars(paths: dict[str, str], printed: dict[str, bytes]) -> None:
+    """Print the states of unfinished lines that have changed."""
+    states = dict.fromkeys(printed, b"")
+    for name, path in paths.items():
+        file = open_regular(path)
+        if file is not None:
+            with file:
+                state = file.read(MAX_BAR_BYTES) or b""
+            # A state that is being written has no end yet.
+            states[name] = state.partition(b"\n")[0] if state.endswith(b"\n") else printed.get(name, b"")
+    for name, state in states.items():
+        if state != printed.get(name, b""):
+            printed[name] = state
+            sys.stdout.buffer.write(name.encode("utf-8", "replace") + b"\t" + state + b"\n")
 
 
 def divide(total: int, sizes: list[int]) -> list[int]:
@@ -133,7 +157,7 @@ def files(directory: str, output: str, error: str) -> Iterator[tuple[str, str, i
     try:
         with os.scandir(directory) as entries:
             for _, entry in zip(range(MAX_FILES), entries):
-                if entry.name.startswith("rank-") and entry.name.endswith((".node", ".log", ".end")):
+                if entry.name.startswith("rank-") and entry.name.endswith((".node", ".log", ".end", ".bar")):
                     size = regular_size(entry.path)
                     if size is not None:
                         yield entry.name, entry.path, size

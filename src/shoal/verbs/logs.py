@@ -65,7 +65,11 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
 
 
 async def follow(
-    context: Context, job: str, show: Callable[[LogLine], None], directory: str | None = None
+    context: Context,
+    job: str,
+    show: Callable[[LogLine], None],
+    directory: str | None = None,
+    show_bars: Callable[[Iterable[LogLine]], None] = lambda bars: None,
 ) -> LogsResult:
     """Show lines as they come until the job has ended; `show_bars` gets those that are not finished, now and then."""
     check_job(job)
@@ -84,7 +88,7 @@ async def follow(
             processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
 
         await fleet.each(job_file_hosts(context), open_reader)
-        sorter = _Sorter(show)
+        sorter = _Sorter(show, lambda: show_bars(reader.unfinished()))
         label = _label(context, record)
         pumps = [
             asyncio.create_task(_pump(label or name, process, reader, sorter)) for name, process in processes.items()
@@ -106,6 +110,7 @@ async def follow(
         for line in reader.others():
             sorter.add(line)
         sorter.flush()
+        show_bars(())
         return _result(context, job, record, reader.result(), fleet)
 
 
@@ -271,8 +276,9 @@ async def _pump(name: str, process: Process, reader: LogReader, sorter: _Sorter)
 class _Sorter:
     """Holds lines back for a moment, so that those of several nodes come out in the order of time."""
 
-    def __init__(self, show: Callable[[LogLine], None]) -> None:
+    def __init__(self, show: Callable[[LogLine], None], on_tick: Callable[[], None]) -> None:
         self._show = show
+        self._on_tick = on_tick
         self._held: list[tuple[float, LogLine]] = []
 
     def add(self, line: LogLine) -> None:
@@ -284,6 +290,7 @@ class _Sorter:
             # Nothing came for a while, or the oldest has waited long enough: then all that is here is in order.
             if self._held and time.monotonic() - self._held[0][0] > _MERGE_WINDOW_S:
                 self.flush()
+            self._on_tick()
 
     def flush(self) -> None:
         entries, self._held = self._held, []

@@ -1,7 +1,8 @@
 """One rank of a job: a process of the user's script.
 
 Below $SHOAL_JOB_DIR a rank leaves `rank-R.N.node`, where N counts the job's restarts, `rank-R.N.log`, and when it ends
-`rank-R.N.end`. With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too.
+`rank-R.N.end`. With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too. While the last line is not
+finished, as that of a progress bar, `rank-R.N.bar` has its state: the log gets a line once it is finished.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from .node import (
 )
 
 LONGEST_LINE = 16 * 1024
+BAR_INTERVAL_S = 0.5
+"""So often at most the state of an unfinished line is written."""
+LONGEST_BAR = 1024
 
 
 class Rank:
@@ -43,6 +47,9 @@ class Rank:
         self.echo = os.environ.get("SHOAL_ECHO") == "1"
         self.log = -1
         self.partial = b""
+        self.bar = b""
+        """What the file of the unfinished line has."""
+        self.bar_time = 0.0
         self.signals: list[int] = []
         self.unsent: list[int] = []
         self.child: subprocess.Popen[bytes] | None = None
@@ -87,6 +94,8 @@ class Rank:
             os.unlink(self.name + ".pid")
         if self.partial:
             self._line(time.time(), self.partial)
+        self.partial = b""
+        self._show_partial()
         self._tell_traces(status)
         self._record_end(start, status, status == -signal.SIGKILL and out_of_memory_kills() > before)
         if status == int(os.environ.get("SHOAL_EXIT_REQUEUE", "-1")):
@@ -107,11 +116,13 @@ class Rank:
                 ended = child.poll() is not None
                 if ended and not until:
                     until = time.monotonic() + 1
-                for key, _ in selector.select(0 if ended else 0.2 if self.unsent else None):
+                pause = 0.2 if self.unsent else None if self.partial == self.bar else BAR_INTERVAL_S
+                for key, _ in selector.select(0 if ended else pause):
                     if key.fd == wake:
                         os.read(wake, 4096)
                     elif not self._read(out):
                         selector.unregister(out)
+                self._show_partial()
                 for number in [] if ended else [self.unsent.pop(0) for _ in list(self.unsent)]:
                     self._send(number)
                 if ended and (not self._read(out) or time.monotonic() > until):
@@ -124,7 +135,7 @@ class Rank:
             return False
         now = time.time()
         lines = (self.partial + data).split(b"\n")
-        self.partial = lines.pop()
+        self.partial = last_state(lines.pop())
         for line in lines:
             self._line(now, line)
         if len(self.partial) > LONGEST_LINE:
@@ -132,7 +143,26 @@ class Rank:
             self.partial = b""
         return bool(data)
 
+    def _show_partial(self) -> None:
+        """Write the state of an unfinished line, now and then. A line that is finished at once is never written."""
+        now = time.monotonic()
+        if not self.partial:
+            self.bar_time = 0.0
+        if self.partial == self.bar:
+            return
+        if not self.partial:
+            self.bar = b""
+            with contextlib.suppress(OSError):
+                os.unlink(self.name + ".bar")
+        elif not self.bar_time:
+            self.bar_time = now
+        elif now - self.bar_time >= BAR_INTERVAL_S:
+            self.bar, self.bar_time = self.partial, now
+            with contextlib.suppress(OSError), open(self.name + ".bar", "wb") as file:
+                file.write(b"%.6f %s\n" % (time.time(), self.partial.strip(b"\r")[-LONGEST_BAR:]))
+
     def _line(self, now: float, text: bytes) -> None:
+        text = last_state(text).rstrip(b"\r")
         with contextlib.suppress(OSError):  # a full disk does not stop training
             os.write(self.log, b"%.6f %s\n" % (now, text))
         if self.echo:
@@ -193,6 +223,11 @@ class Rank:
 
         with contextlib.suppress(OSError), open(self.name + ".end", "w") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def last_state(line: bytes) -> bytes:
+    """What is left of a line that overwrote itself. At its end a carriage return has overwritten nothing yet."""
+    return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
 
 
 def _ignore_warnings() -> None:

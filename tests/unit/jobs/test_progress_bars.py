@@ -1,0 +1,138 @@
+"""Lines that overwrite themselves: written by a rank, read while it runs, shown on a terminal."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.unit.jobs.test_runner import Node
+
+from shoal.cli.job_screens import BarArea
+from shoal.jobs.logs import LogLine, LogReader
+from shoal.remote import log_reader
+from shoal.remote.runner.rank import last_state
+
+BAR = """\
+import os, sys, time
+sys.stderr.write("first line\\n")
+for step in range(2000):
+    sys.stderr.write(f"\\r{step:4d}/2000 " + "#" * 40)
+sys.stderr.flush()
+while not os.path.exists("../../go"):
+    time.sleep(0.02)
+sys.stderr.write("\\r2000/2000 done\\nafter\\r\\n")
+sys.stderr.write("tail\\rend")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [
+        (b"plain", b"plain"),
+        (b"", b""),
+        (b"\r 10%\r 20%", b" 20%"),
+        (b" 10%\r 20%\r", b" 20%\r"),
+        (b"line\r", b"line\r"),
+        (b"\r\r", b"\r\r"),
+        (b"a\r\r\r", b"a\r\r\r"),
+    ],
+)
+def test_last_state_of_a_line_is_kept(line: bytes, state: bytes) -> None:
+    assert last_state(line) == state
+
+
+def test_bar_is_in_a_file_while_it_moves_and_in_the_log_once(tmp_path: Path) -> None:
+    node = Node(tmp_path, BAR)
+    process = node.start()
+    bar, log = node.directory / "rank-1.0.bar", node.directory / "rank-1.0.log"
+    deadline = time.monotonic() + 60
+    while not (bar.exists() and b"1999/2000" in bar.read_bytes()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert [line.split(" ", 1)[1] for line in log.read_text().splitlines()] == ["first line"]
+    (node.directory / "go").touch()
+    process.communicate(timeout=60)
+    lines = [line.split(b" ", 1)[1] for line in log.read_bytes().split(b"\n")[:-1]]
+    assert lines == [b"first line", b"2000/2000 done", b"after", b"end"]
+    assert not bar.exists()
+
+
+def printed_by(directory: Path, capsysbinary: pytest.CaptureFixture[bytes], bars: dict[str, bytes]) -> list[bytes]:
+    paths = {path.name: str(path) for path in directory.glob("*.bar")}
+    log_reader.print_bars(paths, bars)
+    return capsysbinary.readouterr().out.splitlines()
+
+
+def test_reader_prints_states_that_have_changed(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    bar, bars = tmp_path / "rank-0.0.bar", {}  # type: tuple[Path, dict[str, bytes]]
+    bar.write_bytes(b"1.5 10%\n")
+    assert printed_by(tmp_path, capsysbinary, bars) == [b"rank-0.0.bar\t1.5 10%"]
+    assert printed_by(tmp_path, capsysbinary, bars) == []
+    bar.write_bytes(b"")  # about to be written
+    assert printed_by(tmp_path, capsysbinary, bars) == []
+    bar.write_bytes(b"2.5 20%\n")
+    assert printed_by(tmp_path, capsysbinary, bars) == [b"rank-0.0.bar\t2.5 20%"]
+    bar.unlink()
+    assert printed_by(tmp_path, capsysbinary, bars) == [b"rank-0.0.bar\t"]
+    assert printed_by(tmp_path, capsysbinary, bars) == []
+
+
+def test_unfinished_lines_are_part_of_the_logs_until_they_end() -> None:
+    reader = LogReader()
+    for raw in (b"rank-0.0.log\t1.0 begin\n", b"rank-0.0.bar\t2.0 10%\n", b"rank-1.0.bar\t2.5 11%\n"):
+        reader.take("n1", raw)
+    assert [line.text for line in reader.result().lines] == ["begin", "10%", "11%"]
+    reader.take("n1", b"rank-0.0.bar\t\n")
+    reader.take("n1", b"rank-0.0.log\t3.0 100%\n")
+    assert [line.text for line in reader.unfinished()] == ["11%"]
+
+
+def test_unfinished_line_of_an_earlier_turn_or_an_ended_rank_is_left_out() -> None:
+    reader = LogReader()
+    reader.take("n1", b"rank-0.0.bar\t2.0 10%\n")
+    reader.take("n1", b"rank-1.0.bar\t2.0 10%\n")
+    assert len(reader.unfinished()) == 2
+    reader.take("n1", b"rank-0.1.node\tn1\n")
+    end = b'{"rank": 1, "node": "n1", "restart": 0, "start": 1, "end": 2, "status": 0}'
+    reader.take("n1", b"rank-1.0.end\t" + end + b"\n")
+    assert reader.unfinished() == []
+
+
+def area(height: int = 24, terminal: bool = True) -> tuple[BarArea, io.StringIO]:
+    file = io.StringIO()
+    return BarArea(Console(file=file, force_terminal=terminal, width=40, height=height)), file
+
+
+def bars(count: int, text: str = "50%|#####     |") -> list[LogLine]:
+    return [LogLine(1.0, rank, 0, text) for rank in reversed(range(count))]
+
+
+def test_bars_of_ranks_stay_below_the_output() -> None:
+    screen, file = area()
+    screen.show(bars(2))
+    assert file.getvalue() == "[0] 50%|#####     |\n[1] 50%|#####     |\n"
+    screen.show(bars(2))
+    screen.clear()
+    screen.clear()
+    assert file.getvalue().count("\x1b[1A\x1b[2K") == 2, "the same bars are not drawn again"
+
+
+def test_many_ranks_and_long_bars_fit_the_terminal() -> None:
+    screen, file = area(height=16)
+    screen.show(bars(16, "é" * 100))
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 8 and lines[-1] == "… and 9 more ranks"
+    assert {len(line) for line in lines[:-1]} == {39}
+
+
+def test_bars_cannot_act_on_the_terminal_and_are_not_shown_in_a_pipe() -> None:
+    screen, file = area()
+    screen.show(bars(1, "a\x1b[2Jb\rc\x1b[Ad"))
+    assert "\x1b" not in file.getvalue()
+    screen, file = area(terminal=False)
+    screen.show(bars(3))
+    screen.clear()
+    assert file.getvalue() == ""
