@@ -26,6 +26,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "run": "run_command",
         "jobs": "job_commands",
         "logs": "job_commands",
+        "fetch": "job_commands",
         "cancel": "job_commands",
         "env": "env_commands",
         "prove": "prove_commands",

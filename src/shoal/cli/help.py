@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "jobs": ("shoal jobs", "shoal jobs --all"),
     "logs": ("shoal logs 17", "shoal logs -f --rank 0 17"),
+    "fetch": ("shoal fetch 17", "shoal fetch 17 out/ckpt.pt --to results"),
     "cancel": ("shoal cancel 17", "shoal cancel 17 18_3"),
     "prove": ("shoal prove train.py -n 4", "shoal prove train.py -n 4 -N2 -f shoal.yaml"),
     "usage": ("shoal usage", "shoal usage --by nodeset --since 7d"),

@@ -1,4 +1,4 @@
-"""The commands of users: join, jobs, logs, cancel. `run_command.py` has run."""
+"""The commands of users: join, jobs, logs, fetch, cancel. `run_command.py` has run."""
 
 from __future__ import annotations
 
@@ -109,6 +109,37 @@ def logs(
                 result = session.run(follow_verb(context, job, show, directory, show_bars), watching=True)
             return finish_follow(session, result, rank)
         finish_logs(session, session.run(verb(context, job, directory)), rank, timestamps)
+
+
+@with_session
+def fetch(
+    job: Annotated[str, typer.Argument(help="The job's number; 17_3 for a task of an array.")],
+    path: Annotated[
+        str, typer.Argument(help="A file or directory that it has made. Default: all that it has made.")
+    ] = "",
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIRECTORY", help="Where to put it. Default: job-JOB here.")
+    ] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY", help="The --directory the job ran with, where Slurm no longer knows the job."
+        ),
+    ] = None,
+    *,
+    session: Session,
+) -> None:
+    """Copy what a job has made to this machine.
+
+    That is its logs and checkpoints, and what the script wrote where it started. Run it again to copy only what has
+    changed. With several nodes that share no directory, the files of each are below its name.
+    """
+    from shoal.cli.job_screens import show_fetched
+    from shoal.verbs.fetch import fetch as verb
+
+    result = session.run(verb(session.open(), job, path, to, directory), watching=True)
+    if not session.finish(result, PARTLY if result.failures else 0):
+        show_fetched(session.console, session.errors, result)
 
 
 @with_session

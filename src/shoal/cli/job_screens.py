@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.jobs.failure import FailureReason
     from shoal.jobs.record import JobRecord
     from shoal.jobs.tree_files import LeftOut
+    from shoal.verbs.fetch import FetchResult
     from shoal.verbs.jobs import JobsResult, JobView
     from shoal.verbs.submission import SubmittedJob
 
@@ -151,6 +152,25 @@ def show_job_end(console: Console, record: JobRecord | None, reason: FailureReas
         console.print(f"    {escape_text(text)}", soft_wrap=True)
     if reason.fix:
         console.print(f"  fix: {escape_text(reason.fix)}", soft_wrap=True)
+
+
+def show_job_directory(console: Console, record: JobRecord) -> None:
+    """Where the files of a job are, and how to get them."""
+    nodes = f" on {record.nodes}" if record.nodes else ""
+    text = f"  its files are in {record.work_dir}/{record.id}{nodes}; `shoal fetch {record.id}` copies them"
+    console.print(escape_text(text), soft_wrap=True)
+
+
+def show_fetched(console: Console, errors: Console, result: FetchResult) -> None:
+    show_failures(errors, result.failures)
+    for skipped in result.skipped[:MAX_SHOWN_NAMES]:
+        errors.print(escape_text(f"not copied: {skipped.name}: {skipped.why}"), soft_wrap=True)
+    if len(result.skipped) > MAX_SHOWN_NAMES:
+        errors.print(f"not copied: {len(result.skipped) - MAX_SHOWN_NAMES} more; --json names them")
+    files = "1 file" if result.files == 1 else f"{result.files} files"
+    here = f"; {result.unchanged} were here already" if result.unchanged else ""
+    text = f"{files} ({format_bytes(result.bytes)}) of job {result.job} in {result.to}{here}"
+    console.print(f"[green]✓[/] {escape_text(text)}", soft_wrap=True)
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:

@@ -115,6 +115,10 @@ def finish_wait(session: Session, job: SubmittedJob, result: LogsResult) -> None
     from shoal.cli.output import plain
 
     finish_log(session, result, {**plain(job), **plain(result)}, always=True)
+    if not session.json and result.record is not None and result.record.work_dir:
+        from shoal.cli.job_screens import show_job_directory
+
+        show_job_directory(session.errors, result.record)
     if result.record is None or result.record.failed:
         session.status = 1
 

@@ -2,6 +2,7 @@
 
     log_reader.py logs OWNER DIRECTORY OUTPUT ERROR TAIL [follow]
     log_reader.py progress OWNER FILE
+    log_reader.py files OWNER DIRECTORY PATH
 
 The paths are the job owner's choice, so they are opened with the owner's rights, and only if they are regular files and
 no links. OWNER may be empty: then it is the owner of the job's directory.
@@ -27,7 +28,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import BinaryIO, Iterator
+    from typing import Any, BinaryIO, Iterator
 
 MAX_READ_BYTES = 64 << 20
 """So much of all files together; of larger ones the last part."""
@@ -39,14 +40,24 @@ MAX_BAR_BYTES = 4 << 10
 NOBODY = 65534
 CHUNK_BYTES = 1 << 20
 """A line that is longer is printed as several."""
+SEND_BYTES = 48 << 10
+TREE = "tree"
+"""The job's copy of the working tree. Its files have the time 0 until the job writes to them."""
+INTERNAL = ("pids.", "tree.", "submission", "sent/")
+"""How names of what Shoal itself keeps in a job's directory begin."""
 
 
 def main(argv: list[str]) -> int:
     mode, owner, path = argv[:3]
+    if mode == "files":
+        import base64  # noqa: F401 - logs are read without these, and a job's user may not be able to load them
+        import json  # noqa: F401
     if not take_identity(owner, *argv[2:4]):
         return 1
     if mode == "progress":
         return print_start(path)
+    if mode == "files":
+        return send_files(path, argv[3])
     output, error, tail = argv[3:6]
     print_logs(path, output, error, int(tail), argv[6:] == ["follow"])
     return 0
@@ -228,6 +239,98 @@ def read(name: str, path: str, limit: int, at: dict[str, int], last: bool, tail:
         if last and rest and not skip:
             sys.stdout.buffer.write(head + stamp + rest + b"\n")
             at[name] = position
+
+
+def send_files(directory: str, path: str) -> int:
+    """Send what the receiver does not have. No link is followed, on the way to the files or among them."""
+    import json
+
+    start = find_inside(directory, path)
+    number = os.environ.get("SLURM_JOB_ID", "")
+    send({"storage": storage(directory, os.path.dirname(directory)), "found": bool(start), "job": number})
+    known = sys.stdin.readline() if start else ""
+    if not known.strip():
+        return 0
+    received = json.loads(known)
+    base = os.path.dirname(start) if path else start
+    files = [(os.path.relpath(name, base), name, status) for name, status in walk(start)]
+    if not path:
+        files = [file for file in files if not is_internal(file[0], file[2])]
+    send({"files": len(files), "bytes": sum(status.st_size for _, _, status in files if stat.S_ISREG(status.st_mode))})
+    for name, place, status in files:
+        try:
+            if stat.S_ISLNK(status.st_mode):
+                send({"name": name, "link": os.readlink(place)})
+            elif not stat.S_ISREG(status.st_mode):
+                send({"name": name, "skipped": "not a regular file"})
+            elif received.get(name) == [status.st_size, status.st_mtime_ns]:
+                send({"name": name, "unchanged": status.st_size})
+            else:
+                send_file(name, place)
+        except OSError as error:
+            send({"name": name, "skipped": error.strerror})
+    send({"end": True})
+    return 0
+
+
+def find_inside(directory: str, path: str) -> str:
+    """Where that path is, in the job's directory or in its copy of the working tree; empty where it is in neither."""
+    words = [word for word in path.split("/") if word not in ("", ".")]
+    for start in ([], [TREE]):
+        place, steps = directory, start + words
+        while steps and steps[0] != ".." and not os.path.islink(place):
+            place = os.path.join(place, steps.pop(0))
+        if not steps and os.path.lexists(place):
+            return place
+    return ""
+
+
+def walk(place: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The path and status of each file, link or other thing that is no directory."""
+    try:
+        status = os.lstat(place)
+        if not stat.S_ISDIR(status.st_mode):
+            yield place, status
+            return
+        names = sorted(os.listdir(place))
+    except OSError:
+        return  # removed meanwhile, or closed to its owner
+    for name in names:
+        yield from walk(os.path.join(place, name))
+
+
+def is_internal(name: str, status: os.stat_result) -> bool:
+    """Whether it is Shoal's own, or came with the job's code and is unchanged."""
+    if name.startswith(TREE + "/"):
+        return status.st_mtime_ns == 0
+    return name.startswith(INTERNAL)
+
+
+def send_file(name: str, path: str) -> None:
+    import base64
+
+    file = open_regular(path)
+    if file is None:
+        return send({"name": name, "skipped": "it cannot be read"})
+    with file:
+        status = os.fstat(file.fileno())
+        send({"name": name, "size": status.st_size, "mode": status.st_mode & 0o755, "time": status.st_mtime_ns})
+        left = status.st_size  # what is appended meanwhile comes next time
+        while left > 0:
+            data = file.read(min(left, SEND_BYTES))
+            if not data:
+                break
+            sys.stdout.buffer.write(b"+" + base64.b64encode(data) + b"\n")
+            left -= len(data)
+    return send({"sent": name})
+
+
+def send(message: dict[str, Any]) -> None:
+    import json
+
+    # Bytes that are no UTF-8 are escaped as lone surrogates.
+    sys.stdout.buffer.write(json.dumps(message).encode("ascii") + b"\n")
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ READER_NAME = "shoal-logs"
 START_TIMEOUT_S = 15
 """So long a short job waits for a CPU of its node."""
 READ_TIMEOUT_S = 120.0
+READ_LIMIT = "--time=2"
 ABSENT_STATES = frozenset(
     ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP", "UNKNOWN")
 )
@@ -50,12 +51,12 @@ def reader_command(record: JobRecord, nodes: Sequence[str], command: Sequence[st
     return step_command(record.number, nodes, command, ("--mem=0", "--gres=none", *READER_OPTIONS))
 
 
-def short_job_command(record: JobRecord, node: str, command: Sequence[str]) -> tuple[str, ...]:
+def short_job_command(record: JobRecord, node: str, command: Sequence[str], *limits: str) -> tuple[str, ...]:
     """The command as a job of its own, on a node where a job has ended."""
-    limits = (f"--immediate={START_TIMEOUT_S}", "--time=2", "--mem=64M", "--cpus-per-task=1")
+    resources = (f"--immediate={START_TIMEOUT_S}", *limits, "--mem=64M", "--cpus-per-task=1")
     partition = (f"--partition={record.partition}",) if record.partition else ()
     one_task = ("--nodes=1", "--ntasks=1", "--quiet", *READER_OPTIONS)
-    return ("srun", f"--job-name={READER_NAME}", f"--nodelist={node}", *partition, *limits, *one_task, *command)
+    return ("srun", f"--job-name={READER_NAME}", f"--nodelist={node}", *partition, *resources, *one_task, *command)
 
 
 @dataclass
@@ -84,7 +85,7 @@ class NodeFiles:
             line = reader_command(record, [node], self.command) if is_running else ()
             try:
                 async with asyncio.timeout(READ_TIMEOUT_S):
-                    await self.pump(node, line or short_job_command(record, node, self.command))
+                    await self.pump(node, line or short_job_command(record, node, self.command, READ_LIMIT))
             except TimeoutError:
                 self.failures[node] = CommandTimeout(node, "the job's files did not arrive", hint="try it again")
 

@@ -5,18 +5,30 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from shoal.cli.job_commands import finish_follow, finish_logs, keep_running
-from shoal.cli.job_screens import progress_text, show_job_end, show_jobs, show_line, show_submitted
+from shoal.cli.job_screens import (
+    format_bytes,
+    progress_text,
+    show_fetched,
+    show_job_directory,
+    show_job_end,
+    show_jobs,
+    show_line,
+    show_submitted,
+)
 from shoal.cli.run_command import finish_wait
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, Unreachable
 from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.record import JobRecord
+from shoal.jobs.tree_files import LeftOut
+from shoal.verbs.fetch import FetchResult, SkippedFile
 from shoal.verbs.jobs import JobsResult, JobView
 from shoal.verbs.logs import LogsResult
 from shoal.verbs.submission import SubmittedJob
@@ -156,3 +168,39 @@ def test_interrupted_watch_reports_that_the_job_continues() -> None:
         raise Interrupted("stopped")
     assert told.value.message == "job 17 goes on"
     assert told.value.hint == "`shoal logs -f 17` shows it, `shoal cancel 17` ends it"
+
+
+def test_submitted_job_names_what_was_not_sent() -> None:
+    console, shown = screen()
+    job = SubmittedJob("17", "train", "main", 1, 1, "c0de", 2048, "")
+    left_out = LeftOut(7, 3 << 20, ("data/[a].bin", "b.bin"), links=("mnt -> /mnt",), submodules=("third/x",))
+    show_submitted(console, replace(job, left_out=left_out))
+    lines = shown.getvalue().splitlines()
+    assert "  .gitignore kept 7 files (3.0 MiB) from being sent: data/[a].bin, b.bin, …" in lines
+    assert "  --include PATTERN sends them" in lines
+    assert "  links that leave the tree lead nowhere on nodes without their targets: mnt -> /mnt" in lines
+    assert "  submodules without files: third/x; `git submodule update --init` gets them" in lines
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")],
+)
+def test_sizes_have_a_unit(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_fetched_files_and_those_that_were_not_are_shown() -> None:
+    console, shown = screen()
+    skipped = tuple(SkippedFile(f"link{number}\x1b", "a link that leaves the job's files") for number in range(7))
+    show_fetched(console, console, FetchResult("17", "/jobs/17", "job-17", 1, 2048, 3, skipped))
+    lines = shown.getvalue().splitlines()
+    assert lines[0] == "not copied: link0\\x1b: a link that leaves the job's files"
+    assert lines[5] == "not copied: 2 more; --json names them"
+    assert lines[6] == "✓ 1 file (2.0 KiB) of job 17 in job-17; 3 were here already"
+
+
+def test_end_of_a_job_shows_its_directory() -> None:
+    console, shown = screen()
+    show_job_directory(console, JobRecord("17", "COMPLETED", nodes="n[1-2]", work_dir="/jobs"))
+    assert shown.getvalue() == "  its files are in /jobs/17 on n[1-2]; `shoal fetch 17` copies them\n"

@@ -28,6 +28,7 @@ from shoal.spec.finding import Finding
 from shoal.verbs.cost import CostResult
 from shoal.verbs.env import CleanResult, EnvironmentState
 from shoal.verbs.env_build import BuildResult
+from shoal.verbs.fetch import FetchResult, SkippedFile
 from shoal.verbs.jobs import CancelResult, JobsResult, JobView
 from shoal.verbs.joined_cluster import JoinResult
 from shoal.verbs.keys import KeysResult
@@ -53,6 +54,7 @@ COMMANDS = {
     "join": of(JoinResult),
     "run": of(SubmittedJob),
     "logs": of(LogsResult),
+    "fetch": of(FetchResult),
     "jobs": of(JobsResult),
     "cancel": of(CancelResult),
     "prove": of(ProofResult, "passed"),
@@ -81,6 +83,7 @@ PARTS = {
     "`reason` beside a `record`": of(FailureReason),
     "`left_out` of `run`": of(LeftOut),
     "`lines` of `logs`": of(LogLine),
+    "`skipped` of `fetch`": of(SkippedFile),
     "`rows` and `total` of `usage`": of(UsageRow),
     "`backups` of `restore`": of(Backup),
     "`offers` of `offers`": of(Offer),
