@@ -1,4 +1,4 @@
-"""A spec that changes under a running cluster: options that Slurm rejects, and a LAN that becomes WireGuard.
+"""A spec that changes under a running cluster: options, and a LAN that becomes WireGuard.
 
 A setting in `slurm.options` that Slurm rejects does not affect the cluster and its jobs. On a LAN that the members
 share with other machines, `check` warns, and one line in the file makes it WireGuard. The attack is a neighbour that
@@ -21,7 +21,7 @@ cluster: el-lan
 network: lan
 controller: {provider: sandbox, memory: 1G}
 nodesets:
-  lab: {provider: sandbox, count: 1, memory: 1G}
+  lab: {provider: sandbox, count: 1, memory: 1G, gpus: 1, shards: 2}
 slurm: {options: {KillWait: 31}}
 """
 GOOD = "{KillWait: 31}"
@@ -102,6 +102,53 @@ def test_option_that_stops_slurmctld_is_rolled_back(cluster: Cluster, job: str) 
     cluster.wait("slurmctld answers again, and the job still runs", lambda: state_of(cluster, job) == "RUNNING")
     assert cluster.on("controller", "srun", "--mem=20M", "hostname").strip() == "lab1"
     assert "no changes" in cluster.shoal("up").stdout
+
+
+OPTIONS = """\
+{KillWait: 31, SchedulerParameters: bf_interval=45, X11Parameters: home_xauthority, TaskPlugin: task/affinity,
+  MailProg: /bin/true -s jobs}
+partitions:
+  main: {nodesets: ALL, max_time: 60, options: {OverSubscribe: "FORCE:2", AllowGroups: root, MaxCPUsPerNode: 64}}
+"""
+
+
+def test_further_options_of_slurm_and_of_a_partition_take_effect(cluster: Cluster) -> None:
+    cluster.edit(f"{{options: {GOOD}}}\n", f"{{options: {OPTIONS}".replace("jobs}\n", "jobs}}\n"))
+    wrong = ("AllowGroups: root", "AllowGruops: root")
+    cluster.edit(*wrong)
+    refused = cluster.shoal("check", status=1).stdout
+    assert "AllowGruops" in refused and "correct or delete partitions.main.options.AllowGruops" in refused
+    cluster.edit(*reversed(wrong))
+    assert cluster.json("up")["whole"]
+    assert cluster.json("up")["unchanged"]
+    partition = cluster.on("controller", "scontrol", "show", "partition", "main")
+    for text in ("OverSubscribe=FORCE:2", "AllowGroups=root", "MaxCPUsPerNode=64", "MaxTime=01:00:00", "Nodes=lab1"):
+        assert text in partition
+    config = cluster.on("controller", "scontrol", "show", "config")
+    values = dict(map(str.strip, line.split("=", 1)) for line in config.splitlines() if " = " in line)
+    assert values["SchedulerParameters"] == "batch_sched_delay=0,bf_interval=45"
+    assert values["X11Parameters"] == "home_xauthority"
+    assert values["MailProg"] == "/bin/true -s jobs"
+    assert values["TaskPlugin"] == "task/affinity"
+    assert cluster.on("controller", "srun", "--mem=20M", "hostname").strip() == "lab1"
+
+
+def test_impossible_job_is_rejected_and_an_array_of_ten_thousand_accepted(cluster: Cluster) -> None:
+    for impossible in ("--time=2:00:00", "--nodes=5"):
+        refused = cluster.ssh("controller", f"sbatch {impossible} --wrap true")
+        assert refused.returncode != 0 and "error: Batch job submission failed" in refused.stderr, refused
+    array = ("sbatch", "--parsable", "--hold", "--array=1-10000", "--output=/dev/null", "--wrap", "true")
+    first = cluster.on("controller", *array).strip()
+    second = cluster.on("controller", *array).strip()
+    assert cluster.on("controller", "squeue", "-h", "-r", "-j", f"{first},{second}", "-o", "%i").count("\n") == 20_000
+    cluster.on("controller", "scancel", first, second)
+
+
+def test_jobs_share_a_gpu_by_shards(cluster: Cluster) -> None:
+    line = ("sbatch", "--parsable", "--mem=20M", "--gres=shard:1", "--output=/dev/null", "--wrap", "sleep 600")
+    jobs = [cluster.on("controller", *line).strip() for _ in range(2)]
+    cluster.wait("both run on one GPU", lambda: {state_of(cluster, job) for job in jobs} == {"RUNNING"})
+    cluster.on("controller", "scancel", *jobs)
 
 
 def warnings(cluster: Cluster) -> list[str]:

@@ -16,6 +16,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
+from shoal.spec.partitions import partition_qos
 
 SACCTMGR_CONF = "/etc/shoal/accounting.conf"
 """Exists only on a host that has, or had, the database."""
@@ -127,11 +128,30 @@ def database(cluster: Cluster, member: Member) -> Document:
             # The first start creates all tables.
             retries=15,
         ),
+        *_partition_qos(cluster, address),
         Directory(PROGRAMS),
         File(DATABASE_PROGRAM, text.database_program(spec.cluster, spec.accounting.backups), mode=0o755),
         File(BACKUP_SERVICE, text.backup_service(DATABASE_PROGRAM)),
         File(BACKUP_TIMER, text.backup_timer(), restarts=(TIMER,)),
         Service(TIMER),
+    )
+
+
+def _partition_qos(cluster: Cluster, address: str | None) -> Document:
+    """The QOS of partitions, without which slurmctld does not start. Their limits come with the accounts."""
+    assert cluster.spec.accounting is not None
+    own_names = [name for name in partition_qos(cluster.spec.partitions) if name in cluster.spec.accounting.qos]
+    if not own_names:
+        return ()
+    names, count = ",".join(own_names), len(own_names)
+    listed = f"sacctmgr -nP show qos {names} format=name | wc -l"
+    return (
+        Command(
+            "add the QOS of partitions",
+            (*SACCTMGR_ENV, "sacctmgr", "-i", "add", "qos", names),
+            unless=(*SACCTMGR_ENV, "bash", "-c", f'{port_check(address)} && test "$({listed})" = {count}'),
+            retries=15,
+        ),
     )
 
 

@@ -260,6 +260,8 @@ def _node(member: Member, fact: Facts, addresses: Mapping[str, str], port: int |
         **asdict(fact.cpu),
         memory_mb=fact.memory_mb,
         gpus=tuple(NodeGpu(type=gpu_type(gpu.name), device=gpu.device) for gpu in fact.gpus),
+        shards=member.shards * len(fact.gpus),
+        mps=member.mps * len(fact.gpus),
         features=(member.nodeset, *member.features),
         weight=member.weight,
     )

@@ -62,9 +62,16 @@ def slurm_conf_file(cluster: Cluster) -> File:
 
 def advice(cluster: Cluster) -> tuple[tuple[str, str], ...]:
     """The fix in the spec when Slurm rejects a setting, by the setting's name and the plugin in its value."""
-    options = cluster.conf.options.items()
-    advice_keys = [(key, key) for key, _ in options] + [(value, key) for key, value in options if "/" in value]
-    return tuple((text, f"correct or delete slurm.options.{key} in the cluster's file") for text, key in advice_keys)
+    options = [(key, value, f"slurm.options.{key}") for key, value in cluster.conf.options.items()]
+    options += [
+        (key, value, f"partitions.{partition.name}.options.{key}")
+        for partition in cluster.conf.partitions
+        for key, value in partition.options.items()
+    ]
+    words = [(key, place) for key, _, place in options] + [
+        (value, place) for _, value, place in options if "/" in value
+    ]
+    return tuple((text, f"correct or delete {place} in the cluster's file") for text, place in words)
 
 
 DIRECTORY = "/usr/local/lib/shoal"

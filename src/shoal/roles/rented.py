@@ -55,6 +55,8 @@ def rented_nodes(spec: Spec) -> tuple[Node, ...]:
                 cores_per_socket=shape.cpus,
                 memory_mb=shape.memory_mb,
                 gpus=gpus,
+                shards=nodeset.shards * len(gpus),
+                mps=nodeset.mps * len(gpus),
                 features=(nodeset.name, *nodeset.features),
                 weight=nodeset.weight,
                 cloud=True,

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.agent.document import HEADER
-from shoal.hostlist import compress, expand, fold
+from shoal.hostlist import fold
 from shoal.remote import program_text
 from shoal.slurm.accounting import accounting_settings
-from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, PowerSaving
+from shoal.slurm.conf_lines import (
+    KEY,
+    SHARED_GRES,
+    checked_names,
+    checked_value,
+    checked_word,
+    memory_of,
+    node_lines,
+    partition_line,
+    quoted,
+    shared_count,
+)
+from shoal.slurm.model import ClusterConf, PowerSaving
 from shoal.slurm.preemption import preemption_settings, slurmctld_parameters
 from shoal.slurm.state import JOBCOMP
 from shoal.slurm.versions import all_support
@@ -31,12 +42,18 @@ STATE_DIRECTORY = "/var/lib/slurm/slurmctld"
 SPOOL_DIRECTORY = "/var/lib/slurm/slurmd"
 LOG_DIRECTORY = "/var/log/slurm"
 
-_WORD = re.compile(r"[!$-<>-\[\]-~]+")  # printable ASCII without blank, quote, `#`, `=` and `\`
-_VALUE = re.compile(r"[!$-\[\]-~]+")
-_KEY = re.compile(r"[A-Za-z]+")
 _ENTRIES = frozenset({"nodename", "nodeset", "partitionname", "downnodes", "frontendname", "include"})
 """Keys that may occur many times in a slurm.conf; every other key is a setting."""
-_PARAMETER_LISTS = frozenset({"slurmctldparameters", "communicationparameters", "preemptparameters"})
+_PARAMETER_LISTS = frozenset(
+    {
+        *("slurmctldparameters", "communicationparameters", "preemptparameters", "schedulerparameters"),
+        *("prologflags", "taskplugin", "accountingstoragetres"),
+    }
+)
+MAX_ARRAY_SIZE = 10001
+"""One more than the largest index: arrays of 10,000 from 1 on. Slurm's default is 1001."""
+MAX_JOB_COUNT = 100_000
+"""Each task of an array counts as a job. Slurm's default is 10,000."""
 JWKS = "/etc/slurm/slurm.jwks"
 """Where daemons read keys. A slurmd that finds it uses auth/slurm from its first message on."""
 LUA_PLUGIN = "job_submit_lua.so"
@@ -60,12 +77,7 @@ def slurm_conf(c: ClusterConf) -> str:
 
 def slurm_settings(c: ClusterConf) -> str:
     """The part of slurm.conf that names no node and no partition: what daemons read when they start."""
-    settings = _with_options(_settings(c), c.options)
-    if c.switches and c.spanning:
-        key = next(key for key in settings if key.lower() == "schedulerparameters")
-        if "max_switch_wait" not in settings[key]:
-            settings[key] += f",max_switch_wait={SWITCH_WAIT_S}"
-    return "".join(f"{key}={checked_value(key, value)}\n" for key, value in settings.items())
+    return "".join(f"{key}={value}\n" for key, value in _with_options(_settings(c), c.options).items())
 
 
 def gres_conf(c: ClusterConf) -> str:
@@ -80,6 +92,11 @@ def gres_conf(c: ClusterConf) -> str:
         files = fold(checked_word("the device of a GPU", device) for device in devices)
         typed = f" Type={checked_word('the type of a GPU', kind)}" if kind else ""
         lines.append(f"NodeName={checked_names(names)} Name=gpu{typed} File={files}")
+    for name in SHARED_GRES:
+        counts = {node.name: count for node in c.nodes if (count := shared_count(node, name))}
+        for count in sorted({*counts.values()}):
+            names = [node for node, its_count in counts.items() if its_count == count]
+            lines.append(f"NodeName={checked_names(names)} Name={name} Count={count}")
     return "\n".join(lines) + "\n"
 
 
@@ -158,9 +175,15 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "ReturnToService": "2",
         # slurmctld starts batch jobs once a second, and by default skips three of these.
         "SchedulerParameters": "batch_sched_delay=0",
+        # A job that can never start is rejected when it is submitted.
+        "EnforcePartLimits": "ALL",
+        "MaxArraySize": str(MAX_ARRAY_SIZE),
+        "MaxJobCount": str(MAX_JOB_COUNT),
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",
-        "GresTypes": "gpu",
+        "GresTypes": ",".join(
+            ["gpu", *(name for name in SHARED_GRES if any(shared_count(node, name) for node in c.nodes))]
+        ),
         **preemption_settings(c.versions),
         **_tracking(c),
         # A record of ended jobs, with a database and without one.
@@ -177,6 +200,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         settings["TopologyPlugin"] = "topology/tree"
         if c.spanning:
             settings["JobSubmitPlugins"] = "lua"
+            settings["SchedulerParameters"] += f",max_switch_wait={SWITCH_WAIT_S}"
     else:
         # Room for nodes that are added later. Slurm does not support dynamic nodes with a topology.
         settings["MaxNodeCount"] = str(max(1024, -(-len(c.nodes) // 1024) * 1024))
@@ -227,9 +251,10 @@ def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
 
 def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
     """Our settings, overridden by the user's. Parameter lists are merged: nodes stay configless, jobs are warned."""
+    settings = {key: checked_value(key, value) for key, value in settings.items()}
     spelling = {key.lower(): key for key in settings}
     for key, value in options.items():
-        if not _KEY.fullmatch(key) or key.lower() in _ENTRIES:
+        if not KEY.fullmatch(key) or key.lower() in _ENTRIES:
             raise ValueError(f"{key!r} is not a setting of slurm.conf")
         name = spelling.setdefault(key.lower(), key)
         if key.lower() in _PARAMETER_LISTS and name in settings:
@@ -237,122 +262,8 @@ def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[
             replaced = {word.partition("=")[0].lower() for word in parameters}
             defaults = [word for word in settings[name].split(",") if word.partition("=")[0].lower() not in replaced]
             value = ",".join([*defaults, *parameters])
-        settings[name] = value
+        settings[name] = quoted(key, value)
     return settings
-
-
-# ---- nodes and partitions
-
-
-def node_lines(nodes: Iterable[Node]) -> Iterator[str]:
-    """One line for each run of like nodes whose names, host names and addresses all count up together."""
-    by_name = {node.name: node for node in nodes}
-    runs: list[list[Node]] = []
-    for name in expand(compress(by_name)):
-        node = by_name[name]
-        if runs and _attributes(runs[-1][-1]) == _attributes(node) and _follows(runs[-1][-1], node):
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-    return map(_node_line, runs)
-
-
-def partition_line(partition: PartitionConf, memory: Mapping[str, int]) -> str:
-    fields = [f"PartitionName={checked_word('the name of a partition', partition.name)}"]
-    unknown = [name for name in partition.nodes if name not in memory]
-    if unknown:
-        raise ValueError(f"partition {partition.name} names {compress(unknown)}, which the cluster does not have")
-    if partition.nodes:
-        fields.append(f"Nodes={checked_names(partition.nodes)}")
-        # Without it a job that does not say takes all the memory of its nodes, and nothing runs beside it.
-        fields.append(f"DefMemPerCPU={max(1, min(memory[name] for name in partition.nodes))}")
-    if partition.default:
-        fields.append("Default=YES")
-    fields.append(f"MaxTime={checked_word('the MaxTime of a partition', partition.max_time or 'UNLIMITED')}")
-    if partition.default_time is not None:
-        fields.append(f"DefaultTime={checked_word('the DefaultTime of a partition', partition.default_time)}")
-    if partition.max_nodes is not None:
-        fields.append(f"MaxNodes={partition.max_nodes:d}")
-    if partition.priority is not None:
-        fields.append(f"PriorityTier={partition.priority:d}")
-    fields.append(f"GraceTime={partition.grace:d}")
-    if not partition.preemptable:
-        fields.append("PreemptMode=OFF")
-    if partition.suspend_time is not None:
-        fields.append(f"SuspendTime={partition.suspend_time:d}")
-    return " ".join([*fields, "State=UP"])
-
-
-def real_memory(memory_mb: int) -> int:
-    """The RealMemory to configure: 95 % of what the host has, less a reserve for the system of up to 512 MB.
-
-    slurmd reports the machine's physical memory; a node that reports less than RealMemory is drained. The physical
-    memory varies by a little from boot to boot (kernel, firmware, crash kernel), so the configured value stays below.
-    """
-    return max(1, memory_mb * 95 // 100 - min(512, memory_mb // 32))
-
-
-def _node_line(run: list[Node]) -> str:
-    names = [checked_word("the name of a node", node.name) for node in run]
-    hostnames = [checked_word("the host name of a node", node.hostname or node.name) for node in run]
-    addresses = [checked_word("the address of a node", node.address or node.name) for node in run]
-    line = f"NodeName={fold(names)}"
-    if hostnames != names:
-        line += f" NodeHostname={fold(hostnames)}"
-    if addresses != names:
-        line += f" NodeAddr={fold(addresses)}"
-    return f"{line} {_attributes(run[0])}"
-
-
-def _attributes(node: Node) -> str:
-    text = (
-        f"CPUs={node.cpus:d} Sockets={node.sockets:d} CoresPerSocket={node.cores_per_socket:d}"
-        f" ThreadsPerCore={node.threads_per_core:d} RealMemory={memory_of(node):d}"
-    )
-    if node.gpus:
-        text += f" Gres={_gres(node.gpus)}"
-    if node.features:
-        text += f" Feature={','.join(checked_word('a feature', feature) for feature in node.features)}"
-    text += f" Port={node.port:d}" if node.port else ""
-    text += f" Weight={node.weight:d}"
-    return f"{text} State=CLOUD" if node.cloud else text
-
-
-def _gres(gpus: Iterable[NodeGpu]) -> str:
-    counts = Counter(f"gpu:{checked_word('the type of a GPU', gpu.type)}" if gpu.type else "gpu" for gpu in gpus)
-    return ",".join(f"{kind}:{count}" for kind, count in counts.items())
-
-
-def memory_of(node: Node) -> int:
-    return real_memory(node.memory_mb) if node.real_memory is None else node.real_memory
-
-
-def _follows(node: Node, following: Node) -> bool:
-    return all(_next(getattr(node, key)) == getattr(following, key) for key in ("name", "hostname", "address"))
-
-
-def _next(text: str) -> str | None:
-    """The text that counts one further: gpu10 after gpu09."""
-    prefix = text.rstrip("0123456789")
-    digits = text[len(prefix) :]
-    return f"{prefix}{int(digits) + 1:0{len(digits)}}" if digits else None
-
-
-def checked_names(names: Iterable[str]) -> str:
-    return compress(checked_word("the name of a node", name) for name in names)
-
-
-def checked_word(what: str, text: str) -> str:
-    """A part of a line; rejected when Slurm could read it as more than one."""
-    if not _WORD.fullmatch(text):
-        raise ValueError(f"{what} may not be {text!r}: Slurm's files take no blanks, quotes, `#`, `=` or `\\` there")
-    return text
-
-
-def checked_value(key: str, text: str) -> str:
-    if not _VALUE.fullmatch(text):
-        raise ValueError(f"{key} may not be {text!r}: slurm.conf takes no blanks, quotes, `#` or `\\` there")
-    return text
 
 
 # ---- keys

@@ -46,6 +46,10 @@ class Node:
     """RealMemory of a node that was read back from a slurm.conf."""
     cloud: bool = False
     """Rented when a job needs it: Slurm learns its address when it registers."""
+    shards: int = 0
+    """How many jobs may share its GPUs (gres/shard); 0 where none may."""
+    mps: int = 0
+    """The parts of its GPUs that jobs may share through CUDA's MPS (gres/mps)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class PartitionConf:
     preemptable: bool = True
     suspend_time: int | None = None
     """SuspendTime: seconds after which an idle rented node is released."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The user's further keys."""
 
 
 @dataclass(frozen=True)

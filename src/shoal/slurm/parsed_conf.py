@@ -5,6 +5,7 @@ Only text that Shoal rendered is parsed. A file made by hand may have includes, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,8 @@ from shoal.slurm.model import Node, NodeGpu
 
 ChangeCost = Literal["none", "reconfigure", "restart"]
 _NUMBERS = ("cpus", "sockets", "cores_per_socket", "threads_per_core", "real_memory", "weight")
+_PAIR = re.compile(r'([^\s="]+)=("[^"]*"|\S*)')
+"""A key and its value, which is in quotes where it has blanks."""
 _STATE_KEYS = ("clustername", "statesavelocation", "selecttype", "slurmuser")
 """Settings on which slurmctld's saved state depends."""
 
@@ -87,10 +90,17 @@ def _nodes(values: Mapping[str, str], gpus: Mapping[str, tuple[NodeGpu, ...]]) -
             **numbers,
             memory_mb=0,
             gpus=gpus.get(name, ()),
+            **_shared_counts(values.get("gres", "")),
             features=tuple(part for part in values.get("feature", "").split(",") if part),
             cloud=values.get("state") == "CLOUD",
             port=int(values["port"]) if "port" in values else None,
         )
+
+
+def _shared_counts(gres: str) -> dict[str, int]:
+    """The parts of GPUs in a node's Gres: `gpu:h100:2,shard:8`."""
+    counts = dict(part.rpartition(":")[::2] for part in gres.split(",") if part)
+    return {field: int(counts[kind]) for kind, field in (("shard", "shards"), ("mps", "mps")) if kind in counts}
 
 
 def _gpus(gres_conf: str) -> dict[str, tuple[NodeGpu, ...]]:
@@ -114,8 +124,7 @@ def _lines(text: str) -> Iterator[str]:
 
 def _values(line: str) -> dict[str, str]:
     """The `Key=value` pairs of a line, by key in lower case."""
-    pairs = (part.split("=", 1) for part in line.split() if "=" in part)
-    return {key.lower(): value for key, value in pairs}
+    return {key.lower(): value.strip('"') for key, value in _PAIR.findall(line)}
 
 
 def change_cost(old: str, new: str) -> ChangeCost:

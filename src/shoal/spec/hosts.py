@@ -228,6 +228,10 @@ class NodeSet(HostSet):
     """Slurm features, for `--constraint`."""
     weight: Annotated[int, Between(1, 1_000_000)] = 1
     """Slurm prefers nodes of lower weight."""
+    shards: Annotated[int, Between(0, 1024)] = 0
+    """How many jobs may share one GPU, each asking for `--gres=shard:1` (gres/shard)."""
+    mps: Annotated[int, Between(0, 1024)] = 0
+    """The parts of one GPU for jobs that share it through CUDA's MPS, with `--gres=mps:20` (gres/mps)."""
     price: Price | None = None
     """The price of a GPU hour, in your currency, for `shoal usage`."""
 
@@ -277,6 +281,8 @@ def host_problems(
     for path, entry in sets:
         if entry is not None:
             yield from _source_problems(path, entry)
+        if isinstance(entry, NodeSet) and entry.shards and entry.mps:
+            yield Problem((*path, "mps"), "both `shards` and `mps`", "", "keep one: a GPU is divided in one way")
     yield from _duplicates(controller, login, nodesets)
     if controller is not None and not controller.compute and not nodesets and all_known:
         yield Problem((), "no host runs jobs", "", "add `nodesets`, or set `compute: true` on the controller")
@@ -387,4 +393,5 @@ def _sandbox_member(
 
 
 def _slurm_fields(entry: Controller | HostSet) -> dict[str, Any]:
-    return {"features": entry.features, "weight": entry.weight} if isinstance(entry, NodeSet) else {}
+    fields = ("features", "weight", "shards", "mps")
+    return {name: getattr(entry, name) for name in fields} if isinstance(entry, NodeSet) else {}

@@ -50,6 +50,9 @@ class Member:
     """Where hosts of other sites reach its WireGuard port, where that cannot be found out."""
     rented: bool = False
     """It comes when a job needs it and goes again: the controller makes it, not who runs `shoal up`."""
+    shards: int = 0
+    mps: int = 0
+    """How many parts each of its GPUs has, for jobs that share one."""
 
     @property
     def site(self) -> str:

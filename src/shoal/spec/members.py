@@ -25,6 +25,8 @@ def rented_members(spec: Spec) -> tuple[Member, ...]:
             shape=Shape(cpus=nodeset.cpus, memory_mb=nodeset.memory_mb, gpus=nodeset.gpus or 0, site=nodeset.site),
             features=nodeset.features,
             weight=nodeset.weight,
+            shards=nodeset.shards,
+            mps=nodeset.mps,
             rented=True,
         )
         for nodeset in rented_sets(spec).values()
@@ -39,15 +41,14 @@ def all_members(spec: Spec) -> tuple[Member, ...]:
 
 def partitions(spec: Spec) -> dict[str, Partition]:
     """The partitions with the defaults filled in: one called `main` when there is none, and always one default."""
+    sets = (*spec.nodesets, *(("controller",) if spec.controller.compute else ()))
     if not spec.partitions:
-        sets = (*spec.nodesets, *(("controller",) if spec.controller.compute else ()))
         return {"main": Partition(nodesets=sets, default=True)}
-    if any(partition.default for partition in spec.partitions.values()):
-        return dict(spec.partitions)
-    first = next(iter(spec.partitions))
-    return {
-        name: partition.model_copy(update={"default": name == first}) for name, partition in spec.partitions.items()
-    }
+    over = {name: partition.over(sets) for name, partition in spec.partitions.items()}
+    if any(partition.default for partition in over.values()):
+        return over
+    first = next(iter(over))
+    return {name: partition.model_copy(update={"default": name == first}) for name, partition in over.items()}
 
 
 def default_spec(cluster: str = "sandbox", nodes: int = 2, gpus: int = 2) -> Spec:
@@ -89,5 +90,7 @@ def _rented_set(name: str, nodeset: NodeSet) -> RentedSet:
         disk_gb=-(-size_mb(nodeset.disk) // 1024) if nodeset.disk else DISK_GB,
         features=nodeset.features,
         weight=nodeset.weight,
+        shards=nodeset.shards,
+        mps=nodeset.mps,
         site=nodeset.site,
     )

@@ -17,7 +17,7 @@ from shoal.spec.environments import Environment, EnvironmentName, Proxy, environ
 from shoal.spec.finding import Problem
 from shoal.spec.hosts import Controller, Login, NodeSet, Sandbox, host_problems, located_members, rental_names
 from shoal.spec.network import Network, network_problems
-from shoal.spec.partitions import Partition, partition_problems
+from shoal.spec.partitions import Partition, partition_account_problems, partition_problems
 from shoal.spec.rental import SANDBOX, Budget, ProviderAccount, ProviderName
 from shoal.spec.rental_rules import hub_problems, rental_problems
 from shoal.spec.slurm_options import SlurmOptions, option_problems
@@ -94,6 +94,7 @@ class Spec(SpecModel):
         return [
             *host_problems(self.controller, self.login, self.nodesets, all_known=all_known),
             *partition_problems(self.partitions, listable, all_known=all_known),
+            *partition_account_problems(self.partitions, self.accounting, valid="accounting" not in self.invalid),
             *option_problems(self.slurm.options, accounting=self.accounting is not None),
             *network_problems(self.network, hosts, rentals=len(list(rental_names(self.nodesets)))),
             *accounting_problems(self.accounting, hosts),

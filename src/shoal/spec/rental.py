@@ -180,6 +180,9 @@ class RentedSet:
     features: tuple[str, ...]
     weight: int
     site: str
+    shards: int = 0
+    mps: int = 0
+    """How many parts each GPU has, for jobs that share one."""
 
     @property
     def nodes(self) -> tuple[str, ...]:

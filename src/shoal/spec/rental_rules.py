@@ -184,7 +184,7 @@ def _lifetime_problems(rentals: Mapping[str, NodeSet], partitions: Mapping[str, 
     for name, partition in partitions.items():
         if partition is None or partition.max_time is None:
             continue
-        for nodeset_name in partition.nodesets or ():
+        for nodeset_name in partition.over(list(rentals)).nodesets or ():
             if 60 * minutes(partition.max_time) > lifetimes.get(nodeset_name, float("inf")):
                 what = f"a job may run for longer than a node of `{nodeset_name}` is kept"
                 fix = f"give at most its `lifetime`, or raise that: nodesets.{nodeset_name}.lifetime"

@@ -1,68 +1,94 @@
-"""Further keys of slurm.conf that Shoal does not write itself."""
+"""Further settings of Slurm that Shoal has no field for: of slurm.conf, and of one partition or QOS."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shoal.spec.finding import Problem, show
+from shoal.spec.finding import Path, Problem, show
 from shoal.spec.values import SpecModel, matching, refusal
 
 MANAGED_SLURM_KEYS = (
     *("AuthInfo", "AuthType", "ClusterName", "CommunicationParameters", "ControlAddr", "ControlMachine"),
     *("CredType", "GresTypes", "Include", "JobAcctGatherType", "JobCompLoc", "JobCompType", "MaxNodeCount"),
-    *("NodeName", "NodeSet", "PartitionName", "PluginDir", "PrivateData", "ProctrackType", "PrologFlags"),
+    *("NodeName", "NodeSet", "PartitionName", "PluginDir", "PrivateData", "ProctrackType"),
     *("ResumeFailProgram", "ResumeProgram", "ResumeRate", "ResumeTimeout", "SelectType"),
     *("SelectTypeParameters", "SlurmctldAddr", "SlurmctldHost", "SlurmctldLogFile", "SlurmctldParameters"),
     *("SlurmctldPidFile", "SlurmctldPort", "SlurmdLogFile", "SlurmdPidFile", "SlurmdPort", "SlurmdSpoolDir"),
     *("SlurmdUser", "SlurmUser", "SrunPortRange", "StateSaveLocation", "SuspendExcNodes", "SuspendProgram"),
-    *("SuspendRate", "SuspendTime", "SuspendTimeout", "SwitchType", "TaskPlugin", "TopologyPlugin"),
-    "TreeWidth",
+    *("SuspendRate", "SuspendTime", "SuspendTimeout", "SwitchType", "TopologyPlugin", "TreeWidth"),
 )
 """The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
 
+FIELDS_FOR_SLURM_KEYS = {"GresTypes": "`shards` or `mps` of a nodeset", "PartitionName": "`partitions`"}
+"""What to use in place of some of them."""
+
 ACCOUNTING_KEYS = (
     *("accountingstoragetype", "accountingstoragehost", "accountingstorageport", "accountingstorageenforce"),
-    *("accountingstoragetres", "accountingstoragebackuphost", "accountingstoragepass", "accountingstorageuser"),
+    *("accountingstoragebackuphost", "accountingstoragepass", "accountingstorageuser"),
 )
 """The keys that Shoal writes with `accounting`, in lower case."""
 
 
-def _option_name(value: object) -> str:
-    name = matching("[A-Za-z]{1,64}", "not a key of slurm.conf", "use letters only")(value)
-    if name.lower() in map(str.lower, MANAGED_SLURM_KEYS):
-        raise refusal("Shoal writes this key itself", "delete it here")
-    return name
+def option_key(what: str, managed: Mapping[str, str]) -> Callable[[object], str]:
+    """A check for keys. `managed` are those that Shoal sets itself, with what to use instead where there is something.
+
+    Slurm ignores the case of keys.
+    """
+    instead = {key.lower(): text for key, text in managed.items()}
+
+    def check(value: object) -> str:
+        key = matching("[A-Za-z][A-Za-z0-9]{0,63}", f"not a key of {what}", "use letters and digits only")(value)
+        if key.lower() in instead:
+            fix = instead[key.lower()]
+            raise refusal("Shoal writes this key itself", f"use {fix}" if fix else "delete it here")
+        return key
+
+    return check
 
 
-def _option_value(value: object) -> str:
-    # slurm.conf takes several `Key=value` on one line, so a blank would let a value smuggle in another key.
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or not re.fullmatch(r"[!$-\[\]-~]{1,1024}", text):
-        raise refusal("not a value of slurm.conf", "use ASCII text without blanks, quotes, `#` and `\\`")
+def option_value(value: object) -> str:
+    """A value of Slurm's files. One with blanks is quoted there, and nothing in it can end the quotes or the line."""
+    if isinstance(value, bool):
+        raise refusal("not a value of Slurm's", "write YES or NO, as Slurm does")
+    text = f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else value
+    if not isinstance(text, str) or not re.fullmatch(r"(?! )[ !$-\[\]-~]{1,1024}(?<! )", text):
+        raise refusal("not a value of slurm.conf", "use ASCII text without quotes, `#` and `\\`")
     return text
+
+
+_slurm_key = option_key("slurm.conf", {key: FIELDS_FOR_SLURM_KEYS.get(key, "") for key in MANAGED_SLURM_KEYS})
+OptionValue = Annotated[
+    str, BeforeValidator(option_value), WithJsonSchema({"type": ["string", "number"], "title": "text or number"})
+]
 
 
 class SlurmOptions(SpecModel):
     """More of slurm.conf."""
 
-    options: dict[
-        Annotated[str, BeforeValidator(_option_name)],
-        Annotated[str, BeforeValidator(_option_value), WithJsonSchema({"type": ["string", "integer"]})],
-    ] = Field(default_factory=dict)
-    """Keys of slurm.conf with their values: `{KillWait: 60}`. Some keys are Shoal's alone."""
+    options: dict[Annotated[str, BeforeValidator(_slurm_key)], OptionValue] = Field(default_factory=dict)
+    """Keys of slurm.conf with their values: `{KillWait: 60}`. Words of a list such as SchedulerParameters are added."""
 
 
-def option_problems(options: Iterable[str], *, accounting: bool) -> Iterator[Problem]:
-    """Keys that are there twice, as slurm.conf ignores their case, and keys that `accounting` writes."""
+def option_problems(options: Mapping[str, str | None], *, accounting: bool) -> Iterator[Problem]:
+    """Keys that are there twice, and keys and values that do not agree with the rest of the file."""
+    path: Path = ("slurm", "options")
+    yield from duplicate_keys(path, options)
+    for key, value in options.items():
+        place = (*path, key)
+        if accounting and key.lower() in ACCOUNTING_KEYS:
+            yield Problem(place, "`accounting` writes this key itself", "", "delete it here")
+        if key.lower() == "taskplugin" and value is not None and "task/none" in value.lower().split(","):
+            yield Problem(place, "`task/none` would end the confinement of jobs", show(value), "delete it here")
+
+
+def duplicate_keys(path: Path, options: Iterable[str]) -> Iterator[Problem]:
+    """Keys that are there twice, as Slurm ignores their case."""
     first_keys: dict[str, str] = {}
     for key in options:
         first = first_keys.setdefault(key.lower(), key)
         if first != key:
-            fix = f"`{first}` is the same key to Slurm; delete one"
-            yield Problem(("slurm", "options", key), "duplicate key", show(key), fix)
-        if accounting and key.lower() in ACCOUNTING_KEYS:
-            yield Problem(("slurm", "options", key), "`accounting` writes this key itself", "", "delete it here")
+            yield Problem((*path, key), "duplicate key", show(key), f"`{first}` is the same key to Slurm; delete one")

@@ -59,7 +59,8 @@ def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
     assert not plugin_conf.spanning
     assert "JobSubmitPlugins=throttle\n" in slurm_settings(plugin_conf)
     scheduler_conf = conf(more="slurm: {options: {SchedulerParameters: 'defer,bf_interval=60'}}\n")
-    assert "SchedulerParameters=defer,bf_interval=60,max_switch_wait=31536000\n" in slurm_settings(scheduler_conf)
+    merged = "batch_sched_delay=0,max_switch_wait=31536000,defer,bf_interval=60"
+    assert f"SchedulerParameters={merged}\n" in slurm_settings(scheduler_conf)
 
 
 def test_single_site_needs_no_plugin() -> None:

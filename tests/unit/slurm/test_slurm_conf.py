@@ -14,10 +14,10 @@ from shoal.slurm.conf import (
     cgroup_conf,
     gpu_type,
     gres_conf,
-    real_memory,
     slurm_conf,
     topology_conf,
 )
+from shoal.slurm.conf_lines import real_memory
 from shoal.slurm.model import ClusterConf, Confinement, Node, NodeGpu, PartitionConf, Switch
 from shoal.slurm.parsed_conf import change_cost, loses_jobs, nodes_in_conf, parse_conf, switches_of_nodes
 
