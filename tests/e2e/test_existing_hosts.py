@@ -72,6 +72,51 @@ def test_up_works_through_sudo_and_the_controller_computes(cluster: Cluster) -> 
     assert cluster.json("up")["unchanged"]
 
 
+def test_host_of_another_cluster_is_taken_over_only_on_request(cluster: Cluster, lent: Lent, tmp_path: Path) -> None:
+    job = cluster.on("desk", "sbatch", "--parsable", "-wgpu1", "--wrap", "sleep 1200", "-o/dev/null").strip()
+    cluster.wait("it runs", lambda: state_of(cluster, job) == "RUNNING")
+    reach = f"user: shoal, identity: {lent.identity}"
+    text = f"cluster: lent2\ncontroller: {{host: {lent.entry('gpu1')}, compute: true, {reach}}}\n"
+    other = Cluster(tmp_path, text)
+    for verb in ("check", "plan", "up"):
+        done = other.shoal(verb, status=1)
+        words = " ".join((done.stdout + done.stderr).split())
+        assert "gpu1: belongs to cluster lent (controller desk" in words, words
+        assert f"running: job {job} (root)" in words and "up --take-over" in words, words
+    assert state_of(cluster, job) == "RUNNING"
+    assert f"running: job {job} (root)" in " ".join(other.shoal("plan", "--take-over").stdout.split())
+    assert other.json("up", "--take-over", timeout=600)["whole"]
+    assert other.on("gpu1", "srun", "hostname").strip() == "gpu1"
+    assert "sleep 1200" not in lent.shell("gpu1", "ps axo args")
+    assert "taken over by cluster lent2" in cluster.on("desk", "scontrol", "show", "node", "gpu1")
+    assert other.json("up")["unchanged"]
+    refused = cluster.shoal("up", status=1)
+    assert "gpu1: is the controller of cluster lent2" in refused.stderr, refused.stderr
+    other.shoal("down", "--yes")
+    assert cluster.json("up", timeout=600)["whole"], "a host that was released is free"
+    cluster.on("desk", "scancel", job)
+    cluster.shoal("node", "resume", "gpu1")
+    assert cluster.on("desk", "srun", "-wgpu1", "hostname").strip() == "gpu1"
+
+
+def state_of(cluster: Cluster, job: str) -> str:
+    return cluster.on("desk", "squeue", "-ho%T", f"-j{job}").strip()
+
+
+def test_renamed_cluster_is_rejected_before_anything_changes(cluster: Cluster) -> None:
+    before = cluster.on("desk", "cat", "/etc/slurm/slurm.conf")
+    cluster.edit("cluster: lent", "cluster: lagoon")
+    try:
+        for verb in ("check", "plan", "up", "down"):
+            options = ("--yes", "--force") if verb == "down" else ()
+            done = cluster.shoal(verb, *options, status=1)
+            assert "`cluster: lent`" in " ".join((done.stdout + done.stderr).split()), "the fix names the old name"
+    finally:
+        cluster.edit("cluster: lagoon", "cluster: lent")
+    assert cluster.on("desk", "cat", "/etc/slurm/slurm.conf") == before
+    assert cluster.json("up")["unchanged"]
+
+
 def test_slurm_listens_only_on_the_network_address_under_any_hostname(lent: Lent) -> None:
     for name, ports in (("desk", {6817, 6818}), ("gpu1", {6818}), ("small", {6818})):
         assert listening(lent, name) == {f"{lent.instances[name].target.address}:{port}" for port in ports}
@@ -149,11 +194,13 @@ def test_down_removes_shoal_from_existing_hosts(cluster: Cluster, lent: Lent) ->
 
 
 def test_munge_key_is_in_no_output(cluster: Cluster, tmp_path: Path) -> None:
-    """Built again, with everything that the command prints kept and searched for the key."""
+    """Built again under another name, with everything that the command prints kept and searched for the key."""
+    cluster.edit("cluster: lent", "cluster: lagoon")
     output = cluster.shoal("up", "--json", timeout=600).stdout + cluster.shoal("plan", "--diff").stdout
     key = cluster.on("desk", "base64", "-w0", "/etc/munge/munge.key").strip()
     raw = cluster.on("desk", "od", "-An", "-tx1", "-v", "/etc/munge/munge.key").replace(" ", "").replace("\n", "")
     assert len(key) > 1000
+    assert "slurmctld.lent" in cluster.on("desk", "ls", "/var/lib/slurm"), "the state of the old name is kept aside"
     assert key not in output and raw not in output
     arguments = cluster.json("exec", "--", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
     assert all(key[:40] not in group["stdout"] for group in arguments["groups"])

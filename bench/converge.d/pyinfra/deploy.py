@@ -105,6 +105,7 @@ files.block(
 )
 
 directory("/etc/shoal")
+put("The cluster that the host belongs to", "/etc/shoal/member.json")
 rules = put("The firewall", "/etc/shoal/firewall.nft")
 unit = put("The firewall's unit", "/etc/systemd/system/shoal-firewall.service")
 systemd.service(

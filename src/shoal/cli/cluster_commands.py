@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from shoal.verbs.status import ClusterStatus
     from shoal.verbs.up import UpResult
 
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Take hosts that other clusters have; ends the jobs on them.")
+]
+
 
 def init(
     hosts: Annotated[
@@ -73,12 +77,14 @@ def finish_check(session: Session, findings: list[Finding]) -> None:
 
 @with_session
 def plan(
-    session: Session, diff: Annotated[bool, typer.Option("--diff", help="Show the changes inside files.")] = False
+    session: Session,
+    diff: Annotated[bool, typer.Option("--diff", help="Show the changes inside files.")] = False,
+    take_over: TakeOver = False,
 ) -> None:
     """Show what `up` would change on each host, and its cost."""
     from shoal.verbs.up import plan as verb
 
-    finish_plan(session, session.run(verb(session.open(operator=True))), diff)
+    finish_plan(session, session.run(verb(session.open(operator=True), take_over=take_over)), diff)
 
 
 def finish_plan(session: Session, result: Plan, diff: bool) -> None:
@@ -103,12 +109,18 @@ def up(
     leave_records: Annotated[
         bool, typer.Option("--leave-records", help="Proceed even if accounting moves without its records.")
     ] = False,
+    take_over: TakeOver = False,
 ) -> None:
     """Build the cluster, or change it to match the file."""
     from shoal.plan.apply import ApplyTimeouts
     from shoal.verbs.up import up as verb
 
-    permissions = {"allow_job_loss": allow_job_loss, "leave_rented": leave_rented, "leave_records": leave_records}
+    permissions = {
+        "allow_job_loss": allow_job_loss,
+        "leave_rented": leave_rented,
+        "leave_records": leave_records,
+        "take_over": take_over,
+    }
     finish_up(
         session, session.run(verb(session.open(operator=True), ApplyTimeouts(drain_s=drain_timeout), **permissions))
     )

@@ -71,6 +71,8 @@ class Plan:
     """Instances to delete, as (provider, name)."""
     foreign: tuple[str, ...] = ()
     """Those of `delete` that belong to another controller: their jobs are not known here."""
+    take_over: tuple[Change, ...] = ()
+    """Hosts that other clusters have, and lose."""
     prepare: tuple[Change, ...] = ()
     """Changes that come first; afterwards a host may need more than `hosts` shows."""
     hosts: tuple[HostPlan, ...] = ()
@@ -100,7 +102,7 @@ class Plan:
             for provider, name in self.delete
         )
         host_changes = tuple(change for host in (*self.hosts, *self.after_drain) for change in host.changes)
-        return create_changes + self.prepare + drain_changes + host_changes + delete_changes
+        return create_changes + self.take_over + self.prepare + drain_changes + host_changes + delete_changes
 
     @property
     def cost(self) -> Cost:

@@ -11,6 +11,7 @@ from shoal.network.wireguard import INTERFACE as WIREGUARD
 from shoal.roles.component import Cluster, SharedSecret
 from shoal.roles.containers import container_names
 from shoal.roles.host_address import host_name_items
+from shoal.roles.host_record import host_record_items
 from shoal.roles.plugins import pmix_items, pmix_packages
 from shoal.roles.registry import component_packages, component_ports
 from shoal.slurm.conf import PORTS
@@ -35,6 +36,7 @@ def base(cluster: Cluster, member: Member) -> Document:
     return (
         *installation(cluster, member),
         *_munge(cluster, member),
+        *host_record_items(cluster),
         *([container_names(cluster, member)] if member.name in cluster.tunnels else host_name_items(cluster, member)),
         *_firewall(cluster, member),
     )
@@ -111,7 +113,6 @@ def _firewall(cluster: Cluster, member: Member) -> list[Item]:
     ports = (*PORTS, *component_ports(cluster.spec, member))
     rules = firewall_rules(cluster.addresses.values(), ports, INTERFACES.get(cluster.spec.network.kind, ""))
     return [
-        Directory("/etc/shoal"),
         File(RULES, rules, restarts=("shoal-firewall",)),
         File(UNIT, firewall_unit(), restarts=("shoal-firewall",)),
         Service("shoal-firewall"),

@@ -10,6 +10,7 @@ from shoal.remote import program_text
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.host_address import address_wait_file
+from shoal.roles.host_record import state_of_other_cluster
 from shoal.slurm.accounting import jobcomp_rotation
 from shoal.slurm.conf import (
     SLURMD_PORT,
@@ -41,6 +42,7 @@ def controller(cluster: Cluster) -> Document:
     return (
         Directory("/etc/slurm"),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
+        *_old_state(cluster),
         Directory(STATE_DIRECTORY, owner="slurm", group="slurm", mode=0o700),
         File(ROTATION, jobcomp_rotation()),
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
@@ -53,6 +55,16 @@ def controller(cluster: Cluster) -> Document:
         # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
+
+
+def _old_state(cluster: Cluster) -> Document:
+    """Puts aside what another cluster left: slurmctld does not start with the state of another name."""
+    name = state_of_other_cluster(cluster)
+    if not name:
+        return ()
+    backup = f"{STATE_DIRECTORY}.{''.join(c if c.isalnum() else '-' for c in name)}"
+    command = ("mv", "-T", "--backup=numbered", STATE_DIRECTORY, backup)
+    return (Command(f"keep the state of cluster {name} as {backup}", command),)
 
 
 def slurm_conf_file(cluster: Cluster) -> File:

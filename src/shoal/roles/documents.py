@@ -13,6 +13,7 @@ from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, TMPFILES, comput
 from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
+from shoal.roles.host_record import HOST_RECORD, RECORD_FILES, STATE_OWNER
 from shoal.roles.node_logins import neighbour_key_items
 from shoal.roles.plugins import pmix_files, spanning_files
 from shoal.roles.registry import COMPONENTS, component_files, components_of
@@ -30,7 +31,8 @@ def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
     """The files that tell what an earlier run did."""
     return {
         MUNGE_KEY: "hash",
-        **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
+        **dict.fromkeys((*CONF_FILES, HOSTS, STATE_OWNER), "text"),
+        **RECORD_FILES,
         **dict.fromkeys((*pmix_files(), *spanning_files(), host_address.CLOUD_INIT, host_address.NAMES_UNIT), "there"),
         **component_files(spec),
     }
@@ -83,4 +85,5 @@ def removal() -> Document:
         *map(File, (MUNGE_KEY, MUNGE_KEY_NEXT)),
         Block(HOSTS, HOSTS_BLOCK, ""),
         *host_address.host_name_removal(),
+        File(HOST_RECORD),
     )

@@ -14,6 +14,7 @@ from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.nodes import unready_nodes
 from shoal.plan.observe import Observation, observe
+from shoal.plan.ownership import foreign_hosts
 from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.slurm.parsed_conf import is_written_by_shoal
@@ -59,6 +60,10 @@ async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[s
     findings += _disks(observed)
     if controller not in observed.facts:
         return findings
+    others = await foreign_hosts(context.spec, observed, fleet)
+    findings += [host.finding() for host in others]
+    if any(host.name == controller for host in others):
+        return findings  # the rest would be about another cluster
     try:
         plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), orphans)
     except VersionMismatch as mismatch:

@@ -14,6 +14,7 @@ from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
 from shoal.local_files import state_directory
 from shoal.plan.connections import Fleet
 from shoal.plan.nodes import active_jobs
+from shoal.plan.ownership import records_of_others
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.roles.documents import removal
@@ -23,6 +24,8 @@ from shoal.spec.member import Member
 from shoal.verbs.context import Context, ProviderInstances, note_at_exit, report_to
 from shoal.verbs.reap import Polling, reap
 from shoal.verbs.rentals import control_service, restart_if_disconnected, run_to_completion
+
+_FOREIGN_HINT = "take it out of this file"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class DownResult:
 async def down(context: Context, *, force: bool = False, polling: Polling | None = None) -> DownResult:
     """Stop Slurm and remove what Shoal made. Raises while jobs run, or may run, unless forced."""
     instances = await context.all_instances()
+    await _reject_foreign_controller(context)
     if not force:
         await _reject_running_jobs(context, instances)
     rental_texts, findings = await _release_rented(context, force, not _is_off(context, instances), polling)
@@ -51,6 +55,19 @@ async def down(context: Context, *, force: bool = False, polling: Polling | None
     return DownResult(
         context.cluster, deleted_hosts, released_hosts, failures, (*instances.findings, *findings), rental_texts
     )
+
+
+async def _reject_foreign_controller(context: Context) -> None:
+    """Raise where the controller belongs to another cluster: the file may have got another name."""
+    controller = context.controller
+    if controller.provider is not None:
+        return
+    async with await context.fleet([controller]) as fleet:
+        for record in (await records_of_others(context.cluster, fleet, [controller.name])).values():
+            raise ShoalError(
+                f"{controller.name} belongs to cluster {record}; nothing was changed",
+                hint=f"to remove that cluster, write `cluster: {record.cluster}` into the file",
+            )
 
 
 async def _release_rented(
@@ -202,8 +219,14 @@ async def release(
     if not lent:
         return (), {}
     async with await context.fleet(lent) as fleet:
+        others = await records_of_others(context.cluster, fleet, fleet.targets)
         with context.progress.phase("hosts released", len(lent)) as phase:
-            released_hosts = await fleet.converge_all(dict.fromkeys(fleet.targets, removal()), {}, phase, again)
+            names = [name for name in fleet.live if name not in others]
+            released_hosts = await fleet.converge_all(dict.fromkeys(names, removal()), {}, phase, again)
+        for name, record in others.items():
+            fleet.failures[name] = HostError(
+                name, f"belongs to cluster {record}, and is left as it is", hint=_FOREIGN_HINT
+            )
         return tuple(released_hosts), dict(fleet.failures)
 
 

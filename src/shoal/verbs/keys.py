@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from shoal.errors import HostError, ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
 from shoal.plan.connections import Fleet
+from shoal.plan.ownership import records_of_others
 from shoal.plan.rotation import Rotation, RotationContext, rotate_munge, rotate_tailscale
 from shoal.plan.rotation_slurm import rotate_slurm
 from shoal.plan.rotation_wireguard import rotate_wireguard
@@ -102,6 +103,10 @@ async def _connect(context: Context, fleet: Fleet, leave_unreachable: bool) -> N
     with context.progress.phase("connect", len(fleet.targets)) as phase:
         await fleet.each(fleet.targets, fleet.agent, phase)
     fleet.require(context.controller.name)
+    others = await records_of_others(context.cluster, fleet, fleet.targets)
+    if others:
+        problems = "; ".join(f"{name} belongs to cluster {record}" for name, record in others.items())
+        raise ShoalError(f"{problems}; nothing was changed", hint=f"take {compress(others)} out of this file")
     if fleet.failures and not leave_unreachable:
         errors = "".join(f"\n  {error.message}" for error in fleet.failures.values())
         raise ShoalError(

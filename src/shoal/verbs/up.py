@@ -11,9 +11,10 @@ from shoal.hostlist import compress
 from shoal.hosts.provider import Instance, Request
 from shoal.plan.apply import ApplyTimeouts, apply, preparations, prepare
 from shoal.plan.connections import Fleet
-from shoal.plan.diff import make_plan, network_addresses
+from shoal.plan.diff import cluster_goal, make_plan, network_addresses
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
+from shoal.plan.ownership import foreign_hosts, reject_foreign, take_over_hosts
 from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.plan.secret_values import missing_secrets, require_secrets, unavailable_secrets
 from shoal.roles.accounting import moved_database_finding
@@ -69,22 +70,26 @@ class Survey:
     findings: tuple[Finding, ...] = ()
 
 
-async def plan(context: Context) -> Plan:
+async def plan(context: Context, *, take_over: bool = False) -> Plan:
     """The changes that `up` would make. Changes nothing."""
     stock = await survey(context)
+    await _check_before_creation(context, stock, take_over)
     missing_names = {request.name for _, request in stock.missing}
     if context.controller.name in missing_names:
         deletions = tuple((provider, instance.name) for provider, instance in stock.orphans)
         return Plan(context.cluster, create=stock.missing, delete=deletions, findings=stock.findings)
     async with await context.fleet(member for member in context.members if member.name not in missing_names) as fleet:
         observed = await _observe(context, fleet)
+        others = await foreign_hosts(context.spec, observed, fleet)
+        reject_foreign(others, take_over)
         preparation_changes = await preparations(context.spec, observed.facts, fleet)
         cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
         return replace(
             cluster_plan,
             create=stock.missing,
+            take_over=tuple(host.change() for host in others),
             prepare=tuple(change for changes in preparation_changes.values() for change in changes),
-            findings=(*stock.findings, *cluster_plan.findings),
+            findings=(*stock.findings, *(host.finding(take_over) for host in others), *cluster_plan.findings),
         )
 
 
@@ -95,6 +100,7 @@ async def up(
     allow_job_loss: bool = False,
     leave_rented: bool = False,
     leave_records: bool = False,
+    take_over: bool = False,
 ) -> UpResult:
     """Make missing hosts, apply the spec to all hosts, and wait until Slurm sees every node."""
     for finding in await release_findings(context.spec):
@@ -102,10 +108,13 @@ async def up(
     stock = await survey(context)
     if context.controller.name in stock.new:
         require_secrets(unavailable_secrets(user_secrets(context.spec)))
+    await _check_before_creation(context, stock, take_over)
     create_failures = await _create(context, stock.missing)
     async with await context.fleet(member for member in context.members if member.name not in create_failures) as fleet:
         fleet.failures.update(create_failures)
         observed = await _observe(context, fleet)
+        others = await foreign_hosts(context.spec, observed, fleet)
+        reject_foreign(others, take_over)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
         _reject_id_conflicts(context, observed)
@@ -113,6 +122,10 @@ async def up(
             context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented
         )
         await _require_secrets(context, fleet, observed)
+        if others:
+            cluster_goal(context.spec, observed, connection_addresses(fleet))  # raises before anything is taken
+            await take_over_hosts(others, fleet, context.progress)
+            observed = await _observe(context, fleet)
         prepared_names = await prepare(context.spec, observed.facts, fleet, context.progress)
         if prepared_names:
             observed = await _observe(context, fleet)
@@ -132,13 +145,23 @@ async def up(
         return UpResult(
             cluster=context.cluster,
             created=tuple(request.name for _, request in stock.missing if request.name not in create_failures),
-            changed=tuple(dict.fromkeys((*prepared_names, *result.changed))),
+            changed=tuple(dict.fromkeys((*(host.name for host in others), *prepared_names, *result.changed))),
             removed=removed_names,
             staying=result.staying,
             unready=result.unready,
             failures=dict(fleet.failures),
             findings=(*context.warnings, *stock.findings, *cluster_plan.findings, *warnings, *late_orphans, *problems),
         )
+
+
+async def _check_before_creation(context: Context, stock: Survey, take_over: bool) -> None:
+    """Raise before hosts are created where a host that exists belongs to another cluster."""
+    existing = [member for member in context.members if member.provider is None]
+    if not stock.missing or not existing:
+        return
+    async with await context.fleet(existing) as fleet:
+        observed = await observe(fleet, context.spec)
+        reject_foreign(await foreign_hosts(context.spec, observed, fleet), take_over)
 
 
 def _require_no_orphans(context: Context, observed: Observation, allowed: bool) -> tuple[Rental, ...]:

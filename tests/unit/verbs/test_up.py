@@ -47,16 +47,16 @@ async def test_up_ends_no_running_job_without_permission() -> None:
     world = lab()
     await raised(world)
     world.slurm.jobs["7"] = "n1"
-    renamed = context_of(world, LAB.replace("cluster: reef", "cluster: atoll"))
+    changed = context_of(world, LAB.replace("  main:", "  side:"))
     before = world.slurm.conf
     with pytest.raises(ShoalError) as caught:
-        await up(renamed, AT_ONCE)
+        await up(changed, AT_ONCE)
     assert str(caught.value) == (
         "this change would end jobs (7); nothing was changed\n  fix: wait for them, or use --allow-job-loss"
     )
     assert world.slurm.conf == before
-    await up(renamed, AT_ONCE, allow_job_loss=True)
-    assert "ClusterName=atoll" in world.slurm.conf
+    await up(changed, AT_ONCE, allow_job_loss=True)
+    assert "PartitionName=main" not in world.slurm.conf
 
 
 async def test_partition_with_jobs_is_removed_only_with_permission() -> None:
