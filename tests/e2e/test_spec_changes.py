@@ -1,4 +1,4 @@
-"""A spec that changes under a running cluster: options, and a LAN that becomes WireGuard.
+"""A spec that changes under a running cluster: options, edits by hand, and a LAN that becomes WireGuard.
 
 A setting in `slurm.options` that Slurm rejects does not affect the cluster and its jobs. On a LAN that the members
 share with other machines, `check` warns, and one line in the file makes it WireGuard. The attack is a neighbour that
@@ -10,6 +10,7 @@ The tests share one cluster and run in the order of this file.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster, running
@@ -102,6 +103,50 @@ def test_option_that_stops_slurmctld_is_rolled_back(cluster: Cluster, job: str) 
     cluster.wait("slurmctld answers again, and the job still runs", lambda: state_of(cluster, job) == "RUNNING")
     assert cluster.on("controller", "srun", "--mem=20M", "hostname").strip() == "lab1"
     assert "no changes" in cluster.shoal("up").stdout
+
+
+CONF, STATE = "/etc/slurm/slurm.conf", "/var/lib/slurm/slurmctld"
+
+
+def test_edit_by_hand_is_named_by_check_and_kept_by_up(cluster: Cluster) -> None:
+    cluster.on(
+        "controller", "sh", "-c", f"echo '# mine' >> {CONF}; scontrol update nodename=lab1 state=drain reason=fan"
+    )
+    found = {finding["host"]: finding for finding in cluster.json("check")["findings"]}
+    assert f"{CONF} was edited by hand" in found["controller"]["what"], found
+    assert "fan" in found["lab1"]["found"] and "shoal node resume lab1" in found["lab1"]["fix"], found
+    assert "was edited by hand" in " ".join(cluster.shoal("plan").stdout.split())
+    assert cluster.json("up")["whole"]
+    assert "# mine" not in cluster.on("controller", "cat", CONF)
+    assert "# mine" in cluster.on("controller", "sh", "-c", f"cat /var/lib/shoal/edited{CONF}.*")
+    cluster.shoal("node", "resume", "lab1")
+    assert [finding for finding in cluster.json("check")["findings"] if finding["level"] == "error"] == []
+
+
+def test_up_does_not_restart_slurmctld_whose_state_is_read_only(cluster: Cluster, job: str) -> None:
+    started = cluster.on("controller", "systemctl", "show", "-p", "MainPID", "slurmctld")
+    cluster.on("controller", "sh", "-c", f"mount --bind {STATE} {STATE} && mount -o remount,bind,ro {STATE}")
+    cluster.edit(GOOD, "{KillWait: 32}")
+    try:
+        for verb in ("check", "up"):
+            done = cluster.shoal(verb, status=1)
+            words = " ".join((done.stdout + done.stderr).split())
+            assert f"Slurm cannot write {STATE}" in words and "read-only" in words, words
+    finally:
+        cluster.edit("{KillWait: 32}", GOOD)
+        cluster.on("controller", "umount", STATE)
+    assert cluster.on("controller", "systemctl", "show", "-p", "MainPID", "slurmctld") == started
+    assert state_of(cluster, job) == "RUNNING"
+    assert "no changes" in cluster.shoal("up").stdout
+
+
+def test_versions_of_images_are_compared_before_hosts_are_made(tmp_path: Path) -> None:
+    text = SPEC.replace("el-lan", "el-images").replace("count: 1,", "count: 1, image: debian13,")
+    fresh = Cluster(tmp_path, text.replace("sandbox, memory", "sandbox, image: debian12, memory"))
+    for verb in ("check", "plan", "up"):
+        done = fresh.shoal(verb, status=1)
+        assert "Slurm newer than the controller's" in " ".join((done.stdout + done.stderr).split())
+    assert fresh.instances() == {}
 
 
 OPTIONS = """\

@@ -33,6 +33,8 @@ class FactsRequest:
     groups: tuple[str, ...] = ()
     files: Mapping[str, Literal["hash", "text", "there"]] = field(default_factory=dict)
     services: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
+    """Whose file systems to look at."""
     tailscale: bool = False
     """Whether to ask the host's own Tailscale what it sees."""
     filesystems: tuple[str, ...] = ()
@@ -54,6 +56,8 @@ class ItemResult:
     """Why it failed, or what is worth knowing."""
     fix: str = ""
     """What to do about a failure, where that is not to be done on the host."""
+    edited: bool = False
+    """A file that somebody else has changed since an agent wrote it."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,9 @@ class AgentSession:
                 if event["event"] == "progress":
                     on_event(ItemEvent(event["key"], event["text"]))
                 elif event["event"] == "item":
-                    fields = {name: event[name] for name in ("action", "diff", "detail", "fix") if name in event}
+                    fields = {
+                        name: event[name] for name in ("action", "diff", "detail", "fix", "edited") if name in event
+                    }
                     result = ItemResult(event["key"], event["status"], **fields)
                     if event["index"] < 0:
                         further.append(result)

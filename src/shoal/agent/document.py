@@ -103,6 +103,8 @@ class Directory(Item):
     owner: str = "root"
     group: str = "root"
     mode: int = 0o755
+    writable: bool = False
+    """Fail where its file system is full or read-only, before a daemon that writes there is restarted."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,16 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Space:
+    """The file system of a directory that we asked about."""
+
+    mount: str
+    free_mb: int
+    problem: str = ""
+    """Why daemons cannot write there; empty where they can."""
+
+
+@dataclass(frozen=True)
 class FileFact:
     """A file we asked about. `text` only where we asked for it, never for a secret."""
 
@@ -109,6 +119,8 @@ class Facts:
     memory_mb: int = 0
     gpus: tuple[Gpu, ...] = ()
     disks: tuple[Disk, ...] = ()
+    spaces: Mapping[str, Space] = field(default_factory=dict)
+    """By directory."""
     tun: bool = False
     fuse: bool = False
     filesystems: tuple[str, ...] = ()
@@ -161,7 +173,7 @@ NO_FACTS = Facts()
 
 
 _LISTS: dict[str, Any] = {"gpus": Gpu, "disks": Disk, "addresses": Address, "neighbours": Neighbour}
-_TABLES: dict[str, Any] = {"packages": Package, "users": UnixIds, "groups": UnixIds, "files": FileFact}
+_TABLES: dict[str, Any] = {"packages": Package, "users": UnixIds, "groups": UnixIds, "files": FileFact, "spaces": Space}
 
 
 def from_wire(data: Mapping[str, Any]) -> Facts:

@@ -10,14 +10,13 @@ from shoal.agent.document import Document, User
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
+from shoal.plan.cluster_findings import clock_findings, edited_findings, member_version_findings
 from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observation
 from shoal.plan.progress import Phase
 from shoal.plan.secret_values import add_digests, missing_secret_findings
-from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.assembly import assemble
-from shoal.roles.auth import auth_skew
 from shoal.roles.base import MUNGE_KEY, munge_secret
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import SLURM_CONF, read_current_conf
@@ -28,14 +27,10 @@ from shoal.roles.shares import access_kind, homes_of
 from shoal.slurm.conf import slurm_conf
 from shoal.slurm.parsed_conf import change_cost, loses_jobs
 from shoal.slurm.state import ACTIVE_STATES, JobState
-from shoal.slurm.versions import version_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
 from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
-
-CLOCK_LIMIT_S = 60.0
-"""Clock skew that is worth a warning; munge rejects a credential at 300 s."""
 
 
 @dataclass(frozen=True)
@@ -125,32 +120,18 @@ async def make_plan(
         shared_secrets={**munge_secret(goal.now.controller.name), **shared_secrets(spec)},
         user_secrets=user_secrets(spec),
         findings=(
-            *clock_findings(observed),
+            *clock_findings(observed.facts),
             *goal.now.findings,
             *component_findings(goal.now),
             *user_findings,
             *rental_findings,
             *_failure_findings(reports),
+            *edited_findings(reports),
             *missing_secret_findings(hosts, user_secrets(spec)),
             *_left_host_findings(goal, orphans),
         ),
         unreached=dict(fleet.failures),
     )
-
-
-def clock_findings(observed: Observation) -> list[Finding]:
-    """Hosts whose clock is so far off that munge rejects their messages, or soon will."""
-    return [
-        Finding(
-            level="error" if abs(fact.clock_offset) > 4 * CLOCK_LIMIT_S else "warning",
-            what="the clock is off",
-            found=f"{fact.clock_offset:+.0f} s against this machine",
-            fix="run `timedatectl set-ntp true` on it; munge rejects messages from 300 s on",
-            host=name,
-        )
-        for name, fact in observed.facts.items()
-        if abs(fact.clock_offset) > CLOCK_LIMIT_S
-    ]
 
 
 def _left_host_findings(goal: ClusterGoal, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
@@ -187,12 +168,12 @@ def _check_versions(cluster: Cluster) -> None:
             hint="add a package source that has Slurm (Debian's main, Ubuntu's universe), or make another host the "
             "controller",
         )
-    other_versions = {host: version for host, version in cluster.versions.items() if host != name}
-    findings = [
-        *version_findings((name, cluster.versions[name]), other_versions),
-        *slurmdbd_skew(cluster.spec, cluster.versions),
-        *auth_skew(cluster.spec, cluster.versions),
-    ]
+    findings = member_version_findings(cluster.spec, cluster.versions)
+    reject_versions(findings)
+
+
+def reject_versions(findings: Sequence[Finding]) -> None:
+    """Raise VersionMismatch where Slurm versions cannot talk to each other."""
     if any(finding.level == "error" for finding in findings):
         raise VersionMismatch(
             "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"

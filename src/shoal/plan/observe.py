@@ -25,9 +25,13 @@ from shoal.plan.reachability import SSH_PORT, add_reachability, connection_addre
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.registry import component_filesystems
+from shoal.slurm.conf import LOG_DIRECTORY, SPOOL_DIRECTORY, STATE_DIRECTORY
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.members import all_members
 from shoal.spec.model import Spec
+
+SLURM_DIRECTORIES = (STATE_DIRECTORY, SPOOL_DIRECTORY, LOG_DIRECTORY)
+"""Where Slurm's daemons write."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None) -> Obser
         groups=("*",),
         files=fact_files(spec),
         services=fact_services(),
+        directories=SLURM_DIRECTORIES,
         filesystems=component_filesystems(spec),
         modules=(MODULE,) if spec.network.kind == "wireguard" else (),
         tailscale=spec.network.kind == "tailscale",

@@ -43,7 +43,7 @@ def controller(cluster: Cluster) -> Document:
         Directory("/etc/slurm"),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         *_old_state(cluster),
-        Directory(STATE_DIRECTORY, owner="slurm", group="slurm", mode=0o700),
+        Directory(STATE_DIRECTORY, owner="slurm", group="slurm", mode=0o700, writable=True),
         File(ROTATION, jobcomp_rotation()),
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),

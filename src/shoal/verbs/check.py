@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from shoal.errors import CommandTimeout, SlurmError, VersionMismatch
 from shoal.hostlist import compress
-from shoal.hosts.provider import Instance
 from shoal.network.addresses import strangers
+from shoal.plan.cluster_findings import drained_findings, space_findings
 from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.nodes import unready_nodes
@@ -26,9 +26,8 @@ from shoal.verbs.env import environment_states
 from shoal.verbs.health import accounting_findings, tracking_health
 from shoal.verbs.shares import share_probes, share_ways, unservable_share_findings
 from shoal.verbs.slurmctld import slurm_output, slurmctld_fix
-from shoal.verbs.up import survey
+from shoal.verbs.up import Survey, creation_version_findings, survey
 
-MIN_FREE_MB = 1024
 MAX_STRANGERS = 4
 """So many machines that are no members are named."""
 
@@ -47,25 +46,31 @@ async def check(context: Context) -> list[Finding]:
     present = [m for m in context.members if m.name not in missing]
     if present:
         async with await context.fleet(present) as fleet:
-            findings += await _check_hosts(context, fleet, stock.orphans)
+            findings += await _check_hosts(context, fleet, stock)
+    else:
+        findings += creation_version_findings(context, stock, {})
     return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.level))
 
 
-async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
+async def _check_hosts(context: Context, fleet: Fleet, stock: Survey) -> list[Finding]:
     controller = context.controller.name
     with context.progress.phase("connect and read facts", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, phase)
     failures = fleet.failures.items()
     findings = [Finding("error", error.cause, fix=error.hint, host=name) for name, error in failures]
-    findings += _disks(observed)
+    findings += space_findings(observed.facts)
+    mismatches = creation_version_findings(context, stock, observed.facts) if stock.missing else []
+    findings += mismatches
     if controller not in observed.facts:
         return findings
     others = await foreign_hosts(context.spec, observed, fleet)
     findings += [host.finding() for host in others]
     if any(host.name == controller for host in others):
         return findings  # the rest would be about another cluster
+    if mismatches:
+        return findings
     try:
-        plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), orphans)
+        plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
     except VersionMismatch as mismatch:
         return [*findings, *(finding for finding in mismatch.findings if isinstance(finding, Finding))]
     except SlurmError as error:
@@ -87,18 +92,10 @@ async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[s
         findings += _strangers(context, observed, addresses)
     if observed.slurm.running:
         findings += await _nodes(context, fleet, observed)
+        findings += drained_findings(observed.slurm.nodes.values())
         findings += await _contract(context, fleet, plan.findings)
         findings += await _services(context, fleet)
     return findings
-
-
-def _disks(observed: Observation) -> list[Finding]:
-    return [
-        Finding("error", f"little space on {disk.mount}", f"{disk.free_mb} MB", "free at least 1 GB", host=name)
-        for name, fact in observed.facts.items()
-        for disk in fact.disks
-        if disk.mount in ("/", "/var") and disk.free_mb < MIN_FREE_MB
-    ]
 
 
 def _strangers(context: Context, observed: Observation, addresses: Mapping[str, str]) -> list[Finding]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shoal.agent.facts import Facts
 from shoal.cloud.rental import Rental
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance, Request
 from shoal.plan.apply import ApplyTimeouts, apply, preparations, prepare
+from shoal.plan.cluster_findings import image_version, member_version_findings, state_finding
 from shoal.plan.connections import Fleet
-from shoal.plan.diff import cluster_goal, make_plan, network_addresses
+from shoal.plan.diff import cluster_goal, make_plan, network_addresses, reject_versions
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
 from shoal.plan.ownership import foreign_hosts, reject_foreign, take_over_hosts
 from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.plan.secret_values import missing_secrets, require_secrets, unavailable_secrets
 from shoal.roles.accounting import moved_database_finding
+from shoal.roles.assembly import slurm_version
 from shoal.roles.orphaned_rentals import dropped_accounts, orphan_finding, orphaned_rentals
 from shoal.roles.registry import user_secrets
 from shoal.roles.shares import moved_share_findings
@@ -67,6 +70,8 @@ class Survey:
     """Instances that the spec no longer names."""
     new: tuple[str, ...] = ()
     """The missing hosts that no provider has in any state."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """The images of the hosts that were made, by name."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -115,6 +120,7 @@ async def up(
         observed = await _observe(context, fleet)
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
+        _reject_unwritable_state(context, observed)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
         _reject_id_conflicts(context, observed)
@@ -155,13 +161,26 @@ async def up(
 
 
 async def _check_before_creation(context: Context, stock: Survey, take_over: bool) -> None:
-    """Raise before hosts are created where a host that exists belongs to another cluster."""
-    existing = [member for member in context.members if member.provider is None]
-    if not stock.missing or not existing:
+    """Raise before hosts are created where a host that exists belongs to another cluster, or where the hosts' Slurm
+    versions cannot talk to each other."""
+    if not stock.missing:
         return
-    async with await context.fleet(existing) as fleet:
-        observed = await observe(fleet, context.spec)
-        reject_foreign(await foreign_hosts(context.spec, observed, fleet), take_over)
+    facts: Mapping[str, Facts] = {}
+    existing = [member for member in context.members if member.provider is None]
+    if existing:
+        async with await context.fleet(existing) as fleet:
+            observed = await observe(fleet, context.spec)
+            reject_foreign(await foreign_hosts(context.spec, observed, fleet), take_over)
+            facts = observed.facts
+    reject_versions(creation_version_findings(context, stock, facts))
+
+
+def creation_version_findings(context: Context, stock: Survey, facts: Mapping[str, Facts]) -> list[Finding]:
+    """Members whose Slurm versions cannot talk to each other: those of images, and of hosts that exist."""
+    images = {member.name: member.shape.image for member in context.members if member.provider} | {**stock.images}
+    versions = {name: version for name, image in images.items() if (version := image_version(image)) is not None}
+    versions |= {name: version for name, fact in facts.items() if (version := slurm_version(fact)) is not None}
+    return member_version_findings(context.spec, versions)
 
 
 def _require_no_orphans(context: Context, observed: Observation, allowed: bool) -> tuple[Rental, ...]:
@@ -178,6 +197,13 @@ def _require_no_orphans(context: Context, observed: Observation, allowed: bool) 
             hint=f"{finding.fix}; or use --leave-rented, and delete them in the provider's console",
         )
     return orphans
+
+
+def _reject_unwritable_state(context: Context, observed: Observation) -> None:
+    """Raise where slurmctld could not write its state: a restart would lose jobs."""
+    finding = state_finding(context.controller.name, observed.facts[context.controller.name])
+    if finding:
+        raise ShoalError(f"{finding.host}: {finding.what}: {finding.found}; nothing was changed", hint=finding.fix)
 
 
 def _reject_moves(context: Context, observed: Observation, leave_records: bool) -> None:
@@ -253,7 +279,8 @@ async def survey(context: Context) -> Survey:
     )
     new = tuple(request.name for _, request in missing if request.name not in instance_by_name)
     unreleasable = await release_findings(context.spec)
-    return Survey(missing, orphans, new, (*instances.findings, *shape_warnings, *unreleasable))
+    images = {name: instance.shape.image for name, instance in instance_by_name.items()}
+    return Survey(missing, orphans, new, images, (*instances.findings, *shape_warnings, *unreleasable))
 
 
 async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> dict[str, HostError]:

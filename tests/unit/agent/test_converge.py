@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -41,6 +42,64 @@ async def test_content_of_a_private_file_is_not_shown(place: Place) -> None:
     os.chmod(place.path("c.conf"), 0o600)
     (found,) = await place.check(place.file("c.conf", "password=new\n", mode=0o600))
     assert found.diff == "(not shown: the file is not world-readable)"
+
+
+async def test_file_edited_by_hand_is_reported_and_kept(place: Place) -> None:
+    path = Path(place.path("c.conf"))
+    await place.apply(place.file("c.conf", "one\n"))
+    (clean,) = await place.check(place.file("c.conf", "two\n"))
+    assert not clean.edited
+    path.write_text("mine\n")
+    (found,) = await place.check(place.file("c.conf", "two\n"))
+    assert found.edited
+    (changed,) = await place.apply(place.file("c.conf", "two\n"))
+    assert changed.edited and path.read_text() == "two\n"
+    backup = Path(changed.detail.removeprefix("it was edited by hand; a copy is kept as "))
+    assert backup.read_text() == "mine\n"
+    assert stat.S_IMODE(backup.stat().st_mode) == 0o600 and stat.S_IMODE(backup.parent.stat().st_mode) == 0o700
+    path.write_text("mine again\n")
+    (removed,) = await place.apply(place.file("c.conf", None))
+    assert removed.edited and not path.exists()
+
+
+async def test_edited_secret_is_not_kept(place: Place) -> None:
+    secret = place.file("key", SecretRef("key"), mode=0o400)
+    await place.apply(secret, key=b"one")
+    Path(place.path("key")).write_bytes(b"other")
+    (changed,) = await place.apply(
+        place.file("key", SecretRef("key", sha256(b"two").hexdigest()), mode=0o400), key=b"two"
+    )
+    assert changed.status == "changed" and not changed.edited
+
+
+@contextmanager
+def mounted(path: Path, options: str) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("options", "problem"), [("ro", "is read-only"), ("size=8m", "has 8 MB left")], ids=["read-only", "full"]
+)
+async def test_directory_that_a_daemon_cannot_write_stops_the_document(
+    place: Place, options: str, problem: str
+) -> None:
+    path = Path(place.path("daemon"))
+    path.mkdir()
+    with mounted(path, options):
+        items = (place.directory("daemon", writable=True), place.file("after", "x"))
+        planned, _ = await place.check(*items)
+        failed, skipped = await place.apply(*items)
+    for result in (planned, failed):
+        assert result.status == "failed"
+        assert result.detail == f"{path} cannot be written: its file system {problem}"
+    assert skipped.status == "skipped" and not Path(place.path("after")).exists()
+    (made,) = await place.apply(place.directory("daemon", writable=True))
+    assert made.status in ("ok", "changed")
 
 
 async def test_only_the_mode_changes_when_only_the_mode_differs(place: Place) -> None:

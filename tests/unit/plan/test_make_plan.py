@@ -11,7 +11,8 @@ from shoal.agent.facts import Facts, FileFact
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hosts.provider import Request
 from shoal.plan.apply import ApplyTimeouts, apply
-from shoal.plan.diff import clock_findings, cluster_goal, make_plan
+from shoal.plan.cluster_findings import clock_findings
+from shoal.plan.diff import cluster_goal, make_plan
 from shoal.plan.model import Change, Cost, Plan
 from shoal.plan.observe import Observation, observe
 from shoal.plan.progress import NoProgress
@@ -242,12 +243,12 @@ def test_plan_of_hosts_to_create_shows_their_shape() -> None:
     ("offset", "level"), [(0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error")]
 )
 def test_clock_offset_is_reported_before_munge_rejects_messages(offset: float, level: str | None) -> None:
-    found = clock_findings(Observation({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}))
+    found = clock_findings({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)})
     assert [finding.level for finding in found] == ([level] if level else [])
 
 
 def test_clock_finding_has_offset_and_fix() -> None:
-    [finding] = clock_findings(Observation({"n1": Facts(clock_offset=-90.2)}))
+    [finding] = clock_findings({"n1": Facts(clock_offset=-90.2)})
     assert str(finding) == (
         "n1: the clock is off, found -90 s against this machine, "
         "run `timedatectl set-ntp true` on it; munge rejects messages from 300 s on"

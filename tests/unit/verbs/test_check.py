@@ -10,12 +10,12 @@ from tests.unit.plan.fake_world import LAB, lab, spec_of
 from tests.unit.verbs.fake_clusters import Sandbox, context_of, raised
 
 from shoal.agent.facts import Disk, Neighbour
-from shoal.errors import ProviderError
+from shoal.errors import ProviderError, VersionMismatch
 from shoal.spec.finding import Finding
 from shoal.spec.members import default_spec
 from shoal.verbs.check import check
 from shoal.verbs.context import Context, requests
-from shoal.verbs.up import plan
+from shoal.verbs.up import plan, up
 from shoal_simulators.fake_provider import FakeProvider
 
 
@@ -43,6 +43,31 @@ async def test_check_reports_all_problems_worst_first() -> None:
         "changes are due on c1, `shoal plan` shows them, `shoal up` makes them",
     ]
     assert context.cluster == "reef"
+
+
+async def test_drained_node_is_a_warning_with_its_reason() -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.states["n1"], world.slurm.reasons["n1"] = "IDLE+DRAIN", "bad fan"
+    assert [str(finding) for finding in await check(context)] == [
+        "n1: is drained and takes no jobs, found bad fan (by root 2026-01-01T00:00:00), when that is solved, run "
+        "`shoal node resume n1`"
+    ]
+
+
+async def test_images_with_versions_that_cannot_talk_are_errors_before_hosts_are_made() -> None:
+    provider = FakeProvider()
+    text = (
+        "cluster: reef\ncontroller: {provider: sandbox}\n"
+        "nodesets:\n  new: {provider: sandbox, count: 1, image: debian13}\n"
+    )
+    context = Context(spec_of(text), providers=lambda name: provider)
+    errors = [finding for finding in await check(context) if finding.level == "error"]
+    assert [(finding.host, finding.what) for finding in errors] == [("new1", "Slurm newer than the controller's")]
+    for verb in (plan, up):
+        with pytest.raises(VersionMismatch, match="nothing was changed"):
+            await verb(context)
+    assert await provider.instances("reef") == []
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import pytest
 from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised
 
+from shoal.agent.facts import Space
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.plan.model import Cost
+from shoal.slurm.conf import STATE_DIRECTORY
 from shoal.spec.finding import Finding
 from shoal.verbs.up import UpResult, plan, up
 
@@ -57,6 +59,18 @@ async def test_up_ends_no_running_job_without_permission() -> None:
     assert world.slurm.conf == before
     await up(changed, AT_ONCE, allow_job_loss=True)
     assert "PartitionName=main" not in world.slurm.conf
+
+
+async def test_up_changes_nothing_while_slurmctld_cannot_write_its_state() -> None:
+    space = Space("/var/lib/slurm", 9_000, "its file system is read-only")
+    world = lab(c1={"spaces": {STATE_DIRECTORY: space}})
+    with pytest.raises(ShoalError) as caught:
+        await up(context_of(world), AT_ONCE)
+    assert str(caught.value) == (
+        "c1: Slurm cannot write /var/lib/slurm/slurmctld: its file system is read-only; nothing was changed\n"
+        "  fix: make room, or make it writable"
+    )
+    assert world.applied() == []
 
 
 async def test_partition_with_jobs_is_removed_only_with_permission() -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Item: TypeAlias = "dict[str, Any]"
 """A request, an item of a document or an event: what one line of JSON holds."""
+WRITTEN = "/written-files"
+"""Below the state directory: digests of the files that agents wrote."""
 OPERATOR_LEFT = "the operator disconnected"
 
 
@@ -64,9 +66,10 @@ class OperatorConnection:
 class ItemChange:
     """What has to be done about an item."""
 
-    def __init__(self, action: str, diff: str = "") -> None:
+    def __init__(self, action: str, diff: str = "", edited: bool = False) -> None:
         self.action = action
         self.diff = diff
+        self.edited = edited
 
 
 class ConvergeContext:
@@ -83,6 +86,7 @@ class ConvergeContext:
         self.source = source
         self.key = ""
         self.due = read_due(state)
+        self.written: dict[str, list[str]] = read_json(state + WRITTEN)  # digests of files, by path
         self.noted: set[str] = set()  # what this very run made due
         self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
         self.defer = False
@@ -107,11 +111,15 @@ class ConvergeContext:
 
 def read_due(state: str) -> dict[str, str]:
     """Restarts and commands that a killed run left undone: `service NAME` or `command NAME`, with the reason."""
+    return read_json(state + "/pending-restarts")
+
+
+def read_json(path: str) -> Item:
     try:
-        due: dict[str, str] = loads(read_text(state + "/pending-restarts") or "{}")
+        data: Item = loads(read_text(path) or "{}")
     except ValueError:
         return {}
-    return due
+    return data
 
 
 def record_due(context: ConvergeContext, due: dict[str, str]) -> None:

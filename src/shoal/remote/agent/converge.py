@@ -14,7 +14,7 @@ from shoal.remote.agent.context import (
     has_systemd,
     record_due,
 )
-from shoal.remote.agent.files import FILE_KINDS
+from shoal.remote.agent.files import FILE_KINDS, record_written
 from shoal.remote.agent.mounts import check_mount, make_mount
 from shoal.remote.agent.packages import check_packages, make_packages
 from shoal.remote.agent.running import Failure, explain, last_lines, run
@@ -78,6 +78,8 @@ KINDS = {
 def converge(context: ConvergeContext) -> None:
     """Go through the items in order, then through what is still due. After a failed item the rest is skipped."""
     counts = {"change": 0, "changed": 0, "failed": 0}
+    if not context.dry:
+        record_written(context)
     stop = ""
 
     def report(index: int, item: Item, result: Item) -> None:
@@ -123,7 +125,7 @@ def _converge_item(item: Item, context: ConvergeContext) -> Item:
     reason = f"{item['key']} changes"
     keys = ["service " + name for name in item.get("restarts", ())] + list(item.get("reloads", ()))
     record_due(context, {key: reason for key in keys})
-    report = {"action": change.action, "diff": change.diff}
+    report = {"action": change.action, "diff": change.diff, "edited": change.edited}
     if not context.dry:
         return {"status": "changed", "detail": make(item, context), **report}
     if item["kind"] in ("service", "command"):

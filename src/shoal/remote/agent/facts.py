@@ -9,7 +9,7 @@ import time
 
 from shoal.remote.agent.context import ConvergeContext, Item, has_systemd
 from shoal.remote.agent.fast_stdlib import loads
-from shoal.remote.agent.file_io import read_bytes, read_text, sha256
+from shoal.remote.agent.file_io import existing_parent, read_bytes, read_text, sha256, write_problem
 from shoal.remote.agent.network import addresses, firewall, neighbours
 from shoal.remote.agent.packages import package_facts, package_manager
 from shoal.remote.agent.running import disk_space, last_lines, run, which
@@ -34,6 +34,7 @@ def gather_facts(ask: Item, context: ConvergeContext) -> Item:
         "memory_mb": memory_mb(),
         "gpus": gpus(),
         "disks": disks(),
+        "spaces": spaces(ask.get("directories") or []),
         "tun": can_open_device("/dev/net/tun"),
         "fuse": may_mount() and can_open_device("/dev/fuse"),
         "filesystems": filesystems(ask.get("filesystems") or [], uname.release),
@@ -147,6 +148,19 @@ def disks() -> list[Item]:
             total, free = disk_space(mount)
             disks_by_device.setdefault(os.stat(mount).st_dev, {"mount": mount, "total_mb": total, "free_mb": free})
     return list(disks_by_device.values())
+
+
+def spaces(paths: list[str]) -> dict[str, Item]:
+    """The file systems that directories are on, also of directories to come. Those of other hosts may block."""
+    foreign = tuple(mount.rstrip("/") + "/" for mount in remote_mounts())
+    found = {}
+    for path in paths:
+        if not (path + "/").startswith(foreign):
+            mount = existing_parent(path)
+            while not os.path.ismount(mount):
+                mount = os.path.dirname(mount)
+            found[path] = {"mount": mount, "free_mb": disk_space(mount)[1], "problem": write_problem(path)}
+    return found
 
 
 MODULE_OF = {"nfs4": "nfsv4"}

@@ -87,6 +87,27 @@ def remove(path: str) -> None:
         pass
 
 
+def existing_parent(path: str) -> str:
+    """The path, or the nearest directory above it that exists."""
+    while path != "/" and not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+MIN_FREE_MB = 32
+
+
+def write_problem(path: str) -> str:
+    """Why ordinary users cannot write a few megabytes there; "" where they can. Root has a reserve of its own."""
+    usage = os.statvfs(existing_parent(path))
+    free_mb = usage.f_bavail * usage.f_frsize >> 20
+    if usage.f_flag & os.ST_RDONLY:
+        return "its file system is read-only"
+    if free_mb < MIN_FREE_MB:
+        return f"its file system has {free_mb} MB left"
+    return "its file system has no inode left" if usage.f_files and not usage.f_favail else ""
+
+
 def file_status(path: str) -> os.stat_result | None:
     try:
         return os.lstat(path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
-from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, clear_due, record_due
+from shoal.remote.agent.context import WRITTEN, ConvergeContext, Item, ItemChange, clear_due, record_due
+from shoal.remote.agent.fast_stdlib import dumps
 from shoal.remote.agent.file_io import (
     block_marks,
     file_status,
@@ -15,12 +16,15 @@ from shoal.remote.agent.file_io import (
     sha256,
     temporary_name,
     write_atomic,
+    write_problem,
 )
 from shoal.remote.agent.running import Failure, advice, most_relevant_line, run, run_checked, which
 from shoal.remote.agent.unix_accounts import group_of, user_of
 
 WRITTEN_BY_SHOAL = b"Written by shoal"
 DIFF_LINES = 10000
+KEPT_DIGESTS = 4
+"""Of each file: a run that failed or was killed may have left an older one."""
 
 
 def check_file(item: Item, context: ConvergeContext) -> ItemChange | None:
@@ -30,14 +34,15 @@ def check_file(item: Item, context: ConvergeContext) -> ItemChange | None:
     if status and stat.S_ISDIR(status.st_mode):
         raise Failure(f"{path} is a directory, and a file is wanted there; move it away: mv {path} {path}.old")
     if not is_secret(item) and item["content"] is None:
-        return ItemChange(f"remove {path}") if status else None
+        return ItemChange(f"remove {path}", edited=is_edited(path, context)) if status else None
     before = read_bytes(path) if status and stat.S_ISREG(status.st_mode) else None
     if status is None or before is None or not _same_content(item, before):
         reject_invalid_content(item)
         action = f"update {path}" if status else f"create {path}"
         if status and before is None:
             action = f"replace {path}, which is not a regular file"
-        return ItemChange(action, _file_diff(item, before or b"", status, context))
+        edited = not is_secret(item) and is_edited(path, context)
+        return ItemChange(action, _file_diff(item, before or b"", status, context), edited)
     return attribute_change(item, status, context)
 
 
@@ -56,6 +61,8 @@ def make_file(item: Item, context: ConvergeContext) -> str:
     remember(item, context)
     note_unit_change(path, context)
     note = keep_foreign(path) if item.get("keep") else ""
+    if not is_secret(item) and is_edited(path, context):
+        note = keep_edited(path, context)
     if not is_secret(item) and item["content"] is None:
         remove(path)
         return note
@@ -99,6 +106,40 @@ def keep_foreign(path: str) -> str:
         return ""
     write_atomic(backup, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
     return f"what was there is kept as {backup}"
+
+
+def is_edited(path: str, context: ConvergeContext) -> bool:
+    """Whether somebody else has changed a file since an agent wrote it."""
+    status = file_status(path)
+    digests = context.written.get(path)
+    if not digests or not status or not stat.S_ISREG(status.st_mode):
+        return False
+    return sha256(read_bytes(path)) not in digests
+
+
+def keep_edited(path: str, context: ConvergeContext) -> str:
+    """Keep a copy of a file that was edited by hand. Not beside it: some programs read all files of a directory."""
+    import time
+
+    backup = f"{context.state}/edited{path}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    os.makedirs(os.path.dirname(backup), 0o700, exist_ok=True)
+    write_atomic(backup, read_bytes(path), 0o600, os.geteuid(), os.getegid())
+    return f"it was edited by hand; a copy is kept as {backup}"
+
+
+def record_written(context: ConvergeContext) -> None:
+    """Record the digests of the files that a run is about to write. It may be killed at any moment."""
+    new = {
+        item["path"]: sha256(item["content"].encode())
+        for item in context.items
+        if item["kind"] == "file" and not is_secret(item) and item["content"] is not None
+    }
+    due = {path: digest for path, digest in new.items() if digest not in context.written.get(path, ())}
+    if due:
+        for path, digest in due.items():
+            context.written[path] = [*context.written.get(path, ()), digest][-KEPT_DIGESTS:]
+        data = dumps(context.written).encode()
+        write_atomic(context.state + WRITTEN, data, 0o600, os.geteuid(), os.getegid())
 
 
 def is_secret(item: Item) -> bool:
@@ -161,6 +202,8 @@ def make_link(item: Item, context: ConvergeContext) -> str:
 
 def check_directory(item: Item, context: ConvergeContext) -> ItemChange | None:
     path = item["path"]
+    if item.get("writable") and (problem := write_problem(path)):
+        raise Failure(f"{path} cannot be written: {problem}", f"make room, or make {path} writable")
     try:
         status = os.stat(path)  # a link to a directory will do: disks are often joined in that way
     except (FileNotFoundError, NotADirectoryError):
