@@ -11,7 +11,7 @@ import base64
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,13 +103,14 @@ async def fetch(
             chosen = list({sender.storage: sender for sender in reversed(senders) if sender.found}.values())[::-1]
             if not chosen:
                 _raise_missing(job, path, files.directory, record, fleet)
-            copies = {
-                sender.name: _Copy(target / sender.name if len(chosen) > 1 else target, sender) for sender in chosen
-            }
+            copies: dict[str, _Copy] = {}
             with context.progress.phase(f"copying files of job {job}", 1) as phase:
+                for sender in chosen:
+                    place = target / sender.name if len(chosen) > 1 else target
+                    copies[sender.name] = _Copy(place, sender, lambda: _report(phase, copies.values()))
 
                 async def copy(name: str) -> None:
-                    await copies[name].run(lambda: _report(phase, copies.values()))
+                    await copies[name].run()
 
                 await _copy_all(fleet, copies, copy)
         finally:
@@ -241,8 +242,9 @@ def _message(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else {}
 
 
-def _report(phase: Phase, copies: Any) -> None:
-    done, total = sum(one.done for one in copies), sum(one.total for one in copies)
+def _report(phase: Phase, copies: Iterable[_Copy]) -> None:
+    totals = [(one.done, one.total) for one in copies]
+    done, total = (sum(numbers) for numbers in zip(*totals, strict=True))
     if total:
         phase.set_fraction(min(1.0, done / total), f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
 
@@ -250,12 +252,12 @@ def _report(phase: Phase, copies: Any) -> None:
 class _Copy:
     """The files of one host on their way to a directory here. Whatever the host sends, nothing else is touched."""
 
-    def __init__(self, target: Path, sender: _Sender) -> None:
-        self.target, self.sender = target, sender
+    def __init__(self, target: Path, sender: _Sender, report: Callable[[], None]) -> None:
+        self.target, self.sender, self._report = target, sender, report
         self.files = self.bytes = self.unchanged = self.done = self.total = 0
         self.skipped: list[SkippedFile] = []
 
-    async def run(self, report: Any) -> None:
+    async def run(self) -> None:
         process = self.sender.process
         known = await asyncio.to_thread(list_files, self.target)
         self.sender.sends = True
@@ -271,7 +273,7 @@ class _Copy:
                 self.total = int(message["bytes"])
             elif "name" in message:
                 await self._take(message, str(message["name"]))
-            report()
+            self._report()
 
     async def _line(self) -> bytes:
         try:
@@ -316,6 +318,7 @@ class _Copy:
                     await asyncio.to_thread(file.write, data)
                     self.done += len(data)
                     self.bytes += len(data) if path else 0
+                    self._report()
                 if "sent" not in (_message(line) or {}):
                     cause = f"the connection ended within {printable(str(header['name']))}"
                     raise CommandFailed(self.sender.name, cause, hint="run it again: it goes on with that file")

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from shoal.errors import CommandFailed, UsageError
 from shoal.hosts.api import Host, Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.hosts.process import LineProcess
+from shoal.plan.progress import NoProgress
 from shoal.spec.loader import load_text
 from shoal.verbs import fetch as module
 from shoal.verbs.context import Context
@@ -98,6 +101,27 @@ async def test_what_the_job_has_made_is_copied_without_its_code(reef: Reef) -> N
     assert (result.files, result.bytes, result.unchanged, result.skipped) == (2, 300_002, 0, ())
     status = (reef.root / "to/checkpoints/step-1/model").stat()
     assert (status.st_mtime, stat.S_IMODE(status.st_mode)) == (1000, 0o755)
+
+
+class RecordedPhase(NoProgress):
+    """The texts that a phase was given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def set_fraction(self, fraction: float, text: str = "") -> None:
+        self.texts.append(text)
+
+    @contextmanager
+    def phase(self, title: str, total: int) -> Iterator[RecordedPhase]:
+        yield self
+
+
+async def test_progress_is_reported_within_a_file(reef: Reef) -> None:
+    reef.write("n1", "a", bytes(200_000))
+    progress = RecordedPhase()
+    await fetch(replace(reef.context, progress=progress), "17", "", reef.root / "to")
+    assert {"0.0 of 0.2 MB", "0.1 of 0.2 MB", "0.2 of 0.2 MB"} <= set(progress.texts)
 
 
 async def test_second_run_copies_only_what_has_changed(reef: Reef) -> None:
