@@ -34,6 +34,7 @@ from tests.e2e.lab_checks import (
     give_wheels,
 )
 from tests.e2e.simulated_clouds import Cloud, renting
+from tests.e2e.submission_checks import check_files_and_options
 from tests.e2e.torch_env import give_torch
 from tests.e2e.tracking_checks import give_mlflow
 from tests.e2e.user_command_checks import (
@@ -277,6 +278,11 @@ def test_roots_job_on_the_share_of_a_node_runs_no_code_from_there(lab: Lab, tmp_
 def test_jobs_of_an_operator_who_is_a_user_are_not_roots(lab: Lab, tmp_path: Path) -> None:
     cluster, alice, _ = lab
     check_operator_who_is_a_user(cluster, alice.key, tmp_path)
+
+
+def test_users_send_ignored_files_and_sbatch_options_and_fetch_results(lab: Lab) -> None:
+    cluster, alice, _ = lab
+    check_files_and_options(cluster, alice)
 
 
 def test_users_commands_work_inside_their_jobs_and_on_the_clusters_hosts(lab: Lab) -> None:
