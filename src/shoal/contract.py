@@ -1,8 +1,9 @@
 """What the cluster, `shoal run` and the training library agree on when a job must stop, and a job's variables.
 
-    near its time limit    WARNING to the ranks; at the limit SIGTERM, and SIGKILL after KILL_WAIT_S
-    preempted              WARNING to the ranks; after the partition's GraceTime, SIGTERM and SIGKILL, and queued again
-    told by scancel -s     the signal to the ranks, and nothing more
+    near its time limit    WARNING to ranks that handle it; at the limit SIGTERM, and SIGKILL after KILL_WAIT_S
+    preempted              WARNING to ranks that handle it; after the partition's GraceTime, SIGTERM and SIGKILL, and
+                           queued again
+    told by scancel -b -s  the signal to ranks that handle it, and nothing more; without -b to every process
     cancelled              SIGTERM, and SIGKILL after KILL_WAIT_S
     a node is lost         SIGKILL, and queued again
 

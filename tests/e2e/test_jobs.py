@@ -98,6 +98,26 @@ open(mine, "w")
 sys.exit({EXIT_REQUEUE} if turn == 0 else 0)
 """
 
+# What Lightning does: a handler only over the default, and at the signal a checkpoint and `scontrol requeue`.
+AS_LIGHTNING = """\
+import os, pathlib, signal, subprocess, time
+turn, saved = int(os.environ.get("SLURM_RESTART_COUNT", "0")), pathlib.Path("saved")
+def save(number, frame):
+    saved.write_text("7")
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+if signal.getsignal(signal.SIGUSR1) in (None, signal.SIG_DFL):
+    signal.signal(signal.SIGUSR1, save)
+print("turn", turn, "from", saved.read_text() if saved.exists() else "0", flush=True)
+time.sleep(0 if turn else 1500)
+"""
+PLAIN = """\
+import os, time
+print("started", flush=True)
+while not os.path.exists("/shared/end-of-plain"):
+    time.sleep(0.1)
+print("at its end", flush=True)
+"""
+
 
 class Jobs(Cluster):
     """A cluster with a working tree to run scripts of."""
@@ -116,6 +136,8 @@ class Jobs(Cluster):
             "gpu.py": GPU,
             "tracked.py": TRACKED,
             "trains.py": TRAINS,
+            "as_lightning.py": AS_LIGHTNING,
+            "plain.py": PLAIN,
         }
         for name, text in scripts.items():
             (self.tree / name).write_text(text)
@@ -416,6 +438,29 @@ def test_stopped_slurmctld_is_reported_at_once(cluster: Jobs) -> None:
     finally:
         cluster.on("controller", "systemctl", "start", "slurmctld")
     cluster.wait("it is back", lambda: cluster.states() == {"fish1": {"IDLE"}, "fish2": {"IDLE"}})
+
+
+def test_warned_job_saves_and_is_requeued_or_is_left_alone_until_its_end(cluster: Jobs) -> None:
+    """The warning of a node that is released; --signal sends it to the batch script as well."""
+    options = ("--launcher", "python", "--gpus-per-node", "0")
+    saves, plain = cluster.submit(*options, "as_lightning.py"), cluster.submit(*options, "plain.py")
+    cluster.wait("one runs", lambda: cluster.lines(saves) == ["turn 0 from 0"])
+    cluster.wait("the other runs", lambda: cluster.lines(plain) == ["started"])
+    for job in (saves, plain):
+        cluster.on("controller", "scancel", "--batch", "--signal=USR1", job)
+    cluster.wait("one is queued again", lambda: cluster.state(saves) == "PENDING")
+    assert cluster.state(plain) == "RUNNING"
+    cluster.on("fish1", "touch", "/shared/end-of-plain")
+    cluster.wait("the other has ended", lambda: cluster.state(plain) == "")
+    assert cluster.lines(plain) == ["started", "at its end"]
+    begin = ("scontrol", "update", f"JobId={saves}", "StartTime=now")  # not in two minutes
+
+    def has_ended() -> bool:
+        cluster.on("controller", *begin, status=None)
+        return cluster.state(saves) == ""
+
+    cluster.wait("one has had its second turn", has_ended)
+    assert cluster.lines(saves) == ["turn 0 from 0", "turn 1 from 7"]
 
 
 def test_job_is_warned_before_its_time_limit_and_the_limit_is_the_reason(cluster: Jobs) -> None:

@@ -69,9 +69,9 @@ def test_ledger_agrees_with_the_bill_of_the_provider(rented: tuple[Cluster, str]
 
 def test_job_on_a_preempted_spot_machine_is_warned_in_time(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
-    # What `shoal run` leaves on its jobs says that this one takes the signal and saves.
-    waits = "echo up; trap 'echo saved; exit 0' USR1; while :; do sleep 0.2; done"
-    job = submit(cluster, "spot1", f'srun bash -c "{waits}"', "--comment=shoal:0a/0b")
+    # What `shoal run` leaves on its jobs says that their batch script takes the signal.
+    waits = "trap 'echo saved; exit 0' USR1; echo up; while :; do sleep 0.2; done"
+    job = submit(cluster, "spot1", waits, "--comment=shoal:0a/0b")
     cluster.wait("the job runs", lambda: printed(cluster, job) == ["up"], seconds=240)
     [machine] = [entry for entry in bill(url)["machines"] if not entry["ended"]]
     preempt(url, machine["id"])

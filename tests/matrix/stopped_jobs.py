@@ -197,8 +197,9 @@ class Matrix(Cluster):
     # ---- what ends a job
 
     def signal(self, job: Stopped) -> None:
-        """To every rank, and not to the batch script: the job itself goes on as far as Slurm is concerned."""
-        self.on("controller", "scancel", f"--signal={job.cell.cause}", job.id)
+        """A warning to the batch script, which passes it on, and SIGTERM to every rank: the job itself goes on."""
+        place = () if job.cell.cause == "TERM" else ("--batch",)
+        self.on("controller", "scancel", *place, f"--signal={job.cell.cause}", job.id)
 
     def preempt(self) -> None:
         """A job of a higher partition that wants all nodes for itself."""

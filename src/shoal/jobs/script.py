@@ -12,7 +12,7 @@ from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, Shell
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
-from shoal.remote.runner.node import SUBMISSION
+from shoal.remote.runner.node import SUBMISSION, WARNING_SIGNALS
 from shoal.storage.stage import PROGRAM
 
 _FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
@@ -41,11 +41,17 @@ fi
 """.strip().splitlines()
 
 
+_WAIT = r"""
+ranks=$!
+while warned=; wait "$ranks"; status=$?; [ "$warned" ]; do :; done  # a warning ends the wait, not the ranks
+""".strip().splitlines()
+
+
 def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     """The whole text. Every value of the user's is checked, or quoted for the shell."""
     launcher = LAUNCHERS[job.spec.launcher]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
-    lines += _names(job, shipped)
+    lines += [*_warnings(job.spec.signal), *_names(job, shipped)]
     if shipped.staged:
         lines += wait_for_files_lines(shlex.quote(shipped.root))
     if shipped.owner:
@@ -53,7 +59,7 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     if shipped.carried:
         lines += receive_lines(shipped, job.nodes)
     lines += _environment(job, shipped)
-    lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
+    lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), *_WAIT, *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)
 
 
@@ -91,8 +97,8 @@ def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iter
     if spec.exclusive:
         yield "--exclusive"
     yield "--requeue" if spec.requeue else "--no-requeue"
-    # Without `B:` Slurm sends it to the ranks, not to this shell.
-    yield f"--signal={spec.signal}"
+    # Without `B:` Slurm would send it to every process of the ranks, and it ends those that do not handle it.
+    yield f"--signal=B:{spec.signal}"
     uses = shipped.environment.rpartition("/")[2]
     yield f"--comment={JobComment(shipped.code, shipped.runtime, spec.profile or '', uses)}"
     yield "--open-mode=append"
@@ -101,6 +107,17 @@ def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iter
     if spec.error:
         yield f"--error={spec.error}"
     yield from job.sbatch
+
+
+def _warnings(signal: str) -> Iterator[str]:
+    """Take warnings: --signal and preemption send the one of the job, a rental service that releases a node USR1."""
+    names = dict.fromkeys((*(number.name.removeprefix("SIG") for number in WARNING_SIGNALS), signal.partition("@")[0]))
+    yield "# A warning reaches only this shell. The ranks read it from their standard input, and pass it to those"
+    yield "# processes of the script that handle it: it would end all others."
+    yield "exec {SHOAL_WARNINGS}<> <(:)  # a pipe"
+    yield f"for name in {' '.join(names)}; do"
+    yield '    trap "warned=1; echo $name >&$SHOAL_WARNINGS" "$name"'
+    yield "done"
 
 
 def _names(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
@@ -176,7 +193,8 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
     yield " ".join(srun) + " \\"
     arguments = launcher.command(launch)
     yield "    " + " ".join(
-        argument.text if isinstance(argument, ShellText) else shlex.quote(argument) for argument in arguments
+        argument.text if isinstance(argument, ShellText) else shlex.quote(argument)
+        for argument in (*arguments, ShellText('<&"$SHOAL_WARNINGS" &'))
     )
 
 

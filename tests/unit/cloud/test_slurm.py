@@ -118,7 +118,7 @@ async def test_each_action_is_a_single_slurm_command() -> None:
         ("scontrol", "update", "nodename=a1", "state=drain", "reason=shoal: z"),
         ("scontrol", "update", "nodename=a1", "state=resume"),
         ("scontrol", "requeue", "17_3"),
-        ("scancel", "--signal=USR1", "17"),
+        ("scancel", "--batch", "--signal=USR1", "17"),
         ("scontrol", "update", "jobid=17", "admincomment=lambda out; trying gcp"),
     ]
 

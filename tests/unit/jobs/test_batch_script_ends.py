@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,13 @@ from shoal.contract import EXIT_REQUEUE
 from shoal.jobs.script import sbatch_script
 
 
-def _run(tmp_path: Path, srun: str, requeues: bool = True, **options: object) -> tuple[int, str]:
-    """The script's exit status, and its calls of scontrol, which can requeue the job or not."""
+def _run(
+    tmp_path: Path, srun: str, requeues: bool = True, warning: signal.Signals | None = None, **options: object
+) -> tuple[int, str]:
+    """The script's exit status, and its calls of scontrol, which can requeue the job or not.
+
+    It gets the warning, if any, once srun has made the file `ready`.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (
@@ -36,9 +43,15 @@ def _run(tmp_path: Path, srun: str, requeues: bool = True, **options: object) ->
         "SLURMD_NODENAME": "gpu1",
     }
     text = sbatch_script(job, replace(SHIPPED, root=root))
-    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=60)
+    with subprocess.Popen(["bash", "-c", text], env=environ, stdin=subprocess.DEVNULL) as script:
+        while warning and not (tmp_path / "ready").exists():
+            assert script.poll() is None
+            time.sleep(0.05)
+        if warning:
+            script.send_signal(warning)
+        script.wait(60)
     asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
-    return done.returncode, asked.replace("-o show node gpu1\n", "")
+    return script.returncode, asked.replace("-o show node gpu1\n", "")
 
 
 @pytest.mark.parametrize(("number", "taken", "then"), [("41", 10041, "17960"), ("19999", 29999, "17918")])
@@ -81,3 +94,14 @@ def test_stopped_job_that_cannot_be_requeued_exits_with_the_requeue_status(tmp_p
 
 def test_stopped_job_with_no_requeue_exits_with_the_requeue_status(tmp_path: Path) -> None:
     assert _run(tmp_path, STOPPED, requeue=False) == (EXIT_REQUEUE, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "option"), [(signal.SIGUSR1, "USR1@60"), (signal.SIGUSR1, "HUP@9"), (signal.SIGHUP, "HUP@9")]
+)
+def test_warning_goes_to_the_ranks_and_the_script_waits_for_them(
+    tmp_path: Path, number: signal.Signals, option: str
+) -> None:
+    srun = f'touch {tmp_path}/ready; read -r word; echo "$word" > {tmp_path}/word; {ENDED}; exit 3'
+    assert _run(tmp_path, srun, warning=number, signal=option) == (3, "")
+    assert (tmp_path / "word").read_text() == f"{number.name[3:]}\n"

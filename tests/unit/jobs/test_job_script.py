@@ -76,5 +76,5 @@ def test_every_launcher_name_has_a_launcher() -> None:
 )
 def test_arguments_reach_the_script_unchanged(args: list[str]) -> None:
     text = sbatch_script(resolved(args=tuple(args)), SHIPPED)
-    command = text[text.index("srun --kill-on-bad-exit=1") : text.rindex("\nstatus=$?")]
+    command = text[text.index("srun --kill-on-bad-exit=1") : text.rindex(' <&"$SHOAL_WARNINGS" &\nranks=')]
     assert shlex.split(command)[-1 - len(args) :] == ["train.py", *args]

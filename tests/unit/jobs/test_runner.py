@@ -51,7 +51,8 @@ class Node:
         mode = mode or ("rank", "--rank-from", "SLURM_PROCID")
         script = command or (sys.executable, "script.py")
         line = [sys.executable, "-I", "-S", RUNNER, *mode, "--", *script]
-        return subprocess.Popen(line, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(line, env=self.env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
     def run(self, *mode: str, command: tuple[str, ...] = ()) -> int:
         process = self.start(*mode, command=command)
@@ -176,6 +177,88 @@ def test_script_without_a_handler_survives_the_warning_signal(node: MakeNode) ->
     (made.directory / "tree" / "sub" / "go").touch()
     process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+def warn(process: subprocess.Popen[str], *names: str) -> None:
+    """As the batch script does."""
+    assert process.stdin is not None
+    process.stdin.write("".join(f"{name}\n" for name in names))
+    process.stdin.flush()
+
+
+# As Lightning does: a handler only where there is none, and SIG_IGN counts as one.
+AS_LIGHTNING = """
+import signal, sys, time
+if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(5))
+print("ready")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("mode", [(), ("spawn", "--nproc", "2")])
+def test_warning_reaches_a_script_that_sets_a_handler_only_over_the_default(
+    node: MakeNode, mode: tuple[str, ...]
+) -> None:
+    made = node(AS_LIGHTNING)
+    process = made.start(*mode)
+    wait_for(lambda: made.text() == ["ready"])
+    warn(process, "USR1")
+    process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert made.end()["signals"] == ["SIGUSR1"]
+
+
+@pytest.mark.parametrize("name", ["USR1", "TERM", "HUP", "12", "NONSENSE"])
+def test_warning_leaves_a_script_alone_that_does_not_handle_it(node: MakeNode, name: str) -> None:
+    made = node("import sys, time, pathlib\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
+    process = made.start()
+    wait_for(lambda: made.text() == ["ready"])
+    warn(process, name, "USR2")
+    wait_for((made.directory / "stop.0").exists)  # the second one has come
+    (made.directory / "tree" / "sub" / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert made.end()["signals"] == []
+
+
+def test_warning_waits_until_the_script_handles_it(node: MakeNode) -> None:
+    made = node(
+        "import pathlib, time\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\n"
+        + HANDLES.format("SIGUSR1")
+    )
+    process = made.start()
+    wait_for(lambda: made.text() == ["ready"])
+    warn(process, "USR1")
+    wait_for((made.directory / "stop.0").exists)
+    (made.directory / "tree" / "sub" / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 5
+
+
+def test_warning_reaches_the_nearest_process_below_the_script_that_handles_it(node: MakeNode) -> None:
+    """As under `accelerate launch`. A worker has its trainer's handler, and is left alone."""
+    trainer = """
+import os, signal, subprocess, sys, time
+if len(sys.argv) == 1:
+    sys.exit(subprocess.call([sys.executable, "script.py", "trainer"]))
+signal.signal(signal.SIGUSR1, lambda number, frame: os.write(1, b"got it in %s\\n" % name))
+name, worker = b"trainer", os.fork()
+if not worker:
+    name = b"worker"
+print("ready")
+end = time.monotonic() + 60
+while not os.path.exists("go") and time.monotonic() < end:
+    time.sleep(0.05)
+"""
+    made = node(trainer)
+    process = made.start()
+    wait_for(lambda: made.text() == ["ready", "ready"])
+    warn(process, "USR1")
+    wait_for(lambda: len(made.text()) > 2)
+    (made.directory / "tree" / "sub" / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and made.text()[2:] == ["got it in trainer"]
 
 
 def test_background_process_does_not_delay_the_end(node: MakeNode) -> None:
@@ -372,6 +455,16 @@ def test_signal_reaches_the_ranks_but_not_torchrun(node: MakeNode, name: str, tm
     assert process.returncode == 0, printed
     assert "'PET_RDZV_CONF': 'is_host=true', 'PET_LOCAL_ADDR': 'n1'" in printed
     assert made.text("rank-1.0.log") == ["ready", f"got {name}"]
+
+
+def test_warning_reaches_the_ranks_of_torchrun(node: MakeNode, tmp_path: Path) -> None:
+    made = node(AS_LIGHTNING)
+    (tmp_path / "torchrun.py").write_text(TORCHRUN)
+    process = made.start("agent", command=(sys.executable, str(tmp_path / "torchrun.py")))
+    wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
+    warn(process, "USR1")
+    process.communicate(timeout=60)
+    assert process.returncode == 5
 
 
 REAL = f"""

@@ -166,8 +166,8 @@ class LiveSlurm:
         await run_slurm(self._host, ("scontrol", "requeue", job))
 
     async def warn(self, job: str) -> None:
-        # without --batch only the ranks get it, as with --signal
-        await run_slurm(self._host, ("scancel", f"--signal={WARNING_SIGNAL}", job))
+        # the batch script passes it to those processes of the ranks that handle it
+        await run_slurm(self._host, ("scancel", "--batch", f"--signal={WARNING_SIGNAL}", job))
 
     async def comment(self, job: str, text: str) -> None:
         await run_slurm(self._host, ("scontrol", "update", f"jobid={job}", f"admincomment={text}"))

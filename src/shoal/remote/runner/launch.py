@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .node import STOP_SIGNALS, ignore_signals, note_warning, registered
+from .node import STOP_SIGNALS, ignore_signals, note_warning, read_warnings, registered
 
 REPORT_AFTER_S = 8.0
 """As long as `shoal.train.init` waits before it explains."""
@@ -38,7 +38,14 @@ def spawn(count: int, command: list[str]) -> int:
         )
         variables.update(LOCAL_WORLD_SIZE=str(count), GROUP_RANK=str(node), NODE_RANK=str(node), SHOAL_SPAWN="1")
         line = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank", "--rank-from", "RANK", "--"]
-        children.append(subprocess.Popen(line + command, env=variables))
+        children.append(subprocess.Popen(line + command, env=variables, stdin=subprocess.PIPE))
+
+    def warn(number: int) -> None:
+        for child in children:
+            with contextlib.suppress(OSError):
+                os.write(child.stdin.fileno(), b"%d\n" % number)  # type: ignore[union-attr]
+
+    read_warnings(warn)
     worst = 0
     running = list(children)
     while running:
@@ -69,7 +76,8 @@ def agent(command: list[str]) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    child = subprocess.Popen(command, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
+    read_warnings(lambda number: pass_on(number, None) if number in STOP_SIGNALS else None)
     if not first:
         watch_arguments = (lambda: bool(registered(directory)),)
         threading.Thread(target=watch_rendezvous, args=watch_arguments, daemon=True).start()

@@ -8,7 +8,8 @@ import hashlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*WARNING_SIGNALS, signal.SIGTERM, signal.SIGINT)
@@ -27,6 +28,48 @@ def note_warning(number: int) -> None:
         name = "stop.%s" % os.environ.get("SLURM_RESTART_COUNT", "0")
         with contextlib.suppress(OSError), open(os.path.join(os.environ["SHOAL_JOB_DIR"], name), "w") as note:
             note.write("%d\n" % number)
+
+
+def read_warnings(take: Callable[[int], None]) -> None:
+    """Call `take` with each warning that the batch script writes to our standard input: a signal's name or number."""
+
+    def read() -> None:
+        text = b""
+        while True:
+            try:
+                data = os.read(0, 4096)
+            except OSError:
+                return
+            if not data:
+                return
+            *words, text = (text + data).split(b"\n")
+            for word in map(bytes.decode, words):
+                with contextlib.suppress(KeyError, OSError):
+                    take(int(word) if word.isdecimal() else signal.Signals["SIG" + word])
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def signal_handlers(pid: int, number: int) -> list[int]:
+    """The process if it handles the signal, else the nearest of its descendants that do.
+
+    What is below a handler is not looked at: a data worker inherits the handler of its trainer.
+    """
+    with contextlib.suppress(OSError):
+        with open("/proc/%d/status" % pid) as file:
+            handled = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+        if handled >> (number - 1) & 1:
+            return [pid]
+        return [handler for child in _children(pid) for handler in signal_handlers(child, number)]
+    return []
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    for thread in os.listdir("/proc/%d/task" % pid):
+        with contextlib.suppress(OSError), open("/proc/%d/task/%s/children" % (pid, thread)) as file:
+            children += map(int, file.read().split())
+    return children
 
 
 @contextlib.contextmanager

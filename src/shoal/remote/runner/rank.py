@@ -19,11 +19,12 @@ from .node import (
     STOP_SIGNALS,
     SUBMISSION,
     WARNING_SIGNALS,
-    ignore_signals,
     note_warning,
     out_of_memory_kills,
     own_directory,
+    read_warnings,
     register,
+    signal_handlers,
     working_tree,
 )
 
@@ -31,6 +32,8 @@ LONGEST_LINE = 16 * 1024
 BAR_INTERVAL_S = 0.5
 """So often at most the state of an unfinished line is written."""
 LONGEST_BAR = 1024
+RETRY_S = 0.5
+"""How often a script that does not handle a warning yet is looked at."""
 
 
 class Rank:
@@ -52,6 +55,8 @@ class Rank:
         self.bar_time = 0.0
         self.signals: list[int] = []
         self.unsent: list[int] = []
+        self.warnings: list[int] = []
+        """Those that no process of the script handles yet."""
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -72,21 +77,24 @@ class Rank:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
+
+        def take_warning(number: int) -> None:
+            self._warn(number)
+            os.write(wake_w, b"w")
+
+        read_warnings(take_warning)
         start, before = time.time(), out_of_memory_kills()
         try:
             os.chdir(working_tree(self.directory))
             out_r, out_w = os.pipe()
             command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces, self.name + ".pid")
-            child = self.child = subprocess.Popen(
-                command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_ignore_warnings
-            )
+            child = subprocess.Popen(command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL)
+            self.child = child
         except OSError as error:
             self._print("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
             self._record_end(start, 127, False)
             return 127
         os.close(out_w)
-        for early in self.signals:  # those that came before there was a child
-            self._send(early)
         with register(self.directory):
             self._copy(child, out_r, wake_r)
             status = child.wait()
@@ -116,15 +124,16 @@ class Rank:
                 ended = child.poll() is not None
                 if ended and not until:
                     until = time.monotonic() + 1
-                pause = 0.2 if self.unsent else None if self.partial == self.bar else BAR_INTERVAL_S
+                if not ended:
+                    self._send_waiting()
+                waiting = self.unsent or self.warnings
+                pause = RETRY_S if waiting else None if self.partial == self.bar else BAR_INTERVAL_S
                 for key, _ in selector.select(0 if ended else pause):
                     if key.fd == wake:
                         os.read(wake, 4096)
                     elif not self._read(out):
                         selector.unregister(out)
                 self._show_partial()
-                for number in [] if ended else [self.unsent.pop(0) for _ in list(self.unsent)]:
-                    self._send(number)
                 if ended and (not self._read(out) or time.monotonic() > until):
                     return
 
@@ -188,25 +197,42 @@ class Rank:
                 self._print("--profile %s left nothing" % kind)
 
     def _pass_on(self, number: int, frame: object) -> None:
-        self.signals.append(number)
-        note_warning(number)
-        self._send(number)
+        """Leave the signal to the loop, which this wakes up."""
+        if number in WARNING_SIGNALS:
+            self._warn(number)
+        else:
+            self.signals.append(number)
+            self.unsent.append(number)
 
-    def _send(self, number: int) -> None:
+    def _warn(self, number: int) -> None:
+        note_warning(number)
+        self.warnings.append(number)
+
+    def _send_waiting(self) -> None:
+        """Send the script what has come for it: a warning only to those of its processes that handle it."""
+        script = self._script()
+        if script is None:
+            return
+        while self.unsent:
+            _kill(script, self.unsent.pop(0))
+        for number in [self.warnings.pop(0) for _ in list(self.warnings)]:
+            handlers = signal_handlers(script, number)
+            for pid in handlers:
+                _kill(pid, number)
+            (self.signals if handlers else self.warnings).append(number)
+
+    def _script(self) -> int | None:
+        """The process of the script while it runs."""
         if self.child is None or self.child.returncode is not None:
-            return
+            return None
         if os.environ.get("SHOAL_PROFILE") != "nsys":
-            self.child.send_signal(number)
-            return
+            return self.child.pid
         # nsys keeps signals to itself, and starts the script in a session of its own.
         try:
             with open(self.name + ".pid") as file:
-                script = int(file.read())
+                return int(file.read())
         except (OSError, ValueError):
-            self.unsent.append(number)  # until there is one
-            return
-        with contextlib.suppress(OSError):
-            os.kill(script, number)
+            return None  # until there is one
 
     def _record_end(self, start: float, status: int, out_of_memory: bool) -> None:
         record = {
@@ -230,9 +256,9 @@ def last_state(line: bytes) -> bytes:
     return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
 
 
-def _ignore_warnings() -> None:
-    """A script that does not handle the warning signals does not die of them; one that does sets its own handler."""
-    ignore_signals(WARNING_SIGNALS)
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
 
 
 def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
