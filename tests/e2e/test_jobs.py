@@ -315,6 +315,22 @@ def test_array_and_dependency_options_reach_sbatch(cluster: Jobs) -> None:
     assert cluster.shoal("logs", "-f", third).stdout.count("hello") == 2
     assert [line.split()[0] for line in cluster.lines(f"{first}_1")] == ["hello", "bye"]
     assert "is an array" in cluster.shoal("logs", first, status=2).stderr
+    rejected = cluster.shoal("run", "--dependency", f"afterok:{third}:99999", "hello.py", status=2).stderr
+    assert f"--dependency afterok:{third}:99999: there is no job 99999" in rejected
+    assert [line.split()[0] for line in cluster.shoal("jobs", second).stdout.splitlines()] == ["job", second]
+
+
+def test_wait_for_an_array_shows_how_each_task_ended(cluster: Jobs) -> None:
+    (cluster.tree / "odd.py").write_text("import os, sys\nsys.exit(int(os.environ['SLURM_ARRAY_TASK_ID']) % 2)\n")
+    done = cluster.shoal("run", "--wait", "--array", "0-1", "--gpus-per-node", "0", "odd.py", status=1)
+    assert re.search(r"✓ job \d+_0: completed", done.stderr) and re.search(r"✗ job \d+_1: failed", done.stderr)
+    assert "failed first, with exit status 1" in " ".join(done.stdout.split())
+
+
+def test_missing_directory_for_the_output_is_explained(cluster: Jobs) -> None:
+    output = ("--output", "/tmp/none/%j.log")
+    done = cluster.shoal("run", "--wait", *output, "--nodelist", "fish1", "hello.py", status=1)
+    assert "fish1 could not open the file for its output, /tmp/none/" in done.stderr
 
 
 def test_other_sbatch_options_are_accepted(cluster: Jobs) -> None:

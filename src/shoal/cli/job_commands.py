@@ -70,6 +70,7 @@ def show_joined(session: Session, result: JoinResult) -> None:
 
 @with_session
 def jobs(
+    numbers: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Only these jobs.")] = None,
     ended: Annotated[bool, typer.Option("--all", "-a", help="Also jobs that ended more than a day ago.")] = False,
     *,
     session: Session,
@@ -78,7 +79,7 @@ def jobs(
     from shoal.cli.job_screens import show_jobs
     from shoal.verbs.jobs import jobs as verb
 
-    result = session.run(verb(session.open(phases=ended), ended=ended))
+    result = session.run(verb(session.open(phases=ended), numbers or (), ended=ended))
     if not session.finish(result, PARTLY if result.failures else 0):
         show_jobs(session.console, result)
 

@@ -91,6 +91,8 @@ def show_jobs(console: Console, result: JobsResult) -> None:
             escape_text("; ".join(filter(None, (_condition_text(view), profile)))),
         )
     console.print(table)
+    if result.left_out:
+        console.print(f"{result.left_out} more ended within a day: `shoal jobs --all` lists them", markup=False)
 
 
 def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None:
@@ -171,6 +173,11 @@ def show_fetched(console: Console, errors: Console, result: FetchResult) -> None
     here = f"; {result.unchanged} were here already" if result.unchanged else ""
     text = f"{files} ({format_bytes(result.bytes)}) of job {result.job} in {result.to}{here}"
     console.print(f"[green]✓[/] {escape_text(text)}", soft_wrap=True)
+
+
+def show_task_end(console: Console, record: JobRecord) -> None:
+    mark = "[red]✗[/]" if record.failed else "[green]✓[/]"
+    console.print(f"{mark} job {record.id}: {_format_state(record)} ({record.run_time})")
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from shoal.errors import UsageError
 from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, load_job, option_name
 
 if TYPE_CHECKING:
+    from shoal.verbs.context import Context
     from shoal.verbs.logs import LogsResult
     from shoal.verbs.submission import SubmittedJob
 
@@ -32,7 +33,9 @@ def run(
     ] = None,
     max_size: Annotated[int, typer.Option(metavar="MIB", help="The largest working tree to send, in MiB.", min=1)] = 64,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Show the job's output and wait until it ends.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show the job's output until it ends; of an array, how each task ended.")
+    ] = False,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,
@@ -47,8 +50,6 @@ def run(
         context = session.open(phases=False)
         limit = max_size * 1024 * 1024
         spec = _job_spec(script, args, job, options)
-        if wait and spec.array:
-            raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows them all")
         if dry_run:
             from shoal.verbs.run import dry_run as prepare
 
@@ -71,6 +72,8 @@ def run(
         if not wait:
             session.finish(submitted_job)
             return
+        if spec.array:
+            return _wait_for_array(session, context, submitted_job)
         from shoal.verbs.logs import follow
 
         with keep_running(submitted_job.id), live_output(session, None) as (show, show_bars):
@@ -78,6 +81,22 @@ def run(
                 follow(context, submitted_job.id, show, options["directory"], show_bars), watching=True
             )
         finish_wait(session, submitted_job, result)
+
+
+def _wait_for_array(session: Session, context: Context, job: SubmittedJob) -> None:
+    """Show each task when it ends, then all of them and why some failed."""
+    from shoal.cli.job_screens import show_jobs, show_task_end
+    from shoal.cli.output import plain
+    from shoal.verbs.jobs import jobs
+    from shoal.verbs.logs import wait_for_tasks
+
+    with keep_running(job.id):
+        session.run(wait_for_tasks(context, job.id, lambda task: show_task_end(session.errors, task)), watching=True)
+    result = session.run(jobs(context, [job.id]))
+    if not session.finish({**plain(result), **plain(job)}):
+        show_jobs(session.console, result)
+    if any(view.record.failed for view in result.jobs):
+        session.status = 1
 
 
 def _job_spec(script: str | None, args: list[str] | None, file: Path | None, options: dict[str, Any]) -> JobSpec:

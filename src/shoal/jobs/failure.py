@@ -33,6 +33,10 @@ _COLLECTIVE_TIMEOUT = re.compile(r"Timed out waiting \d+ ?ms|collective operatio
 _MISSING_FILE = re.compile(r"FileNotFoundError: \[Errno 2\] No such file or directory: '(.+)'")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
+_OWN_WARNING = re.compile("tracking: ")
+"""How lines begin that the training library prints of its own accord, at any time."""
+NO_OUTPUT_SIGNAL = 53
+"""The "signal" of a job whose batch script did not start: its node could not open the file for its output."""
 _UNREACHED = "shoal: torchrun on "
 """How the runner's report about an unreachable first node begins."""
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
@@ -90,6 +94,8 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
         return memory
     if first is not None:
         return _script(first, lines)
+    if record.exit_signal == NO_OUTPUT_SIGNAL:
+        return _output_failure(record)
     return _start_failure(record, batch)
 
 
@@ -109,7 +115,7 @@ def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
     """The last Python traceback, with those it was raised from; the last lines where there is none."""
     starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
     if not starts:
-        return tuple(lines[-10:])
+        return tuple([line for line in lines if not _OWN_WARNING.match(line)][-10:])
     first = starts[-1]
     for earlier in reversed(starts[:-1]):
         between = " ".join(lines[earlier:first])
@@ -253,6 +259,16 @@ _WORKER_FIX = (
 _START_FIX = "name a program that the nodes have: --python /path/to/python"
 _NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"
 _LINE_FIX = "install line_profiler for the Python of the job, or leave out --profile"
+
+
+def _output_failure(record: JobRecord) -> FailureReason:
+    node = record.batch_host or record.nodes
+    return FailureReason(
+        "start",
+        f"no rank of the job has started: {node} could not open the file for its output, {record.output}",
+        node=node,
+        fix="make its directory there, with the right to write for the job's user, or name another with --output",
+    )
 
 
 def _start_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:

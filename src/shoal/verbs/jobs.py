@@ -43,23 +43,29 @@ class JobsResult:
     cluster: str
     jobs: tuple[JobView, ...]
     failures: Mapping[str, HostError] = field(default_factory=dict)
+    left_out: int = 0
+    """How many others ended within a day."""
 
 
-async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
+async def jobs(context: Context, numbers: Sequence[str] = (), *, ended: bool = False) -> JobsResult:
     """Those that slurmctld knows: they wait, run or have just ended; and the newest others that ended within a day.
 
-    With `ended`, all that have ended before as well, as far back as there are records.
+    With `ended`, all that have ended before as well, as far back as there are records; with `numbers`, these alone.
     """
+    for number in numbers:
+        logs.check_job(number)
+    left_out = 0
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
-        [output] = await gather_answers(controller, slurm_output(controller, show_command()))
-        current_records = parse_records(output)
-        if ended:
-            ended_records = logs.exclude_known(await logs.all_ended_jobs(context, controller), current_records)
+        if numbers:
+            current_records = [record for tasks in (await _find(controller, numbers)).values() for record in tasks]
+            ended_records = []
         else:
-            recent_records = parse_recent(await slurm_output(controller, RECENT_COMMAND))
-            ended_records = logs.exclude_known(recent_records, current_records)[-MAX_RECENT_JOBS:]
-        records = [*ended_records, *current_records]
+            [output] = await gather_answers(controller, slurm_output(controller, show_command()))
+            current_records = parse_records(output)
+            ended_records = await _ended_records(context, controller, current_records, ended)
+            left_out = 0 if ended else len(ended_records[:-MAX_RECENT_JOBS])
+        records = [*ended_records[left_out:], *current_records]
         if context.joined is not None:
             records = [record for record in records if record.name != READER_NAME]
         running_records = [record for record in current_records if record.state == "RUNNING" and record.work_dir]
@@ -78,7 +84,28 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
         JobView(r, progress.get(r.id, {}) if r in running_records else {}, reasons.get((r.id, r.start)))
         for r in records
     )
-    return JobsResult(context.cluster, views, failures)
+    return JobsResult(context.cluster, views, failures, left_out)
+
+
+async def _ended_records(
+    context: Context, controller: Host, current_records: Sequence[JobRecord], every: bool
+) -> list[JobRecord]:
+    """Jobs that slurmctld no longer knows: every one, or those that ended within a day."""
+    if every:
+        return logs.exclude_known(await logs.all_ended_jobs(context, controller), current_records)
+    recent_records = parse_recent(await slurm_output(controller, RECENT_COMMAND))
+    return logs.exclude_known(recent_records, current_records)
+
+
+async def _find(controller: Host, numbers: Sequence[str], otherwise: str = "") -> dict[str, list[JobRecord]]:
+    """The jobs of these numbers, of arrays every task. Raises UsageError for those that Slurm does not know."""
+    answers = await gather_answers(controller, *(logs.find_records(controller, number) for number in numbers))
+    records = dict(zip(numbers, answers, strict=True))
+    unknown = [number for number, tasks in records.items() if not tasks]
+    if unknown:
+        hint = "`shoal jobs` lists those that Slurm knows, --all earlier ones"
+        raise UsageError(f"there is no job {', '.join(unknown)}{otherwise}", hint=hint)
+    return records
 
 
 def _select_failures(records: Sequence[JobRecord]) -> list[JobRecord]:
@@ -149,14 +176,7 @@ async def cancel(context: Context, jobs: Sequence[str]) -> CancelResult:
     for job in jobs:
         logs.check_job(job)
     async with context.controller_host() as controller:
-        answers = await gather_answers(controller, *(logs.find_records(controller, job) for job in jobs))
-        records = dict(zip(jobs, answers, strict=True))
-        unknown = [job for job, tasks in records.items() if not tasks]
-        if unknown:
-            raise UsageError(
-                f"there is no job {', '.join(unknown)}; nothing was cancelled",
-                hint="`shoal jobs` lists those that Slurm knows",
-            )
+        records = await _find(controller, jobs, "; nothing was cancelled")
         live = [job for job, tasks in records.items() if any(record.active for record in tasks)]
         if live:
             result = await controller.run(["scancel", *live], timeout=60, root=False)

@@ -145,6 +145,25 @@ async def wait_for_job(context: Context, job: str) -> JobRecord | None:
         return await wait_for_end(controller, record) if record else None
 
 
+async def wait_for_tasks(context: Context, job: str, show: Callable[[JobRecord], None]) -> None:
+    """Wait until every task of an array has ended, and show each when it has."""
+    ended: set[str] = set()
+
+    def show_ended(records: Iterable[JobRecord]) -> None:
+        for record in records:
+            if not record.active and record.id not in ended:
+                ended.add(record.id)
+                show(record)
+
+    async with context.controller_host() as controller:
+        records = await find_records(controller, job)
+        while any(record.active for record in records):
+            show_ended(records)
+            await asyncio.sleep(POLL_INTERVAL_S)
+            records = await find_records(controller, job)
+        show_ended([*records, *await ended_runs(controller, job)])
+
+
 async def find_record(controller: Host, job: str) -> JobRecord | None:
     """The job as Slurm has it, None when it has no record of it (any more)."""
     records = await find_records(controller, job)

@@ -47,6 +47,7 @@ from shoal.verbs.submission import (
     connect,
     make_bundles,
     require_accounting,
+    require_dependencies,
     submit,
     tracking_variables,
 )
@@ -91,7 +92,7 @@ async def run(
             from shoal.verbs.env import require_environment
 
             await require_environment(fleet, prepared.environment, resolved_job.hosts)
-        await _check_profiler(fleet, resolved_job)
+        await asyncio.gather(_check_profiler(fleet, resolved_job), require_dependencies(controller, job))
         sent_bytes, tracking = await asyncio.gather(
             _ship(fleet, prepared, storages), tracking_variables(connections, resolved_job, environ)
         )

@@ -36,6 +36,7 @@ from shoal.verbs.submission import (
     check_secrets,
     make_bundles,
     require_accounting,
+    require_dependencies,
     submit,
     tracking_variables,
 )
@@ -82,6 +83,7 @@ async def run_as_user(
     """Write the working tree to the user's directory and submit the job, all as the user who is logged in."""
     secrets = check_secrets(job, environ)
     host = await connections.fleet.host(context.controller.name)
+    await require_dependencies(host, job)
     ready = await prepare_as_user(context, connections, record, job, here, limit)
     prepared, storage = ready.prepared, ready.storage
     carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.member import Member
 from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables
 from shoal.verbs.context import Context
+from shoal.verbs.logs import find_records
 from shoal.verbs.operator_login import OperatorLogin, read_login
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
@@ -121,6 +123,18 @@ def require_accounting(context: Context, job: JobSpec) -> None:
         raise UsageError(
             f"the cluster has no accounting, so Slurm would ignore {' and '.join(options)}",
             hint="put `accounting: true` into the file and run `shoal up`, or leave it out",
+        )
+
+
+async def require_dependencies(controller: Host, job: JobSpec) -> None:
+    """Raise UsageError where the job would wait for one that does not exist: Slurm accepts that, or never starts it."""
+    numbers = dict.fromkeys(re.findall(r":([0-9]+(?:_[0-9]+)?)", job.dependency or ""))
+    answers = await asyncio.gather(*(find_records(controller, number) for number in numbers))
+    unknown = [number for number, records in zip(numbers, answers, strict=True) if not records]
+    if unknown:
+        raise UsageError(
+            f"--dependency {job.dependency}: there is no job {', '.join(unknown)}",
+            hint="`shoal jobs` lists those that Slurm knows",
         )
 
 

@@ -79,6 +79,12 @@ def test_job_list_shows_progress_or_the_reason() -> None:
     ]
 
 
+def test_number_of_jobs_left_out_is_shown() -> None:
+    console, out = screen()
+    show_jobs(console, JobsResult("reef", (JobView(JobRecord("17", "RUNNING")),), left_out=30))
+    assert out.getvalue().endswith("\n30 more ended within a day: `shoal jobs --all` lists them\n")
+
+
 def test_empty_job_list_prints_no_jobs() -> None:
     console, out = screen()
     show_jobs(console, JobsResult("reef", ()))

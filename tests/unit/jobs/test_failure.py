@@ -374,6 +374,13 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         None,
         "no rank of the job has started; it ended with exit status 2 (NonZeroExitCode)",
     ),
+    "the file for its output could not be opened": (
+        JobRecord("7", "FAILED", exit_signal=53, batch_host="fish1", output="/scratch/none/7.log"),
+        JobLogs(),
+        "start",
+        None,
+        "no rank of the job has started: fish1 could not open the file for its output, /scratch/none/7.log",
+    ),
     "cancelled": (JobRecord("7", "CANCELLED"), JobLogs(), "cancelled", None, "the job was cancelled"),
     "preempted": (
         JobRecord("7", "PREEMPTED"),
@@ -391,3 +398,9 @@ def test_reason_matches_the_case(case: str) -> None:
     reason = explain_failure(record, logs)
     assert reason is not None
     assert (reason.kind, reason.rank, reason.text) == (kind, rank, text)
+
+
+def test_last_output_of_a_killed_rank_is_its_own() -> None:
+    said = printed(0, "epoch 3", "tracking: no answer; records stay on disk, training continues")
+    reason = explain_failure(FAILED, JobLogs(tuple(said), (ended(0, -9, 2.0),)))
+    assert reason is not None and reason.details == ("epoch 3",)

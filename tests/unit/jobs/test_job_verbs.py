@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,12 +21,13 @@ from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.jobs.launchers import is_profiler_missing
 from shoal.jobs.logs import LogLine
+from shoal.jobs.model import job_from_options
 from shoal.spec.loader import load_text
 from shoal.storage.stage import PROGRAM
 from shoal.verbs.context import Context
 from shoal.verbs.job import Job
 from shoal.verbs.jobs import cancel, jobs
-from shoal.verbs.logs import follow, logs
+from shoal.verbs.logs import follow, logs, wait_for_tasks
 from shoal.verbs.run import dry_run, run
 from shoal.verbs.spec_cache import CachedSpec
 from shoal.verbs.submission import SUBMIT
@@ -454,8 +456,45 @@ async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day() -> 
 async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest() -> None:
     reef = Reef()
     reef.ended = "".join(noted(number, "COMPLETED") for number in range(100, 150))
-    assert [view.record.id for view in (await jobs(reef.context)).jobs] == [*map(str, range(130, 150)), "17"]
-    assert len((await jobs(reef.context, ended=True)).jobs) == 51
+    newest = await jobs(reef.context)
+    assert [view.record.id for view in newest.jobs] == [*map(str, range(130, 150)), "17"]
+    assert newest.left_out == 30
+    every = await jobs(reef.context, ended=True)
+    assert (len(every.jobs), every.left_out) == (51, 0)
+
+
+async def test_named_jobs_are_listed_alone_whether_slurmctld_knows_them_or_not() -> None:
+    reef = Reef()
+    reef.ended = noted(3, "COMPLETED", day="2026-10-01") + noted(4, "COMPLETED")
+    result = await jobs(reef.context, ["17", "3"])
+    assert [view.record.id for view in result.jobs] == ["17", "3"] and result.left_out == 0
+    with pytest.raises(UsageError, match=r"^there is no job 99\n"):
+        await jobs(reef.context, ["3", "99"])
+
+
+@pytest.mark.parametrize("dependency", ["afterok:99", "afterany:17:99", "afterok:17,afterany:99+5"])
+async def test_dependency_on_an_unknown_job_is_rejected_before_anything_is_sent(tree: Path, dependency: str) -> None:
+    reef = Reef()
+    with pytest.raises(UsageError, match=f"--dependency {re.escape(dependency)}: there is no job 99\n"):
+        await run(reef.context, job_from_options({"script": "train.py", "dependency": dependency}), tree)
+    assert not reef.submitted
+
+
+@pytest.mark.parametrize("dependency", ["afterok:17", "afterany:3:17", "singleton", "after:17+5"])
+async def test_dependency_on_jobs_that_wait_run_or_have_ended_is_accepted(tree: Path, dependency: str) -> None:
+    reef = Reef()
+    reef.ended = noted(3, "COMPLETED", day="2026-10-01")
+    await run(reef.context, job_from_options({"script": "train.py", "dependency": dependency}), tree)
+    assert f"#SBATCH --dependency={dependency}\n" in reef.submitted["script"]
+
+
+async def test_tasks_of_an_array_are_shown_as_they_end() -> None:
+    reef, ended = Reef(), list[str]()
+    reef.record = RECORD.replace("JobId=17 ", "JobId=17 ArrayJobId=17 ArrayTaskId=1 ")
+    reef.states = ["PENDING", "RUNNING", "COMPLETED"]
+    reef.ended = noted("17 ArrayJobId=17 ArrayTaskId=0", "FAILED")  # slurmctld has forgotten it
+    await wait_for_tasks(reef.context, "17", lambda task: ended.append(f"{task.id} {task.state}"))
+    assert ended == ["17_1 COMPLETED", "17_0 FAILED"]
 
 
 async def test_job_cancelled_before_its_start_is_listed_once() -> None:
