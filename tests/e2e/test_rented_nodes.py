@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster
 from tests.e2e.simulated_clouds import (
     UNFINISHED,
     Cloud,
@@ -40,6 +40,15 @@ budget: {{per_hour: 5}}
 nodesets:
   burst: {{provider: acme, type: gpu-2, max: 2, idle: 10s, cpus: 1, memory: 1G, gpus: 2}}
   spot: {{provider: acme, type: cpu, market: spot, max: 1, idle: 10s, cpus: 1, memory: 1G}}
+  small: {{provider: acme, type: gpu, max: 1, idle: 10s, cpus: 2, memory: 1G}}
+"""
+CONFINED = f"""\
+cluster: {NAME}-cg
+controller: {{provider: sandbox, memory: 1G, cgroups: true}}
+providers:
+  acme: {{kind: sandbox, url: "URL-OF-sandbox", key: "env:SANDBOX_KEY"}}
+nodesets:
+  burst: {{provider: acme, type: cpu, max: 1, idle: 10s, cpus: 1, memory: 1G}}
 """
 
 
@@ -111,6 +120,22 @@ def test_service_killed_repeatedly_orders_nothing_twice_and_leaves_no_machine(
     assert all(machine["ended"] for machine in machines)
 
 
+def waits_for(cluster: Cluster, job: str) -> str:
+    """Why a job waits, as `shoal jobs` shows it."""
+    [listed] = [entry for entry in cluster.json("jobs")["jobs"] if entry["record"]["id"] == job]
+    return str(listed["record"]["waits_for"])
+
+
+def test_machine_with_fewer_cpus_than_its_nodeset_is_explained_on_the_job(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    job = submit(cluster, "small1", "true")
+    said = "it has 1 CPUs and nodeset small says 2 (set `cpus: 1`, `memory: 1024M` there, or rent a larger type)"
+    cluster.wait("the job says why it waits", lambda: said in waits_for(cluster, job), seconds=60)
+    assert any(said in why for why in cluster.json("status")["rented"]["waiting"].values())
+    cluster.on("controller", "scancel", job)
+    cluster.wait("its machine goes", lambda: ended(url), seconds=60)
+
+
 def test_up_without_a_package_that_release_needs_changes_nothing(tmp_path: Path) -> None:
     key = {"client_email": "a@b.test", "private_key": "none", "token_uri": "https://b.test"}
     (tmp_path / "key.json").write_text(json.dumps(key))
@@ -131,6 +156,19 @@ nodesets:
     assert "pip install" in refused and "google-auth>=2.35" in refused and cluster.instances() == {}
     [finding] = [entry for entry in cluster.json("check", status=None)["findings"] if entry["what"] == said]
     assert finding["level"] == "error" and "google-auth>=2.35" in finding["fix"]
+
+
+@ON_DEBIAN_12
+@pytest.mark.matrix  # a cluster of its own
+def test_machine_without_cgroups_is_explained_where_slurm_confines_jobs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with renting(tmp_path_factory.mktemp("confined"), CONFINED, Cloud("sandbox", KEY)) as (cluster, _):
+        assert "proctrack/cgroup" in cluster.on("controller", "scontrol", "show", "config")
+        job = submit(cluster, "burst1", "true")
+        said = "Slurm confines jobs with cgroups here, and this machine has no writable cgroups"
+        cluster.wait("the job says why it waits", lambda: said in waits_for(cluster, job), seconds=60)
+        cluster.on("controller", "scancel", job)
 
 
 def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:

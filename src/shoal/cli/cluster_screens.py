@@ -20,6 +20,7 @@ from shoal.cli.screen import (
     show_failures,
     show_findings,
 )
+from shoal.cloud.rental import format_known_cost, micros
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
@@ -286,7 +287,8 @@ def accounting_line(accounting: AccountingHealth) -> str:
 def rented_lines(view: RentedView) -> Iterator[str]:
     """The rented machines, equal ones on one line, with their price; then problems."""
     if view.nodes:
-        yield f"rented: {len(view.nodes)} machines, [bold]${view.usd_hour:.2f} an hour[/]"
+        price = format_known_cost(micros(view.usd_hour), sum(node.usd_hour is None for node in view.nodes))
+        yield f"rented: {len(view.nodes)} machines, [bold]{price} an hour[/]"
     elif not view.problem:
         yield "rented: none"
 
@@ -296,8 +298,11 @@ def rented_lines(view: RentedView) -> Iterator[str]:
 
     for (location, state), nodes in group_by(view.nodes, where_and_state).items():
         usd_hour = nodes[0].usd_hour
-        price = f", ${usd_hour:.2f} an hour each" if usd_hour is not None else ", price unknown"
-        yield f"  {compress([node.name for node in nodes])}: {escape_text(location)}, {state}{price}"
+        each = f", ${usd_hour:.2f} an hour each" if usd_hour is not None else ", price unknown"
+        yield f"  {compress([node.name for node in nodes])}: {escape_text(location)}, {state}{each}"
+        for node in nodes:
+            if node.problem:
+                yield f"    [yellow]{node.name} has not joined yet[/]: {escape_text(node.problem)}"
     if view.problem:
         yield f"rented: [red]{escape_text(view.problem)}[/]"
     for account, problem in view.accounts.items():

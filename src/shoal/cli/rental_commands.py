@@ -14,7 +14,7 @@ from shoal.cli.output import plain
 from shoal.cli.screen import Columns, count, escape_text, group_by, print_fix, show_findings
 from shoal.cli.session import PARTLY, Session, confirm
 from shoal.cloud.providers.api import Market, Offer, Query, RentedInstance
-from shoal.cloud.rental import dollars, format_dollars, micros
+from shoal.cloud.rental import dollars, format_dollars, format_known_cost, micros
 from shoal.errors import ShoalError, UsageError
 from shoal.spec.rental import Budget
 from shoal.verbs.cost import CostResult
@@ -158,9 +158,13 @@ def show_cost(console: Console, result: CostResult) -> None:
     costs, budget = result.costs, result.budget
     console.print(f"[bold]{result.cluster}[/]: {count(costs.machines, 'machine')}\n")
     table = _make_table("", right=("", "of"))
-    table.add_row("now, an hour", format_dollars(costs.per_hour), _limit_text(budget.per_hour))
-    table.add_row("today (UTC)", format_dollars(costs.today), _limit_text(budget.per_day))
-    table.add_row(costs.month, format_dollars(costs.total), _limit_text(budget.per_month), style="bold")
+    for title, amount, unpriced, limit in (
+        ("now, an hour", costs.per_hour, costs.unpriced_now, budget.per_hour),
+        ("today (UTC)", costs.today, costs.unpriced_today, budget.per_day),
+        (costs.month, costs.total, len(costs.unpriced), budget.per_month),
+    ):
+        style = "bold" if title == costs.month else ""
+        table.add_row(title, format_known_cost(amount, unpriced), _limit_text(limit), style=style)
     console.print(table)
     if costs.total:
         limits = {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()}
@@ -232,7 +236,7 @@ def _instances_json(instances: Iterable[RentedInstance]) -> list[dict[str, Any]]
 def _show_instances(console: Console, instances: Iterable[RentedInstance]) -> None:
     table = _make_table("provider", "machine", "node", "type", "where", "state", right=("$/hour",))
     for instance in instances:
-        price = "" if instance.usd_hour is None else format_dollars(micros(instance.usd_hour))
+        price = "?" if instance.usd_hour is None else format_dollars(micros(instance.usd_hour))
         location = instance.zone or instance.region
         cells = (instance.account, instance.id, instance.node, instance.type, location, instance.raw_state, price)
         table.add_row(*map(escape_text, cells))

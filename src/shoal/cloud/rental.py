@@ -193,6 +193,13 @@ def format_dollars(amount: int) -> str:
     return f"-${-cents:,}" if cents < 0 else f"${cents:,}"
 
 
+def format_known_cost(amount: int, unpriced: int) -> str:
+    """A sum that leaves out `unpriced` machines of unknown price: it is unknown too, or only a lower limit."""
+    if not unpriced:
+        return format_dollars(amount)
+    return f"at least {format_dollars(amount)}" if amount else "price unknown"
+
+
 def cost(rental: Rental, at: float, *, whole: bool = False) -> int:
     """What was billed for it until `at`, in millionths of a dollar.
 

@@ -3,7 +3,7 @@
     {"at": 1763200000.0, "problem": "", "accounts": {"lambda": ""}, "jobs": {"7": "trying lambda us-west-1"},
      "machines": {"5f0c…": {"node": "burst1", "state": "joined", "account": "lambda", "type": "gpu_1x_a10",
                             "place": "us-west-1", "market": "on-demand", "id": "i-1", "usd_hour": 1.29,
-                            "since": 1763199000.0}}}
+                            "since": 1763199000.0, "problem": ""}}}
 
 Machines are keyed by the token of their rental, as a node may have two: one that is being released and its successor.
 After each step at most one of them is not `releasing`.
@@ -61,12 +61,12 @@ def read_status(text: str) -> ServiceStatus:
     return ServiceStatus(**known_fields(ServiceStatus, content))
 
 
-def machine_entry(rental: Rental) -> dict[str, Any]:
-    """A rental as the status file has it."""
+def machine_entry(rental: Rental, problem: str = "") -> dict[str, Any]:
+    """A rental as the status file has it, with the reason why its machine has not joined yet."""
     return {
         **{name: getattr(rental, name) for name in ("node", "state", "account")},
         **{name: getattr(rental.offer, name) for name in ("type", "place", "market")},
-        **{"id": rental.id, "usd_hour": rental.usd_hour, "since": rental.intended_at},
+        **{"id": rental.id, "usd_hour": rental.usd_hour, "since": rental.intended_at, "problem": problem},
     }
 
 

@@ -119,9 +119,11 @@ class RentedNode:
     market: str
     usd_hour: float | None
     since: float
+    problem: str = ""
+    """Why a machine that is up has not joined yet."""
 
 
-_FIELDS = [field.name for field in fields(RentedNode) if field.name != "name"]
+_FIELDS = [field.name for field in fields(RentedNode) if field.name not in ("name", "problem")]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,10 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
     try:
         status = read_status(result.text)
         rows = status.machines.values()
-        nodes = tuple(RentedNode(row["node"], **{key: row[key] for key in _FIELDS}) for row in rows)
+        nodes = tuple(
+            RentedNode(row["node"], **{key: row[key] for key in _FIELDS}, problem=row.get("problem", ""))
+            for row in rows
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return RentedView(f"{STATUS} is not a status of shoal-elastic; run `shoal up`")
     problem, age_s = status.problem, clock() - status.at

@@ -147,6 +147,10 @@ def test_machine_without_a_price_is_named_and_not_summed() -> None:
     unpriced = machine("odd1", usd_hour=None, offer=replace(machine().offer, usd_hour=None))
     found = summary([machine(), unpriced], [], NOW)
     assert (found.total, found.unpriced) == (micros(30), ("odd1",))
+    assert (found.unpriced_now, found.unpriced_today) == (1, 1)
+    ended = replace(unpriced, state="gone", gone_at=NOW - HOUR)
+    found = summary([ended], [], NOW + 24 * HOUR)
+    assert (found.unpriced, found.unpriced_now, found.unpriced_today) == (("odd1",), 0, 0)
 
 
 @given(

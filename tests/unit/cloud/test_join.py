@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 
-from shoal.agent.facts import Facts, FileFact
+from shoal.agent.facts import Cgroup, Cpu, Facts, FileFact
 from shoal.agent.loader import COMMAND
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join as joining
@@ -36,7 +36,7 @@ cluster: reef
 controller: {host: {name: c1, address: 10.0.0.1}}
 nodesets:
   lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-  cloud: {provider: lambda, type: gpu_1x_a10, max: 4, lifetime: 2h}
+  cloud: {provider: lambda, type: gpu_1x_a10, max: 4, lifetime: 2h, cpus: 4, memory: 15G}
 providers: {lambda: {key: env:K}}
 """)
 ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11"}
@@ -54,9 +54,16 @@ class Reef:
     """A controller with a cluster in force, and machines that were rented."""
 
     def __init__(
-        self, tmp_path: Path, *numbers: int, joined: tuple[int, ...] = (), stale: str = "", spec: Spec = SPEC
+        self,
+        tmp_path: Path,
+        *numbers: int,
+        joined: tuple[int, ...] = (),
+        stale: str = "",
+        spec: Spec = SPEC,
+        confined: bool = True,
     ) -> None:
-        static = {name: host_facts(name, address, modules=("wireguard",)) for name, address in ADDRESSES.items()}
+        own = {} if confined else {"cgroup": Cgroup()}
+        static = {name: host_facts(name, address, modules=("wireguard",), **own) for name, address in ADDRESSES.items()}
         cluster = assemble(spec, static, ADDRESSES)
         known = {**cluster.addresses, **{f"cloud{n}": f"10.0.0.{20 + n}" for n in joined}}
         known |= {stale: "10.0.0.99"} if stale else {}
@@ -200,6 +207,48 @@ async def test_machine_with_broken_gpus_never_starts_slurmd(tmp_path: Path) -> N
     assert said == {"cloud1": f"{UNFIT_PREFIX}1 GPUs were promised, and there are 0", "cloud2": ""}
     assert "service slurmd" not in reef.asked("cloud1")
     assert "service slurmd" in reef.asked("cloud2")
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (
+            {"cpu": Cpu(cpus=2, cores_per_socket=2)},
+            "it has 2 CPUs and nodeset cloud says 4 (set `cpus: 2`, `memory: 15360M` there, or rent a larger type)",
+        ),
+        (
+            {"memory_mb": 8000},
+            "it has 8000 MB of memory and nodeset cloud says 15360 MB"
+            " (set `cpus: 4`, `memory: 8000M` there, or rent a larger type)",
+        ),
+        (
+            {"cgroup": Cgroup()},
+            "Slurm confines jobs with cgroups here, and this machine has no writable cgroups"
+            " (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)",
+        ),
+        (
+            {"cgroup": Cgroup(2, ("cpuset", "cpu", "devices"))},
+            "Slurm confines jobs with cgroups here, and this machine has no writable memory"
+            " (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)",
+        ),
+    ],
+)
+async def test_machine_that_slurm_would_not_use_is_unfit_before_packages_are_installed(
+    tmp_path: Path, facts: dict[str, Any], said: str
+) -> None:
+    reef = Reef(tmp_path, 1, 2)
+    agent = reef.world.agents["cloud1"]
+    agent.facts = replace(agent.facts, **facts)
+    errors = await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)})
+    assert errors == {"cloud1": f"{UNFIT_PREFIX}{said}", "cloud2": ""}
+    assert not [key for key in reef.asked("cloud1") if key.startswith(("package", "service"))]
+
+
+async def test_machine_without_cgroups_joins_where_jobs_are_not_confined(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1, confined=False)
+    agent = reef.world.agents["cloud1"]
+    agent.facts = replace(agent.facts, cgroup=Cgroup())
+    assert await reef.joiner.join({"cloud1": machine(1)}) == {"cloud1": ""}
 
 
 async def test_unreachable_machine_does_not_delay_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ network: wireguard
 controller: {host: {name: c1, address: 10.0.0.1}}
 nodesets:
   lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-  cloud: {provider: lambda, type: gpu_1x_a10, max: 4, lifetime: 2h}
+  cloud: {provider: lambda, type: gpu_1x_a10, cpus: 4, memory: 15G, max: 4, lifetime: 2h}
   pods: {provider: runpod, type: NVIDIA A40, max: 2, cpus: 2, memory: 8G, gpus: 1}
 providers: {lambda: {key: env:K}, runpod: {key: env:R}}
 """)

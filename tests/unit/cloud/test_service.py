@@ -314,6 +314,22 @@ async def test_replaced_machine_frees_its_budget_for_the_replacement(tmp_path: P
         await settled(it)
 
 
+async def test_failed_join_is_shown_on_the_job_while_it_is_retried(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        problem = "service slurmd: slurmd started and did not stay up\nslurmd: debug\nslurmd: fatal: no cgroup plugin\n"
+        it.joiner.judge = lambda machine: problem
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: "has not joined yet" in job.comment, seconds=600.0)
+        assert job.comment.startswith("trying lambda ") and job.comment.endswith(
+            " has not joined yet: service slurmd: slurmd started and did not stay up: no cgroup plugin"
+        )
+        it.joiner.judge = lambda machine: ""
+        await running(it, "1")
+        await it.step()
+        assert job.comment.startswith("rented from lambda "), "a running job shows no old error"
+        await settled(it)
+
+
 async def test_job_stopped_by_the_budget_also_shows_the_first_stockout(
     tmp_path: Path,
 ) -> None:

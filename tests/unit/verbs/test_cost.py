@@ -128,6 +128,19 @@ def test_amounts_missing_from_the_sums_are_reported() -> None:
     ]
 
 
+def test_unknown_price_is_never_shown_as_zero_dollars() -> None:
+    odd = CostReport(1.0, "2026-11", 0, 1, 0, 0, unpriced=("burst1",), unpriced_now=1, unpriced_today=1)
+    rows = [" ".join(line.split()) for line in shown(CostResult("reef", odd))]
+    assert [row for row in rows if "price unknown" in row] == [
+        "now, an hour price unknown",
+        "today (UTC) price unknown",
+        "2026-11 price unknown",
+    ]
+    partly = CostReport(1.0, "2026-11", 1_290_000, 2, 0, 5_000_000, unpriced=("burst1",), unpriced_now=1)
+    rows = [" ".join(line.split()) for line in shown(CostResult("reef", partly))]
+    assert {"now, an hour at least $1.29", "today (UTC) $0.00", "2026-11 at least $5.00"} <= {*rows}
+
+
 def test_json_amounts_are_in_dollars() -> None:
     found = cost_json(CostResult("reef", COSTS, Budget(per_month=500)))
     assert (found["per_hour"], found["total"], found["idle"]) == (31.92, 100.10, 15.02)

@@ -416,7 +416,7 @@ async def test_status_shows_every_machine_its_cost_and_problems() -> None:
     found = await view(json.dumps(SAID))
     assert found is not None and found.waiting == {"7": "acme us-1 out of gpu-2, trying other us-2"}
     assert list(rented_lines(found)) == [
-        "rented: 4 machines, [bold]$1.20 an hour[/]",
+        "rented: 4 machines, [bold]at least $1.20 an hour[/]",
         "  cloud[1-2]: gpu-2 at acme us-1 (spot), in use, $0.40 an hour each",
         "  cloud3: gpu-2 at acme us-1 (spot), being released, $0.40 an hour each",
         "  cloud3: gpu-2 at acme us-1 (spot), booting, price unknown",

@@ -7,6 +7,7 @@ watchdog an hour after it should have joined shuts itself down, without the cont
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -49,6 +50,17 @@ def container_script(seconds: int, off: str = CONTAINER_POWEROFF, watchdog: str 
     return program_text("boot_container.sh", SECONDS=seconds, POWEROFF=off, WATCHDOG=watchdog)
 
 
+_CAUSE = re.compile(r"\b(?:fatal|error): (.+)")
+MAX_CAUSE_LENGTH = 300
+
+
+def join_error_text(problem: str) -> str:
+    """An error of a join on one line: the failed step, and the last cause in the log below it."""
+    first, _, log_text = problem.strip().partition("\n")
+    causes = _CAUSE.findall(log_text) or log_text.strip().splitlines()[-1:]
+    return " ".join(": ".join((first, *causes[-1:])).split())[:MAX_CAUSE_LENGTH]
+
+
 JOIN_RETRY_S = 10.0
 """The pause before a failed join is retried, until the boot timeout."""
 
@@ -71,10 +83,14 @@ class NodeBooter:
         """Whether a join runs."""
         return bool(self._joins)
 
+    def problem(self, rental: Rental) -> str:
+        """Why a machine that is up has not joined yet; empty where nothing has failed."""
+        return join_error_text(self._errors.get(rental.token, "")) if rental.state == "made" else ""
+
     async def step(self, snapshot: ClusterSnapshot) -> None:
         """Collect the joins that ended, release machines that are late, and join those that are up."""
         booting = {rental.token: rental for rental in snapshot.rentals if rental.state == "made"}
-        self._collect(booting)
+        await self._collect(booting)
         snapshot.refresh(self.context.ledger)
         running = {token for tokens in self._joins.values() for token in tokens.values()}
         ready: dict[str, RentedInstance] = {}
@@ -123,7 +139,7 @@ class NodeBooter:
         self.context.reject(rental, f"{rental.id} of {rental.account} is not a node after {seconds} s: {cause}")
         return True
 
-    def _collect(self, booting: Mapping[str, Rental]) -> None:
+    async def _collect(self, booting: Mapping[str, Rental]) -> None:
         now = self.context.clock.now()
         for task in [task for task in self._joins if task.done()]:
             tokens = self._joins.pop(task)
@@ -133,9 +149,9 @@ class NodeBooter:
                 if rental is None:
                     continue  # it was released meanwhile
                 with self.context.isolated(node):
-                    self._record(rental, errors.get(node, "the joiner returned no result"), now)
+                    await self._record(rental, errors.get(node, "the joiner returned no result"), now)
 
-    def _record(self, rental: Rental, problem: str, now: float) -> None:
+    async def _record(self, rental: Rental, problem: str, now: float) -> None:
         """Record how the join of a machine ended."""
         if not problem:
             log.info("%s: %s of %s takes jobs", rental.node, rental.id, rental.account)
@@ -145,6 +161,9 @@ class NodeBooter:
         else:
             log.info("%s: %s has not joined yet: %s", rental.node, rental.id, problem)
             self._errors[rental.token], self._retry_at[rental.token] = problem, now + JOIN_RETRY_S
+            for job in rental.jobs:  # they see only that it boots, for as long as this is retried
+                place, cause = f"{rental.account} {rental.offer.place}", join_error_text(problem)
+                await self.context.comment_job(job, f"trying {place}: {rental.id} has not joined yet: {cause}")
 
 
 async def _join(context: ServiceContext, ready: Mapping[str, RentedInstance]) -> Mapping[str, str]:

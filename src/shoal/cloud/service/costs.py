@@ -75,6 +75,10 @@ class CostReport:
     """While a node had no jobs after that."""
     unpriced: tuple[str, ...] = ()
     """Nodes with a machine of unknown price, which is in no sum."""
+    unpriced_now: int = 0
+    """Of them, the machines that exist now, or may exist."""
+    unpriced_today: int = 0
+    """Of them, the machines that existed today."""
     unattributed: str = ""
     """Why jobs are missing: Slurm's records could not be read."""
 
@@ -100,6 +104,7 @@ def summary(
             shares[use.job, use.user] += part
             names[use.job, use.user] = use.name
             users[use.user] += part if use.job else 0
+    unpriced = [rental for rental in rentals if rental.usd_hour is None]
     jobs = [JobCost(job, user, names[job, user], part) for (job, user), part in shares.items() if job and part]
     return CostReport(
         at=now,
@@ -113,7 +118,9 @@ def summary(
         jobs=tuple(sorted(jobs, key=lambda job: (-job.micros, job.id))),
         starting=shares[_STARTING.job, _STARTING.user],
         idle=shares[_IDLE.job, _IDLE.user],
-        unpriced=tuple(sorted({one.node for one in rentals if one.usd_hour is None and presence(one, begin, until)})),
+        unpriced=tuple(sorted({one.node for one in unpriced if presence(one, begin, until)})),
+        unpriced_now=sum(one.live for one in unpriced),
+        unpriced_today=sum(presence(one, day, now) is not None for one in unpriced),
         unattributed=unattributed,
     )
 

@@ -271,7 +271,10 @@ class LiveJoiner:
         await self._name(fleet, new)
         observed = await observe(fleet, self._spec)
         fleet.require(self._controller.name)
-        if await prepare(self._spec, observed.facts, fleet, NoProgress()):
+        unfit = checks.unfit_machines(self._spec, observed.facts, self._controller.name, new)
+        new = [name for name in new if name not in unfit]
+        fit = {name: fact for name, fact in observed.facts.items() if name not in unfit}
+        if await prepare(self._spec, fit, fleet, NoProgress()):
             observed = await observe(fleet, self._spec)
             fleet.require(self._controller.name)
 
@@ -283,7 +286,7 @@ class LiveJoiner:
 
         refused, by_host = without_faulty_machines(fleet, self._controller.name, observed.facts, plan)
         await self._converge(fleet, by_host)
-        return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused
+        return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused | unfit
 
     async def _change_membership(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
         """Change the membership on the controller, the rented nodes and the new machines."""

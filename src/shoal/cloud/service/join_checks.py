@@ -1,20 +1,62 @@
-"""Whether a machine can be a node: its Slurm version, its GPUs, and its registration with slurmctld."""
+"""Whether a machine can be a node: its size, cgroups, Slurm version and GPUs, and its registration with slurmctld."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
+from shoal.agent.facts import Facts
 from shoal.cloud.service.context import UNFIT_PREFIX
 from shoal.hosts.api import Host
 from shoal.plan.connections import Fleet
 from shoal.remote import python_command
 from shoal.roles.component import Cluster
-from shoal.roles.rented import minimum_shape
+from shoal.roles.current_conf import confinement, read_current_conf
+from shoal.roles.rented import minimum_shape, rented_containers
+from shoal.slurm.conf_lines import real_memory
+from shoal.slurm.model import Confinement
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.slurm.versions import version_findings
 from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
+
+
+def unfit_machines(spec: Spec, facts: Mapping[str, Facts], controller: str, new: Iterable[str]) -> dict[str, str]:
+    """The errors of machines that Slurm would not use: too small for their nodeset, or without the cgroups it needs.
+
+    Containers are left to slurmctld: their configuration is without cgroups, and slurmd counts what the kernel has.
+    """
+    required = read_current_conf(facts[controller]).confinement or Confinement()
+    containers = rented_containers(spec)
+    errors: dict[str, str] = {}
+    for nodeset in rented_sets(spec).values():
+        shape = minimum_shape(spec, nodeset)
+        for name in nodeset.nodes:
+            if name not in new or name not in facts or name in containers:
+                continue
+            fact = facts[name]
+            cpus, memory_mb = fact.cpu.cpus, fact.memory_mb
+            lacks = [f"{cpus} CPUs and nodeset {nodeset.name} says {shape.cpus}"] if cpus < shape.cpus else []
+            if memory_mb < real_memory(shape.memory_mb):
+                lacks.append(f"{memory_mb} MB of memory and nodeset {nodeset.name} says {shape.memory_mb} MB")
+            if lacks:
+                fitting = f"`cpus: {min(cpus, shape.cpus)}`, `memory: {min(memory_mb, shape.memory_mb)}M`"
+                errors[name] = f"{UNFIT_PREFIX}it has {', '.join(lacks)} (set {fitting} there, or rent a larger type)"
+            elif missing := [*_missing_cgroups(required, confinement((fact,), ()))]:
+                errors[name] = (
+                    f"{UNFIT_PREFIX}Slurm confines jobs with cgroups here, and this machine has no writable"
+                    f" {', '.join(missing)} (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)"
+                )
+    return errors
+
+
+def _missing_cgroups(required: Confinement, possible: Confinement) -> Iterator[str]:
+    if not required.tracked:
+        return
+    if not possible.tracked:
+        yield "cgroups"
+        return
+    yield from (name for name in ("cores", "memory", "devices") if getattr(required, name) > getattr(possible, name))
 
 
 def incompatible_versions(cluster: Cluster, new: Iterable[str]) -> dict[str, str]:

@@ -189,7 +189,7 @@ class RentalService:
             accounts={name: account.problem for name, account in context.accounts.items()}
             | dict.fromkeys(left, "machines are rented there, but the spec has no such account"),
             jobs={job: text for job, text in context.job_comments.items() if states.get(job) != "RUNNING"},
-            machines={rental.token: machine_entry(rental) for rental in rentals},
+            machines={rental.token: machine_entry(rental, self._booter.problem(rental)) for rental in rentals},
         )
         write_status(self._status_file, status)
 
