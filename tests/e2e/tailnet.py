@@ -6,11 +6,15 @@ a package from an apt source, as Tailscale's repository would serve it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import http.server
 import json
 import shutil
+import ssl
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,6 +152,37 @@ class Tailnet:
         for name in names:
             lent.shell(name, f"printf '%s' '{line}' > {SOURCE}; echo not used > {KEYRING}; apt-get -q update")
 
+    @contextmanager
+    def serving_packages(self, lent: Lent, name: str) -> Iterator[None]:
+        """Serve key and list of the package source to a host that has neither, at Tailscale's own address."""
+        release = lent.shell(name, '. /etc/os-release; echo "$ID/$VERSION_CODENAME"').strip()
+        place = self._directory / "packages/stable" / release
+        place.parent.mkdir(parents=True)
+        place.with_name(f"{place.name}.noarmor.gpg").write_text("not used")
+        source = _package(self._layout.shared, self._directory / "ca.crt")
+        place.with_name(f"{place.name}.tailscale-keyring.list").write_text(source)
+        address = gateway(self._layout.sites()["a"])
+        authority = (self._directory / "ca.crt").read_text()
+        trust = "/usr/local/share/ca-certificates/packages.crt"
+        lent.shell(
+            name,
+            f"mkdir -p {Path(trust).parent}; cat > {trust} <<'END'\n{authority}END\n"
+            f"! command -v update-ca-certificates > /dev/null || update-ca-certificates > /dev/null\n"
+            f"echo {address} pkgs.tailscale.com >> /etc/hosts; test ! -e {SOURCE}",
+        )
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=self._directory / "packages")
+        with http.server.ThreadingHTTPServer((address, 443), handler) as server:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._directory / "server.crt", self._directory / "server.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                yield
+            finally:
+                server.shutdown()
+                thread.join()
+
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The nodes that the server has, by name: `id`, `ip_addresses`, `node_key`, `tags`, `online`."""
         return {node["name"]: node for node in self._call("nodes", "list") or []}
@@ -196,7 +231,7 @@ def _certificates(directory: Path, address: str) -> None:
     new = ("openssl", "req", "-x509", *curve, "-nodes", "-days", "9")
     authority = ("-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test authority")
     server = ("-keyout", "server.key", "-out", "server.crt", "-subj", f"/CN={address}")
-    signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-addext", f"subjectAltName=IP:{address}")
+    signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-addext", f"subjectAltName=IP:{address},DNS:pkgs.tailscale.com")
     leaf = ("-addext", "basicConstraints=critical,CA:FALSE")
     for options in (authority, (*server, *signed, *leaf)):
         subprocess.run([*new, *options], cwd=directory, check=True, capture_output=True, timeout=60)

@@ -25,6 +25,7 @@ from tests.sandbox_faults import SandboxFaults
 
 from shoal.local_files import cache_dir
 from shoal.remote import program_text
+from shoal.roles.tailscale import KEYRING, SOURCE
 from shoal.sandbox.layout import Layout
 from shoal.spec.member import Shape
 
@@ -64,7 +65,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(lent_hosts(SANDBOX, {name: Shape(memory_mb=512) for name in NAMES}, CLUSTER))
         network = stack.enter_context(tailnet(SANDBOX))
-        network.publish(hosts, *NAMES)
+        network.publish(hosts, "desktop", "gpu01")
         reach = f"user: shoal, identity: {hosts.identity}"
         text = (
             f"cluster: {CLUSTER}\n"
@@ -74,8 +75,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         )
         lab = Lab(Cluster(tmp_path_factory.mktemp("tailnet"), text), hosts, network)
         lab.set_key(*REUSABLE)
-        assert lab.cluster.json("up", timeout=600)["whole"]
+        with network.serving_packages(hosts, "gpu02"):
+            assert lab.cluster.json("up", timeout=600)["whole"]
         yield lab
+
+
+def test_host_without_the_package_got_its_source_from_up(lab: Lab) -> None:
+    assert "signed-by=" in lab.hosts.shell("gpu02", f"cat {SOURCE}")
+    assert lab.hosts.shell("gpu02", f"stat -c '%a %U' {SOURCE} {KEYRING}").split() == ["644", "root", "644", "root"]
+    assert "100.64." in lab.hosts.shell("gpu02", "tailscale ip -4")
 
 
 def test_cluster_runs_over_the_addresses_in_the_tailnet(lab: Lab) -> None:

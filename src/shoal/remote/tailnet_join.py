@@ -2,6 +2,9 @@
 
 Arguments: the control server, the file with the key or `-`, whether the node is ephemeral, and the flags of `tailscale
 up`. The key file is removed, and no argument contains the key.
+
+With `--source`: adds Tailscale's package source. Arguments: the address of the release, and the paths of keyring and
+list.
 """
 
 from __future__ import annotations
@@ -34,6 +37,38 @@ FIXES = (
     ),
 )
 LOGIN_FIX = NEW_KEY + " (the secret of an OAuth client also needs `network.tags`), or log the host in by hand"
+
+
+SOURCE_OPTION = "--source"
+KEYRING_SUFFIX, LIST_SUFFIX = ".noarmor.gpg", ".tailscale-keyring.list"
+"""What Tailscale's installer fetches for a release: the key of its packages, and the line for apt that names it."""
+FETCH_TIMEOUT_S = 60
+
+
+def add_source(address: str, keyring: str, source: str) -> int:
+    by_hand = f"curl -fsSL {address}{KEYRING_SUFFIX} -o {keyring} && curl -fsSL {address}{LIST_SUFFIX} -o {source}"
+    contents = []
+    for url in (address + KEYRING_SUFFIX, address + LIST_SUFFIX):
+        try:
+            with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:  # nosec B310: https, see the role
+                contents.append(answer.read(1 << 20))
+        except OSError as error:  # URLError is one
+            print(f"cannot fetch {url}: {getattr(error, 'reason', error)}")
+            print(f"fix: let the host reach it, or run there as root: {by_hand} && apt-get update")
+            return 1
+    if f"signed-by={keyring}".encode() not in contents[1]:
+        print(f"{address}{LIST_SUFFIX} is no package source that is signed by {keyring}")
+        print("fix: install tailscale on the host by hand (see its download page)")
+        return 1
+    for path, content in zip((keyring, source), contents):
+        os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+        with os.fdopen(os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # apt reads both as a user of its own
+            file.write(content)
+        os.replace(path + ".new", path)
+    # Another source of the host may fail; what apt has of this one shows when the package is installed.
+    subprocess.run(["apt-get", "-q", "update"], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    return 0
 
 
 def main(server: str, key: str, ephemeral: str, *flags: str) -> int:
@@ -103,4 +138,4 @@ def server_problem(server: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(add_source(*sys.argv[2:]) if sys.argv[1] == SOURCE_OPTION else main(*sys.argv[1:]))

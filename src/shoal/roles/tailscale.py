@@ -1,7 +1,7 @@
 """Tailscale: hosts get the package, join the tailnet, and use their addresses there.
 
-Rented machines join with a key that `shoal up` left on the controller. Their images have no Tailscale: they get the
-controller's package source, which is the same for every release but for the release's name.
+A host whose package sources lack Tailscale gets Tailscale's own, as its installer adds it. Rented machines join with a
+key that `shoal up` left on the controller, and get the controller's package source: it may be a mirror.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.agent.facts import Facts
 from shoal.hostlist import compress
 from shoal.network.tailscale import EXPIRES_SOON_S, INTERFACE, Tailnet, read_status, tailnet_name, up_flags
 from shoal.remote import python_command
-from shoal.remote.tailnet_join import LOGIN_FIX
+from shoal.remote.tailnet_join import LOGIN_FIX, SOURCE_OPTION
 from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
 from shoal.roles.elastic import SETTINGS
 from shoal.roles.rented import rented_containers
@@ -35,6 +35,9 @@ DROP_IN = "/etc/systemd/system/tailscaled.service.d/shoal.conf"
 USERSPACE = ("--tun=userspace-networking", "--socks5-server=localhost:1055")
 
 PACKAGE_FIX = "add Tailscale's package source to the host (see its download page), or install tailscale there by hand"
+SOURCE_ADDRESS = "https://pkgs.tailscale.com/stable/{system}/{codename}"
+"""Of the key and the list for a release; see `remote/tailnet_join.py`."""
+SOURCE_SYSTEMS = ("debian", "ubuntu", "raspbian")
 CONTROLLER_KEY = f"{SETTINGS}/tailscale.key"
 """On the controller: the auth key for rented machines. Only root can read it."""
 SOURCE = "/etc/apt/sources.list.d/tailscale.list"
@@ -72,8 +75,9 @@ class TailscaleComponent(Component):
         if is_joined(spec, member, facts):
             # tailscaled does not notice that it was deleted on the server.
             return join(spec, member, facts, again=True) if _is_lost(member, everyone) else ()
-        needs_source = member.rented and not facts.tailscale and not _has_package(facts)
-        repository = package_source(everyone.get(members(spec)[0].name), facts) if needs_source else ()
+        needs_source = not facts.tailscale and not _has_package(facts)
+        copied = package_source(everyone.get(members(spec)[0].name), facts) if needs_source and member.rented else ()
+        repository = copied or (original_source(facts) if needs_source else ())
         return (*repository, *join(spec, member, facts))
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
@@ -195,7 +199,9 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
 
 def _host_findings(name: str, fact: Facts, tailnet: Tailnet, rented: bool) -> Iterator[Finding]:
     if not fact.tailscale and not _has_package(fact):
-        yield Finding("error", "apt has no package `tailscale`", fix=PACKAGE_FIX, host=name)
+        added = bool(original_source(fact))
+        fix = "`shoal up` adds Tailscale's package source" if added else PACKAGE_FIX
+        yield Finding("info" if added else "error", "apt has no package `tailscale`", fix=fix, host=name)
     elif fact.text(JOINED) and not tailnet.running:
         cause = tailnet.problem or ("its key has expired" if tailnet.own.expired else tailnet.state)
         yield Finding("error", "is not in the tailnet", cause, f"`shoal up` joins it again; or {LOGIN_FIX}", host=name)
@@ -246,6 +252,16 @@ def controller_spec(spec: Spec) -> Spec:
     if spec.network.kind != "tailscale":
         return spec
     return spec.model_copy(update={"network": spec.network.model_copy(update={"auth_key": f"file:{CONTROLLER_KEY}"})})
+
+
+def original_source(facts: Facts) -> Document:
+    """Tailscale's own package source for the host's release: signed key and list. Empty where it has none."""
+    if facts.os_id not in SOURCE_SYSTEMS or not facts.os_codename:
+        return ()
+    address = SOURCE_ADDRESS.format(system=facts.os_id, codename=facts.os_codename)
+    add = python_command("tailnet_join", SOURCE_OPTION, address, KEYRING, SOURCE)
+    certificates = Packages(("ca-certificates",))
+    return (certificates, Command("add Tailscale's package source", add, unless=("test", "-s", SOURCE)))
 
 
 def package_source(controller: Facts | None, machine: Facts) -> Document:

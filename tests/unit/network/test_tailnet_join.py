@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,3 +93,67 @@ def test_server_that_does_not_answer_is_named_instead_of_the_timeout(tmp_path: P
     shown, last = join(tmp_path, url, "echo 'timeout waiting for Tailscale service'").splitlines()
     assert shown == f"cannot reach {url}: Connection refused"
     assert last == "fix: start the control server, let the host reach it, or correct `network.login_server`"
+
+
+KEYRING_NAME = "tailscale-archive-keyring.gpg"
+
+
+def add_source(tmp_path: Path, address: str, updates: str = "exit 0") -> subprocess.CompletedProcess[str]:
+    """Run the program with a stand-in for `apt-get`."""
+    program = tmp_path / "bin/apt-get"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/apt\n{updates}\n')
+    program.chmod(0o755)
+    paths = (str(tmp_path / "keyrings" / KEYRING_NAME), str(tmp_path / "sources/tailscale.list"))
+    line = [sys.executable, "-c", program_text("tailnet_join"), "--source", address, *paths]
+    return subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Iterator[str]:
+    """Key and list of a release, as Tailscale serves them; the address of the release."""
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "noble.noarmor.gpg").write_bytes(b"\x99\x01key")
+    line = f"deb [signed-by={tmp_path}/keyrings/{KEYRING_NAME}] https://pkgs.tailscale.com/stable/ubuntu noble main\n"
+    (served / "noble.tailscale-keyring.list").write_text(f"# Tailscale packages for ubuntu noble\n{line}")
+
+    class Files(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(served))
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_address[1]}/noble"
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("updates", ["exit 0", "exit 100"])
+def test_package_source_is_added_with_its_key(tmp_path: Path, packages: str, updates: str) -> None:
+    done = add_source(tmp_path, packages, updates)
+    assert done.returncode == 0, done.stdout + done.stderr
+    key, source = tmp_path / "keyrings" / KEYRING_NAME, tmp_path / "sources/tailscale.list"
+    assert key.read_bytes() == b"\x99\x01key" and "ubuntu noble main" in source.read_text()
+    assert {path.stat().st_mode & 0o777 for path in (key, source)} == {0o644}
+    assert (tmp_path / "apt").read_text() == "-q update\n"
+
+
+def test_unreachable_or_wrong_package_source_prints_the_commands_and_writes_nothing(
+    tmp_path: Path, packages: str
+) -> None:
+    missing = packages.replace("noble", "oracular")
+    done = add_source(tmp_path, missing)
+    assert done.returncode == 1 and f"cannot fetch {missing}.noarmor.gpg: " in done.stdout
+    keyring, source = tmp_path / "keyrings" / KEYRING_NAME, tmp_path / "sources/tailscale.list"
+    assert done.stdout.splitlines()[-1] == (
+        f"fix: let the host reach it, or run there as root: curl -fsSL {missing}.noarmor.gpg -o {keyring} && "
+        f"curl -fsSL {missing}.tailscale-keyring.list -o {source} && apt-get update"
+    )
+    (tmp_path / "served/noble.tailscale-keyring.list").write_text("<html>log in to the hotel's network</html>")
+    done = add_source(tmp_path, packages)
+    assert done.returncode == 1 and "is no package source that is signed by" in done.stdout
+    assert not source.exists() and not keyring.exists()

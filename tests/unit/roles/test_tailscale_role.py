@@ -21,7 +21,18 @@ from shoal.roles.current_conf import HOSTS
 from shoal.roles.documents import documents, removal
 from shoal.roles.host_address import DROP_INS, address_wait_drop_in
 from shoal.roles.registry import component_packages, preparation, user_secrets
-from shoal.roles.tailscale import CONTROL_SERVER, DROP_IN, FLAGS, JOINED, KEY, TailscaleComponent, join
+from shoal.roles.tailscale import (
+    CONTROL_SERVER,
+    DROP_IN,
+    FLAGS,
+    JOINED,
+    KEY,
+    KEYRING,
+    SOURCE,
+    TailscaleComponent,
+    join,
+    original_source,
+)
 from shoal.slurm.conf import slurm_settings
 from shoal.spec.member import Member
 from shoal.spec.members import members
@@ -255,6 +266,18 @@ def test_missing_tailscale_package_is_reported_with_the_fix() -> None:
     document = prepared(facts(tailscale={}))
     [package] = [item for item in document if isinstance(item, Packages)]
     assert package.fix.startswith("add Tailscale's package source to the host")
+
+
+def test_host_without_the_package_gets_the_original_source_for_its_release() -> None:
+    bare = facts(tailscale={}, os_id="ubuntu", os_codename="noble")
+    assert findings(bare) == [("info", "c1", "apt has no package `tailscale`", "")]
+    certificates, source, package = prepared(bare)[:3]
+    assert isinstance(certificates, Packages) and certificates.names == ("ca-certificates",)
+    assert isinstance(source, Command) and isinstance(package, Packages)
+    address = "https://pkgs.tailscale.com/stable/ubuntu/noble"
+    assert source.argv == python_command("tailnet_join", "--source", address, KEYRING, SOURCE)
+    assert source.unless == ("test", "-s", SOURCE)
+    assert not original_source(facts(os_id="arch", os_codename="x")), "Tailscale has none for it"
 
 
 def test_relays_foreign_hosts_and_userspace_networking_are_reported() -> None:
