@@ -1,6 +1,7 @@
-"""A spec that changes under a running cluster: options, edits by hand, and a LAN that becomes WireGuard.
+"""A spec that changes under a running cluster: options, scripts, edits by hand, and a LAN that becomes WireGuard.
 
-A setting in `slurm.options` that Slurm rejects does not affect the cluster and its jobs. On a LAN that the members
+A setting in `slurm.options` that Slurm rejects does not affect the cluster and its jobs. A script is on its hosts
+before the option that names it, and an option whose script is missing changes nothing. On a LAN that the members
 share with other machines, `check` warns, and one line in the file makes it WireGuard. The attack is a neighbour that
 takes over a member's address: an address of a member that is sent from elsewhere.
 
@@ -9,6 +10,7 @@ The tests share one cluster and run in the order of this file.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,6 +196,100 @@ def test_jobs_share_a_gpu_by_shards(cluster: Cluster) -> None:
     jobs = [cluster.on("controller", *line).strip() for _ in range(2)]
     cluster.wait("both run on one GPU", lambda: {state_of(cluster, job) for job in jobs} == {"RUNNING"})
     cluster.on("controller", "scancel", *jobs)
+
+
+PROLOG = "#!/bin/sh\ntouch /run/prolog-$SLURM_JOB_ID\n"
+LUA = """\
+function slurm_job_submit(job, part, uid)
+    if job.name == "forbidden" then
+        slurm.log_user("no such jobs here")
+        return slurm.ERROR
+    end
+    return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, part, uid)
+    return slurm.SUCCESS
+end
+"""
+SCRIPTS = "{KillWait: 31, Prolog: /etc/slurm/prolog.sh, JobSubmitPlugins: lua,"
+FILES = """\
+files:
+  /etc/slurm/prolog.sh: prolog.sh
+  /etc/slurm/job_submit.lua: {source: scripts/submit.lua, hosts: [controller]}
+  /opt/site/data.bin: {source: data.bin, mode: 0600, hosts: [lab]}
+  /opt/site/spank.so: spank.so
+  /etc/slurm/plugstack.conf: {source: plugstack.conf, hosts: [controller]}
+"""
+SPANK = """\
+#include <fcntl.h>
+const char plugin_name[] = "site", plugin_type[] = "spank";
+const unsigned int plugin_version = (MAJOR << 16) | (MINOR << 8) | PATCH;
+int slurm_spank_task_init(void *spank, int count, char **words) { return creat("/tmp/spank", 0644) < 0; }
+"""
+
+
+def compile_spank(cluster: Cluster, target: Path) -> None:
+    """A SPANK plugin for the release that the hosts have. One for another release is not loaded."""
+    version = cluster.on("controller", "scontrol", "--version").split()[1].split(".")
+    defines = [f"-D{name}={int(number)}" for name, number in zip(("MAJOR", "MINOR", "PATCH"), version, strict=True)]
+    compiler = ["gcc", "-shared", "-fPIC", *defines, "-x", "c", "-", "-o", str(target)]
+    subprocess.run(compiler, input=SPANK, text=True, check=True, timeout=60)
+
+
+def test_option_whose_script_is_missing_changes_nothing(cluster: Cluster) -> None:
+    before = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
+    cluster.edit("{KillWait: 31,", SCRIPTS)
+    findings = cluster.json("check", status=1)["findings"]
+    missing = {(one["host"], one["what"].split()[0]) for one in findings if "there is no such" in one["what"]}
+    assert missing == {("lab1", "Prolog"), ("controller", "JobSubmitPlugins")}
+    refused = cluster.shoal("up", status=1).stderr
+    assert "lab1: Prolog names /etc/slurm/prolog.sh, and there is no such program" in refused
+    assert "nothing was changed" in refused and "add it to `files`" in refused
+    assert cluster.on("controller", "cat", "/etc/slurm/slurm.conf") == before
+
+
+def test_scripts_come_before_their_option_change_and_leave(cluster: Cluster) -> None:
+    place = cluster.file.parent
+    (place / "scripts").mkdir()
+    for name, content in {"prolog.sh": PROLOG, "scripts/submit.lua": LUA}.items():
+        (place / name).write_text(content)
+    (place / "data.bin").write_bytes(bytes(range(256)))
+    (place / "plugstack.conf").write_text("required /opt/site/spank.so\n")
+    compile_spank(cluster, place / "spank.so")
+    plugstack = cluster.on("controller", "cat", "/etc/slurm/plugstack.conf")
+    text = cluster.file.read_text()
+    cluster.file.write_text(text + FILES)
+    assert "Prolog executes it, and it is not executable" in cluster.shoal("check", status=2).stderr
+    (place / "prolog.sh").chmod(0o755)
+    assert cluster.json("up")["whole"]
+    job = cluster.on("controller", "sbatch", "--parsable", "--wait", "--mem=20M", "-o", "/dev/null", "--wrap", "true")
+    cluster.on("lab1", "test", "-e", f"/run/prolog-{job.strip()}")
+    cluster.on("lab1", "test", "-e", "/tmp/spank")
+    forbidden = cluster.ssh("controller", "sbatch -J forbidden --wrap true")
+    assert forbidden.returncode != 0 and "no such jobs here" in forbidden.stderr
+    assert cluster.on("lab1", "stat", "-c", "%a %U %s", "/opt/site/data.bin") == "600 root 256\n"
+    assert cluster.on("controller", "ls", "/opt/site") == "spank.so\n", "the data is not for the controller"
+    assert cluster.json("up")["unchanged"]
+
+    (place / "prolog.sh").write_text(PROLOG.replace("prolog-", "second-"))
+    changes = cluster.json("plan")["changes"]
+    assert {(one["host"], one["what"]) for one in changes} == {
+        ("controller", "file /etc/slurm/prolog.sh"),
+        ("lab1", "file /etc/slurm/prolog.sh"),
+    }
+    assert cluster.json("up")["whole"]
+    cluster.on("controller", "srun", "--mem=20M", "true")
+    assert cluster.ssh("lab1", "ls /run/second-*").returncode == 0
+
+    cluster.file.write_text(text.replace(SCRIPTS, "{KillWait: 31,"))
+    assert cluster.json("up")["whole"]
+    for host in ("controller", "lab1"):
+        paths = "/etc/slurm/prolog.sh /etc/slurm/job_submit.lua /opt/site/* /etc/shoal/files"
+        assert cluster.ssh(host, f"ls {paths}").stdout == ""
+    assert cluster.on("controller", "cat", "/etc/slurm/plugstack.conf") == plugstack, "the package's own is back"
+    assert cluster.on("controller", "srun", "--mem=20M", "hostname").strip() == "lab1"
+    assert cluster.states()["lab1"] <= {"IDLE", "MIXED", "ALLOCATED", "COMPLETING"}
+    assert cluster.json("up")["unchanged"]
 
 
 def warnings(cluster: Cluster) -> list[str]:

@@ -31,7 +31,7 @@ class FactsRequest:
     """For one that is not installed, the available version is reported; lists are fetched if there are none."""
     users: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
-    files: Mapping[str, Literal["hash", "text", "there"]] = field(default_factory=dict)
+    files: Mapping[str, Literal["hash", "text", "there", "program"]] = field(default_factory=dict)
     services: tuple[str, ...] = ()
     directories: tuple[str, ...] = ()
     """Whose file systems to look at."""

@@ -59,7 +59,7 @@ class File(Item):
     """A whole file. Written beside its place and renamed into it, so that a reader sees the old or the new one."""
 
     path: str
-    content: str | SecretRef | None = None
+    content: str | bytes | SecretRef | None = None
     """None: the file must not be there."""
     owner: str = "root"
     group: str = "root"
@@ -221,6 +221,8 @@ def _item_to_wire(item: Item, secrets: dict[str, bytes]) -> dict[str, Any]:
             if value.name in secrets:
                 wire["content_b64"] = base64.b64encode(secrets[value.name]).decode()
             continue
+        if isinstance(value, bytes):
+            wire["content_b64"], value = base64.b64encode(value).decode(), ""
         wire[spec.name] = list(value) if isinstance(value, tuple) else value
     return wire
 

@@ -96,8 +96,8 @@ def _is_taken(number: int, name: str, tables: list[Mapping[str, UnixIds]]) -> bo
     return any(account.id == number and other != name for table in tables for other, account in table.items())
 
 
-FileQuery = Literal["hash", "text", "there"]
-"""What to ask a host about a file: its digest, its text, or whether it exists."""
+FileQuery = Literal["hash", "text", "there", "program"]
+"""What to ask a host about a file: its digest, its text, whether it exists, or whether it can be executed."""
 
 
 class Stage(IntEnum):

@@ -21,6 +21,7 @@ from shoal.roles.environments import install_venv
 from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals, reported_rentals
 from shoal.roles.rented import PROGRAMS
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
+from shoal.spec.files import dump_contents
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import provider_accounts, rented_sets
@@ -30,6 +31,8 @@ from shoal.spec.rental import account_settings
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
 SETTINGS = "/etc/shoal/elastic"
 SPEC = f"{SETTINGS}/spec.json"
+CONTENTS = f"{SETTINGS}/files.json"
+"""What is in the files of the spec's `files`, for machines that join."""
 KEYS = f"{SETTINGS}/keys"
 IDENTITY = f"{SETTINGS}/id_ed25519"
 """The key with which the controller logs in to rented machines."""
@@ -207,9 +210,14 @@ def _service_files(spec: Spec) -> Document:
         install_venv("install Shoal", spec, prefix, f"{wheel}{_extras(spec)}", *_packages(spec), restarts=restarts),
         *(File(f"{KEYS}/{x}", SecretRef(secret_name(x)), mode=0o600, restarts=restarts) for x in accounts),
         File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
+        File(CONTENTS, _contents(spec) if spec.files else None, mode=0o600, restarts=restarts),
         File(SPEC, spec.model_dump_json(exclude_defaults=True, indent=1) + "\n", mode=0o600, restarts=restarts),
         File(UNIT, unit(spec), restarts=restarts),
     )
+
+
+def _contents(spec: Spec) -> str:
+    return json.dumps(dump_contents(spec.files), indent=1, sort_keys=True) + "\n"
 
 
 def _extras(spec: Spec) -> str:

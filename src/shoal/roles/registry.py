@@ -18,6 +18,7 @@ from shoal.roles.containers import ContainersComponent
 from shoal.roles.controller import ReturnToServiceComponent
 from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
+from shoal.roles.files import FilesComponent
 from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
@@ -33,6 +34,7 @@ COMPONENTS: tuple[Component, ...] = (
     WireGuardComponent(),
     TailscaleComponent(),
     LinksComponent(),
+    FilesComponent(),
     StorageComponent(),
     UsersComponent(),
     NodeLoginsComponent(),

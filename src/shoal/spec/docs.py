@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.spec.accounting import Account, Accounting, Qos, Share
 from shoal.spec.environments import Environment, Proxy
+from shoal.spec.files import ShippedFile
 from shoal.spec.hosts import (
     Controller,
     HasSite,
@@ -76,6 +77,7 @@ _SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("environments", Environment),
     ("proxy", Proxy),
     ("tracking", Tracking),
+    ("files", ShippedFile),
     ("slurm", SlurmOptions),
 )
 

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.errors import SpecError
 from shoal.spec import reader
+from shoal.spec.files import read_sources
 from shoal.spec.finding import Finding, closest, nearest, show
 from shoal.spec.finding import Path as FilePlace
 from shoal.spec.hosts import HostEntry, parse_host
@@ -46,7 +47,7 @@ _WRITTEN: dict[FilePlace, str] = {
 
 def load_all(path: Path) -> tuple[Spec, list[Finding]]:
     """The spec in a file, and what is worth a warning about it. Raises SpecError with every finding."""
-    return load_text_all(read_text(path), str(path))
+    return load_text_all(read_text(path), str(path), path.parent)
 
 
 def load_text(text: str, file: str) -> Spec:
@@ -54,8 +55,8 @@ def load_text(text: str, file: str) -> Spec:
     return load_text_all(text, file)[0]
 
 
-def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
-    """The spec in a text, and what is worth a warning about it."""
+def load_text_all(text: str, file: str, base: Path | None = None) -> tuple[Spec, list[Finding]]:
+    """The spec in a text, and what is worth a warning about it. With `base`, the files below it that it names too."""
     tree = reader.read(text, file)
     findings = list(tree.findings)
     spec: Spec | None = None
@@ -65,9 +66,14 @@ def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
     except ValidationError as error:
         failure = str(error)
         findings += explain(error, tree)
+    readable = spec or partial(Spec, tree.data)
+    problems = readable.problems()
+    if base is not None and readable.files:
+        files, file_problems = read_sources(readable.files, base, readable.slurm.options)
+        spec, problems = spec and spec.model_copy(update={"files": files}), problems + file_problems
     findings += [
         tree.finding(problem.path, problem.what, problem.found, problem.fix, level=problem.level)
-        for problem in (spec or partial(Spec, tree.data)).problems()
+        for problem in problems
     ]
     findings = sorted(dict.fromkeys(findings), key=reader.by_place)
     if spec is None or any(finding.level == "error" for finding in findings):

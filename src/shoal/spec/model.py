@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from shoal.spec.accounting import Accounting, accounting_problems, unless_false
 from shoal.spec.environments import Environment, EnvironmentName, Proxy, environment_problems
+from shoal.spec.files import Destination, ShippedFile, file_problems
 from shoal.spec.finding import Problem
 from shoal.spec.hosts import Controller, Login, NodeSet, Sandbox, host_problems, located_members, rental_names
 from shoal.spec.network import Network, network_problems
@@ -69,6 +70,8 @@ class Spec(SpecModel):
     """The server that training jobs report to: `mlflow`, or a mapping."""
     time: Annotated[Literal["chrony", "none"], BeforeValidator(choice("time service", ("chrony", "none")))] = "chrony"
     """Synchronizes the hosts' clocks: `chrony`, or `none` for your own service. Containers use their host's clock."""
+    files: dict[Destination, ShippedFile] = Field(default_factory=dict)
+    """Your files on the hosts, by their path there: `{/etc/slurm/prolog.sh: scripts/prolog.sh}`."""
     slurm: SlurmOptions = Field(default_factory=SlurmOptions)
     """Further keys of slurm.conf."""
 
@@ -102,6 +105,7 @@ class Spec(SpecModel):
             *tracking_problems(self.tracking, self.storage, hosts),
             *storage_problems(self.storage, hosts, has_sandbox=has_sandbox),
             *user_problems(self.users),
+            *file_problems(self.files, self.nodesets, self.storage, self.slurm.options),
             *rental_problems(self.providers, self.nodesets, self.partitions, self.budget),
             *hub_problems(self.network, controller, self.nodesets),
         ]

@@ -21,6 +21,7 @@ from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.plan.secret_values import missing_secrets, require_secrets, unavailable_secrets
 from shoal.roles.accounting import moved_database_finding
 from shoal.roles.assembly import slurm_version
+from shoal.roles.files import reject_missing_scripts
 from shoal.roles.orphaned_rentals import dropped_accounts, orphan_finding, orphaned_rentals
 from shoal.roles.registry import user_secrets
 from shoal.roles.shares import moved_share_findings
@@ -124,6 +125,7 @@ async def up(
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
         _reject_id_conflicts(context, observed)
+        reject_missing_scripts(context.spec, observed.facts)
         former_controller, warnings = await predecessor(
             context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented
         )

@@ -29,7 +29,7 @@ class Place:
     def path(self, name: str) -> str:
         return str(self.folder / name)
 
-    def file(self, name: str, content: str | SecretRef | None = "", **more: Any) -> File:
+    def file(self, name: str, content: str | bytes | SecretRef | None = "", **more: Any) -> File:
         return File(self.path(name), content, **{**ME, **more})
 
     def directory(self, name: str, **more: Any) -> Directory:

@@ -62,6 +62,17 @@ async def test_file_edited_by_hand_is_reported_and_kept(place: Place) -> None:
     assert removed.edited and not path.exists()
 
 
+async def test_file_of_bytes_is_written_compared_and_not_taken_for_edited(place: Place) -> None:
+    (created,) = await place.apply(place.file("plugin.so", b"\x7fELF\xff"))
+    assert created.status == "changed" and Path(place.path("plugin.so")).read_bytes() == b"\x7fELF\xff"
+    (same,) = await place.check(place.file("plugin.so", b"\x7fELF\xff"))
+    assert same.status == "ok"
+    (found,) = await place.check(place.file("plugin.so", b"\x7fELF\xfe"))
+    assert not found.edited and found.diff == "(binary)"
+    (closed,) = await place.check(place.file("private", "secret\n", mode=0o600))
+    assert closed.diff == "(not shown: the file is not world-readable)"
+
+
 async def test_edited_secret_is_not_kept(place: Place) -> None:
     secret = place.file("key", SecretRef("key"), mode=0o400)
     await place.apply(secret, key=b"one")

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.errors import UsageError
 from shoal.remote.rental_ledger_move import leader_since
-from shoal.roles.elastic import LEADER_SINCE, SETTINGS, STATE
+from shoal.roles.elastic import CONTENTS, LEADER_SINCE, SETTINGS, STATE
+from shoal.spec.files import load_contents
 from shoal.spec.model import Spec
 
 KNOWN_HOSTS = Path(STATE) / "known_hosts"
@@ -40,6 +41,12 @@ def read_settings(directory: Path = Path(SETTINGS)) -> ServiceSettings:
         model = Spec.model_validate(spec)
     except ValidationError:
         raise _broken(directory / "spec.json", "it was written by another version of Shoal") from None
+    if model.files:
+        contents = _json(directory / Path(CONTENTS).name)
+        try:
+            model = model.model_copy(update={"files": load_contents(model.files, contents)})
+        except (KeyError, TypeError, ValueError):
+            raise _broken(directory / Path(CONTENTS).name, "it does not have every file") from None
     accounts: dict[str, ProviderLogin] = {}
     listed = _json(directory / "accounts.json")
     for name, entry in listed.items() if isinstance(listed, dict) else ():

@@ -199,6 +199,8 @@ def can_open_device(path: str) -> bool:
 def file_fact(path: str, how: str) -> Item:
     if how == "there":
         return {"there": os.path.exists(path)}
+    if how == "program":
+        return {"there": os.path.isfile(path) and os.access(path, os.X_OK)}
     try:
         data = read_bytes(path)
     except OSError:

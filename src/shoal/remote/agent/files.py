@@ -130,7 +130,7 @@ def keep_edited(path: str, context: ConvergeContext) -> str:
 def record_written(context: ConvergeContext) -> None:
     """Record the digests of the files that a run is about to write. It may be killed at any moment."""
     new = {
-        item["path"]: sha256(item["content"].encode())
+        item["path"]: sha256(_content(item) or b"")
         for item in context.items
         if item["kind"] == "file" and not is_secret(item) and item["content"] is not None
     }
@@ -149,11 +149,8 @@ def is_secret(item: Item) -> bool:
 
 def _content(item: Item) -> bytes | None:
     """The bytes wanted. None for a secret whose value did not travel, or is yet to be made."""
-    if not item.get("secret"):
-        text: str = item["content"]
-        return _fill_template(text.encode(), item)
     if "content_b64" not in item:
-        return None
+        return None if item.get("secret") else _fill_template(item["content"].encode(), item)
     from binascii import a2b_base64
 
     return a2b_base64(item["content_b64"])
@@ -179,9 +176,10 @@ def _same_content(item: Item, before: bytes) -> bool:
 def _file_diff(item: Item, before: bytes, status: os.stat_result | None, context: ConvergeContext) -> str:
     if is_secret(item):
         return "(secret)"
-    if status and stat.S_ISREG(status.st_mode) and not status.st_mode & 0o004:
+    is_closed = status and stat.S_ISREG(status.st_mode) and not status.st_mode & 0o004
+    if is_closed or not item["mode"] & 0o004:
         return "(not shown: the file is not world-readable)"
-    return difference(item["path"], before, item["content"].encode(), context)
+    return difference(item["path"], before, _content(item) or b"", context)
 
 
 def check_link(item: Item, context: ConvergeContext) -> ItemChange | None:
