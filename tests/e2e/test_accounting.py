@@ -99,6 +99,28 @@ def test_accounts_follow_the_spec_after_a_backup(cluster: Cluster) -> None:
     assert made <= associations(cluster)
 
 
+def test_options_of_a_qos_and_the_qos_of_a_partition_are_set_and_reset(cluster: Cluster) -> None:
+    """The partition's QOS is new: slurmctld would not start with a partition whose QOS is missing."""
+    options = "Flags: DenyOnLimit, UsageFactor: 0.5, GrpWall: 90, GraceTime: 30, Preempt: fast, MaxTRESPerUser: mem=64G"
+    before = cluster.file.read_text()
+    night = f"    night: {{options: {{{options}}}}}\n"
+    partition = "partitions: {main: {nodesets: ALL, options: {QOS: night, AllowAccounts: 'root,lab'}}}\n"
+    cluster.file.write_text(before + night + partition)
+    shown = ("sacctmgr", "-nP", "show", "qos", "night", "format=flags,usagefactor,grpwall,gracetime,preempt,maxtrespu")
+    try:
+        assert cluster.json("up")["whole"]
+        assert cluster.on(CONTROLLER, *shown) == "DenyOnLimit|0.500000|01:30:00|00:00:30|fast|mem=64G\n"
+        assert "QoS=night" in cluster.on(CONTROLLER, "scontrol", "show", "partition", "main")
+        assert cluster.json("up")["unchanged"]
+        cluster.file.write_text(before + "    night: {}\n")
+        assert cluster.json("up")["whole"]
+        assert cluster.on(CONTROLLER, *shown) == "|1.000000||00:00:00||\n"
+    finally:
+        cluster.file.write_text(before)
+    assert cluster.json("up")["whole"]
+    assert cluster.json("up")["unchanged"]
+
+
 def test_user_without_an_account_cannot_submit(cluster: Cluster) -> None:
     cluster.on(CONTROLLER, "useradd", "--create-home", "eve")
     report = cluster.ssh(CONTROLLER, "su eve -c 'cd /tmp && sbatch --wrap true'")

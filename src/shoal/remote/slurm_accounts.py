@@ -76,7 +76,8 @@ def pending_commands(goal: Data, recorded: dict[str, Words]) -> list[Words]:
     """The sacctmgr commands to run. With nothing in goal and record, Slurm is not queried."""
     if not any(recorded.values()) and list_names(goal) == recorded:
         return []
-    return diff_commands(goal, recorded, read_current(goal["cluster"]))
+    options = sorted({name.split()[1] for name in [*recorded.get("qos_options", []), *option_names(goal)]})
+    return diff_commands(goal, recorded, read_current(goal["cluster"], options))
 
 
 def apply(goal: Data, recorded: dict[str, Words], record_file: str, backup: Words) -> None:
@@ -84,7 +85,10 @@ def apply(goal: Data, recorded: dict[str, Words], record_file: str, backup: Word
     if commands:
         run(backup, "cannot make a backup, so nothing was changed")
     # Recorded before anything is added, so that a later run removes what a killed run leaves.
-    write(record_file, {kind: sorted({*recorded[kind], *names}) for kind, names in list_names(goal).items()})
+    names = list_names(goal)
+    write(
+        record_file, {kind: sorted({*recorded.get(kind, []), *names.get(kind, [])}) for kind in {**recorded, **names}}
+    )
     for command in commands:
         if command[0] == "delete":
             delete(command)
@@ -123,12 +127,23 @@ def read_record(path: str) -> dict[str, Words]:
             record = json.load(file)
     except (OSError, ValueError):
         record = {}
-    return {kind: record.get(kind, []) for kind in ("qos", "accounts", "users")}
+    options = {"qos_options": record["qos_options"]} if record.get("qos_options") else {}
+    return {**{kind: record.get(kind, []) for kind in ("qos", "accounts", "users")}, **options}
 
 
 def list_names(goal: Data) -> dict[str, Words]:
     users = [user + "@" + account for user, entry in goal["users"].items() for account in entry["accounts"]]
-    return {"qos": sorted(goal["qos"]), "accounts": sorted(goal["accounts"]), "users": sorted(users)}
+    options = {"qos_options": option_names(goal)} if option_names(goal) else {}
+    return {"qos": sorted(goal["qos"]), "accounts": sorted(goal["accounts"]), "users": sorted(users), **options}
+
+
+def option_names(goal: Data) -> Words:
+    """The options of QOS: `night Flags`, and for each resource `night MaxTRESPerUser cpu`."""
+    names = []
+    for qos, options in goal.get("qos_options", {}).items():
+        for key, value in options.items():
+            names += [f"{qos} {key} {part}" for part in value] if isinstance(value, dict) else [f"{qos} {key}"]
+    return sorted(names)
 
 
 def write(path: str, value: Data | dict[str, Words]) -> None:
@@ -140,11 +155,12 @@ def write(path: str, value: Data | dict[str, Words]) -> None:
     os.replace(path + ".part", path)
 
 
-def read_current(cluster: str) -> Data:
-    """What Slurm has: settings of QOS, accounts and users in accounts, and each user's default account."""
+def read_current(cluster: str, options: Words) -> Data:
+    """What Slurm has: settings and `options` of QOS, accounts and users in accounts, each user's default account."""
+    shown_options = {key: key for key in options if key not in QOS}
     queries = [
         (["assoc", "cluster=" + cluster, "wopl"], ["Account", "User", "ParentName", *ASSOCIATION.values()]),
-        (["qos"], ["Name", *QOS.values()]),
+        (["qos"], ["Name", *QOS.values(), *shown_options]),
         (["user"], ["User", "DefaultAccount"]),
     ]
     lines = [["sacctmgr", "-n", "-P", "show", *words, "format=" + ",".join(fields)] for words, fields in queries]
@@ -162,7 +178,7 @@ def read_current(cluster: str) -> Data:
             users[row["User"], row["Account"]] = settings
         else:
             accounts[row["Account"]] = {"parent": row["ParentName"], "settings": settings}
-    qos = {row["Name"]: {name: row[shown] for name, shown in QOS.items()} for row in qos_rows}
+    qos = {row["Name"]: {name: row[shown] for name, shown in {**QOS, **shown_options}.items()} for row in qos_rows}
     defaults = {row["User"]: row["DefaultAccount"] for row in user_rows}
     return {"accounts": accounts, "users": users, "qos": qos, "defaults": defaults}
 
@@ -200,6 +216,9 @@ def diff_commands(goal: Data, recorded: dict[str, Words], existing: Data) -> lis
         if name not in existing["qos"]:
             commands.append(["add", "qos", name])
         modify(["qos", name], settings, existing["qos"].get(name, {}))
+        changed = option_assignments(name, goal, recorded, existing["qos"].get(name, {}))
+        if changed:
+            commands.append(["modify", "qos", name, "set", *changed])
     for name, account in goal["accounts"].items():
         old = existing["accounts"].get(name)
         if old is None:
@@ -262,6 +281,54 @@ def assignments(settings: Data, existing: dict[str, str]) -> Words:
         elif (value or "") != (old or DEFAULTS.get(key, "")):
             changed.append(key + "=" + (value or "-1"))
     return changed
+
+
+def option_assignments(qos: str, goal: Data, recorded: dict[str, Words], existing: dict[str, str]) -> Words:
+    """`Key=value` for every option that differs. One that an earlier run set and the goal no longer has is reset."""
+    options: Data = {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in goal.get("qos_options", {}).get(qos, {}).items()
+    }
+    for line in recorded.get("qos_options", []):
+        name, key, *part = line.split()
+        if name == qos and part:
+            options.setdefault(key, {}).setdefault(part[0], "-1")
+        elif name == qos:
+            options.setdefault(key, RESET.get(key, "-1"))
+    changed = []
+    for key, value in options.items():
+        old = existing.get(key, "")
+        if isinstance(value, dict):
+            counts = dict(part.split("=", 1) for part in old.split(",") if "=" in part)
+            parts = [f"{name}={count}" for name, count in value.items() if amount(count) != amount(counts.get(name))]
+            if parts:
+                changed.append(key + "=" + ",".join(parts))
+        elif normal(value) != normal(old or RESET.get(key, "-1")):
+            changed.append(key + "=" + value)
+    return changed
+
+
+RESET = {"Preempt": "", "PreemptMode": "cluster", "UsageFactor": "1", "GraceTime": "0"}
+"""What removes a setting, where -1 does not; also what a setting is that Slurm shows as empty."""
+UNITS = "KMGTP"
+
+
+def amount(text: str | None) -> float:
+    """A count of a resource. Memory is in megabytes, and Slurm shows it with a unit; -1 is no limit."""
+    if not text:
+        return -1.0
+    power = UNITS.find(text[-1:])
+    return float(text[:-1]) * 1024 ** (power - 1) if power >= 0 else float(text)
+
+
+def normal(text: str) -> Any:
+    """A value in one form: a time as seconds, a number, or words in any order and case."""
+    if minutes(text) is not None:
+        return float(minutes(text) or 0) * 60
+    try:
+        return float(text)
+    except ValueError:
+        return sorted(filter(None, text.lower().split(",")))
 
 
 DEFAULTS = {"Fairshare": "1", "Priority": "0"}

@@ -14,7 +14,8 @@ from shoal.remote import program_text
 from shoal.slurm.model import AccountingConf
 from shoal.slurm.state import JOBCOMP
 from shoal.spec.accounting import Account, Accounting, Limits, Qos, Share
-from shoal.spec.values import minutes
+from shoal.spec.qos_options import QOS_OPTIONS, tres_counts
+from shoal.spec.values import minutes, slurm_time
 
 SLURMDBD_PORT = 6819
 DATABASE = "slurm_acct_db"
@@ -182,6 +183,8 @@ def accounts_file(cluster: str, accounting: Accounting) -> str:
         },
         "users": {name: {"default": next(iter(inside)), "accounts": inside} for name, inside in users.items()},
     }
+    if any(qos.options for qos in accounting.qos.values()):
+        data["qos_options"] = {name: _qos_options(qos.options) for name, qos in accounting.qos.items()}
     return json.dumps(data, indent=1) + "\n"
 
 
@@ -211,6 +214,23 @@ def _qos(qos: Qos) -> dict[str, Any]:
         "MaxTRESPerUser": _tres(gpu=qos.max_gpus_per_user),
         **_common(qos),
     }
+
+
+def _qos_options(options: Mapping[str, str]) -> dict[str, str | Mapping[str, str]]:
+    """Options as sacctmgr takes them: limits of resources as mappings, times as days, hours, minutes and seconds."""
+    values: dict[str, str | Mapping[str, str]] = {}
+    for key, value in options.items():
+        form = QOS_OPTIONS[key]
+        values[key] = tres_counts(value) if form == "tres" else _clock(slurm_time(value)) if form == "time" else value
+    return values
+
+
+def _clock(time: str) -> str:
+    """A time of the spec as `1-12:00:00`; -1 is no limit."""
+    if time == "INFINITE":
+        return "-1"
+    total = round(minutes(time) * 60)
+    return f"{total // 86400}-{total // 3600 % 24:02}:{total // 60 % 60:02}:{total % 60:02}"
 
 
 def _common(limits: Limits) -> dict[str, Any]:

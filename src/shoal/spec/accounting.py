@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchem
 from pydantic_core import CoreSchema
 
 from shoal.spec.finding import Path, Problem, nearest, show
+from shoal.spec.qos_options import QosOptionName, QosOptionValue, preempt_problems, qos_option_problems
 from shoal.spec.values import (
     Between,
     MemberName,
@@ -138,6 +139,8 @@ class Qos(Limits):
     """A higher one comes first."""
     max_gpus_per_user: Count | None = None
     """The most GPUs that each user may use at a time (MaxTRESPerUser)."""
+    options: dict[QosOptionName, QosOptionValue] = Field(default_factory=dict)
+    """Further settings, as `sacctmgr` has them: `{Flags: DenyOnLimit, UsageFactor: 0.5, MaxTRESPerUser: cpu=64}`."""
 
 
 class Accounting(ShortForm):
@@ -163,7 +166,9 @@ class Accounting(ShortForm):
         return {} if value is True else None
 
 
-def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> Iterator[Problem]:
+def accounting_problems(
+    accounting: Accounting | None, hosts: Sequence[str], slurm_options: Mapping[str, str | None]
+) -> Iterator[Problem]:
     """Every rule about accounting that does not hold. `hosts` are the names of all members."""
     if accounting is None:
         return
@@ -176,6 +181,10 @@ def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> 
     accounts = {name: account for name, account in accounting.accounts.items() if account is not None}
     yield from _parent_problems(accounts)
     qos_names = list(dict.fromkeys((NORMAL, *accounting.qos)))
+    options = {name: qos.options for name, qos in accounting.qos.items() if qos is not None}
+    for name in options:
+        yield from qos_option_problems(("accounting", "qos", name, "options"), options[name], qos_names)
+    yield from preempt_problems(("accounting", "qos"), options, slurm_options)
     for name, account in accounts.items():
         path: Path = ("accounting", "accounts", name)
         yield from _qos_problems(path, account, qos_names)

@@ -100,7 +100,7 @@ class Spec(SpecModel):
             *partition_account_problems(self.partitions, self.accounting, valid="accounting" not in self.invalid),
             *option_problems(self.slurm.options, accounting=self.accounting is not None),
             *network_problems(self.network, hosts, rentals=len(list(rental_names(self.nodesets)))),
-            *accounting_problems(self.accounting, hosts),
+            *accounting_problems(self.accounting, hosts, self.slurm.options),
             *environment_problems(self.environments, self.proxy),
             *tracking_problems(self.tracking, self.storage, hosts),
             *storage_problems(self.storage, hosts, has_sandbox=has_sandbox),

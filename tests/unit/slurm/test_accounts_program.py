@@ -130,3 +130,25 @@ def test_user_with_active_jobs_is_reported_once_with_the_fix(program: Program, t
         "Wait for the jobs, or end them with scancel\n"
     )
     assert heard(tmp_path) == ["backup", "sacctmgr -i -Q delete user ann account=lab cluster=reef"]
+
+
+OPTIONS = LAB.replace(
+    "priority: 10", "priority: 10, options: {Flags: DenyOnLimit, UsageFactor: 0.5, MaxTRESPerUser: mem=2G}"
+)
+
+
+def test_options_of_a_qos_are_set_compared_in_any_spelling_and_reset(program: Program, tmp_path: Path) -> None:
+    assert program("apply", OPTIONS).returncode == 0
+    line = "sacctmgr -i -Q modify qos fast set Flags=DenyOnLimit UsageFactor=0.5 MaxTRESPerUser=mem=2G"
+    assert line in heard(tmp_path)
+    record = json.loads((tmp_path / "state" / "record.json").read_text())
+    assert record["qos_options"] == ["fast Flags", "fast MaxTRESPerUser mem", "fast UsageFactor"]
+    # As Slurm shows them: the columns of Shoal's own limits, then Flags and UsageFactor.
+    (tmp_path / "shown-assoc").write_text("lab||root|1" + "|" * 9 + "\nlab|ann||1" + "|" * 9 + "\n")
+    (tmp_path / "shown-user").write_text("ann|lab\n")
+    shown = "normal|0" + "|" * 9 + "1.000000\nfast|10|||mem=2048M" + "|" * 6 + "DenyOnLimit|0.500000\n"
+    (tmp_path / "shown-qos").write_text(shown)
+    assert program("check", OPTIONS).returncode == 0, program("check", OPTIONS).stdout
+    assert program("check").stdout == "modify qos fast set Flags=-1 MaxTRESPerUser=mem=-1 UsageFactor=1\n"
+    assert program("apply").returncode == 0
+    assert "qos_options" not in json.loads((tmp_path / "state" / "record.json").read_text())

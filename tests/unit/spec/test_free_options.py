@@ -9,11 +9,12 @@ import pytest
 from tests.unit.slurm.slurm_clusters import CLUSTERS
 
 from shoal.errors import SpecError
+from shoal.slurm.accounting import accounts_file
 from shoal.slurm.conf import gres_conf, slurm_conf, slurm_settings
 from shoal.slurm.model import PartitionConf
 from shoal.slurm.parsed_conf import nodes_in_conf, parse_conf
 from shoal.spec.finding import Finding
-from shoal.spec.loader import load_text
+from shoal.spec.loader import load_text, load_text_all
 from shoal.spec.members import partitions
 
 BASE = """\
@@ -21,7 +22,7 @@ cluster: reef
 controller: {host: c1, compute: true}
 nodesets: {lab: {hosts: [n1]}, fish: {hosts: [n2]}}
 """
-ACCOUNTS = "accounting: {accounts: {bio: {users: [ann]}}, qos: {night: {}}}\n"
+ACCOUNTS = "accounting: {accounts: {bio: {users: [ann]}}, qos: {night: {OPTIONS}}}\n"
 
 
 def findings(text: str) -> list[Finding]:
@@ -32,6 +33,10 @@ def findings(text: str) -> list[Finding]:
 
 def partition(options: str) -> str:
     return f"partitions: {{main: {{nodesets: ALL, options: {{{options}}}}}}}\n"
+
+
+def qos(options: str) -> str:
+    return ACCOUNTS.replace("OPTIONS", f"options: {{{options}}}")
 
 
 def test_all_stands_for_every_nodeset_and_the_controller() -> None:
@@ -52,7 +57,7 @@ def test_all_stands_for_every_nodeset_and_the_controller() -> None:
         (partition("QOS: night"), "partitions.main.options.QOS", "QOS without `accounting`", "add `accounting`"),
         (partition("LLN: YES, lln: NO"), "partitions.main.options.lln", "duplicate key", "`LLN` is the same key"),
         (
-            partition("AllowAccounts: boi") + ACCOUNTS,
+            partition("AllowAccounts: boi") + qos(""),
             "partitions.main.options.AllowAccounts",
             "unknown account",
             "did you mean `bio`?",
@@ -63,6 +68,12 @@ def test_all_stands_for_every_nodeset_and_the_controller() -> None:
             "`preemptable: false` writes this key",
             "delete one",
         ),
+        (qos("MaxWall: 60"), "accounting.qos.night.options.MaxWall", "writes this key", "use `max_time`"),
+        (qos("UsageFaktor: 2"), "accounting.qos.night.options.UsageFaktor", "not an option", "`UsageFactor`?"),
+        (qos("UsageFactor: half"), "accounting.qos.night.options.UsageFactor", "not a value", "such as 0.5"),
+        (qos('GrpTRES: "cpu=4"'), "accounting.qos.night.options.GrpTRES", "has a field", "use `group_cpus`"),
+        (qos("Preempt: nigth"), "accounting.qos.night.options.Preempt", "unknown QOS", "did you mean `night`?"),
+        (qos("GrpWall: soon"), "accounting.qos.night.options.GrpWall", "not a value", "write minutes"),
         ("slurm: {options: {GresTypes: shard}}\n", "slurm.options.GresTypes", "writes this key", "use `shards`"),
         ("slurm: {options: {TaskPlugin: task/none}}\n", "slurm.options.TaskPlugin", "confinement", "delete it"),
         ('slurm: {options: {MailProg: "a # b"}}\n', "slurm.options.MailProg", "not a value", "without quotes"),
@@ -85,6 +96,15 @@ def findings_of_nodeset(fields: str) -> list[Finding]:
     with pytest.raises(SpecError) as caught:
         load_text(BASE.replace("[n1]", f"[n1], {fields}"), "shoal.yaml")
     return [finding for finding in caught.value.findings if isinstance(finding, Finding)]
+
+
+def test_preempt_of_a_qos_needs_its_plugin() -> None:
+    text = BASE + qos("Preempt: normal")
+    _, warnings = load_text_all(text, "s.yaml")
+    assert [(finding.level, finding.path) for finding in warnings] == [
+        ("warning", "accounting.qos.night.options.Preempt")
+    ]
+    assert load_text_all(text + "slurm: {options: {PreemptType: preempt/qos}}\n", "s.yaml")[1] == []
 
 
 CONF = CLUSTERS["22.05"]
@@ -130,3 +150,18 @@ def test_shards_and_mps_are_in_both_files_and_survive_reading_back() -> None:
     }
     mps = replace(CONF, nodes=tuple(replace(node, mps=100) for node in CONF.nodes))
     assert "GresTypes=gpu,mps\n" in slurm_conf(mps) and "Name=mps Count=100\n" in gres_conf(mps)
+
+
+def test_options_of_a_qos_reach_the_accounts_file_in_the_words_of_sacctmgr() -> None:
+    spec = load_text(
+        BASE + qos('flags: DenyOnLimit, UsageFactor: 0.5, GrpWall: 90, MaxTRESPerUser: "cpu=8,mem=4G"'), "s"
+    )
+    assert spec.accounting is not None
+    assert json.loads(accounts_file("reef", spec.accounting))["qos_options"] == {
+        "night": {
+            "Flags": "DenyOnLimit",
+            "UsageFactor": "0.5",
+            "GrpWall": "0-01:30:00",
+            "MaxTRESPerUser": {"cpu": "8", "mem": "4G"},
+        }
+    }
