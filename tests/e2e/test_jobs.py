@@ -111,9 +111,9 @@ print("turn", turn, "from", saved.read_text() if saved.exists() else "0", flush=
 time.sleep(0 if turn else 1500)
 """
 PLAIN = """\
-import os, time
+import os, sys, time
 print("started", flush=True)
-while not os.path.exists("/shared/end-of-plain"):
+while sys.argv[1:] or not os.path.exists("/shared/end-of-plain"):
     time.sleep(0.1)
 print("at its end", flush=True)
 """
@@ -477,6 +477,20 @@ def test_warned_job_saves_and_is_requeued_or_is_left_alone_until_its_end(cluster
 
     cluster.wait("one has had its second turn", has_ended)
     assert cluster.lines(saves) == ["turn 0 from 0", "turn 1 from 7"]
+
+
+@pytest.mark.matrix
+def test_job_ends_when_ranks_died_with_their_slurmstepd(cluster: Jobs) -> None:
+    """With it killed first, nobody tells srun of the rank. Slurm alone lets the job run until its time limit."""
+    small = ("--gpus-per-node", "0", "--cpus-per-task", "1")
+    job = cluster.submit("-N2", *small, "--no-requeue", "plain.py", "--forever")
+    cluster.wait("both ranks run", lambda: cluster.lines(job) == ["started"] * 2)
+    kill = f"pkill -9 -f 'slurmstepd: .{job}[.]0'; pkill -9 -f '[p]lain.py --forever'"
+    cluster.on("fish2", "sh", "-c", kill)
+    cluster.wait("it has ended", lambda: cluster.state(job) == "")
+    reason = cluster.json("logs", job)["reason"]
+    assert (reason["kind"], reason["node"]) == ("node failure", "fish2"), reason
+    assert reason["text"].startswith("ranks of the job are gone: rank 1 on fish2: killed with its slurmstepd")
 
 
 def test_job_is_warned_before_its_time_limit_and_the_limit_is_the_reason(cluster: Jobs) -> None:

@@ -39,6 +39,8 @@ NO_OUTPUT_SIGNAL = 53
 """The "signal" of a job whose batch script did not start: its node could not open the file for its output."""
 _UNREACHED = "shoal: torchrun on "
 """How the runner's report about an unreachable first node begins."""
+_LOST = "shoal: lost: "
+"""How the report about ranks begins that are gone without Slurm's notice."""
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
 _LINES = 50
 _LINES_AFTER_RAISE = 16
@@ -88,6 +90,8 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
         return _node_failure(record, batch)
     if record.exit_code == EXIT_REQUEUE:
         return _UNFINISHED
+    if lost := next((text for text in reversed(batch) if text.startswith(_LOST)), ""):
+        return _lost_ranks(lost)
     if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
         return _checkpoint_failure(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
@@ -170,6 +174,13 @@ def _node_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
         node=node,
         fix="`shoal status` shows the node; with --requeue the job starts again on others",
     )
+
+
+def _lost_ranks(line: str) -> FailureReason:
+    text = line.removeprefix(_LOST)
+    node = match[1] if (match := re.search(r" on ([^\s,:]+)", text)) else ""
+    fix = f"`shoal ssh {node} uptime` tells if the host has restarted; with --requeue the job starts again by itself"
+    return FailureReason("node failure", f"ranks of the job are gone: {text}", node=node, fix=fix)
 
 
 def _out_of_memory(

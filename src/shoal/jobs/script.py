@@ -9,7 +9,7 @@ from shoal import contract
 from shoal.hostlist import compress, expand, fold
 from shoal.jobs.delivery import owner_lines, receive_lines
 from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, ShellText
-from shoal.jobs.model import JobPaths, ResolvedJob
+from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
 from shoal.remote.runner.node import SUBMISSION, WARNING_SIGNALS
@@ -42,7 +42,6 @@ fi
 
 
 _WAIT = r"""
-ranks=$!
 while warned=; wait "$ranks"; status=$?; [ "$warned" ]; do :; done  # a warning ends the wait, not the ranks
 """.strip().splitlines()
 
@@ -59,16 +58,19 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     if shipped.carried:
         lines += receive_lines(shipped, job.nodes)
     lines += _environment(job, shipped)
-    lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), *_WAIT, *_copies("out", shipped)]
+    lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped)]
+    lines += [*_watch(job.spec, shipped), *_WAIT, *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)
 
 
 def _requeue_tail(requeue: bool) -> str:
     back = '    scontrol requeue "$SLURM_JOB_ID" && sleep 60 && exit 0  # into the queue, under its own id\n'
     return f"""
-# A rank that was stopped and saved its work left a note: there is more to do.
+# A rank that was stopped and saved its work left a note: there is more to do. So did who missed ranks.
 if [ -e "$SHOAL_JOB_DIR/requeue.${{SLURM_RESTART_COUNT:-0}}" ]; then
 {back if requeue else ""}    status={contract.EXIT_REQUEUE}
+elif [ -e "$SHOAL_JOB_DIR/lost.${{SLURM_RESTART_COUNT:-0}}" ]; then
+{back if requeue else ""}    status=1
 fi
 exit "$status"
 """
@@ -180,7 +182,7 @@ def _copies(way: str, shipped: JobPaths) -> Iterator[str]:
 
 def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     spec = job.spec
-    runner = ShellText(f"{_code_path(shipped)}/lib/{shipped.runtime}/programs/start.py")
+    runner = ShellText(_runner_path(shipped))
     program = spec.script if "/" in spec.script else f"./{spec.script}"
     command = (spec.python, spec.script) if spec.script.endswith(".py") else (program,)
     launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
@@ -196,6 +198,16 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
         argument.text if isinstance(argument, ShellText) else shlex.quote(argument)
         for argument in (*arguments, ShellText('<&"$SHOAL_WARNINGS" &'))
     )
+
+
+def _watch(spec: JobSpec, shipped: JobPaths) -> Iterator[str]:
+    yield "ranks=$!"
+    program = f"{shlex.quote(spec.python)} -I -S {_runner_path(shipped)}"
+    yield f'{program} watch --srun "$ranks" -- >&"$SHOAL_WARNINGS" &'
+
+
+def _runner_path(shipped: JobPaths) -> str:
+    return f"{_code_path(shipped)}/lib/{shipped.runtime}/programs/start.py"
 
 
 def _code_path(shipped: JobPaths) -> str:

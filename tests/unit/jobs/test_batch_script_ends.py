@@ -105,3 +105,11 @@ def test_warning_goes_to_the_ranks_and_the_script_waits_for_them(
     srun = f'touch {tmp_path}/ready; read -r word; echo "$word" > {tmp_path}/word; {ENDED}; exit 3'
     assert _run(tmp_path, srun, warning=number, signal=option) == (3, "")
     assert (tmp_path / "word").read_text() == f"{number.name[3:]}\n"
+
+
+LOST = f'touch "$SHOAL_JOB_DIR/lost.2"; {ENDED}; exit 137'
+
+
+@pytest.mark.parametrize(("requeue", "ends"), [(True, (0, "requeue 7\n")), (False, (1, ""))])
+def test_job_that_lost_ranks_is_requeued_or_fails(tmp_path: Path, requeue: bool, ends: tuple[int, str]) -> None:
+    assert _run(tmp_path, LOST, requeue=requeue) == ends

@@ -381,6 +381,13 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         None,
         "no rank of the job has started: fish1 could not open the file for its output, /scratch/none/7.log",
     ),
+    "ranks died with their slurmstepd": (
+        FAILED,
+        JobLogs(tuple(printed(BATCH, "shoal: lost: rank 1 on fish2: killed with its slurmstepd", *SRUN))),
+        "node failure",
+        None,
+        "ranks of the job are gone: rank 1 on fish2: killed with its slurmstepd",
+    ),
     "cancelled": (JobRecord("7", "CANCELLED"), JobLogs(), "cancelled", None, "the job was cancelled"),
     "preempted": (
         JobRecord("7", "PREEMPTED"),

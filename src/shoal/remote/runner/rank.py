@@ -60,17 +60,22 @@ class Rank:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
+        wake = self._take_signals()
         try:
             own_directory(self.directory, os.environ.get(SUBMISSION, ""))
-            with contextlib.suppress(OSError), open(self.name + ".node", "w") as file:
-                file.write(self.node + "\n")
             self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             # Without a log; the batch script's output has it, and `shoal logs` reads that too.
             path = os.fsdecode(error.filename or self.directory)
             sys.stderr.write("shoal: error: cannot use %s: %s\n" % (path, error.strerror))
             return 127
-        torch_variables(self.rank)
+        with register(self.directory):
+            with contextlib.suppress(OSError), open(self.name + ".node", "w") as file:
+                file.write(self.node + "\n")
+            return self._run_script(wake)
+
+    def _take_signals(self) -> int:
+        """Take signals and warnings from now on; the end of a pipe from which each can be read."""
         wake_r, wake_w = os.pipe()
         os.set_blocking(wake_w, False)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
@@ -83,6 +88,10 @@ class Rank:
             os.write(wake_w, b"w")
 
         read_warnings(take_warning)
+        return wake_r
+
+    def _run_script(self, wake: int) -> int:
+        torch_variables(self.rank)
         start, before = time.time(), out_of_memory_kills()
         try:
             os.chdir(working_tree(self.directory))
@@ -95,9 +104,8 @@ class Rank:
             self._record_end(start, 127, False)
             return 127
         os.close(out_w)
-        with register(self.directory):
-            self._copy(child, out_r, wake_r)
-            status = child.wait()
+        self._copy(child, out_r, wake)
+        status = child.wait()
         with contextlib.suppress(OSError):
             os.unlink(self.name + ".pid")
         if self.partial:

@@ -1,0 +1,124 @@
+"""Ends srun when ranks are gone and Slurm has not noticed: their slurmstepd was killed, or their host came back empty.
+
+srun keeps a connection to each node of the job. It closes the one of a slurmstepd that died, and then waits for word of
+its ranks, for ever. So where a connection is missing, a step on each node looks for ranks that neither run nor ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from .node import registered
+
+INTERVAL_S = 15.0
+"""From one look at srun's connections to the next."""
+CONFIRM_S = 3.0
+"""A rank that has just ended is about to say so: only what is gone twice is gone."""
+STEP_TIMEOUT_S = 60.0
+ESTABLISHED = "01"
+"""The state of a connection in /proc/net/tcp."""
+ABORT_S = 40.0
+"""As long as srun waits for ranks that it was told to end."""
+
+
+def watch(srun: int, interval: float = INTERVAL_S) -> int:
+    """Watch until srun ends. Our standard output is its standard input."""
+    expected = int(os.environ["SLURM_JOB_NUM_NODES"])
+    while _is_running(srun, interval):
+        # A word for nobody. A host that came back rejects it, and srun closes its connection.
+        with contextlib.suppress(OSError):
+            os.write(1, b"\n")
+        time.sleep(min(1.0, interval))
+        connections = _connections(srun)
+        if connections >= expected:
+            expected = connections
+            continue
+        expected = connections  # where no rank is gone, those of a node have all ended, or none has started yet
+        gone = _ask_nodes()
+        if gone and _is_running(srun, CONFIRM_S):
+            gone &= _ask_nodes()
+        if gone and _is_running(srun, 0):
+            _end(srun, sorted(gone))
+            break
+    return 0
+
+
+def lost_ranks(directory: str, restart: str, node: str) -> list[str]:
+    """The ranks of this node that started in this turn, and neither run nor have left word of their end."""
+    started = []
+    for name in os.listdir(directory) if os.path.isdir(directory) else []:
+        rank, _, kind = name.partition(".")
+        if kind == restart + ".node" and not os.path.exists(os.path.join(directory, rank + "." + restart + ".end")):
+            with contextlib.suppress(OSError), open(os.path.join(directory, name)) as file:
+                started += [rank.replace("-", " ")] if file.read().strip() == node else []
+    # Which process is which rank is not known: as long as all run, none is lost.
+    return sorted(started) if len(registered(directory)) < len(started) else []
+
+
+def _ask_nodes() -> set[str]:
+    """What `lost_ranks` says on each node, as `rank 3 on gpu02`; nothing where a node does not answer."""
+    nodes = os.environ["SLURM_JOB_NUM_NODES"]
+    step = ["srun", "--overlap", "--quiet", "--mpi=none", "--input=none", "--nodes=" + nodes, "--ntasks=" + nodes]
+    program = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "lost", "--"]
+    try:
+        done = subprocess.run(
+            [*step, "--ntasks-per-node=1", "--cpus-per-task=1", *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=STEP_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    return {line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("rank ")}
+
+
+def _end(srun: int, gone: list[str]) -> None:
+    sys.stderr.write("shoal: lost: %s: killed with its slurmstepd, or by a restart of the host\n" % ", ".join(gone))
+    sys.stderr.flush()
+    name = "lost.%s" % os.environ.get("SLURM_RESTART_COUNT", "0")
+    with contextlib.suppress(OSError), open(os.path.join(os.environ["SHOAL_JOB_DIR"], name), "w") as note:
+        note.write("\n".join(gone) + "\n")
+    for number, pause in ((signal.SIGTERM, ABORT_S), (signal.SIGKILL, 0.0)):
+        with contextlib.suppress(OSError):
+            os.kill(srun, number)
+        if not _is_running(srun, pause):
+            return
+
+
+def _is_running(pid: int, seconds: float) -> bool:
+    """Whether the process still runs after so many seconds; False as soon as it does not."""
+    end = time.monotonic() + seconds
+    while _state(pid) not in ("", "Z"):
+        if time.monotonic() >= end:
+            return True
+        time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+    return False
+
+
+def _state(pid: int) -> str:
+    try:
+        with open("/proc/%d/stat" % pid) as file:
+            return file.read().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def _connections(pid: int) -> int:
+    """How many TCP connections a process has. srun has one for each node that runs its tasks."""
+    sockets = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/%d/fd" % pid):
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink("/proc/%d/fd/%s" % (pid, name)))
+    count = 0
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open("/proc/%d/net/%s" % (pid, table)) as file:
+            rows = [line.split() for line in file][1:]
+            count += sum(row[3] == ESTABLISHED and "socket:[%s]" % row[9] in sockets for row in rows)
+    return count
