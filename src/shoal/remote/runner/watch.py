@@ -38,10 +38,11 @@ def watch(srun: int, interval: float = INTERVAL_S) -> int:
         if connections >= expected:
             expected = connections
             continue
-        expected = connections  # where no rank is gone, those of a node have all ended, or none has started yet
         gone = _ask_nodes()
+        if gone == set():
+            expected = connections  # those of a node have all ended, or none has started yet
         if gone and _is_running(srun, CONFIRM_S):
-            gone &= _ask_nodes()
+            gone &= _ask_nodes() or set()
         if gone and _is_running(srun, 0):
             _end(srun, sorted(gone))
             break
@@ -60,21 +61,24 @@ def lost_ranks(directory: str, restart: str, node: str) -> list[str]:
     return sorted(started) if len(registered(directory)) < len(started) else []
 
 
-def _ask_nodes() -> set[str]:
-    """What `lost_ranks` says on each node, as `rank 3 on gpu02`; nothing where a node does not answer."""
+def _ask_nodes() -> set[str] | None:
+    """What `lost_ranks` says on each node, as `rank 3 on gpu02`; None where a node does not answer."""
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     step = ["srun", "--overlap", "--quiet", "--mpi=none", "--input=none", "--nodes=" + nodes, "--ntasks=" + nodes]
     program = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "lost", "--"]
     try:
         done = subprocess.run(
-            [*step, "--ntasks-per-node=1", "--cpus-per-task=1", *program],
+            # The ranks have the memory of the job: with 0 the step shares it.
+            [*step, "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", *program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=STEP_TIMEOUT_S,
         )
     except (OSError, subprocess.SubprocessError):
-        return set()
+        return None
+    if done.returncode != 0:
+        return None
     return {line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("rank ")}
 
 
