@@ -30,8 +30,8 @@ LUA_SCRIPTS = {"jobsubmitplugins": "job_submit.lua", "clifilterplugins": "cli_fi
 PLUGSTACK = f"{SLURM_DIRECTORY}/plugstack.conf"
 
 _SYSTEM_DIRECTORIES = (
-    *("/bin", "/boot", "/dev", "/home", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin", "/sys", "/tmp"),
-    *("/usr/bin", "/usr/lib", "/usr/libexec", "/usr/sbin", "/usr/share", "/var/run", "/var/tmp"),
+    *("/bin", "/boot", "/dev", "/home", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin", "/sys", "/tmp"),  # nosec B108
+    *("/usr/bin", "/usr/lib", "/usr/libexec", "/usr/sbin", "/usr/share", "/var/run", "/var/tmp"),  # nosec B108
     *("/etc/apt", "/etc/munge", "/etc/pam.d", "/etc/ssh", "/etc/sudoers.d", "/root/.ssh"),
     *("/var/lib/dpkg", "/var/lib/munge", "/var/lib/mysql", "/var/lib/slurm"),
 )

@@ -154,10 +154,11 @@ def test_findings_cover_unknown_shapes_and_different_idle_times() -> None:
 )
 def test_probably_misspelled_type_is_reported_and_unknown_type_is_not(provider: str, type: str, told: str) -> None:
     nodeset = f"cloud: {{provider: acme, type: '{type}', max: 3, cpus: 2, memory: 3G}}"
+    project = ", project: p" if provider == "gcp" else ""
     text = (
         f"cluster: reef\nnetwork: wireguard\ncontroller: {{host: {{name: c1, address: 10.0.0.1}}}}\n"
         f"nodesets:\n  {nodeset}\npartitions:\n  main: {{nodesets: [cloud], default: true}}\n"
-        f"providers: {{acme: {{kind: {provider}, key: env:K, url: 'http://10.0.0.1:1', project: p}}}}\n"
+        f"providers: {{acme: {{kind: {provider}, key: env:K, url: 'http://10.0.0.1:1'{project}}}}}\n"
     )
     found = [str(finding) for finding in rented_findings(spec_of(text)) if "every order fails" in finding.what]
     assert len(found) == bool(told)
