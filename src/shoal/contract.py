@@ -34,6 +34,8 @@ WARNING_S = 60
 """How long before its time limit a job is warned at the latest. Slurm may be up to a minute early."""
 WARNING = f"{WARNING_SIGNAL}@{WARNING_S}"
 """The --signal of a job that does not say."""
+WARNINGS_VARIABLE = "SHOAL_WARNINGS"
+"""In the batch script: the pipe through which it hands warnings to the ranks."""
 
 GRACE_S = WARNING_S
 """A partition's GraceTime: a preempted job has as long to save as one that comes to its time limit."""

@@ -116,9 +116,9 @@ def _warnings(signal: str) -> Iterator[str]:
     names = dict.fromkeys((*(number.name.removeprefix("SIG") for number in WARNING_SIGNALS), signal.partition("@")[0]))
     yield "# A warning reaches only this shell. The ranks read it from their standard input, and pass it to those"
     yield "# processes of the script that handle it: it would end all others."
-    yield "exec {SHOAL_WARNINGS}<> <(:)  # a pipe"
+    yield f"exec {{{contract.WARNINGS_VARIABLE}}}<> <(:)  # a pipe"
     yield f"for name in {' '.join(names)}; do"
-    yield '    trap "warned=1; echo $name >&$SHOAL_WARNINGS" "$name"'
+    yield f'    trap "warned=1; echo $name >&${contract.WARNINGS_VARIABLE}" "$name"'
     yield "done"
 
 
@@ -196,14 +196,14 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
     arguments = launcher.command(launch)
     yield "    " + " ".join(
         argument.text if isinstance(argument, ShellText) else shlex.quote(argument)
-        for argument in (*arguments, ShellText('<&"$SHOAL_WARNINGS" &'))
+        for argument in (*arguments, ShellText(f'<&"${contract.WARNINGS_VARIABLE}" &'))
     )
 
 
 def _watch(spec: JobSpec, shipped: JobPaths) -> Iterator[str]:
     yield "ranks=$!"
     program = f"{shlex.quote(spec.python)} -I -S {_runner_path(shipped)}"
-    yield f'{program} watch --srun "$ranks" -- >&"$SHOAL_WARNINGS" &'
+    yield f'{program} watch --srun "$ranks" -- >&"${contract.WARNINGS_VARIABLE}" &'
 
 
 def _runner_path(shipped: JobPaths) -> str:

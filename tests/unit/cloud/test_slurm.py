@@ -111,15 +111,25 @@ async def test_each_action_is_a_single_slurm_command() -> None:
     await slurm.drain(["a1"], "shoal: z")
     await slurm.resume(["a1"])
     await slurm.requeue("17_3")
-    await slurm.warn("17")
     await slurm.comment("17", "lambda out; trying gcp")
     assert host.argvs == [
         ("scontrol", "update", "nodename=a[1-2]", "state=down", "reason=shoal: x y"),
         ("scontrol", "update", "nodename=a1", "state=drain", "reason=shoal: z"),
         ("scontrol", "update", "nodename=a1", "state=resume"),
         ("scontrol", "requeue", "17_3"),
-        ("scancel", "--batch", "--signal=USR1", "17"),
         ("scontrol", "update", "jobid=17", "admincomment=lambda out; trying gcp"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"), [("exec {SHOAL_WARNINGS}<> <(:)\n", ("--batch",)), ("#!/bin/bash\nsrun x\n", ())]
+)
+async def test_warning_goes_to_a_batch_script_that_takes_it(script: str, options: tuple[str, ...]) -> None:
+    host = FakeHost("controller", {("scontrol",): script.encode(), ("scancel",): b""})
+    await LiveSlurm(host).warn("17")
+    assert host.argvs == [
+        ("scontrol", "write", "batch_script", "17", "-"),
+        ("scancel", *options, "--signal=USR1", "17"),
     ]
 
 

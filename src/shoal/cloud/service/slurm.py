@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-from shoal.contract import WARNING_SIGNAL
+from shoal.contract import WARNING_SIGNAL, WARNINGS_VARIABLE
 from shoal.errors import HostError, SlurmError
 from shoal.hostlist import HostlistError, compress, expand
 from shoal.hosts.api import Host
@@ -166,8 +166,10 @@ class LiveSlurm:
         await run_slurm(self._host, ("scontrol", "requeue", job))
 
     async def warn(self, job: str) -> None:
-        # the batch script passes it to those processes of the ranks that handle it
-        await run_slurm(self._host, ("scancel", "--batch", f"--signal={WARNING_SIGNAL}", job))
+        # The batch script passes it to those processes of the ranks that handle it. That of an earlier Shoal would end.
+        script = await run_slurm(self._host, ("scontrol", "write", "batch_script", job, "-"))
+        batch = ("--batch",) if WARNINGS_VARIABLE in script else ()
+        await run_slurm(self._host, ("scancel", *batch, f"--signal={WARNING_SIGNAL}", job))
 
     async def comment(self, job: str, text: str) -> None:
         await run_slurm(self._host, ("scontrol", "update", f"jobid={job}", f"admincomment={text}"))
