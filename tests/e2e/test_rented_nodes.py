@@ -41,6 +41,7 @@ nodesets:
   burst: {{provider: acme, type: gpu-2, max: 2, idle: 10s, cpus: 1, memory: 1G, gpus: 2}}
   spot: {{provider: acme, type: cpu, market: spot, max: 1, idle: 10s, cpus: 1, memory: 1G}}
   small: {{provider: acme, type: gpu, max: 1, idle: 10s, cpus: 2, memory: 1G}}
+  poor: {{provider: acme, type: cpu, max: 2, idle: 10s, cpus: 1, memory: 1G, budget: {{per_hour: 0.06}}}}
 """
 CONFINED = f"""\
 cluster: {NAME}-cg
@@ -134,6 +135,18 @@ def test_machine_with_fewer_cpus_than_its_nodeset_is_explained_on_the_job(rented
     assert any(said in why for why in cluster.json("status")["rented"]["waiting"].values())
     cluster.on("controller", "scancel", job)
     cluster.wait("its machine goes", lambda: ended(url), seconds=60)
+
+
+@pytest.mark.matrix  # Slurm starts a requeued job after two minutes
+def test_node_refused_by_a_budget_gets_its_machine_when_another_ends(rented: tuple[Cluster, str]) -> None:
+    cluster, _ = rented
+    first = submit(cluster, "poor1", "sleep 3000")
+    cluster.wait("the first runs", lambda: state(cluster, first) == "RUNNING", seconds=120)
+    second = submit(cluster, "poor2", "true")
+    refused = "the budget of nodeset poor of $0.06 an hour: $0.06 is in use"
+    cluster.wait("the second says why it waits", lambda: refused in waits_for(cluster, second), seconds=60)
+    cluster.on("controller", "scancel", first)
+    cluster.wait("the second runs", lambda: state(cluster, second) == "COMPLETED", seconds=400)
 
 
 def test_up_without_a_package_that_release_needs_changes_nothing(tmp_path: Path) -> None:

@@ -314,6 +314,27 @@ async def test_replaced_machine_frees_its_budget_for_the_replacement(tmp_path: P
         await settled(it)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_node_refused_by_the_budget_is_retried_as_soon_as_money_is_there(tmp_path: Path, restarted: bool) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=2 * 1.29)) as it:
+        first, later = it.slurm.submit("1", 2, seconds=100_000.0), it.slurm.submit("2", 1)
+        await running(it, "1")
+        await it.until(lambda: any("DOWN" in it.slurm.state(node) for node in it.slurm.node_by_name))
+        [node] = [name for name in it.slurm.node_by_name if "DOWN" in it.slurm.state(name)]
+        assert later.comment.startswith("the budget of $2.58 an hour: $2.58 is in use")
+        await it.passes(60.0)
+        assert "DOWN" in it.slurm.state(node), "no money, so it is not tried again and again"
+        if restarted:
+            it.service = it.restart()
+            it.service.context.budget = Budget(per_hour=10.0)
+        else:
+            it.slurm.cancel(first.id)
+        await it.until(lambda: "DOWN" not in it.slurm.state(node) or later.state == "RUNNING", seconds=180.0)
+        await it.until(lambda: later.state in ("RUNNING", "COMPLETED"), seconds=420.0)
+        it.slurm.cancel(first.id)
+        await settled(it)
+
+
 async def test_failed_join_is_shown_on_the_job_while_it_is_retried(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         problem = "service slurmd: slurmd started and did not stay up\nslurmd: debug\nslurmd: fatal: no cgroup plugin\n"

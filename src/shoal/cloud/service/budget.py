@@ -24,7 +24,8 @@ from shoal.cloud.rental import (
     micros,
     month_of,
 )
-from shoal.cloud.service.context import ServiceContext
+from shoal.cloud.service.context import ClusterSnapshot, ServiceContext
+from shoal.cloud.service.slurm import refused_by_budget, wants_machine
 from shoal.contract import GRACE_S
 from shoal.spec.rental import Budget
 
@@ -158,6 +159,15 @@ def _named(nodeset: str) -> str:
     return f"the budget of nodeset {nodeset}" if nodeset else "the budget"
 
 
+@dataclass(frozen=True)
+class _RefusedGroup:
+    nodeset: str
+    nodes: tuple[str, ...]
+    count: int
+    """How many of them need a machine."""
+    offers: tuple[Offer, ...]
+
+
 class BudgetGuard:
     """The budgets of a cluster. Reserves money between the check and the order."""
 
@@ -167,6 +177,7 @@ class BudgetGuard:
         self._counted: dict[str, Rental] | None = None
         """The rentals of this month, with those ordered since they were read."""
         self._reserved: dict[Hashable, list[Rental]] = {}
+        self._refused: dict[Hashable, _RefusedGroup] = {}
 
     @property
     def limited(self) -> bool:
@@ -195,6 +206,27 @@ class BudgetGuard:
         others = [one for key, reserved in self._reserved.items() if key != group for one in reserved]
         purchase = Purchase(nodeset, offer, count, self._context.accounts[offer.provider].abilities.billing)
         return refusal(purchase, self._context.budget, self._nodeset_budgets, [*self._counted.values(), *others], now)
+
+    def note_refusal(
+        self, group: Hashable, nodeset: str, nodes: Sequence[str], joined: int, offers: Sequence[Offer]
+    ) -> None:
+        """Remember a refused group, to find out when its money is there. `joined` of its nodes have machines."""
+        self._refused[group] = _RefusedGroup(nodeset, tuple(nodes), len(nodes) - joined, tuple(offers))
+
+    def find_affordable(self, snapshot: ClusterSnapshot) -> None:
+        """Find nodes that are down because of a budget which now allows them: at once, not at their next retry.
+
+        A node whose refusal an earlier service recorded is retried too: that service may have had another budget.
+        """
+        down = {name for name, node in snapshot.nodes.items() if refused_by_budget(node)}
+        present = down | {name for name, node in snapshot.nodes.items() if wants_machine(node)}
+        self._refused = {key: one for key, one in self._refused.items() if present.intersection(one.nodes)}
+        if self._refused:
+            self._counted = None
+        for key, one in self._refused.items():
+            if all(self.refusal(key, one.nodeset, offer, one.count, snapshot.now) for offer in one.offers):
+                down.difference_update(one.nodes)
+        self._context.affordable_nodes = frozenset(down)
 
     def reserve(self, group: Hashable, rentals: Sequence[Rental]) -> None:
         """Replace a group's reservation."""

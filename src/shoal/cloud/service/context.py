@@ -71,6 +71,8 @@ class ServiceContext:
     """While this file exists and is recent, no machine joins."""
     job_comments: dict[str, str] = field(default_factory=dict)
     """The last comment that was set on each job."""
+    affordable_nodes: frozenset[str] = frozenset()
+    """Nodes that are down because of a budget which now allows their machines: they are retried at once."""
     set_by_node: dict[str, RentedSet] = field(init=False)
     _problems: set[tuple[str, str]] = field(default_factory=set)
     """Failures of one node's part of a step, so that each is logged once and not in every step."""

@@ -200,6 +200,7 @@ class Provisioner:
                 why = f"{group.last_refusal}; {refusal}" if group.last_refusal else refusal
                 if going := self._ending_machines(group):  # its end makes room
                     return await context.comment_job(group.job, f"{why}; waiting for {going} to end")
+                self.budgets.note_refusal(group.key, group.nodeset.name, group.nodes, len(group.joined), offers)
                 return await self._give_up(group, why, None)
             if not all(one.offer.identity == offer.identity for one in group.pending):
                 self._drop(group, f"the job's nodes must be in one place: {group.last_refusal}")

@@ -7,7 +7,8 @@ present state, so it does not matter where the service was last killed.
     rental without a machine        lost: the node is set down, its jobs are requeued, and it may be resumed again
     node powered down, rental live  released
     node in use, no rental          set down, and powered down
-    node down by us or by Slurm     its rental is released; when its time has come it is powered down
+    node down by us or by Slurm     its rental is released; when its time has come it is powered down,
+                                    and earlier when the budget that kept it down allows it
     node down by a person           left alone
 """
 
@@ -177,14 +178,13 @@ async def _correct_node(
             if rental.state == "made" and node.reason == slurm.RESUME_TIMEOUT:
                 context.reject(rental, f"{rental.id} of {rental.account} did not join in time")
             context.release(rental, "Slurm has powered the node down")
-        return "resume" if _is_stuck(node, snapshot.now) else None
+        return "resume" if _is_stuck(context, node, snapshot.now) else None
     if slurm.is_down(node):
         if not (slurm.set_by_us(node) or slurm.set_by_slurm(node)):
             return None
         for rental in kept:
             context.release(rental, f"the node is down: {node.reason or 'no reason given'}")
-        due = not slurm.set_by_us(node) or is_due(slurm.retry_time(node), snapshot.now)
-        return "power down" if due else None
+        return "power down" if not slurm.set_by_us(node) or _may_retry(context, node, snapshot.now) else None
     if slurm.is_registered(node) and not kept and not lost:
         why = slurm.format_reason("this node has no machine", snapshot.now)
         await context.update_slurm(context.slurm.down([node.name], why))
@@ -193,11 +193,16 @@ async def _correct_node(
     return None
 
 
-def _is_stuck(node: NodeState, now: float) -> bool:
+def _may_retry(context: ServiceContext, node: NodeState, now: float) -> bool:
+    """Whether the time of a node that the service set down has come."""
+    return node.name in context.affordable_nodes or is_due(slurm.retry_time(node), now)
+
+
+def _is_stuck(context: ServiceContext, node: NodeState, now: float) -> bool:
     """Whether a powered-down node is still down or drained, so that Slurm would not resume it."""
     if "POWERED_DOWN" not in node.state or "POWERING_DOWN" in node.state or not {"DOWN", "DRAIN"} & set(node.state):
         return False
-    return is_due(slurm.retry_time(node), now) if slurm.set_by_us(node) else slurm.set_by_slurm(node)
+    return _may_retry(context, node, now) if slurm.set_by_us(node) else slurm.set_by_slurm(node)
 
 
 def _keep_one(context: ServiceContext, kept: Iterable[Rental]) -> list[Rental]:

@@ -99,6 +99,7 @@ class RentalService:
         context = self.context
         orphans: Mapping[str, Sequence[RentedInstance]] = {}
         try:
+            self._provisioner.budgets.find_affordable(snapshot)
             orphans = await reconcile(context, snapshot)
             await end_machines(context, snapshot, self._provisioner.budgets.spent(snapshot.now))
             await self._booter.step(snapshot)

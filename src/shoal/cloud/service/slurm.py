@@ -129,6 +129,11 @@ def reason_text(node: NodeState) -> str:
     return _RETRY_TIME.sub("", node.reason.removeprefix(MARK))
 
 
+def refused_by_budget(node: NodeState) -> bool:
+    """Whether the service set the node down because a budget did not allow its machine."""
+    return is_down(node) and set_by_us(node) and "budget" in node.reason
+
+
 def retry_time(node: NodeState) -> float:
     """When a node that the service set down may be retried."""
     match = _RETRY_TIME.search(f" {node.reason}")
