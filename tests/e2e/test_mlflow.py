@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import LIMIT, Cluster, running
+from tests.e2e.cluster import LIMIT, NOBODY, Cluster, running
+from tests.e2e.test_lab import Client
 from tests.e2e.tracking_checks import (
     check_jobs_report,
     check_no_password_lies_about,
@@ -144,6 +148,38 @@ def test_plain_sbatch_job_reports_as_its_user_and_others_cannot_change_the_run(
     for user, other in (("alice", "bob"), ("bob", "alice")):
         login = cluster.ssh(host, f"runuser -u {user} -- cat /home/{other}/.mlflow/credentials")
         assert login.returncode != 0 and "Permission denied" in login.stderr
+
+
+def test_printed_command_sends_the_records_of_an_ended_job_after_an_outage(
+    served: tuple[Cluster, str, str], place: Path
+) -> None:
+    cluster, database, host = served
+    before = int(cluster.on(host, "sh", "-c", COUNT[database]))
+    with tempfile.TemporaryDirectory(prefix="shoal-mlflow-") as name:
+        Path(name).chmod(0o755)
+        shutil.copy(place / "alice", name)
+        os.chown(Path(name, "alice"), NOBODY, NOBODY)
+        alice = Client(cluster, Path(name), "alice", Path(name, "alice"))
+        alice.json("join", "alice@desktop")
+        for directory in (place, alice.tree):
+            (directory / "trains.py").write_text(TRAINS)
+        cluster.on(host, "systemctl", "stop", "shoal-mlflow")
+        jobs = cluster.json("run", "--wait", "trains.py"), alice.json("run", "--wait", "trains.py")
+        cluster.on(host, "systemctl", "start", "shoal-mlflow")
+        cluster.wait("it answers", lambda: json.loads(cluster.shoal("status", "--json").stdout)["tracking"]["well"])
+        address = cluster.instances()["controller"].address
+        for user, job in zip(("root", "alice"), jobs, strict=True):
+            [line] = [entry["text"] for entry in job["lines"] if "unsent records" in entry["text"]]
+            command = line.partition(", on ")[2].partition(": ")[2]
+            options = ("-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
+            login = ["ssh", *options, "-i", str(place / user), f"{user}@{address}", command]
+            done = (
+                cluster.ssh("controller", command)
+                if user == "root"
+                else subprocess.run(login, capture_output=True, text=True, timeout=LIMIT)
+            )
+            assert done.returncode == 0 and "the server has all of" in done.stdout, f"{command}\n{done}"
+    assert int(cluster.on(host, "sh", "-c", COUNT[database])) == before + 10
 
 
 def test_mlflow_restarts_after_a_kill_and_after_a_reboot(served: tuple[Cluster, str, str], place: Path) -> None:

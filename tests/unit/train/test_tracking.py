@@ -18,9 +18,10 @@ import pytest
 import torch
 from tests.unit.train.mlflow_server import FakeMlflow
 
+import shoal
 from shoal.train.env import Env, read_env
 from shoal.train.tracking import Tracker, tracker
-from shoal.train.tracking.run_identity import run_id
+from shoal.train.tracking.run_identity import recovery_command, run_id
 from shoal.train.tracking.send import main as send
 from shoal.train.tracking.spool import read_spool
 
@@ -186,6 +187,22 @@ def test_equal_values_within_a_millisecond_are_two_records(start: Start, tmp_pat
     assert [t for t, _ in rows] == sorted(t for t, _ in rows)
 
 
+def test_recovery_command_of_a_job_runs_on_its_node_with_the_login_of_its_user(tmp_path: Path) -> None:
+    job = {"SLURMD_NODENAME": "gpu01", "SLURM_JOB_PARTITION": "main", "SLURM_JOB_ACCOUNT": "(null)"}
+    line = recovery_command(tmp_path, {**job, "MLFLOW_TRACKING_USERNAME": "alice", "MLFLOW_TRACKING_PASSWORD": "pw"})
+    root = Path(shoal.__file__).parents[1]
+    assert line == (
+        "srun --nodes=1 --ntasks=1 --mpi=none --nodelist=gpu01 --partition=main"
+        f" env PYTHONPATH={root} {sys.executable} -m shoal.train.tracking.send {tmp_path}"
+    )
+    own = recovery_command(tmp_path, {**job, "SLURM_JOB_ACCOUNT": "lab", "MLFLOW_TRACKING_USERNAME": "jobs"})
+    read = "cat" if os.geteuid() == 0 else "sudo cat"
+    assert own.startswith(
+        f'MLFLOW_TRACKING_USERNAME=jobs MLFLOW_TRACKING_PASSWORD="$({read} /etc/shoal/mlflow/jobs-password)" srun '
+    )
+    assert "--account=lab" in own
+
+
 def test_unreachable_server_loses_no_record_and_the_command_sends_them_later(
     start: Start,
     mlflow: FakeMlflow,
@@ -199,11 +216,14 @@ def test_unreachable_server_loses_no_record_and_the_command_sends_them_later(
         track.log({"loss": float(step)}, step=step)
     assert not track.close(timeout=30)
     directory = tmp_path / "tracking"
-    assert f"or: python -m shoal.train.tracking.send {directory}" in caplog.text
+    command = caplog.text.partition("the job's next start sends them, or: ")[2].splitlines()[0]
+    assert command.endswith(f" -m shoal.train.tracking.send {directory}")
     assert send([str(directory)]) == 1
     assert "not sent: " in (said := capsys.readouterr().err) and "Connection refused" in said
     mlflow.start()
-    assert send([str(directory)]) == 0
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.run(["sh", "-c", command], cwd="/", env=bare, capture_output=True, text=True, timeout=60)
+    assert (printed.returncode, printed.stderr) == (0, "") and f"the server has all of {directory}" in printed.stdout
     assert send([str(directory)]) == 0
     assert f"the server has all of {directory}" in capsys.readouterr().out
     assert mlflow.rows() == {(step, float(step)): 1 for step in range(100)}

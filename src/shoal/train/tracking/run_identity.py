@@ -10,6 +10,7 @@ import getpass
 import logging
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -85,6 +86,30 @@ def from_record(record: Record) -> tuple[RunName, str]:
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from None
     return name, str(record.get("uri") or "")
+
+
+SEND_MODULE = "shoal.train.tracking.send"
+JOBS_LOGIN, JOBS_PASSWORD_FILE = "jobs", "/etc/shoal/mlflow/jobs-password"
+"""With which the operator's jobs report. The file is root's, where jobs are submitted."""
+
+
+def recovery_command(directory: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """The command that sends a directory, for who reads the job's output. The node may admit its user only in a job."""
+    library = Path(__file__).absolute().parents[3]
+    command = ["env", f"PYTHONPATH={library}", sys.executable, "-m", SEND_MODULE, str(directory.absolute())]
+    node = environ.get("SLURMD_NODENAME")
+    if not node:
+        return shlex.join(command)
+    options = ["--nodes=1", "--ntasks=1", "--mpi=none", f"--nodelist={node}"]
+    for option, name in (("partition", "SLURM_JOB_PARTITION"), ("account", "SLURM_JOB_ACCOUNT")):
+        if environ.get(name, "(null)") != "(null)":
+            options.append(f"--{option}={environ[name]}")
+    line = shlex.join(["srun", *options, *command])
+    if environ.get("MLFLOW_TRACKING_USERNAME") != JOBS_LOGIN:
+        return line
+    read = "cat" if os.geteuid() == 0 else "sudo cat"
+    login = f'MLFLOW_TRACKING_USERNAME={JOBS_LOGIN} MLFLOW_TRACKING_PASSWORD="$({read} {JOBS_PASSWORD_FILE})"'
+    return f"{login} {line}"
 
 
 def job_tags(env: Env, environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from shoal.train.file_io import replace_file
 from shoal.train.proof_record import ProofRecorder, detach, proof_recorder
 from shoal.train.tracking.delivery import Delivery, DeliveryThread
 from shoal.train.tracking.mlflow_client import MlflowClient, RunName
-from shoal.train.tracking.run_identity import job_tags, open_run_directory, run_id
+from shoal.train.tracking.run_identity import job_tags, open_run_directory, recovery_command, run_id
 from shoal.train.tracking.spool import Spool, now_ms, read_tail
 from shoal.train.tracking.system_metrics import SystemMetrics
 
@@ -207,8 +207,8 @@ class Tracker:
         return self._background is None or self._background.flush(timeout)
 
     def close(self, status: Status = "FINISHED", timeout: float = FLUSH_TIMEOUT_S) -> bool:
-        """End the recording. What is not sent in time stays on disk, for the next start or for
-        `python -m shoal.train.tracking.send DIR`."""
+        """End the recording. What is not sent in time stays on disk, for the next start or for the command that is
+        logged."""
         if self._closed or self._background is None:
             return True
         self._closed = True
@@ -218,9 +218,12 @@ class Tracker:
         self.status(status)
         all_sent = self._background.stop(timeout)
         if not all_sent:
+            assert self.directory is not None
+            host = os.environ.get("SLURM_SUBMIT_HOST")
             log.warning(
-                "tracking: unsent records; the job's next start sends them, or: python -m shoal.train.tracking.send %s",
-                self.directory,
+                "tracking: unsent records; the job's next start sends them, or%s: %s",
+                f", on {host}" if host else "",
+                recovery_command(self.directory),
             )
         if self._background.ended:
             for spool in self._all:
