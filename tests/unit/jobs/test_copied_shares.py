@@ -40,7 +40,9 @@ def test_shares_are_copied_around_the_ranks(tmp_path: Path, failing: str, status
     )
     srun.chmod(0o755)
     text = script(copies=True)
-    body = text[text.index("srun --mpi=none") :].partition("# srun may leave")[0] + 'exit "$status"\n'
+    [pipe] = [line for line in text.splitlines() if line.startswith("exec {SHOAL_WARNINGS}")]
+    steps_text = text[text.index("srun --mpi=none") :].partition("# srun may leave")[0]
+    body = f'{pipe}\n{steps_text}exit "$status"\n'
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2"}
     done = subprocess.run(["bash", "-c", body], env=env, capture_output=True, text=True)
     assert (tmp_path / "steps").read_text().split() == steps, done.stderr

@@ -249,7 +249,7 @@ def test_batch_script_puts_the_environment_first_on_the_path() -> None:
     script = sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b", ".", "/e/ab12"))
     assert "#SBATCH --comment=shoal:c0de/11b@ab12\n" in script
     assert "\nexport VIRTUAL_ENV=/e/ab12 PATH=/e/ab12/bin:$PATH\n" in script
-    assert script.count("/e/ab12/bin/python") == 2  # Shoal's own program, and the script
+    assert script.count("/e/ab12/bin/python") == 3  # two programs of Shoal's own, and the script
     assert "VIRTUAL_ENV" not in sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b"))
 
 
