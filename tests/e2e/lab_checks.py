@@ -215,7 +215,8 @@ def check_owners(cluster: Cluster, alice: Any, bob: Any) -> None:
         assert {rows[job] for job in user.jobs} == {user.user}
         for place in (SHARED_JOBS, USER_JOBS_DIRECTORY):
             listing = cluster.on("controller", "find", f"{place}/{user.user}", "-printf", r"%u %m %d\n").splitlines()
-            assert {line.split()[0] for line in listing} == {user.user}
+            strangers = cluster.on("controller", "find", f"{place}/{user.user}", "-not", "-user", user.user)
+            assert listing and not strangers, strangers
             assert listing[0].split()[1] == "700"
             other = "bob" if user.user == "alice" else "alice"
             assert "Permission denied" in try_as(cluster, other, f"ls {place}/{user.user}")

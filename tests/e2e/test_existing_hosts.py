@@ -195,7 +195,7 @@ def test_down_removes_shoal_from_existing_hosts(cluster: Cluster, lent: Lent) ->
 
 def test_munge_key_is_in_no_output(cluster: Cluster, tmp_path: Path) -> None:
     """Built again under another name, with everything that the command prints kept and searched for the key."""
-    cluster.edit("cluster: lent", "cluster: lagoon")
+    cluster.edit("cluster: lent", "cluster: harbour")  # which has recorded no host keys
     output = cluster.shoal("up", "--json", timeout=600).stdout + cluster.shoal("plan", "--diff").stdout
     key = cluster.on("desk", "base64", "-w0", "/etc/munge/munge.key").strip()
     raw = cluster.on("desk", "od", "-An", "-tx1", "-v", "/etc/munge/munge.key").replace(" ", "").replace("\n", "")

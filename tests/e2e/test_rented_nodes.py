@@ -26,6 +26,8 @@ from tests.e2e.simulated_clouds import (
     submit,
 )
 
+from shoal.contract import WARNINGS_VARIABLE
+
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 NAME = "el-rent"
@@ -79,8 +81,8 @@ def test_ledger_agrees_with_the_bill_of_the_provider(rented: tuple[Cluster, str]
 
 def test_job_on_a_preempted_spot_machine_is_warned_in_time(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
-    # What `shoal run` leaves on its jobs says that their batch script takes the signal.
-    waits = "trap 'echo saved; exit 0' USR1; echo up; while :; do sleep 0.2; done"
+    # The comment of `shoal run` says that the job saves, the variable that its batch script takes the signal.
+    waits = f": {WARNINGS_VARIABLE}; trap 'echo saved; exit 0' USR1; echo up; while :; do sleep 0.2; done"
     job = submit(cluster, "spot1", waits, "--comment=shoal:0a/0b")
     cluster.wait("the job runs", lambda: printed(cluster, job) == ["up"], seconds=240)
     [machine] = [entry for entry in bill(url)["machines"] if not entry["ended"]]

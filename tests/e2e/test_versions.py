@@ -49,6 +49,7 @@ def test_both_releases_accept_the_same_slurm_conf(mixed: Cluster) -> None:
 
 
 def test_second_up_of_a_mixed_cluster_has_no_changes(mixed: Cluster) -> None:
+    assert mixed.json("plan")["changes"] == []
     assert mixed.json("up")["unchanged"]
 
 

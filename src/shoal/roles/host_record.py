@@ -86,9 +86,13 @@ def foreign_records(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, HostRec
 
 
 def state_of_other_cluster(cluster: Cluster) -> str:
-    """The cluster whose state slurmctld would find: a host keeps it after `down`."""
-    name = cluster.controller_facts.text(STATE_OWNER).strip()
-    return "" if name == cluster.spec.cluster else name
+    """The cluster whose state slurmctld would find: a host keeps it after `down`. Of a running one it is nobody else's.
+
+    From 24.11 on, Slurm writes its number of the cluster after the name: `reef|536`.
+    """
+    facts = cluster.controller_facts
+    name = facts.text(STATE_OWNER).partition("|")[0].strip()
+    return "" if name == cluster.spec.cluster or facts.is_active("slurmctld") else name
 
 
 def _cluster_id(cluster: str, controller: Facts) -> str:

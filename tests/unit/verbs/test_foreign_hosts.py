@@ -151,12 +151,21 @@ async def test_cluster_without_records_is_adopted() -> None:
     assert (await up(context_of(world), AT_ONCE)).changed == ("c1", "n1", "n2")
 
 
-async def test_released_hosts_are_free_and_old_state_is_kept_aside() -> None:
+@pytest.mark.parametrize("owner", ["reef", "reef|536\n"])
+async def test_state_of_the_cluster_itself_stays(owner: str) -> None:
+    world = lab()
+    await raised(world)
+    set_text(world, "c1", STATE_OWNER, owner)
+    assert (await up(context_of(world), AT_ONCE)).unchanged
+
+
+@pytest.mark.parametrize("owner", ["reef", "reef|536\n"])
+async def test_released_hosts_are_free_and_old_state_is_kept_aside(owner: str) -> None:
     world = lab()
     await raised(world)
     await down(context_of(world), force=True)
     world.look_again()
-    set_text(world, "c1", STATE_OWNER, "reef")
+    set_text(world, "c1", STATE_OWNER, owner)
     renamed = context_of(world, LAB.replace("cluster: reef", "cluster: atoll"))
     assert (await up(renamed, AT_ONCE)).whole
     command = world.agents["c1"].items["command keep the state of cluster reef as /var/lib/slurm/slurmctld.reef"]
