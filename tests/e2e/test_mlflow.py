@@ -88,7 +88,8 @@ def served(
     place = tmp_path_factory.mktemp(database)
     for user in ("alice", "bob"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / user], check=True, timeout=60)
-    with running(place, SPEC.format(database=database, more=MORE[database])) as cluster:
+    text = SPEC.format(database=database, more=MORE[database]).replace("file:", f"file:{place}/")
+    with running(place, text) as cluster:
         yield cluster, database, host
 
 
