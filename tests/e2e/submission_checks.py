@@ -119,7 +119,8 @@ def check_progress_bars(cluster: Cluster, alice: Any) -> None:
 
     cluster.wait("both bars are shown", lambda: texts() == ["step 999"] * 2)
     [view] = [view for view in alice.json("jobs")["jobs"] if view["record"]["id"] == done["id"]]
-    cluster.on("controller", "touch", f"{view['record']['work_dir']}/{done['id']}/go")
+    go = f"{view['record']['work_dir']}/{done['id']}/go"
+    cluster.on("controller", "runuser", "-u", alice.user, "--", "touch", go)
     shown = alice.shoal("logs", "-f", done["id"]).stdout
     assert sorted(shown.splitlines()) == ["[0] step 1000", "[1] step 1000"]
     log = f"{view['record']['work_dir']}/{done['id']}/rank-0.0.log"
