@@ -158,9 +158,9 @@ def test_printed_command_sends_the_records_of_an_ended_job_after_an_outage(
     before = int(cluster.on(host, "sh", "-c", COUNT[database]))
     with tempfile.TemporaryDirectory(prefix="shoal-mlflow-") as name:
         Path(name).chmod(0o755)
-        shutil.copy(place / "alice", name)
-        os.chown(Path(name, "alice"), NOBODY, NOBODY)
-        alice = Client(cluster, Path(name), "alice", Path(name, "alice"))
+        key = Path(shutil.copy(place / "alice", Path(name, "key")))
+        os.chown(key, NOBODY, NOBODY)
+        alice = Client(cluster, Path(name), "alice", key)
         alice.json("join", "alice@desktop")
         for directory in (place, alice.tree):
             (directory / "trains.py").write_text(TRAINS)
