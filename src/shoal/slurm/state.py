@@ -220,20 +220,21 @@ def _node(record: str) -> NodeState:
 def _fields(kind: type, values: dict[str, str]) -> dict[str, Any]:
     """The fields of a record whose annotation names a key: text, a number, or a list."""
     fields: dict[str, Any] = {}
-    for name, hint in _hints(kind).items():
-        if get_origin(hint) is Annotated:
-            value = values.get(hint.__metadata__[0], "")
-            text = "" if value in ("(null)", "N/A", "None", "Unknown") else value
-            if hint.__origin__ is int:
-                fields[name] = int(text) if text.isdecimal() else 0
-            else:
-                fields[name] = text if hint.__origin__ is str else tuple(filter(None, text.split(",")))
+    for name, key, value_type in _keys(kind):
+        value = values.get(key, "")
+        text = "" if value in ("(null)", "N/A", "None", "Unknown") else value
+        if value_type is int:
+            fields[name] = int(text) if text.isdecimal() else 0
+        else:
+            fields[name] = text if value_type is str else tuple(filter(None, text.split(",")))
     return fields
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _keys(kind: type) -> tuple[tuple[str, str, Any], ...]:
+    """Field, key and type of each field whose annotation names a key."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    return tuple((name, h.__metadata__[0], h.__origin__) for name, h in hints if get_origin(h) is Annotated)
 
 
 def _pairs(record: str) -> dict[str, str]:

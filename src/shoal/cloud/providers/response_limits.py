@@ -87,16 +87,20 @@ def parse_json(content: bytes) -> Any:
         data = json.loads(content, parse_constant=_reject_constant, parse_int=_parse_int, parse_float=_parse_float)
     except RecursionError:
         raise too_deep from None
-    level = [data]
-    for _ in range(MAX_NESTING + 1):
-        level = [child for value in level for child in _children(value)]
+    level = _containers([data])
+    for _ in range(MAX_NESTING):
         if not level:
             return data
-    raise too_deep
+        level = [inner for outer in level for inner in _containers(outer)]
+    if level:
+        raise too_deep
+    return data
 
 
-def _children(value: Any) -> Any:
-    return value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+def _containers(values: Any) -> list[Any]:
+    """The lists and objects in a list or object."""
+    items = values.values() if isinstance(values, dict) else values
+    return [item for item in items if isinstance(item, (dict, list))]
 
 
 def _reject_constant(name: str) -> Any:

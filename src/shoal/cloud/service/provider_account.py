@@ -127,9 +127,14 @@ class AccountClient:
 
     def machine(self, rental: Rental) -> RentedInstance | None:
         """The machine of a rental, as last listed."""
+        listed = self._listed(rental)
+        if listed is None or listed.host_key == rental.host_key:
+            return listed
+        return replace(listed, host_key=rental.host_key)
+
+    def _listed(self, rental: Rental) -> RentedInstance | None:
         machines = self.listing.instances.get(rental.token, ()) if self.listing else ()
-        listed = next((machine for machine in machines if rental.id in ("", machine.id)), None)
-        return listed and replace(listed, host_key=rental.host_key)
+        return next((machine for machine in machines if rental.id in ("", machine.id)), None)
 
     def first_seen(self, machine: RentedInstance) -> float:
         """When the machine was first listed, or created if that was earlier."""
@@ -138,7 +143,7 @@ class AccountClient:
 
     def gone(self, rental: Rental) -> bool:
         """Whether the machine of a rental is certainly gone; False while that is unknown."""
-        if self.listing is None or self.machine(rental) is not None or rental.token in self.ordering:
+        if self.listing is None or self._listed(rental) is not None or rental.token in self.ordering:
             return False
         if rental.made_at is None:
             # counted from the timeout of the order, which may take a while; from our start after a restart
