@@ -29,6 +29,9 @@ PROGRESS_FILE = "progress.json"
 PROFILE_DIRECTORY = "profile"
 """In the job's directory: what its profiler leaves."""
 
+STAGE_PROGRAM = "/usr/local/lib/shoal/stage"
+"""On nodes that have copies of shares: fills them before a job, and brings them back after it."""
+
 WARNING_SIGNAL = "USR1"
 WARNING_S = 60
 """How long before its time limit a job is warned at the latest. Slurm may be up to a minute early."""

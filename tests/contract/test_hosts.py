@@ -1,4 +1,4 @@
-"""What every kind of host guarantees: over SSH, on this machine, and in the shipped fake."""
+"""What every kind of host guarantees: over SSH, with either client, on this machine, and in the shipped fake."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from shoal.errors import CommandTimeout
 from shoal.hosts.api import Host, Result, Target
 from shoal.hosts.local import LocalConnector
+from shoal.hosts.openssh import OpenSshConnector, OpenSshHost, begin_login
 from shoal.hosts.ssh import SshConnector
 from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
@@ -70,12 +71,21 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield server
 
 
-@pytest.fixture(params=[pytest.param("ssh", marks=needs_sshd), "local", "fake"])
+@pytest.fixture(
+    params=[pytest.param("ssh", marks=needs_sshd), pytest.param("openssh", marks=needs_sshd), "local", "fake"]
+)
 async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
     opened: Host
     if request.param == "ssh":
         server: Sshd = request.getfixturevalue("sshd")
         opened = await SshConnector(tmp_path / "cluster" / "known_hosts").connect(server.target("node"))
+    elif request.param == "openssh":
+        server = request.getfixturevalue("sshd")
+        known_hosts, target = tmp_path / "known_hosts", server.target("node")
+        known_hosts.write_text(f"node {server.host_key}\n")
+        begin_login(target, known_hosts)
+        opened = await OpenSshConnector(known_hosts, FakeConnector).connect(target)
+        assert isinstance(opened, OpenSshHost)
     elif request.param == "local":
         opened = await LocalConnector().connect(Target("node"))
     else:

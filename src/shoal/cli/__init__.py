@@ -4,6 +4,7 @@ All printing, progress and --json are here. Imports verbs and the types of the l
 """
 
 import gc
+import sys
 
 __all__ = ["main"]
 
@@ -13,6 +14,10 @@ def main() -> None:
     # Loading makes no garbage: without collection `shoal run` takes 170 ms less CPU of 770 (median of 20). A session
     # turns it on again.
     gc.disable()
+    if sys.argv[1:2] == ["run"]:
+        from shoal.verbs.early_login import begin_logins
+
+        begin_logins(sys.argv[2:])
     from shoal.cli.app import main as app_main
 
     app_main()

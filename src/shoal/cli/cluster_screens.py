@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,12 +26,14 @@ from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
 from shoal.spec.finding import Finding
-from shoal.verbs.down import DownResult
-from shoal.verbs.health import AccountingHealth, TailnetMember, TailnetView, WireGuardView
-from shoal.verbs.rentals import RentedNode, RentedView
-from shoal.verbs.shares import ShareState
-from shoal.verbs.status import ClusterStatus
-from shoal.verbs.up import UpResult
+
+if TYPE_CHECKING:
+    from shoal.verbs.down import DownResult
+    from shoal.verbs.health import AccountingHealth, TailnetMember, TailnetView, WireGuardView
+    from shoal.verbs.rentals import RentedNode, RentedView
+    from shoal.verbs.shares import ShareState
+    from shoal.verbs.status import ClusterStatus
+    from shoal.verbs.up import UpResult
 
 COST_STYLE = {Cost.NOTHING: "green", Cost.RESTART: "yellow", Cost.DRAIN: "magenta", Cost.JOBS: "red bold"}
 _GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")

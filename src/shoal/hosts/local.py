@@ -34,7 +34,7 @@ class LocalHost(LineHost):
     def __init__(self, target: Target, *, through_sudo: bool | None = None) -> None:
         self.target = target
         self._through_sudo = os.geteuid() != 0 if through_sudo is None else through_sudo
-        self._running: set[_LocalChannel] = set()
+        self._running: set[LocalChannel] = set()
 
     async def close(self) -> None:
         """End what still runs, as the end of an SSH connection would."""
@@ -43,7 +43,7 @@ class LocalHost(LineHost):
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._through_sudo
         judge = partial(sudo.check_sudo_result, self.name, sudo.login_name(), argv) if through_sudo else None
-        channel = _LocalChannel(self._running.discard, whole_stderr=whole_stderr)
+        channel = LocalChannel(self._running.discard, whole_stderr=whole_stderr)
         try:
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: channel, *_SHELL, *(sudo.as_root(argv) if through_sudo else argv), start_new_session=True
@@ -56,10 +56,10 @@ class LocalHost(LineHost):
         return LineProcess(channel, judge)
 
 
-class _LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
+class LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
     """The pipes of a child process."""
 
-    def __init__(self, on_end: Callable[[_LocalChannel], None], *, whole_stderr: bool) -> None:
+    def __init__(self, on_end: Callable[[LocalChannel], None], *, whole_stderr: bool) -> None:
         super().__init__(
             lambda: self._pipe(1).pause_reading(), lambda: self._pipe(1).resume_reading(), whole_stderr=whole_stderr
         )

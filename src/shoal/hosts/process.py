@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shoal.errors import CommandTimeout
 from shoal.hosts.api import Host, Result
@@ -109,16 +110,24 @@ async def run_to_end(
 ) -> Result:
     """Feed a program its input and wait for its end. Whatever happens, it does not outlive the call."""
     try:
-        async with asyncio.timeout(timeout):
-            return await process.finish(stdin)
+        with timeout_error(name, argv, timeout):
+            async with asyncio.timeout(timeout):
+                return await process.finish(stdin)
+    finally:
+        await process.kill()
+
+
+@contextlib.contextmanager
+def timeout_error(name: str, argv: Sequence[str], timeout: float | None) -> Iterator[None]:
+    """Map a TimeoutError."""
+    try:
+        yield
     except TimeoutError:
         raise CommandTimeout(
             name,
             f"{program_name(argv)} did not end within {timeout:g} s",
             hint=f"the host may be overloaded or hang on a disk; look at it with: shoal ssh {name}",
         ) from None
-    finally:
-        await process.kill()
 
 
 def program_name(argv: Sequence[str]) -> str:

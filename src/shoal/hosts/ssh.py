@@ -15,6 +15,7 @@ from shoal.errors import HostError, UsageError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.host_keys import HostKey, HostKeys, host_key_changed, pinned_key
+from shoal.hosts.openssh import ALGORITHMS
 from shoal.hosts.process import LineHost, LineProcess, program_name
 from shoal.hosts.slim_asyncssh import asyncssh
 from shoal.hosts.ssh_channel import KILL_COMMAND, PRINT_PID_COMMAND, SshChannel
@@ -24,21 +25,10 @@ from shoal.hosts.ssh_login import KeyRing, SshClient
 
 Connection = asyncssh.SSHClientConnection
 
-# The fastest first. A server that has none of them is too old for the Slurm versions we drive.
 _ALGORITHMS: dict[str, Any] = {
-    "kex_algs": [
-        "curve25519-sha256",
-        "curve25519-sha256@libssh.org",
-        "ecdh-sha2-nistp256",
-        "diffie-hellman-group14-sha256",
-    ],
-    "encryption_algs": [
-        "aes128-gcm@openssh.com",
-        "aes256-gcm@openssh.com",
-        "chacha20-poly1305@openssh.com",
-        "aes128-ctr",
-    ],
-    "mac_algs": ["hmac-sha2-256-etm@openssh.com", "hmac-sha2-256"],
+    "kex_algs": ALGORITHMS["KexAlgorithms"],
+    "encryption_algs": ALGORITHMS["Ciphers"],
+    "mac_algs": ALGORITHMS["MACs"],
     "compression_algs": ["none"],
 }
 _HOST_KEY_ALGORITHMS = ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "rsa-sha2-256", "rsa-sha2-512"]

@@ -6,6 +6,7 @@ number tells them apart: hosts that read the same number share one copy; otherwi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,14 +73,13 @@ async def send(
     host: Host, root: str, code: Bundle, runtime: Bundle, state: StorageState, *, as_root: bool = True
 ) -> int:
     """Send what the host lacks; returns how many bytes."""
-    size = 0
+    transfers = {}
     if not state.runtime:
-        await _transfer(host, "unpack", f"{root}/lib/{runtime.hash}", runtime.data, as_root)
-        size += len(runtime.data)
+        transfers["unpack"] = (f"{root}/lib/{runtime.hash}", runtime.data)
     if not state.code:
-        await _transfer(host, "store", f"{root}/code/{code.hash}.tar", code.data, as_root)
-        size += len(code.data)
-    return size
+        transfers["store"] = (f"{root}/code/{code.hash}.tar", code.data)
+    await asyncio.gather(*(_transfer(host, verb, *what, as_root) for verb, what in transfers.items()))
+    return sum(len(data) for _, data in transfers.values())
 
 
 async def clean(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from shoal.agent.client import AgentSession, ItemEvent, Report
-from shoal.agent.document import Document
 from shoal.errors import ControllerFailed, HostError
 from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.fanout import HostOutcome, fan_out
 from shoal.plan.progress import Phase
+
+if TYPE_CHECKING:
+    from shoal.agent.client import AgentSession, ItemEvent, Report
+    from shoal.agent.document import Document
 
 T = TypeVar("T")
 
@@ -103,6 +105,8 @@ class Fleet(Connections):
 
     async def agent(self, name: str) -> AgentSession:
         """The agent on a host, started on first use and reused: later requests cost one round trip."""
+        from shoal.agent.client import AgentSession  # slow to import, and commands about jobs need no agent
+
         if name not in self._agents:
             self._agents[name] = await AgentSession.open(await self.host(name))
         return self._agents[name]

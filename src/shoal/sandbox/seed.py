@@ -10,14 +10,16 @@ import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-
-import asyncssh
+from typing import TYPE_CHECKING
 
 from shoal.remote import nvidia_smi
 from shoal.sandbox.images import remove_tree
 from shoal.sandbox.layout import HostRecord, Layout
 from shoal.sandbox.programs import call
 from shoal.spec.member import Shape
+
+if TYPE_CHECKING:
+    from asyncssh import SSHKey
 
 GPU_MEMORY_MB = 16384
 NULL_DEVICE = os.makedev(1, 3)
@@ -32,10 +34,16 @@ def ensure_identity(layout: Layout) -> str:
     """The cluster's key pair, made once; returns the public half."""
     public = layout.identity.with_suffix(".pub")
     if not public.exists():
-        key = asyncssh.generate_private_key("ssh-ed25519", comment=f"shoal {layout.cluster}")
+        key = _new_key(f"shoal {layout.cluster}")
         write_file(layout.identity, key.export_private_key(), 0o600)
         write_file(public, key.export_public_key(), 0o644)
     return public.read_text()
+
+
+def _new_key(comment: str) -> SSHKey:
+    from shoal.hosts.slim_asyncssh import asyncssh  # slow to import, and all who ask for the hosts import this module
+
+    return asyncssh.generate_private_key("ssh-ed25519", comment=comment)
 
 
 async def lay_out(
@@ -49,7 +57,7 @@ async def lay_out(
     await remove_tree(home)
     for name in ("seed", "root", "disk"):
         (home / name).mkdir(parents=True)
-    key = asyncssh.generate_private_key("ssh-ed25519", comment=host.name)
+    key = _new_key(host.name)
     public = key.export_public_key().decode().strip()
     machine_id = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
     files: dict[str, tuple[bytes, int]] = {

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shoal import contract
 from shoal.agent.document import HEADER
 from shoal.remote import program_text
 from shoal.storage import sshfs
 
 ACCOUNT = "shoal-copy"
 """Another name of the account of shares, for which sshd starts rsync."""
-PROGRAM = "/usr/local/lib/shoal/stage"
+PROGRAM = contract.STAGE_PROGRAM
 DIRECTORY = "/etc/shoal/copying"
 """What the account needs to reach the servers: a copy of the host's key, and the servers' host keys."""
 KEY, KNOWN_HOSTS = f"{DIRECTORY}/key", f"{DIRECTORY}/known_hosts"

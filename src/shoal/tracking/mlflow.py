@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,25 +9,41 @@ from dataclasses import dataclass
 from shoal.agent.document import HEADER, render_unit
 from shoal.remote import python_command, shell_command
 from shoal.remote.probes import MLFLOW_ACCOUNTS, MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
+from shoal.tracking.login import (
+    ADDRESS,
+    ADDRESS_COMMAND,
+    ADMIN_PASSWORD,
+    JOBS_PASSWORD,
+    LOGIN_COMMAND,
+    SETTINGS,
+    USER_LOGINS,
+    job_variables,
+    read_user_login,
+)
+
+__all__ = [
+    "ADDRESS",
+    "ADDRESS_COMMAND",
+    "ADMIN_PASSWORD",
+    "JOBS_PASSWORD",
+    "LOGIN_COMMAND",
+    "SETTINGS",
+    "USER_LOGINS",
+    "job_variables",
+    "read_user_login",
+]
 
 VERSION = "3.17.2"
 """The release that Shoal installs; the training library works with any from 2.0 on."""
 USER = SERVICE = MLFLOW_SERVICE
 STATE = "/var/lib/shoal-mlflow"
-SETTINGS = "/etc/shoal/mlflow"
 UNIT = "/etc/systemd/system/shoal-mlflow.service"
-ADMIN_PASSWORD, JOBS_PASSWORD, SESSION_KEY = (
-    f"{SETTINGS}/{name}" for name in ("admin-password", "jobs-password", "key")
-)
+SESSION_KEY = f"{SETTINGS}/key"
 AUTH, VARIABLES = f"{SETTINGS}/basic_auth.ini", f"{SETTINGS}/environment"
-ADDRESS = "/etc/shoal/tracking.json"
-"""Where jobs are submitted: the server's address, for `shoal run`."""
 ADMIN, JOBS = MLFLOW_ADMIN, MLFLOW_JOBS
 ACCOUNTS = f"{STATE}/.accounts"
 USER_PASSWORDS = "/etc/shoal/mlflow-passwords"
 """A directory for root: the password of each user of the cluster."""
-USER_LOGINS = "/etc/shoal/mlflow-logins"
-"""A directory of files that MLflow's client reads, one for each user, which only that user can read."""
 USER_VARIABLES = "/etc/shoal/mlflow.env"
 """What users have in their environment after a login: no secrets."""
 
@@ -144,32 +159,6 @@ def address_file(uri: str, *, ours: bool) -> str:
     return json.dumps({"uri": uri, **({"username": JOBS} if ours else {})}) + "\n"
 
 
-def _secret_or_login(secret: str) -> str:
-    """Shell text that prints a secret of root's for root, and a user's login for that user."""
-    return f'if [ -r {secret} ]; then cat {secret}; else cat "{USER_LOGINS}/$(id -un)"; fi'
-
-
-ADDRESS_COMMAND = shell_command(f"cat {ADDRESS} && {_secret_or_login(JOBS_PASSWORD)}")
-"""Where jobs are submitted: prints the server's address, then the password of jobs or a user's login."""
-LOGIN_COMMAND = shell_command(_secret_or_login(ADMIN_PASSWORD))
-"""On the server's host: prints the administrator's password or a user's login."""
-
-
-def job_variables(output: str) -> dict[str, str]:
-    """The variables of MLflow's client and Shoal's tracker, from ADDRESS_COMMAND's output. Empty without a server."""
-    address, _, secret = output.partition("\n")
-    try:
-        data = json.loads(address)
-    except ValueError:
-        return {}
-    variables = {"MLFLOW_TRACKING_URI": str(data["uri"])}
-    if "username" not in data:
-        return variables
-    name, password = read_user_login(secret) or (data["username"], secret.strip())
-    variables |= {"MLFLOW_TRACKING_USERNAME": name, "MLFLOW_TRACKING_PASSWORD": password}
-    return variables if name == data["username"] else {**variables, "MLFLOW_EXPERIMENT_NAME": name}
-
-
 def login_name(user: str) -> str:
     """The name of a user's account. Two names are those of accounts that the server has anyway."""
     return f"user-{user}" if user in (ADMIN, JOBS) else user
@@ -178,16 +167,6 @@ def login_name(user: str) -> str:
 def user_login(user: str) -> str:
     """A file as MLflow's client reads it from `~/.mlflow/credentials`; the host fills in the password."""
     return f"[mlflow]\nmlflow_tracking_username = {login_name(user)}\nmlflow_tracking_password = @PASSWORD@\n"
-
-
-def read_user_login(text: str) -> tuple[str, str] | None:
-    """The name and the password in such a file; None in another text."""
-    parser = configparser.ConfigParser(interpolation=None)
-    try:
-        parser.read_string(text)
-        return parser["mlflow"]["mlflow_tracking_username"], parser["mlflow"]["mlflow_tracking_password"]
-    except (configparser.Error, KeyError):
-        return None
 
 
 def user_variables(uri: str) -> str:

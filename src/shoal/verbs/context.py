@@ -15,13 +15,12 @@ from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.provider import Instance, Provider, Request
 from shoal.hosts.provider import names as all_providers
 from shoal.hosts.provider import provider as find_provider
-from shoal.hosts.ssh import SshConnector
 from shoal.local_files import state_directory
 from shoal.plan.connections import Connections
 from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs.joined_cluster import JoinedCluster, JoinedConnector, find_joined, known_hosts
+from shoal.verbs.joined_cluster import JoinedCluster, JoinedConnector, find_joined, known_hosts, user_connector
 from shoal.verbs.spec_cache import CachedSpec, read_cache, write_cache
 
 if TYPE_CHECKING:
@@ -112,7 +111,15 @@ class Context:
     def connect(self) -> Connector:
         if self.joined is not None:
             return JoinedConnector(self.joined, self.connector)
-        return self.connector or SshConnector(self.known_hosts)
+        return self.connector or self.connect_over_ssh()
+
+    def connect_over_ssh(self) -> Connector:
+        """Its hosts as `ssh.py` reaches them."""
+        if self.joined is not None:
+            return user_connector()
+        from shoal.hosts.ssh import SshConnector  # slow to import, and `shoal run` mostly needs none
+
+        return SshConnector(self.known_hosts)
 
     async def fleet(self, chosen: Iterable[Member] | None = None) -> Fleet:
         """The hosts of a run, not yet connected."""
@@ -234,19 +241,24 @@ def open_context(
 
 def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
     """The same for commands that need only its hosts: they come from a cache where the file is unchanged."""
-    try:
-        path = _file(file, cluster)
-        if path is None and find_joined(cluster) is not None:
-            return open_context(file, cluster)
-        cached_spec = read_cache(state_directory(), *_read_cache_key(path, cluster))
-    except (OSError, ValueError, UsageError):
-        cached_spec = None  # what is wrong with the file is raised below
-    if cached_spec is not None:
-        return Context(cached_spec, path)
+    if (recalled := recall_hosts(file, cluster)) is not None:
+        return recalled
     context = open_context(file, cluster)
     name, text = _read_cache_key(context.file, cluster)
     write_cache(state_directory(), name, text, CachedSpec(context.cluster, context.members, context.shares))
     return context
+
+
+def recall_hosts(file: Path | None, cluster: str | None) -> Context | None:
+    """The cluster, where no file has to be read anew."""
+    try:
+        path = _file(file, cluster)
+        if path is None and (joined := find_joined(cluster)) is not None:
+            return Context(joined)
+        cached_spec = read_cache(state_directory(), *_read_cache_key(path, cluster))
+    except (OSError, ValueError, UsageError):
+        return None  # what is wrong with the file is raised by who reads it
+    return Context(cached_spec, path) if cached_spec is not None else None
 
 
 def _read_cache_key(file: Path | None, cluster: str | None) -> tuple[str, str]:

@@ -16,7 +16,6 @@ from shoal.contract import VERSION
 from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.local import LocalHost
-from shoal.hosts.ssh import SshConnector
 from shoal.remote.agent.file_io import write_atomic
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, check_version, parse_record
 from shoal.spec.member import Member
@@ -108,7 +107,14 @@ class JoinedConnector:
             return await self._connector.connect(target)
         if self._joined.login is None:
             return LocalHost(target, through_sudo=False)
-        return await SshConnector(known_hosts(), may_sudo=False).connect(target)
+        return await user_connector().connect(target)
+
+
+def user_connector() -> Connector:
+    """Logs in as the user, over SSH."""
+    from shoal.hosts.ssh import SshConnector  # slow to import, and `shoal run` mostly needs none
+
+    return SshConnector(known_hosts(), may_sudo=False)
 
 
 def config_directory() -> Path:
@@ -186,7 +192,7 @@ class JoinResult:
 
 async def join(login: Login, connector: Connector | None = None) -> JoinResult:
     """Fetch the description of the cluster that a host belongs to, and keep it."""
-    connector = connector or SshConnector(known_hosts(), may_sudo=False)
+    connector = connector or user_connector()
     async with await connector.connect(login.target) as host:
         result = await host.run(READ_RECORD, timeout=READ_TIMEOUT_S, root=False)
         name = (await host.run(("id", "-un"), timeout=READ_TIMEOUT_S, root=False)).text.strip()

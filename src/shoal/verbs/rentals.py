@@ -12,11 +12,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shoal.cloud.rental import LIVE, Rental
 from shoal.cloud.service.ledger import LEDGER
-from shoal.cloud.service.public_report import PublicReport, parse_report
 from shoal.cloud.status_file import PUBLIC_REPORT, STATUS, read_status
 from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Host
@@ -26,6 +25,9 @@ from shoal.roles.elastic import HOLD, HOLD_MAX_AGE_S
 from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
 from shoal.verbs.context import Context
+
+if TYPE_CHECKING:
+    from shoal.cloud.service.public_report import PublicReport
 
 T = TypeVar("T")
 
@@ -168,6 +170,8 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
 
 async def read_public_report(context: Context, host: Host) -> PublicReport:
     """What an ordinary user may know of renting. Raises ShoalError where the file cannot be read."""
+    from shoal.cloud.service.public_report import parse_report  # it imports httpx, which no other command needs here
+
     assert context.joined is not None
     record = context.joined.record
     if not any(nodeset.rented for nodeset in record.nodesets.values()):

@@ -15,7 +15,6 @@ from shoal.errors import ShoalError, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle
-from shoal.jobs.delivery import encode_code
 from shoal.jobs.launchers import PROFILERS, is_profiler_missing
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, job_root
 from shoal.jobs.record import parse_records, show_command
@@ -35,12 +34,13 @@ from shoal.plan.connections import Connections
 from shoal.slurm.state import parse_nodes, parse_partitions
 from shoal.spec.cluster_record import ClusterRecord, RecordShare
 from shoal.verbs.context import Context, compute_hosts
+from shoal.verbs.early_login import MAX_EAGER_HOSTS
 from shoal.verbs.operator_login import OperatorLogin
 from shoal.verbs.run_user import prepare_as_user, run_as_user
 from shoal.verbs.slurmctld import slurm_output
 from shoal.verbs.submission import (
-    MAX_EAGER_HOSTS,
     JobConnections,
+    JobLaunch,
     PreparedJob,
     SubmittedJob,
     check_secrets,
@@ -51,7 +51,6 @@ from shoal.verbs.submission import (
     submit,
     tracking_variables,
 )
-from shoal.verbs.unsent_files import note_tree
 
 if TYPE_CHECKING:
     from shoal.environments.store import BuiltEnvironment
@@ -74,14 +73,19 @@ async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAU
 
 
 async def run(
-    context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT, environ: Mapping[str, str] = os.environ
+    context: Context,
+    job: JobSpec,
+    here: Path,
+    limit: int = DEFAULT_LIMIT,
+    environ: Mapping[str, str] = os.environ,
+    launch: JobLaunch = submit,
 ) -> SubmittedJob:
     """Send the working tree to the nodes and submit the job. Wrong jobs are rejected before anything is sent."""
     secrets = check_secrets(job, environ)
     async with connect(context) as connections:
         record = await _record_of_user(context, connections)
         if record is not None:
-            return await run_as_user(context, connections, record, job, here, limit, environ)
+            return await run_as_user(context, connections, record, job, here, limit, environ, launch)
         fleet = connections.fleet
         share = (await connections.login).share_of(job.directory or "")
         prepare = _prepare_and_inspect if share is None else _prepare_on_share
@@ -96,8 +100,9 @@ async def run(
         sent_bytes, tracking = await asyncio.gather(
             _ship(fleet, prepared, storages), tracking_variables(connections, resolved_job, environ)
         )
-        carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
-        number = await submit(controller, prepared.script + carried, {**secrets, **tracking})
+        number = await launch(controller, prepared, {**secrets, **tracking})
+        from shoal.verbs.unsent_files import note_tree  # slow to import, and the job is on its way
+
         note_tree(context, number, here, prepared.tree)
         await _clean(fleet, controller, prepared, storages)
     return SubmittedJob(
@@ -107,7 +112,7 @@ async def run(
         resolved_job.nodes,
         resolved_job.world_size,
         prepared.tree.hash,
-        sent_bytes + len(carried),
+        sent_bytes + prepared.carried_bytes,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
         _is_shared(storages, resolved_job),

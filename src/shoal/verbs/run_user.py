@@ -18,7 +18,6 @@ from shoal.environments.store import LOCAL_DIRECTORY, BuiltEnvironment
 from shoal.errors import UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.jobs.delivery import encode_code
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.jobs.resolve import resolve
@@ -31,16 +30,15 @@ from shoal.spec.cluster_record import ClusterRecord
 from shoal.verbs.context import Context
 from shoal.verbs.submission import (
     JobConnections,
+    JobLaunch,
     PreparedJob,
     SubmittedJob,
     check_secrets,
     make_bundles,
     require_accounting,
     require_dependencies,
-    submit,
     tracking_variables,
 )
-from shoal.verbs.unsent_files import note_tree
 
 STORAGE_TIMEOUT_S = 60.0
 
@@ -79,6 +77,7 @@ async def run_as_user(
     here: Path,
     limit: int,
     environ: Mapping[str, str],
+    launch: JobLaunch,
 ) -> SubmittedJob:
     """Write the working tree to the user's directory and submit the job, all as the user who is logged in."""
     secrets = check_secrets(job, environ)
@@ -86,14 +85,15 @@ async def run_as_user(
     await require_dependencies(host, job)
     ready = await prepare_as_user(context, connections, record, job, here, limit)
     prepared, storage = ready.prepared, ready.storage
-    carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
-    sent_bytes = len(carried)
+    sent_bytes = prepared.carried_bytes
     if prepared.shipped.staged or not prepared.shipped.carried:
         sent_bytes += await _write_code(host, prepared, storage)
     # An operator's connection has asked as root, for the password of root's jobs.
     user_host = host if context.joined is None else None
     tracking = await tracking_variables(connections, prepared.job, environ, user_host)
-    number = await submit(host, prepared.script + carried, {**secrets, **tracking})
+    number = await launch(host, prepared, {**secrets, **tracking})
+    from shoal.verbs.unsent_files import note_tree  # slow to import, and the job is on its way
+
     note_tree(context, number, here, prepared.tree)
     resolved = prepared.job
     return SubmittedJob(

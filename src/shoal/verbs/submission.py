@@ -9,28 +9,26 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.errors import SlurmError, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle, runtime, working_tree
+from shoal.jobs.delivery import encode_code
 from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.tree_files import NOTHING, LeftOut
 from shoal.plan.connections import Connections
 from shoal.remote.runner.node import SUBMISSION
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.member import Member
-from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables
-from shoal.verbs.context import Context
-from shoal.verbs.logs import find_records
+from shoal.tracking.login import ADDRESS_COMMAND, job_variables
+from shoal.verbs.context import Context, job_file_hosts
+from shoal.verbs.early_login import MAX_EAGER_HOSTS, use_logins
 from shoal.verbs.operator_login import OperatorLogin, read_login
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 if TYPE_CHECKING:
     from shoal.environments.store import BuiltEnvironment
-
-MAX_EAGER_HOSTS = 16
-"""All hosts of a cluster up to this size are connected at once, because the job may go to any of them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,11 @@ class PreparedJob:
     runtime: Bundle
     script: str
     environment: BuiltEnvironment | None = None
+
+    @property
+    def carried_bytes(self) -> int:
+        """How much code goes with the job itself."""
+        return len(self.tree.data) + len(self.runtime.data) if self.shipped.carried else 0
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,10 @@ class JobConnections:
 async def connect(context: Context, chosen: Sequence[Member] | None = None) -> AsyncIterator[JobConnections]:
     """Start to connect to the hosts that a job may need, and ask Slurm once its controller is connected."""
     controller = context.controller.name
-    async with await context.connections(chosen) as fleet:
+    async with await use_logins(context).connections(chosen) as fleet:
         fleet.start_connecting([controller])  # first: Slurm's answer takes longest
         if len(fleet.targets) <= MAX_EAGER_HOSTS:
-            fleet.start_connecting(fleet.targets)
+            fleet.start_connecting(name for name in job_file_hosts(context) if name in fleet.targets)
 
         async def ask_slurm() -> list[str]:
             host = await fleet.host(controller)
@@ -129,6 +132,10 @@ def require_accounting(context: Context, job: JobSpec) -> None:
 async def require_dependencies(controller: Host, job: JobSpec) -> None:
     """Raise UsageError where the job would wait for one that does not exist: Slurm accepts that, or never starts it."""
     numbers = dict.fromkeys(re.findall(r":([0-9]+(?:_[0-9]+)?)", job.dependency or ""))
+    if not numbers:
+        return
+    from shoal.verbs.logs import find_records  # slow to import, and few jobs wait for others
+
     answers = await asyncio.gather(*(find_records(controller, number) for number in numbers))
     unknown = [number for number, records in zip(numbers, answers, strict=True) if not records]
     if unknown:
@@ -169,6 +176,13 @@ def _read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return secrets
 
 
+class JobLaunch(Protocol):
+    """Hands a job that is ready to Slurm."""
+
+    async def __call__(self, controller: Host, prepared: PreparedJob, variables: Mapping[str, str]) -> str:
+        """The job's number."""
+
+
 SUBMIT = r"""
 while IFS= read -r line && [ -n "$line" ]; do export "$line"; done
 exec sbatch --parsable
@@ -176,13 +190,18 @@ exec sbatch --parsable
 """Takes variables from standard input until an empty line; the rest is the script."""
 
 
-async def submit(controller: Host, script: str, secrets: Mapping[str, str]) -> str:
-    """Submit the job. Slurm stores the environment of sbatch with it, readable by its user and root only."""
-    variables = {SUBMISSION: os.urandom(4).hex(), **secrets}
-    exports = "".join(f"{name}={value}\n" for name, value in variables.items())
-    stdin = f"{exports}\n{script}".encode()
+async def submit(controller: Host, prepared: PreparedJob, variables: Mapping[str, str]) -> str:
+    """Submit the batch job. Slurm stores the environment of sbatch with it, readable by its user and root only."""
+    carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
+    stdin = encode_variables(variables) + (prepared.script + carried).encode()
     result = await controller.run(["sh", "-c", SUBMIT], stdin=stdin, timeout=60, root=False)
     if result.status != 0:
         message = result.error_text.strip().removeprefix("sbatch: error: ")
         raise SlurmError(f"sbatch rejected the job: {message}", hint="`shoal run --dry-run` shows the script")
     return result.text.strip().partition(";")[0]
+
+
+def encode_variables(variables: Mapping[str, str]) -> bytes:
+    """Variables for the standard input of a program that Slurm's command inherits them from."""
+    variables = {SUBMISSION: os.urandom(4).hex(), **variables}
+    return ("".join(f"{name}={value}\n" for name, value in variables.items()) + "\n").encode()

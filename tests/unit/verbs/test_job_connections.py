@@ -8,7 +8,8 @@ import sys
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.loader import load_text
 from shoal.verbs.context import Context
-from shoal.verbs.submission import MAX_EAGER_HOSTS, connect
+from shoal.verbs.early_login import MAX_EAGER_HOSTS
+from shoal.verbs.submission import connect
 from shoal_simulators.fake_host import FakeConnector, FakeHost
 
 SPEC = "cluster: reef\ncontroller: {{host: c1}}\nnodesets:\n  lab: {{hosts: ['n[1-{}]']}}\n"
@@ -52,12 +53,14 @@ HEAVY = (
     "shoal.elastic",
     "shoal.spec.model",
     "shoal.plan.diff",
+    "shoal.agent.client",
+    "asyncssh",
 )
 """What reads and judges the file, and what `up` and `down` know: a tenth of a second each, or more."""
 
 
 def test_run_does_not_import_cluster_building_modules() -> None:
-    used = "shoal.cli.app, shoal.cli.run_command, shoal.verbs.run, shoal.cli.job_screens"
+    used = "shoal.cli.app, shoal.cli.run_command, shoal.verbs.early_login, shoal.verbs.run, shoal.cli.job_screens"
     program = f"import sys, {used}, shoal.sandbox.provider; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert [name for name in HEAVY if name in done.stdout.split()] == []
@@ -72,4 +75,4 @@ def test_jobs_and_logs_do_not_import_pydantic() -> None:
         check=True,
         timeout=120,
     )
-    assert "shoal.hosts.ssh" in done.stdout.split() and "pydantic" not in done.stdout.split()
+    assert "shoal.verbs.logs" in done.stdout.split() and "pydantic" not in done.stdout.split()

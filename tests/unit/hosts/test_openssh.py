@@ -1,0 +1,123 @@
+"""Hosts over OpenSSH's client: what it takes from a login that began early, and when the other client connects.
+
+What both have in common is in tests/contract/test_hosts.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sshd_server import Sshd, needs_sshd, running_sshd
+
+from shoal.errors import ConnectionLost
+from shoal.hosts import openssh
+from shoal.hosts.api import Result, Target
+from shoal.hosts.openssh import OpenSshConnector, OpenSshHost, Question, begin_login
+from shoal_simulators.fake_host import FakeConnector, FakeHost
+
+pytestmark = needs_sshd
+
+OTHER = FakeHost("node", {(): b"other\n"})
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with running_sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+@pytest.fixture
+def known_hosts(sshd: Sshd, tmp_path: Path) -> Path:
+    path = tmp_path / "known hosts"
+    path.write_text(f"node {sshd.host_key}\n")
+    return path
+
+
+def connector(known_hosts: Path) -> OpenSshConnector:
+    return OpenSshConnector(known_hosts, lambda: FakeConnector(OTHER))
+
+
+async def test_questions_are_answered_by_the_login_and_once(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    command = ("sh", "-c", f"echo x >> {count}; wc -l < {count}; printf 'no newline'")
+    failing = ("sh", "-c", "echo failed >&2; exit 3")
+    target = sshd.target("node")
+    begin_login(target, known_hosts, [Question(command, root=False), Question(failing, root=False)])
+    async with await connector(known_hosts).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+        assert (await host.run(command, root=False)).stdout == b"1\nno newline"
+        assert (await host.run(command, root=False)).stdout == b"2\nno newline"
+        result = await host.run(failing, root=False)
+        assert (result.status, result.stderr) == (3, b"failed\n"), "one that failed is run again, with its words"
+
+
+async def test_failure_of_a_question_may_be_its_answer(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    command = ("sh", "-c", f"echo x >> {tmp_path}/count; cat {tmp_path}/count; exit 4")
+    target = sshd.target("node")
+    begin_login(target, known_hosts, [Question(command, root=False, may_fail=True)])
+    async with await connector(known_hosts).connect(target) as host:
+        assert await host.run(command, root=False) == Result(4, b"x\n")
+
+
+async def test_answer_as_root_is_not_given_to_who_asks_as_the_user(sshd: Sshd, known_hosts: Path) -> None:
+    target = sshd.target("node")
+    begin_login(target, known_hosts, [Question(("echo", "root's"))])
+    async with await connector(known_hosts).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+        assert host._login.take_answer(Question(("echo", "root's"), root=False)) is None
+        assert host._login.take_answer(Question(("echo", "root's"))) is not None
+
+
+async def test_key_of_the_provider_counts_without_a_file(sshd: Sshd, tmp_path: Path) -> None:
+    target, nowhere = sshd.target("node", host_key=sshd.host_key), tmp_path / "none"
+    begin_login(target, nowhere)
+    async with await connector(nowhere).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+
+
+@pytest.mark.parametrize("change", [{"host_key": "ssh-ed25519 AAAA"}, {"port": 1}, {"user": "nobody-here"}])
+async def test_other_client_connects_and_explains_where_the_login_fails(
+    sshd: Sshd, known_hosts: Path, change: dict[str, object]
+) -> None:
+    target = sshd.target("node", **change)
+    begin_login(target, known_hosts)
+    assert await connector(known_hosts).connect(target) is OTHER
+
+
+async def test_host_that_was_never_met_is_left_to_the_other_client(sshd: Sshd, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    begin_login(sshd.target("node"), tmp_path / "empty")
+    assert await connector(tmp_path / "empty").connect(sshd.target("node")) is OTHER
+    begin_login(sshd.target("node"), tmp_path / "missing")
+    assert openssh._logins == {}
+
+
+async def test_without_ssh_the_other_client_connects(
+    sshd: Sshd, known_hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    begin_login(sshd.target("node"), known_hosts)
+    assert await connector(known_hosts).connect(sshd.target("node")) is OTHER
+
+
+async def test_lost_connection_is_named(sshd: Sshd, known_hosts: Path) -> None:
+    target = sshd.target("node")
+    begin_login(target, known_hosts)
+    async with await connector(known_hosts).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+        host._login._process.kill()
+        with pytest.raises(ConnectionLost, match="node: the connection was lost while `true` ran"):
+            await host.run(["true"], root=False)
+
+
+async def test_login_that_nobody_takes_ends(sshd: Sshd, known_hosts: Path) -> None:
+    target = Target("node", "127.0.0.1", sshd.port, None, sshd.identity)
+    begin_login(target, known_hosts)
+    login = openssh._logins.pop((target, known_hosts))
+    login.close()
+    assert login.has_ended()
