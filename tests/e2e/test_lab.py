@@ -39,6 +39,7 @@ from tests.e2e.torch_env import give_torch
 from tests.e2e.tracking_checks import give_mlflow
 from tests.e2e.user_command_checks import (
     check_commands_inside_jobs,
+    check_jobs_in_the_foreground,
     check_operators_commands,
     check_shoal_on_the_hosts,
     check_usage,
@@ -111,12 +112,14 @@ class Client:
         for path in (self.home, *self.home.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
 
-    def shoal(self, *words: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
+    def line(self, *words: str) -> list[str]:
         hidden = ["unshare", "--mount", "sh", "-c", HIDE_ROOT, "sh", "/root", str(self.masked), str(self.tree)]
         identity = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
         environment = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={self.home}", f"PYTHONPATH={os.pathsep.join(PATHS)}"]
-        line = [*hidden, *identity, *environment, sys.executable, "-m", "shoal", *words]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT)
+        return [*hidden, *identity, *environment, sys.executable, "-m", "shoal", *words]
+
+    def shoal(self, *words: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(self.line(*words), capture_output=True, text=True, timeout=LIMIT)
         said = f"{self.user}: shoal {' '.join(words)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, said
         return done
@@ -288,6 +291,7 @@ def test_users_send_ignored_files_and_sbatch_options_and_fetch_results(lab: Lab)
 def test_users_commands_work_inside_their_jobs_and_on_the_clusters_hosts(lab: Lab) -> None:
     cluster, alice, bob = lab
     check_commands_inside_jobs(cluster, alice, bob, 2001)
+    check_jobs_in_the_foreground(cluster, alice, 2001)
     check_shoal_on_the_hosts(cluster, alice)
     check_operators_commands(alice)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import signal
 import subprocess
 from typing import Any, Protocol
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import LIMIT, Cluster
+
+from shoal.jobs.record import USER_JOBS_DIRECTORY
 
 PROGRAM = "/usr/local/bin/shoal"
 OPERATORS = ("check", "plan", "up", "down", "restore", "reap", "keys rotate munge", "node drain fish1", "bench links")
@@ -71,6 +75,40 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     assert "needs the operator's file" in on_host("shoal up", status=2)
     changes = [change["what"] for change in cluster.json("plan")["changes"]]
     assert not [what for what in changes if "/opt/shoal/users" in what or "Shoal for users" in what], changes
+
+
+def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None:
+    """`run --now`: the output comes here, the status is the job's, and Ctrl-C cancels it. For a user and for root."""
+    (alice.tree / "fail.py").write_text("print('half', end='')\nraise SystemExit(3)\n")
+    for place in ((), ("--directory", f"{USER_JOBS_DIRECTORY}/{alice.user}")):  # on the share, and on each node
+        done = alice.shoal("run", "--now", "-N2", *place, "train.py")
+        assert sorted(done.stdout.splitlines()) == [f"[{rank}] rank {rank} of 2 is {uid}" for rank in (0, 1)]
+        job = _number_of(done.stderr)
+        alice.jobs.append(job)
+        cluster.wait("it is recorded", lambda job=job: alice.state(job) == "COMPLETED")
+        assert len(alice.json("logs", job)["lines"]) == 2
+    failed = alice.shoal("run", "--now", "fail.py", status=3)
+    assert failed.stdout == "[0] half\n" and "ended with status 3" in failed.stderr
+    assert "--now cannot have --array" in alice.shoal("run", "--now", "--array", "0-1", "fail.py", status=2).stderr
+
+    watched = subprocess.Popen(
+        alice.line("run", "--now", "--export", "WAIT=1", "train.py"), stdout=subprocess.PIPE, text=True
+    )
+    assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
+    watched.send_signal(signal.SIGINT)
+    assert watched.wait(LIMIT) == 130
+    job = cluster.on("controller", "squeue", "-h", "-t", "all", "-S=-i", "-u", alice.user, "-o", "%i %T").split()[:2]
+    assert job[1] in ("CANCELLED", "COMPLETING"), job
+
+    line = ("run", "--now", "--job-name", "root", "-N2", "train.py")
+    output, messages = cluster.background(*line, stderr=subprocess.PIPE, cwd=alice.tree).communicate(timeout=LIMIT)
+    assert sorted(output.splitlines()) == [f"[{rank}] rank {rank} of 2 is 0" for rank in (0, 1)], messages
+
+
+def _number_of(text: str) -> str:
+    match = re.search(r"job (\d+) runs on", text)
+    assert match, text
+    return match[1]
 
 
 def check_operators_commands(alice: Person) -> None:

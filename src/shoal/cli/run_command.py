@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -13,10 +16,11 @@ from shoal.cli.job_commands import finish_log, keep_running, live_output
 from shoal.cli.options import Cluster, File, Json, suggest
 from shoal.cli.output import escape_controls
 from shoal.cli.session import Session
-from shoal.errors import UsageError
+from shoal.errors import Interrupted, UsageError
 from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, load_job, option_name
 
 if TYPE_CHECKING:
+    from shoal.jobs.logs import LogLine
     from shoal.verbs.context import Context
     from shoal.verbs.logs import LogsResult
     from shoal.verbs.submission import SubmittedJob
@@ -36,6 +40,12 @@ def run(
     wait: Annotated[
         bool, typer.Option("--wait", help="Show the job's output until it ends; of an array, how each task ended.")
     ] = False,
+    now: Annotated[
+        bool,
+        typer.Option(
+            "--now", help="Start it with srun, show its output, end with its status. Ctrl-C cancels it. Never requeued."
+        ),
+    ] = False,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,
@@ -50,6 +60,8 @@ def run(
         context = session.open(phases=False)
         limit = max_size * 1024 * 1024
         spec = _job_spec(script, args, job, options)
+        if now:
+            return _run_now(session, context, spec, limit, dry_run)
         if dry_run:
             from shoal.verbs.run import dry_run as prepare
 
@@ -81,6 +93,49 @@ def run(
                 follow(context, submitted_job.id, show, options["directory"], show_bars), watching=True
             )
         finish_wait(session, submitted_job, result)
+
+
+def _run_now(session: Session, context: Context, spec: JobSpec, limit: int, dry_run: bool) -> None:
+    """Run the job in the foreground; the command ends with its status."""
+    from shoal.verbs.run_now import run_now, show_command
+
+    if dry_run:
+        command = session.run(show_command(context, spec, Path.cwd(), limit))
+        if not session.finish({"command": command, "job": spec.model_dump()}):
+            print(escape_controls(shlex.join(command)))
+        return
+    if session.json:
+        raise UsageError("--now shows the output as it comes, which is no JSON", hint="use --wait --json")
+    with live_output(session, None) as (show, show_bars):
+        watcher = _Watcher(session, show, show_bars)
+        try:
+            ended = session.run(run_now(context, spec, Path.cwd(), watcher, limit), watching=True)
+        except Interrupted:
+            raise Interrupted(f"job {watcher.job} was cancelled" if watcher.job else "the job was cancelled") from None
+    if ended.status:
+        from shoal.cli.screen import print_wrapped
+
+        text = f"job {ended.job.id} ended with status {ended.status}; `shoal logs {ended.job.id}` says more"
+        print_wrapped(session.errors, text)
+    session.status = ended.status
+
+
+@dataclass
+class _Watcher:
+    """Shows a job that runs in the foreground."""
+
+    session: Session
+    show_line: Callable[[LogLine], None]
+    show_bars: Callable[[Iterable[LogLine]], None]
+    job: str = ""
+
+    def show_start(self, job: str, nodes: str) -> None:
+        self.job = job
+        self.session.errors.print(f"[green]✓[/] job {job} runs on {nodes}; Ctrl-C cancels it")
+
+    def show_message(self, text: str) -> None:
+        self.show_bars(())
+        print(escape_controls(text), file=sys.stderr, flush=True)
 
 
 def _wait_for_array(session: Session, context: Context, job: SubmittedJob) -> None:

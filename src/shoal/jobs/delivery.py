@@ -58,8 +58,8 @@ def owner_lines(owner: int) -> Iterator[str]:
     yield "fi"
 
 
-def encode_code(tree: Bundle, runtime: Bundle) -> str:
-    """What stands at the end of the batch script. Raises UsageError where Slurm would not take it."""
+def pack_code(tree: Bundle, runtime: Bundle) -> bytes:
+    """What `receive` of `remote/job_directory.py` takes."""
     program = program_text("job_directory").encode()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
@@ -67,7 +67,12 @@ def encode_code(tree: Bundle, runtime: Bundle) -> str:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    text = base64.encodebytes(gzip.compress(buffer.getvalue(), mtime=0)).decode()
+    return gzip.compress(buffer.getvalue(), mtime=0)
+
+
+def encode_code(tree: Bundle, runtime: Bundle) -> str:
+    """What stands at the end of the batch script. Raises UsageError where Slurm would not take it."""
+    text = base64.encodebytes(pack_code(tree, runtime)).decode()
     if len(text) > MAX_SCRIPT_BYTES - MAX_TEXT_BYTES:
         size, limit = len(text) / 1024 / 1024, (MAX_SCRIPT_BYTES - MAX_TEXT_BYTES) / 1024 / 1024
         raise UsageError(

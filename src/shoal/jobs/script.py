@@ -13,9 +13,8 @@ from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
 from shoal.remote.runner.node import SUBMISSION, WARNING_SIGNALS
-from shoal.storage.stage import PROGRAM
 
-_FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
+FIRST_PORT, PORTS, NEXT_PORT = 10000, 20000, 7919
 """Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this. One
 that somebody has is passed over by far, for the one after it is the next job's. Until the job listens there another
 program may take it, which concerns torchrun and scripts that use MASTER_PORT themselves: `shoal.train` agrees on a port
@@ -50,14 +49,14 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     """The whole text. Every value of the user's is checked, or quoted for the shell."""
     launcher = LAUNCHERS[job.spec.launcher]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
-    lines += [*_warnings(job.spec.signal), *_names(job, shipped)]
+    lines += [*_warnings(job.spec.signal), *job_variables(job, shipped)]
     if shipped.staged:
         lines += wait_for_files_lines(shlex.quote(shipped.root))
     if shipped.owner:
         lines += owner_lines(shipped.owner)
     if shipped.carried:
         lines += receive_lines(shipped, job.nodes)
-    lines += _environment(job, shipped)
+    lines += rank_variables(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped)]
     lines += [*_watch(job.spec, shipped), *_WAIT, *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)
@@ -78,11 +77,26 @@ exit "$status"
 
 def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     spec = job.spec
-    tasks = job.ranks_per_node if launcher.one_task_a_rank else 1
+    yield from allocation_options(job, launcher)
+    yield "--requeue" if spec.requeue else "--no-requeue"
+    # Without `B:` Slurm would send it to every process of the ranks, and it ends those that do not handle it.
+    yield f"--signal=B:{spec.signal}"
+    yield job_comment(job, shipped)
+    yield "--open-mode=append"
+    yield f"--chdir={shipped.root}"
+    yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
+    if spec.error:
+        yield f"--error={spec.error}"
+    yield from job.sbatch
+
+
+def allocation_options(job: ResolvedJob, launcher: JobLauncher) -> Iterator[str]:
+    """What the job needs, as sbatch and srun spell it."""
+    spec = job.spec
     yield f"--job-name={spec.name}"
     yield f"--partition={job.partition}"
     yield f"--nodes={job.nodes}"
-    yield f"--ntasks-per-node={tasks}"
+    yield f"--ntasks-per-node={tasks_per_node(job, launcher)}"
     yield f"--cpus-per-task={_cpus_per_task(job, launcher)}"
     if job.gpus_per_node:
         # Of the node, not of the task: every rank sees all GPUs of its job, as peers need each other's memory, and
@@ -98,17 +112,16 @@ def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iter
         yield f"--exclude={compress(job.exclude)}"
     if spec.exclusive:
         yield "--exclusive"
-    yield "--requeue" if spec.requeue else "--no-requeue"
-    # Without `B:` Slurm would send it to every process of the ranks, and it ends those that do not handle it.
-    yield f"--signal=B:{spec.signal}"
+
+
+def tasks_per_node(job: ResolvedJob, launcher: JobLauncher) -> int:
+    return job.ranks_per_node if launcher.one_task_a_rank else 1
+
+
+def job_comment(job: ResolvedJob, shipped: JobPaths) -> str:
+    """The option that notes the job's code with the job."""
     uses = shipped.environment.rpartition("/")[2]
-    yield f"--comment={JobComment(shipped.code, shipped.runtime, spec.profile or '', uses)}"
-    yield "--open-mode=append"
-    yield f"--chdir={shipped.root}"
-    yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
-    if spec.error:
-        yield f"--error={spec.error}"
-    yield from job.sbatch
+    return f"--comment={JobComment(shipped.code, shipped.runtime, job.spec.profile or '', uses)}"
 
 
 def _warnings(signal: str) -> Iterator[str]:
@@ -122,7 +135,7 @@ def _warnings(signal: str) -> Iterator[str]:
     yield "done"
 
 
-def _names(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
+def job_variables(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     """Which job it is, and where its files are."""
     root, spec = shlex.quote(shipped.root), job.spec
     yield "SHOAL_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
@@ -134,7 +147,7 @@ def _names(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
 
 
-def _environment(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
+def rank_variables(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     """What its ranks find in their environment."""
     code_path, spec = _code_path(shipped), job.spec
     yield f"export SHOAL_CODE={code_path}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
@@ -148,9 +161,9 @@ def _environment(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     yield 'MASTER_ADDR=${MASTER_ADDR#*,"$SLURMD_NODENAME"=}'
     yield "MASTER_ADDR=${MASTER_ADDR%%,*}"
     yield "export MASTER_ADDR=${MASTER_ADDR:-$SLURMD_NODENAME}"
-    yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
+    yield f"export MASTER_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
     yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do"
-    yield f"    MASTER_PORT=$(({_FIRST_PORT} + (MASTER_PORT - {_FIRST_PORT} + {_NEXT_PORT}) % {_PORTS}))"
+    yield f"    MASTER_PORT=$(({FIRST_PORT} + (MASTER_PORT - {FIRST_PORT} + {NEXT_PORT}) % {PORTS}))"
     yield "done"
     if job.nodes > 1:
         yield from _OVER_A_VPN
@@ -177,15 +190,11 @@ def _copies(way: str, shipped: JobPaths) -> Iterator[str]:
     otherwise = {"in": "exit 1", "out": "status=${status/#0/1}"}[way]
     if shipped.copies:
         yield "srun --mpi=none --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --cpus-per-task=1 \\"
-        yield f"    sh -c '[ ! -x {PROGRAM} ] || exec {PROGRAM} {way}' || {otherwise}"
+        yield f"    sh -c '[ ! -x {contract.STAGE_PROGRAM} ] || exec {contract.STAGE_PROGRAM} {way}' || {otherwise}"
 
 
 def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     spec = job.spec
-    runner = ShellText(_runner_path(shipped))
-    program = spec.script if "/" in spec.script else f"./{spec.script}"
-    command = (spec.python, spec.script) if spec.script.endswith(".py") else (program,)
-    launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
     if launcher.mpi == "pmix" and spec.requeue:
         yield "# PMIx may have left files of an earlier turn on a node; a step of another number does not meet them."
         yield "for ((turn = 0; turn < ${SLURM_RESTART_COUNT:-0}; turn++)); do srun --mpi=none -N1 -n1 true; done"
@@ -193,10 +202,19 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
     if spec.output:
         srun.append("--label")
     yield " ".join(srun) + " \\"
-    arguments = launcher.command(launch)
-    yield "    " + " ".join(
+    yield f'    {task_command(job, launcher, shipped)} <&"${contract.WARNINGS_VARIABLE}" &'
+
+
+def task_command(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> str:
+    """What srun starts, in the shell's words."""
+    spec = job.spec
+    runner = ShellText(_runner_path(shipped))
+    program = spec.script if "/" in spec.script else f"./{spec.script}"
+    command = (spec.python, spec.script) if spec.script.endswith(".py") else (program,)
+    launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
+    return " ".join(
         argument.text if isinstance(argument, ShellText) else shlex.quote(argument)
-        for argument in (*arguments, ShellText(f'<&"${contract.WARNINGS_VARIABLE}" &'))
+        for argument in launcher.command(launch)
     )
 
 

@@ -15,6 +15,10 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*WARNING_SIGNALS, signal.SIGTERM, signal.SIGINT)
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
+ECHO_RANKS = "ranks"
+"""SHOAL_ECHO of a job that a person watches: each rank prints its lines, and its unfinished line now and then, behind
+one of these marks and its number."""
+ECHO_LINE, ECHO_BAR, ECHO_JOB = "\x02l", "\x02b", "\x02j"
 
 
 def ignore_signals(numbers: tuple[signal.Signals, ...]) -> None:

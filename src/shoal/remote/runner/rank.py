@@ -16,6 +16,9 @@ import sys
 import time
 
 from .node import (
+    ECHO_BAR,
+    ECHO_LINE,
+    ECHO_RANKS,
     STOP_SIGNALS,
     SUBMISSION,
     WARNING_SIGNALS,
@@ -47,7 +50,7 @@ class Rank:
         self.name = os.path.join(self.directory, "rank-%d.%d" % (rank, self.restart))
         self.traces = os.path.join(self.directory, "profile", "rank-%d.%d" % (rank, self.restart))
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        self.echo = os.environ.get("SHOAL_ECHO") == "1"
+        self.echo = os.environ.get("SHOAL_ECHO", "0")
         self.log = -1
         self.partial = b""
         self.bar = b""
@@ -169,6 +172,8 @@ class Rank:
             return
         if not self.partial:
             self.bar = b""
+            if self.echo == ECHO_RANKS:
+                self._echo(ECHO_BAR, b"")
             with contextlib.suppress(OSError):
                 os.unlink(self.name + ".bar")
         elif not self.bar_time:
@@ -177,14 +182,22 @@ class Rank:
             self.bar, self.bar_time = self.partial, now
             with contextlib.suppress(OSError), open(self.name + ".bar", "wb") as file:
                 file.write(b"%.6f %s\n" % (time.time(), self.partial.strip(b"\r")[-LONGEST_BAR:]))
+            if self.echo == ECHO_RANKS:
+                self._echo(ECHO_BAR, self.partial.strip(b"\r")[-LONGEST_BAR:])
 
     def _line(self, now: float, text: bytes) -> None:
         text = last_state(text).rstrip(b"\r")
         with contextlib.suppress(OSError):  # a full disk does not stop training
             os.write(self.log, b"%.6f %s\n" % (now, text))
-        if self.echo:
+        if self.echo == ECHO_RANKS:
+            self._echo(ECHO_LINE, text)
+        elif self.echo == "1":
             with contextlib.suppress(OSError):
                 os.write(1, text + b"\n")
+
+    def _echo(self, mark: str, text: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(1, b"%s%d %s\n" % (mark.encode(), self.rank, text))
 
     def _print(self, text: str) -> None:
         self._line(time.time(), ("shoal: " + text).encode())
