@@ -97,7 +97,7 @@ def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None
     assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
     watched.send_signal(signal.SIGINT)
     assert watched.wait(LIMIT) == 130
-    job = cluster.on("controller", "squeue", "-h", "-t", "all", "-S=-i", "-u", alice.user, "-o", "%i %T").split()[:2]
+    job = cluster.on("controller", "squeue", "-h", "-t", "all", "--sort=-i", "-u", alice.user, "-o", "%i %T").split()[:2]
     assert job[1] in ("CANCELLED", "COMPLETING"), job
 
     line = ("run", "--now", "--job-name", "root", "-N2", "train.py")
