@@ -97,8 +97,8 @@ def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None
     assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
     watched.send_signal(signal.SIGINT)
     assert watched.wait(LIMIT) == 130
-    job = cluster.on("controller", "squeue", "-h", "-t", "all", "--sort=-i", "-u", alice.user, "-o", "%i %T").split()[:2]
-    assert job[1] in ("CANCELLED", "COMPLETING"), job
+    rows = cluster.on("controller", "squeue", "-h", "-t", "all", "--sort=-i", "-u", alice.user, "-o", "%T").split()
+    assert rows[0] in ("CANCELLED", "COMPLETING"), rows
 
     line = ("run", "--now", "--job-name", "root", "-N2", "train.py")
     output, messages = cluster.background(*line, stderr=subprocess.PIPE, cwd=alice.tree).communicate(timeout=LIMIT)
