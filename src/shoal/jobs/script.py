@@ -28,10 +28,14 @@ _NOTHING_RAN = """
 
 _OVER_A_VPN = r"""
 # Over WireGuard or Tailscale: its interface, no InfiniBand, and more than the one socket that NCCL opens by itself.
+# Open MPI and UCX would also try a bridge like docker0, which has the same address on every host.
 SHOAL_VPN=$(ip -o address show to "$MASTER_ADDR" 2> /dev/null | sed -n 's/^[0-9]*: \(shoal0\|tailscale0\) .*/\1/p')
 if [ -n "$SHOAL_VPN" ]; then
     export NCCL_SOCKET_IFNAME="=$SHOAL_VPN" GLOO_SOCKET_IFNAME=$SHOAL_VPN TP_SOCKET_IFNAME=$SHOAL_VPN
     export NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
+    export OMPI_MCA_btl_tcp_if_include=$SHOAL_VPN OMPI_MCA_oob_tcp_if_include=$SHOAL_VPN
+    export PRTE_MCA_oob_tcp_if_include=$SHOAL_VPN UCX_NET_DEVICES=$SHOAL_VPN
+    export OMPI_MCA_pml=ob1 OMPI_MCA_btl=^openib,ofi,uct OMPI_MCA_osc=^ucx
 fi
 # What `shoal bench links` measured here says better how many sockets fill a link.
 if [ -r /etc/shoal/nccl.env ]; then

@@ -19,7 +19,7 @@ def variables(folder: Path, address_line: str, **options: object) -> dict[str, s
     program = folder / "ip"
     program.write_text(f"#!/bin/sh\n[ \"$*\" = '-o address show to 100.64.0.7' ] && printf '%s\\n' '{address_line}'\n")
     program.chmod(0o755)
-    script = "MASTER_ADDR=100.64.0.7\n" + text[begin:end] + "env | grep -E '^(NCCL|GLOO|TP)_'\ntrue\n"
+    script = "MASTER_ADDR=100.64.0.7\n" + text[begin:end] + "env | grep -E '^(NCCL|GLOO|TP|OMPI|PRTE|UCX)_'\ntrue\n"
     done = subprocess.run(
         ["bash", "-c", script], env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, text=True
     )
@@ -38,6 +38,13 @@ def test_vpn_interface_is_used_with_many_sockets_and_without_infiniband(tmp_path
         "NCCL_IB_DISABLE": "1",
         "NCCL_SOCKET_NTHREADS": "4",
         "NCCL_NSOCKS_PERTHREAD": "4",
+        "OMPI_MCA_btl_tcp_if_include": interface,
+        "OMPI_MCA_oob_tcp_if_include": interface,
+        "PRTE_MCA_oob_tcp_if_include": interface,
+        "UCX_NET_DEVICES": interface,
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "^openib,ofi,uct",
+        "OMPI_MCA_osc": "^ucx",
     }
 
 
