@@ -57,7 +57,7 @@ COMMANDS = {
     "python -m shoal.train.multiprocess --nprocs 2 train.py": ALONE,
     "python train.py": ALONE,
     "shoal prove train.py -n 4": PROVE,
-    "shoal prove train.py -n 4 -N2 -f shoal.yaml --launcher srun,mpirun": PROVE,
+    "shoal prove train.py -n 4 -N2 -f shoal.yaml --launcher srun,pmix": PROVE,
     "shoal env build torch": ENVIRONMENTS,
     "shoal env list": ENVIRONMENTS,
     "shoal run --env torch -N2 --wait train.py": ENVIRONMENTS,

@@ -243,10 +243,10 @@ def test_training_library_is_importable_and_reads_its_rank(cluster: Jobs, launch
     ]
 
 
-def test_mpirun_ranks_come_from_pmix(cluster: Jobs) -> None:
+def test_ranks_come_from_pmix(cluster: Jobs) -> None:
     if "pmix" not in cluster.on("controller", "sh", "-c", "srun --mpi=list 2>&1"):
         pytest.skip("this Slurm has no PMIx plugin")
-    result = cluster.json("run", "--wait", "--launcher", "mpirun", "-N2", "hello.py", status=None)
+    result = cluster.json("run", "--wait", "--launcher", "pmix", "-N2", "hello.py", status=None)
     hellos = [line["text"] for line in result["lines"] if line["text"].startswith("hello")]
     assert len(hellos) == 4, result["reason"]
 

@@ -135,7 +135,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Jo
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize(
-    ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,mpirun", marks=pytest.mark.matrix)]
+    ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,pmix", marks=pytest.mark.matrix)]
 )
 def test_toy_passes_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> None:
     report = cluster.prove("train.py", "-n", ranks, "-N2", "--launcher", launchers)

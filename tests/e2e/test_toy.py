@@ -44,9 +44,9 @@ nodesets:
 """
 STEPS = 120
 """Ten epochs of 1,437 images in batches of 128."""
-LAUNCHERS = ("srun", "torchrun", "spawn", "mpirun", "python")
+LAUNCHERS = ("srun", "torchrun", "spawn", "pmix", "python")
 WAYS = [(launcher, parallel) for parallel in ("ddp", "fsdp") for launcher in LAUNCHERS]
-EVERY_DAY = [("srun", "ddp"), ("python", "ddp"), ("mpirun", "fsdp")]
+EVERY_DAY = [("srun", "ddp"), ("python", "ddp"), ("pmix", "fsdp")]
 """torchrun and spawn train the page's script. All: `scripts/test -m "matrix or not matrix" tests/e2e/test_toy.py`."""
 MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
 

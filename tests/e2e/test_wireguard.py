@@ -130,6 +130,19 @@ def test_documented_command_spans_the_sites(cluster: Cluster) -> None:
     assert all(f"I am {host}" in done.stdout for host in ("near1", "far1", "far2"))
 
 
+def test_mpi_gets_the_interface_and_a_missing_mpirun_is_explained(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/e2e/test_mpi.py, in the matrix set, has Open MPI itself."""
+    monkeypatch.chdir(cluster.file.parent)
+    variables = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "UCX_NET_DEVICES")
+    Path("mpi.py").write_text(f"import os\nprint(*map(os.environ.get, {variables}))\n")
+    result = cluster.json("run", "--wait", "-N2", "--launcher", "pmix", "mpi.py")
+    assert [line["text"] for line in result["lines"] if line["rank"] >= 0] == ["shoal0 shoal0 shoal0"] * 2, result
+    error = cluster.shoal("run", "--wait", "-N2", "--launcher", "mpirun", "mpi.py", status=1).stderr
+    assert "no mpirun of Open MPI on far1,far2" in error and "openmpi-bin" in error
+
+
 @pytest.mark.matrix
 @ON_DEBIAN_12
 def test_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:

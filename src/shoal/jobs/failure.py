@@ -39,6 +39,8 @@ NO_OUTPUT_SIGNAL = 53
 """The "signal" of a job whose batch script did not start: its node could not open the file for its output."""
 _UNREACHED = "shoal: torchrun on "
 """How the runner's report about an unreachable first node begins."""
+_NO_MPIRUN = "shoal: no mpirun of Open MPI on "
+"""How the batch script's report about nodes begins that lack it."""
 _LOST = "shoal: lost: "
 """How the report about ranks begins that are gone without Slurm's notice."""
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
@@ -100,6 +102,8 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
         return _script(first, lines)
     if record.exit_signal == NO_OUTPUT_SIGNAL:
         return _output_failure(record)
+    if lines:
+        return _killed_ranks(lines)
     return _start_failure(record, batch)
 
 
@@ -251,6 +255,15 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
     return FailureReason("script", text, first.rank, first.node, printed, fix)
 
 
+def _killed_ranks(lines: Sequence[LogLine]) -> FailureReason:
+    """Ranks that were killed together with what records their end, as MPI_Abort does."""
+    last = lines[-1]
+    printed = last_traceback([line.text for line in lines if line.rank == last.rank])
+    place = f" on {last.node}" if last.node else ""
+    text = f"the ranks were killed; rank {last.rank}{place} printed last: {last.text.strip()[:300]}"
+    return FailureReason("script", text, last.rank, last.node, printed)
+
+
 def _rank_lines(end: RankEnd, lines: Sequence[LogLine]) -> list[str]:
     """What a rank printed, without its name, which torch puts before each line of a traceback."""
     return [re.sub(r"^\[rank\d+\]: ?", "", line.text) for line in lines if line.rank == end.rank]
@@ -268,6 +281,7 @@ _WORKER_FIX = (
     "the signal that asked the job to stop ended its data workers first: DataLoader(worker_init_fn=worker_signals)"
 )
 _START_FIX = "name a program that the nodes have: --python /path/to/python"
+_MPIRUN_FIX = "install its package there, openmpi-bin on Debian and Ubuntu; or use --launcher pmix, which needs none"
 _NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"
 _LINE_FIX = "install line_profiler for the Python of the job, or leave out --profile"
 
@@ -287,6 +301,9 @@ def _start_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
         text = f"no rank of the job has started: {unreached.removeprefix('shoal: ')}"
         fix = "let the nodes reach each other on all ports"
         return FailureReason("rendezvous", text, node=record.batch_host, fix=fix)
+    if without := next((text for text in reversed(batch) if text.startswith(_NO_MPIRUN)), ""):
+        text = f"no rank of the job has started: {without.removeprefix('shoal: ')}"
+        return FailureReason("start", text, node=record.batch_host, fix=_MPIRUN_FIX)
     output = tuple(text for text in batch if text.strip())[-10:]
     code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
     if not output:

@@ -39,11 +39,13 @@ class JobLauncher:
     one_task_a_rank: bool
     """Slurm starts every rank itself; otherwise it starts one process a node, which starts the ranks."""
     command: Callable[[LaunchParameters], list[str | ShellText]]
-    """What srun starts."""
+    """What srun or mpirun starts."""
     mpi: str = "none"
     """How srun helps MPI. Only who asks for PMIx gets it: its plugin leaves files on nodes that a crash has hit, and
     then does not start the same step of the same job there again."""
     one_process: bool = False
+    mpirun: bool = False
+    """Open MPI's mpirun starts the ranks, in the batch script and through a daemon on each other node, not srun."""
 
 
 def _rank(rank_from: str) -> Callable[[LaunchParameters], list[str | ShellText]]:
@@ -76,9 +78,14 @@ LAUNCHERS: Mapping[str, JobLauncher] = {
     "srun": JobLauncher(True, _rank("SLURM_PROCID")),
     "torchrun": JobLauncher(False, _torchrun),
     "spawn": JobLauncher(False, _spawn),
-    "mpirun": JobLauncher(True, _rank("PMIX_RANK"), "pmix"),
+    "pmix": JobLauncher(True, _rank("PMIX_RANK"), "pmix"),
+    "mpirun": JobLauncher(True, _rank("OMPI_COMM_WORLD_RANK"), mpirun=True),
     "python": JobLauncher(True, _rank("SLURM_PROCID"), one_process=True),
 }
+
+
+# Binding to cores would give a rank one core, whatever --cpus-per-task says. Slurm has allowed it already to root.
+MPIRUN = ("mpirun", "--allow-run-as-root", "--bind-to none")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from shoal.spec.values import Between, SpecModel, choice, refusal, slurm_time
 
 RENAMED_FIELDS = {"env": "write `export:` for variables, or `environment:` for a Python environment"}
 """Fields of earlier releases, and what to write instead."""
-LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "mpirun", "python")
+LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "pmix", "mpirun", "python")
 PROFILER_NAMES = ("torch", "nsys", "line")
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 """Variables of the operator's that go to a job with a tracker, and never into its script: anybody may read that."""
@@ -169,7 +169,9 @@ class JobSpec(SpecModel):
     args: tuple[Text, ...] = ()
     """Its arguments."""
     launcher: Annotated[str, BeforeValidator(choice("launcher", LAUNCHER_NAMES))] = option(
-        "What starts the processes: srun, torchrun, spawn, mpirun or python. Default: srun.", "WORD", default="srun"
+        f"What starts the processes: {', '.join(LAUNCHER_NAMES[:-1])} or {LAUNCHER_NAMES[-1]}. Default: srun.",
+        "WORD",
+        default="srun",
     )
     nodes: Count | None = option("How many nodes. Default: 1, or as many as --nodelist names.", "NUMBER", "-N")
     gpus_per_node: Annotated[int, Between(0, 1024)] | None = option(

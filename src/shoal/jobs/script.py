@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shoal import contract
 from shoal.hostlist import compress, expand, fold
 from shoal.jobs.delivery import owner_lines, receive_lines
-from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, ShellText
+from shoal.jobs.launchers import LAUNCHERS, MPIRUN, JobLauncher, LaunchParameters, ShellText
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
@@ -44,6 +44,19 @@ fi
 """.strip().splitlines()
 
 
+_ONE_A_NODE = "--mpi=none --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --cpus-per-task=1"
+
+_REQUIRE_MPIRUN = rf"""
+missing=$(srun {_ONE_A_NODE} \
+    sh -c 'mpirun --version 2> /dev/null | grep -q "Open MPI" || echo "$SLURMD_NODENAME"' | sort | paste -sd, -)
+if [ -n "$missing" ]; then
+    echo "shoal: no mpirun of Open MPI on $missing" >&2
+    exit 127
+fi
+export SLURM_MPI_TYPE=none  # its daemons, one on each other node, are no MPI programs
+""".strip().splitlines()
+
+
 _WAIT = r"""
 while warned=; wait "$ranks"; status=$?; [ "$warned" ]; do :; done  # a warning ends the wait, not the ranks
 """.strip().splitlines()
@@ -62,7 +75,8 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
         lines += receive_lines(shipped, job.nodes)
     lines += rank_variables(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped)]
-    lines += [*_watch(job.spec, shipped), *_WAIT, *_copies("out", shipped)]
+    lines += [*_watch(job.spec, launcher, shipped), *_WAIT]
+    lines += [*(['kill "$relay"'] if launcher.mpirun else []), *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)
 
 
@@ -184,8 +198,9 @@ def rank_variables(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     for name, value in spec.export.items():
         yield f"export {name}={shlex.quote(value)}"
     yield f"export PYTHONPATH={code_path}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
-    # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
-    yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, LAUNCHERS[spec.launcher])}"
+    # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun. mpirun starts one daemon a node with srun.
+    launcher = LAUNCHERS[spec.launcher]
+    yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, launcher) * (job.ranks_per_node if launcher.mpirun else 1)}"
     yield f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"
 
 
@@ -193,7 +208,7 @@ def _copies(way: str, shipped: JobPaths) -> Iterator[str]:
     """On nodes that have copies of shares: filled before the job, brought back after it."""
     otherwise = {"in": "exit 1", "out": "status=${status/#0/1}"}[way]
     if shipped.copies:
-        yield "srun --mpi=none --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --cpus-per-task=1 \\"
+        yield f"srun {_ONE_A_NODE} \\"
         yield f"    sh -c '[ ! -x {contract.STAGE_PROGRAM} ] || exec {contract.STAGE_PROGRAM} {way}' || {otherwise}"
 
 
@@ -202,15 +217,20 @@ def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Itera
     if launcher.mpi == "pmix" and spec.requeue:
         yield "# PMIx may have left files of an earlier turn on a node; a step of another number does not meet them."
         yield "for ((turn = 0; turn < ${SLURM_RESTART_COUNT:-0}; turn++)); do srun --mpi=none -N1 -n1 true; done"
-    srun = ["srun", "--kill-on-bad-exit=1", f"--mpi={launcher.mpi}"]
+    if launcher.mpirun:
+        yield from _REQUIRE_MPIRUN
+        start = [*MPIRUN, f"-n {job.world_size}", f"--map-by ppr:{job.ranks_per_node}:node"]
+    else:
+        start = ["srun", "--kill-on-bad-exit=1", f"--mpi={launcher.mpi}"]
     if spec.output:
-        srun.append("--label")
-    yield " ".join(srun) + " \\"
-    yield f'    {task_command(job, launcher, shipped)} <&"${contract.WARNINGS_VARIABLE}" &'
+        start.append("--tag-output" if launcher.mpirun else "--label")
+    yield " ".join(start) + " \\"
+    stdin = " /dev/null" if launcher.mpirun else f'&"${contract.WARNINGS_VARIABLE}"'
+    yield f"    {task_command(job, launcher, shipped)} <{stdin} &"
 
 
 def task_command(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> str:
-    """What srun starts, in the shell's words."""
+    """What srun or mpirun starts, in the shell's words."""
     spec = job.spec
     runner = ShellText(_runner_path(shipped))
     program = spec.script if "/" in spec.script else f"./{spec.script}"
@@ -222,10 +242,17 @@ def task_command(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> 
     )
 
 
-def _watch(spec: JobSpec, shipped: JobPaths) -> Iterator[str]:
+def _watch(spec: JobSpec, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     yield "ranks=$!"
     program = f"{shlex.quote(spec.python)} -I -S {_runner_path(shipped)}"
-    yield f'{program} watch --srun "$ranks" -- >&"${contract.WARNINGS_VARIABLE}" &'
+    watched = '"$ranks"'
+    if launcher.mpirun:
+        yield "# mpirun gives its standard input to one rank. So beside it, a program on each node hands warnings on."
+        yield f"srun --overlap --quiet --mem=0 {_ONE_A_NODE} \\"
+        yield f'    {program} relay -- <&"${contract.WARNINGS_VARIABLE}" 2> /dev/null &'
+        yield "relay=$!"
+        watched = '"$relay" --mpirun "$ranks"'
+    yield f'{program} watch --srun {watched} -- >&"${contract.WARNINGS_VARIABLE}" &'
 
 
 def _runner_path(shipped: JobPaths) -> str:

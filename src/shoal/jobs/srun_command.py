@@ -45,6 +45,8 @@ def require_no_batch_options(job: JobSpec) -> None:
     for name, why in BATCH_OPTIONS.items():
         if name in job.model_fields_set and getattr(job, name) not in (None, False):
             raise UsageError(f"--now cannot have {option_name(name)}: {why}", hint="leave out one of the two")
+    if LAUNCHERS[job.launcher].mpirun:
+        raise UsageError("--now cannot have --launcher mpirun: a batch script runs it", hint="use --launcher pmix")
 
 
 def require_tasks_alone(job: ResolvedJob, shipped: JobPaths) -> None:

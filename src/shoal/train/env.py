@@ -136,7 +136,9 @@ def _single_process_env(environ: Mapping[str, str]) -> Env:
 def _slurm_placement(variables: VariableReader, world_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The job's nodes and the node rank of every rank, as far as Slurm's variables give them."""
     environ = variables.environ
-    name = variables.first_set(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    # mpirun is in the batch script, on the first node: the step of its daemons has only the other nodes.
+    name = variables.first_set(names[1:] + names[:1] if variables.launcher.name == "mpirun" else names)
     if not name:
         return (), ()
     try:

@@ -85,7 +85,7 @@ def test_time_limit_means_what_it_means_to_sbatch(time: str) -> None:
 WRONG: dict[str, Any] = {
     "launcher": (
         "ssh",
-        '--launcher: unknown launcher, found "ssh", choose one of srun, torchrun, spawn, mpirun, python',
+        '--launcher: unknown launcher, found "ssh", choose one of srun, torchrun, spawn, pmix, mpirun, python',
     ),
     "mem": ("3X", '--mem: not a size, found "3X", write a number and K, M, G or T: 512M, 16G; 0 is the whole node'),
     "array": ("1..3", '--array: not a range of an array, found "1..3", as 0-9%2'),

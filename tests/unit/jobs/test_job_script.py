@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "srun": {"nodes": 2},
     "torchrun": {"nodes": 2, "launcher": "torchrun", "python": "/opt/env/bin/python"},
     "spawn": {"nodes": 2, "launcher": "spawn"},
+    "pmix": {"nodes": 2, "launcher": "pmix"},
     "mpirun": {"nodes": 2, "launcher": "mpirun"},
     "python": {"launcher": "python", "gpus_per_node": 1},
     "every-option": {

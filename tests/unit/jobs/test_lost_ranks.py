@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.jobs.failure import explain_failure
+from shoal.jobs.logs import BATCH, JobLogs, LogLine
+from shoal.jobs.record import JobRecord
 from shoal.remote import runner
 from shoal.remote.runner.watch import lost_ranks
 
@@ -31,7 +34,7 @@ import sys
 sys.path.insert(0, {str(Path(START).parent)!r})
 from runner.watch import watch
 sys.argv[0] = {START!r}
-watch(int(sys.argv[1]), 0.2)
+watch(int(sys.argv[1]), interval=0.2)
 """
 
 
@@ -61,6 +64,42 @@ def test_rank_that_runs_is_not_lost(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert lost_ranks(str(tmp_path), "0", "n1") == ["rank 0"]
+
+
+def test_ranks_killed_with_their_runner_are_explained_by_what_they_printed() -> None:
+    """As after MPI_Abort under PMIx."""
+    record = JobRecord("7", "FAILED", exit_code=137, nodes="fish[1-2]", batch_host="fish1")
+    slurm = LogLine(2.0, BATCH, 0, "slurmstepd-fish1: error: *** STEP 7.0 ON fish1 CANCELLED ***")
+    output = LogLine(1.0, 3, 0, "*** MPI_ERR_WIN: invalid window", "fish2")
+    reason = explain_failure(record, JobLogs((output, slurm), ()))
+    assert reason is not None
+    assert reason.text == "the ranks were killed; rank 3 on fish2 printed last: *** MPI_ERR_WIN: invalid window"
+
+
+def test_nodes_without_mpirun_are_named_with_the_package() -> None:
+    record = JobRecord("7", "FAILED", exit_code=127, nodes="fish[1-2]", batch_host="fish1")
+    said = LogLine(1.0, BATCH, 0, "shoal: no mpirun of Open MPI on fish1,fish2")
+    reason = explain_failure(record, JobLogs((said,), ()))
+    assert reason is not None and "no mpirun of Open MPI on fish1,fish2" in reason.text and "openmpi-bin" in reason.fix
+
+
+def test_warning_beside_mpirun_reaches_the_ranks_of_the_node(tmp_path: Path) -> None:
+    handles = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5)); print(flush=True)"
+    waits = [sys.executable, "-c", handles + "; signal.pause()", "/start.py", "rank", ""]
+    relay = [sys.executable, "-I", "-S", START, "relay", "--"]
+    with subprocess.Popen(waits, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        (tmp_path / f"pids.{os.uname().nodename}").mkdir()
+        (tmp_path / f"pids.{os.uname().nodename}" / str(process.pid)).touch()
+        with subprocess.Popen(relay, env={"SHOAL_JOB_DIR": str(tmp_path)}, stdin=subprocess.PIPE) as beside:
+            try:
+                assert beside.stdin is not None
+                beside.stdin.write(b"\nUSR1\n")
+                beside.stdin.flush()
+                assert process.wait(60) == 5 and beside.poll() is None
+            finally:
+                process.kill()
+                beside.kill()
 
 
 @pytest.mark.parametrize("gone", [True, False])

@@ -94,6 +94,7 @@ def test_own_rendezvous_of_the_user_is_left_alone() -> None:
         ({"signal": "USR1@120"}, "--now cannot have --signal"),
         ({"output": "x.log"}, "--now cannot have --output"),
         ({"error": "x.log"}, "--now cannot have --error"),
+        ({"launcher": "mpirun"}, "--now cannot have --launcher mpirun"),
     ],
 )
 async def test_options_of_batch_jobs_are_rejected_before_anything_is_asked(

@@ -99,6 +99,11 @@ def test_torch_variables_are_set_under_every_launcher(node: MakeNode) -> None:
     made = node(f"import os\nprint([os.environ[name] for name in {names}])")
     made.run()
     assert made.text() == ["['1', '2', '1', '2', '0']"]
+    # As Open MPI's daemon on the second of two nodes has them: Slurm's are those of the daemon.
+    made.env.update({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "OMPI_COMM_WORLD_RANK": "3"})
+    made.env.update({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    made.run("rank", "--rank-from", "OMPI_COMM_WORLD_RANK")
+    assert made.text("rank-3.0.log") == ["['3', '4', '1', '2', '1']"]
 
 
 def test_script_starts_in_the_working_directory_of_its_own_tree(node: MakeNode) -> None:

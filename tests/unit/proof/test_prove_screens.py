@@ -76,7 +76,11 @@ def test_failed_proof_shows_each_cause_once_with_its_runs() -> None:
 @pytest.mark.parametrize(
     ("words", "said", "fix"),
     [
-        (["--launcher", "zun,srun"], "--launcher names zun", "use srun, torchrun, spawn, mpirun, comma-separated"),
+        (
+            ["--launcher", "zun,srun"],
+            "--launcher names zun",
+            "use srun, torchrun, spawn, pmix, mpirun, comma-separated",
+        ),
         (["--launcher", "srun"], "srun needs a cluster; on this machine", "name the cluster with --file or --cluster"),
         (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, comma-separated"),
         (["--dtype", "bf16"], "--dtype is 'bf16'", "use float64 or float32"),

@@ -136,6 +136,13 @@ PLACES: dict[str, tuple[Mapping[str, str], tuple[object, ...]]] = {
         IN_ONE_TASK | MPIRUN,
         ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0),
     ),
+    "mpirun in a batch script, whose daemons sit on the other nodes alone": (
+        IN_ONE_TASK
+        | MPIRUN
+        | {"SLURM_STEP_NODELIST": "gpu02", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+        | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
+        ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0),
+    ),
     "srun that an MPI library took for its own mpirun": (
         SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
         ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0),

@@ -3,7 +3,8 @@
     start.py rank --rank-from VARIABLE -- COMMAND    one rank: its log with time stamps, its signals, how it ended
     start.py spawn --nproc N -- COMMAND              one a node, starts N of the above
     start.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
-    start.py watch --srun PID --                     beside srun, ends it when ranks are gone and Slurm has not noticed
+    start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
+    start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
     start.py lost --                                 prints which ranks of this node are gone
 
 It is sent as it is and stands alone there, so its files know each other by where they lie.
@@ -19,17 +20,19 @@ def main(argv: list[str]) -> int:
     if mode == "rank":
         from .rank import Rank  # every rank waits for what it loads
 
-        return Rank(int(os.environ[options[1]]), command).run()
+        return Rank(options[1], command).run()
     if mode in ("watch", "lost"):
         from .watch import lost_ranks, watch
 
         if mode == "watch":
-            return watch(int(options[1]))
+            return watch(*map(int, options[1::2]))
         node = os.environ["SLURMD_NODENAME"]
         restart = os.environ.get("SLURM_RESTART_COUNT", "0")
         for rank in lost_ranks(os.environ["SHOAL_JOB_DIR"], restart, node):
             print(rank, "on", node)
         return 0
-    from .launch import agent, spawn
+    from .launch import agent, relay, spawn
 
+    if mode == "relay":
+        return relay()
     return spawn(int(options[1]), command) if mode == "spawn" else agent(command)

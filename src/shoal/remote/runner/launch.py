@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .node import STOP_SIGNALS, ignore_signals, note_warning, read_warnings, registered
+from .node import STOP_SIGNALS, WARNING_SIGNALS, ignore_signals, note_warning, read_warnings, registered
 
 REPORT_AFTER_S = 8.0
 """As long as `shoal.train.init` waits before it explains."""
@@ -61,28 +61,37 @@ def spawn(count: int, command: list[str]) -> int:
 
 def agent(command: list[str]) -> int:
     """Start torchrun deaf to the stop signals and pass these on to the ranks, which it starts out of our sight."""
-    directory = os.environ["SHOAL_JOB_DIR"]
     first = os.environ.get("SLURM_NODEID", "0") == "0"
     # What differs from node to node. torchrun reads any of its options from a variable with PET_ before its name.
     os.environ["PET_RDZV_CONF"] = "is_host=%s" % ("true" if first else "false")
     os.environ["PET_LOCAL_ADDR"] = os.environ.get("SLURMD_NODENAME", "")
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-
-    def pass_on(number: int, frame: object) -> None:
-        note_warning(number)
-        for pid in registered(directory):
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-
     for number in STOP_SIGNALS:
-        signal.signal(number, pass_on)
+        signal.signal(number, signal_ranks)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
-    read_warnings(lambda number: pass_on(number, None) if number in STOP_SIGNALS else None)
+    read_warnings(signal_ranks)
     if not first:
-        watch_arguments = (lambda: bool(registered(directory)),)
+        watch_arguments = (lambda: bool(registered(os.environ["SHOAL_JOB_DIR"])),)
         threading.Thread(target=watch_rendezvous, args=watch_arguments, daemon=True).start()
     status = child.wait()
     return status if status >= 0 else 128 - status
+
+
+def relay() -> int:
+    """Pass warnings on to the ranks of this node: mpirun hands standard input to its first rank alone."""
+    for number in WARNING_SIGNALS:
+        signal.signal(number, signal_ranks)
+    read_warnings(signal_ranks)
+    while True:  # until the batch script ends it
+        signal.pause()
+
+
+def signal_ranks(number: int, frame: object = None) -> None:
+    """Send a stop signal to the ranks that others have started on this node."""
+    note_warning(number)
+    for pid in registered(os.environ["SHOAL_JOB_DIR"]) if number in STOP_SIGNALS else ():
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
 
 def watch_rendezvous(joined: Callable[[], bool], silence: float = REPORT_AFTER_S) -> None:

@@ -42,8 +42,10 @@ RETRY_S = 0.5
 class Rank:
     """One process of the user's script."""
 
-    def __init__(self, rank: int, command: list[str]) -> None:
-        self.rank = rank
+    def __init__(self, rank_from: str, command: list[str]) -> None:
+        self.rank_from = rank_from
+        """The variable of the launcher that has the rank."""
+        self.rank = rank = int(os.environ[rank_from])
         self.command = command
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.directory = os.environ["SHOAL_JOB_DIR"]
@@ -94,7 +96,7 @@ class Rank:
         return wake_r
 
     def _run_script(self, wake: int) -> int:
-        torch_variables(self.rank)
+        torch_variables(self.rank_from)
         start, before = time.time(), out_of_memory_kills()
         try:
             os.chdir(working_tree(self.directory))
@@ -306,10 +308,16 @@ def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
     return [python, "-m", "shoal.train.profile", *script]
 
 
-def torch_variables(rank: int) -> None:
+def torch_variables(rank_from: str) -> None:
     """What torch reads from the environment, where the launcher has not set it."""
-    nodes, world = (int(os.environ.get(name, "1")) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
-    local, node = (os.environ.get(name, "0") for name in ("SLURM_LOCALID", "SLURM_NODEID"))
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world // nodes}
+    rank = int(os.environ[rank_from])
+    if rank_from.startswith("OMPI_"):  # Slurm's variables are those of the batch script, or of a daemon of mpirun
+        local, world, here = (int(os.environ["OMPI_COMM_WORLD_" + n]) for n in ("LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+        node = rank // here
+    else:
+        nodes, world = (int(os.environ.get(name, "1")) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
+        local, node = (int(os.environ.get(name, "0")) for name in ("SLURM_LOCALID", "SLURM_NODEID"))
+        here = world // nodes
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
     for name, value in {**variables, "GROUP_RANK": node, "NODE_RANK": node}.items():
         os.environ.setdefault(name, str(value))

@@ -26,8 +26,8 @@ ABORT_S = 40.0
 """As long as srun waits for ranks that it was told to end."""
 
 
-def watch(srun: int, interval: float = INTERVAL_S) -> int:
-    """Watch until srun ends. Our standard output is its standard input."""
+def watch(srun: int, mpirun: int = 0, interval: float = INTERVAL_S) -> int:
+    """Watch until srun ends. Our standard output is its standard input. Where mpirun started the ranks, it is ended."""
     expected = int(os.environ["SLURM_JOB_NUM_NODES"])
     while _is_running(srun, interval):
         # A word for nobody. A host that came back rejects it, and srun closes its connection.
@@ -44,7 +44,7 @@ def watch(srun: int, interval: float = INTERVAL_S) -> int:
         if gone and _is_running(srun, CONFIRM_S):
             gone &= _ask_nodes() or set()
         if gone and _is_running(srun, 0):
-            _end(srun, sorted(gone))
+            _end(mpirun or srun, sorted(gone))
             break
     return 0
 
@@ -82,7 +82,7 @@ def _ask_nodes() -> set[str] | None:
     return {line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("rank ")}
 
 
-def _end(srun: int, gone: list[str]) -> None:
+def _end(launcher: int, gone: list[str]) -> None:
     sys.stderr.write("shoal: lost: %s: killed with its slurmstepd, or by a restart of the host\n" % ", ".join(gone))
     sys.stderr.flush()
     name = "lost.%s" % os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -90,8 +90,8 @@ def _end(srun: int, gone: list[str]) -> None:
         note.write("\n".join(gone) + "\n")
     for number, pause in ((signal.SIGTERM, ABORT_S), (signal.SIGKILL, 0.0)):
         with contextlib.suppress(OSError):
-            os.kill(srun, number)
-        if not _is_running(srun, pause):
+            os.kill(launcher, number)
+        if not _is_running(launcher, pause):
             return
 
 
