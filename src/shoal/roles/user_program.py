@@ -102,7 +102,8 @@ def _installation(spec: Spec, facts: Facts) -> Document:
 
 def launcher(place: str) -> str:
     """The program. `-I`: neither the current directory nor a user's variables add modules to it."""
-    missing = "Shoal is not installed on this host; use your own machine: pip install shoal, then shoal join USER@HOST"
+    fix = "use your own machine: pip install . in a clone of Shoal, then shoal join USER@HOST"
+    missing = f"Shoal is not installed on this host; {fix}"
     return (
         f"#!/bin/sh\n{HEADER}"
         f'[ -e {place}/.complete ] || {{ echo "{missing}" >&2; exit 1; }}\n'
