@@ -103,6 +103,7 @@ class OrderBlock:
     until: float | None = None
     """None: until `shoal up` runs."""
     why: str = ""
+    nodeset: str = ""
 
     def covers(self, offer: Offer) -> bool:
         return (

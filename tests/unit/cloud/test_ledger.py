@@ -236,6 +236,16 @@ def test_block_ends_with_time_or_by_unblock(path: Path) -> None:
         assert ledger.blocks(0.0) == []
 
 
+def test_block_of_a_nodeset_leaves_the_others_open(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        for nodeset, until in (("large", 700.0), ("huge", 800.0)):
+            ledger.block("lambda", "cpu", "us-west-1", "on-demand", until, f"too small for {nodeset}", nodeset)
+        ledger.block("lambda", "gpu", "us-west-1", "on-demand", 700.0, "out of it")
+        assert [block.why for block in ledger.blocks(0.0, "large")] == ["too small for large", "out of it"]
+        assert [block.why for block in ledger.blocks(0.0, "small")] == ["out of it"]
+        assert [block.until for block in ledger.blocks(0.0)] == [700.0, 800.0, 700.0]
+
+
 def test_longer_block_is_not_shortened(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.block("a", "t", "p", "spot", 1000.0, "long")
@@ -537,6 +547,23 @@ def test_kill_at_any_statement_keeps_acknowledged_writes_and_no_partial_write(pa
     assert status == "0", "the child never came to its end"
     assert int(statement) > 40
     assert seen == set(order)
+
+
+def test_ledger_with_blocks_for_all_nodesets_is_migrated(path: Path) -> None:
+    with Ledger.open(path):
+        pass
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE blocks")
+        database.execute(
+            "CREATE TABLE blocks (account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,"
+            " until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market))"
+        )
+        database.execute("INSERT INTO blocks VALUES ('lambda', '', '', '', NULL, 'its key is wrong')")
+        database.execute("PRAGMA user_version = 3")
+    database.close()
+    for _ in range(2):
+        with Ledger.open(path) as ledger:
+            assert ledger.blocks(0.0, "burst") == [OrderBlock("lambda", why="its key is wrong")]
 
 
 def test_ledger_without_host_keys_is_migrated(path: Path) -> None:

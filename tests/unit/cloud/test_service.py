@@ -12,6 +12,7 @@ from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.rental import cost, micros
+from shoal.cloud.service.context import REJECTED_OFFER_BLOCK_S, UNFIT_PREFIX
 from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
 from shoal.cloud.service.slurm_requests import PowerRequest
 from shoal.spec.rental import Budget
@@ -495,6 +496,19 @@ async def test_node_past_resume_timeout_can_be_resumed_again(tmp_path: Path) -> 
         it.slurm.resume_timeout = 1800
         await settled(it)
         assert job.state == "COMPLETED"
+
+
+async def test_machine_that_one_nodeset_rejects_may_serve_another(tmp_path: Path) -> None:
+    sets = tuple(rented_set(name, 1, choice(CASES["lambda"])) for name in ("large", "small"))
+    async with scene(tmp_path, "lambda", sets=sets) as it:
+        it.joiner.judge = lambda machine: f"{UNFIT_PREFIX}it has 4 CPUs" if machine.node.startswith("large") else ""
+        rejected = it.slurm.submit("1", 1, seconds=600, among=["large1"])
+        await it.until(lambda: "it has 4 CPUs" in rejected.comment)
+        began = it.clock.now()
+        it.slurm.submit("2", 1, seconds=600, among=["small1"])
+        await running(it, "2")
+        assert it.clock.now() - began < REJECTED_OFFER_BLOCK_S
+        assert [rental.node for rental in it.rentals("joined")] == ["small1"]
 
 
 async def test_provider_outage_costs_no_running_job(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from shoal.spec.rental import Budget, RentedSet
 log = logging.getLogger("shoal.elastic")
 
 REJECTED_OFFER_BLOCK_S = 600.0
-"""How long an offer is blocked after one of its machines did not become a working node."""
+"""How long an offer is blocked for a nodeset after one of its machines did not become a working node."""
 
 
 class Joiner(Protocol):
@@ -109,10 +109,13 @@ class ServiceContext:
             self.ledger.record_release(rental.token, why, self.clock.now())
 
     def reject(self, rental: Rental, why: str) -> None:
-        """Release a machine that did not become a working node, and block its offer for a while."""
+        """Release a machine that did not become a working node, and block its offer for its nodeset for a while.
+
+        Other nodesets may need less: fewer CPUs, a higher price.
+        """
         offer, now = rental.offer, self.clock.now()
         until = now + REJECTED_OFFER_BLOCK_S
-        self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why)
+        self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why, rental.nodeset)
         self.release(rental, why)
 
     async def update_slurm(self, update: Awaitable[None]) -> bool:

@@ -23,7 +23,12 @@ from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
-SCHEMA = 3
+SCHEMA = 4
+
+_BLOCKS = """CREATE TABLE blocks (
+    account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
+    until REAL, why TEXT NOT NULL, nodeset TEXT NOT NULL DEFAULT '', PRIMARY KEY (account, type, place, market, nodeset)
+)"""
 
 _TABLES = (
     """CREATE TABLE rentals (
@@ -37,17 +42,20 @@ _TABLES = (
     "CREATE INDEX rentals_state ON rentals (state)",
     "CREATE INDEX rentals_node ON rentals (node)",
     "CREATE TRIGGER rentals_stay BEFORE DELETE ON rentals BEGIN SELECT RAISE(ABORT, 'no row of the ledger goes'); END",
-    """CREATE TABLE blocks (
-    account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
-    until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market)
-)""",
+    _BLOCKS,
     "CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL)",
 )
 _MIGRATIONS = {
-    2: "ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'",
-    3: "ALTER TABLE rentals ADD COLUMN host_key TEXT NOT NULL DEFAULT ''",
+    2: ("ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'",),
+    3: ("ALTER TABLE rentals ADD COLUMN host_key TEXT NOT NULL DEFAULT ''",),
+    4: (
+        "ALTER TABLE blocks RENAME TO old_blocks",
+        _BLOCKS,
+        "INSERT INTO blocks SELECT account, type, place, market, until, why, '' FROM old_blocks",
+        "DROP TABLE old_blocks",
+    ),
 }
-"""By schema version: the statement that migrates from the version before."""
+"""By schema version: the statements that migrate from the version before."""
 
 
 class Ledger:
@@ -191,21 +199,24 @@ class Ledger:
         """The rentals of a node, newest first: the first live one counts."""
         return self._rentals("node = ?", node)[::-1]
 
-    def block(self, account: str, type: str, place: str, market: str, until: float | None, why: str) -> None:
-        """Block orders for something. A longer block stays, unless it is from a clock that was set back."""
+    def block(
+        self, account: str, type: str, place: str, market: str, until: float | None, why: str, nodeset: str = ""
+    ) -> None:
+        """Block orders for something, of one nodeset or of all. A longer block stays, unless a clock was set back."""
         with self._transaction():
             if until is not None:
                 self._execute("DELETE FROM blocks WHERE until > ?", until + MAX_DELAY_S)
             self._execute(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = excluded.until,"
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = excluded.until,"
                 " why = excluded.why WHERE until IS NOT NULL AND (excluded.until IS NULL OR excluded.until >= until)",
-                *(account, type, place, market, until, why),
+                *(account, type, place, market, until, why, nodeset),
             )
 
-    def blocks(self, now: float) -> list[OrderBlock]:
-        """The blocks at that time, without those of a clock that was set back."""
+    def blocks(self, now: float, nodeset: str | None = None) -> list[OrderBlock]:
+        """The blocks at that time, all or those for a nodeset, without those of a clock that was set back."""
         with self._mapped_errors():
-            blocks = [OrderBlock(*row) for row in self._execute("SELECT * FROM blocks")]
+            query = "SELECT * FROM blocks WHERE ?1 IS NULL OR nodeset IN ('', ?1)"
+            blocks = [OrderBlock(*row) for row in self._execute(query, nodeset)]
         return [block for block in blocks if block.until is None or not is_due(block.until, now)]
 
     def unblock(self, account: str = "") -> None:
@@ -236,7 +247,8 @@ class Ledger:
                 self._execute(f"PRAGMA application_id = {APPLICATION}")
                 self._execute(f"PRAGMA user_version = {SCHEMA}")
             for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
-                self._execute(_MIGRATIONS[version])
+                for statement in _MIGRATIONS[version]:
+                    self._execute(statement)
                 self._execute(f"PRAGMA user_version = {version}")
         damage = self._execute("PRAGMA quick_check(1)").fetchone()[0]
         if damage != "ok":

@@ -188,7 +188,7 @@ class Provisioner:
             if not self._needs_machines(group):  # listing offers may take long
                 break
             now = context.clock.now()
-            blocks = context.ledger.blocks(now)
+            blocks = context.ledger.blocks(now, group.nodeset.name)
             offers = self._near_joined(group, choose.candidates(group.nodeset, listed, blocks))
             if not offers and self.catalog.unsure(group.nodeset, blocks):
                 return  # list again before the job is requeued
