@@ -184,6 +184,12 @@ def test_impossible_job_is_rejected_and_an_array_of_ten_thousand_accepted(cluste
     for impossible in ("--time=2:00:00", "--nodes=5"):
         refused = cluster.ssh("controller", f"sbatch {impossible} --wrap true")
         assert refused.returncode != 0 and "error: Batch job submission failed" in refused.stderr, refused
+    cluster.on("controller", "scontrol", "create", "PartitionName=long", "Nodes=lab1")
+    either = ("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true", "--partition=main,long")
+    cluster.on("controller", "scancel", cluster.on("controller", *either, "--time=2:00:00").strip())
+    refused = cluster.ssh("controller", "sbatch --partition=main,long --nodes=5 --wrap true")
+    assert refused.returncode != 0, "neither can start it"
+    cluster.on("controller", "scontrol", "delete", "PartitionName=long")
     array = ("sbatch", "--parsable", "--hold", "--array=1-10000", "--output=/dev/null", "--wrap", "true")
     first = cluster.on("controller", *array).strip()
     second = cluster.on("controller", *array).strip()

@@ -175,8 +175,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "ReturnToService": "2",
         # slurmctld starts batch jobs once a second, and by default skips three of these.
         "SchedulerParameters": "batch_sched_delay=0",
-        # A job that can never start is rejected when it is submitted.
-        "EnforcePartLimits": "ALL",
+        # A job that none of its partitions can ever start is rejected when it is submitted.
+        "EnforcePartLimits": "ANY",
         "MaxArraySize": str(MAX_ARRAY_SIZE),
         "MaxJobCount": str(MAX_JOB_COUNT),
         "SelectType": "select/cons_tres",
