@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -33,6 +34,8 @@ from shoal.spec.cluster_record import RECORD_PATH, parse_record
 from shoal.spec.members import members, rented_sets
 
 CLEANUP_INTERVAL_S = 15.0
+UPDATE_CHECK_INTERVAL_S = 60.0
+"""The interval between attempts to update permanent hosts that failed."""
 
 
 def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
@@ -87,7 +90,13 @@ async def run() -> None:
     report = publish_reports(service.context, kinds, service.catalog, report_files())
     tasks = [
         asyncio.ensure_future(coroutine)
-        for coroutine in (remove_departed(service), JobStarter(controller).run(), copier.run(), report)
+        for coroutine in (
+            remove_departed(service),
+            update_permanent_hosts(service),
+            JobStarter(controller).run(),
+            copier.run(),
+            report,
+        )
     ]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
@@ -126,6 +135,23 @@ async def remove_departed(running: RentalService) -> None:
         except Exception as error:  # retried, and nothing else waits for it
             if problem != str(error):
                 logging.getLogger("shoal.elastic").warning("cannot remove departed nodes yet: %s", error)
+            problem = str(error)
+
+
+async def update_permanent_hosts(running: RentalService) -> None:
+    """Give permanent hosts the names and keys of rented nodes when these change, forever."""
+    joiner, problem = running.context.joiner, ""
+    assert isinstance(joiner, LiveJoiner)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(UPDATE_CHECK_INTERVAL_S):
+                await joiner.members_changed.wait()
+        try:
+            await joiner.update_permanent_hosts()
+            problem = ""
+        except Exception as error:  # retried, and nothing else waits for it
+            if problem != str(error):
+                logging.getLogger("shoal.elastic").warning("cannot update permanent hosts yet: %s", error)
             problem = str(error)
 
 

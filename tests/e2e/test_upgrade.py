@@ -87,9 +87,10 @@ def test_running_cluster_upgrades_without_loss(cluster: tuple[EarlierCluster, st
     made.upgraded = True
     assert made.json("plan")["loses"] == []
     assert made.json("up")["whole"]
-    # The rental service, which `up` restarts, gives the rented host what is new, and the controller its key. The next
-    # `up` gives the key to the others.
-    made.wait("nothing is left to do", lambda: bool(made.json("up")["unchanged"]), seconds=120)
+    # The rental service, which `up` restarts, gives the rented host what is new, and all others its key.
+    made.wait("the others have the key", lambda: _known_hosts(made, "lab1", "burst1") != [], seconds=120)
+    assert _known_hosts(made, "lab1", "burst1") == _known_hosts(made, "controller", "burst1")
+    assert made.json("up")["unchanged"]
     assert _ledger(made) == ledger, "the rental that was alive still is, and no other"
     assert [machine["ended"] for machine in bill(url)["machines"]] == [None]
     assert {state(made, job) for job in jobs.values()} == {"RUNNING"}
@@ -124,6 +125,12 @@ def run_script(cluster: Cluster, tree: Path) -> str:
     out, errors = begun.communicate(timeout=LIMIT)
     assert begun.returncode == 0, errors
     return str(json.loads(out)["id"])
+
+
+def _known_hosts(cluster: Cluster, host: str, node: str) -> list[str]:
+    """The host keys of a node that a host has."""
+    lines = cluster.on(host, "sh", "-c", "cat /etc/ssh/ssh_known_hosts || true").splitlines()
+    return [line for line in lines if line.startswith(f"{node},")]
 
 
 def _ledger(cluster: Cluster) -> list[str]:

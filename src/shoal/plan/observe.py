@@ -51,8 +51,8 @@ class Observation:
     slurm: SlurmView = SlurmView()
 
 
-async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None) -> Observation:
-    """One round trip to each host, all at once."""
+async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None, *, reachability: bool = True) -> Observation:
+    """One round trip to each host, all at once; with WireGuard another one for which members reach which."""
     members = {member.name: member for member in all_members(spec)}
     controller = next(iter(members))
     request = FactsRequest(
@@ -81,7 +81,7 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None) -> Obser
 
     answers = await fleet.each(fleet.targets, observe_host, phase)
     facts = {name: fact for name, (fact, _) in answers.items()}
-    if spec.network.kind == "wireguard":
+    if spec.network.kind == "wireguard" and reachability:
         mesh_facts = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
         facts |= await add_reachability(spec, mesh_facts, fleet)
     if spec.network.kind == "tailscale" and controller in facts:

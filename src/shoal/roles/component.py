@@ -132,6 +132,8 @@ class Component:
     """All services that its documents name, so that an agent asks systemd once."""
     changes_with_members = False
     """Whether its services on a host change when other members come or go."""
+    changes_with_rentals = False
+    """Whether they do on a permanent host when rented nodes come or go."""
     in_containers = False
     """Whether containers behind a tunnel have this component as other hosts do; else they go without it."""
 

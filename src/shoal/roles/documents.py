@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shoal.agent.document import Block, Command, DeviceRule, Document, File, Service
 from shoal.roles import host_address
 from shoal.roles.assembly import FIREWALLD
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, firewall_removal, neighbour_items
-from shoal.roles.component import Cluster, FileQuery, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, TMPFILES, compute, login
 from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
@@ -66,6 +66,18 @@ def membership(cluster: Cluster, member: Member) -> Document:
     if member.name in cluster.tunnels:
         return ()
     components = (component for component in COMPONENTS if component.changes_with_members)
+    return _membership(cluster, member, components)
+
+
+def permanent_membership(cluster: Cluster, member: Member) -> Document:
+    """The same on a permanent host, when rented nodes come or go: names, the firewall, access to shares.
+
+    Its WireGuard peers stay: it reaches rented nodes through the hub, which is the controller.
+    """
+    return _membership(cluster, member, (component for component in COMPONENTS if component.changes_with_rentals))
+
+
+def _membership(cluster: Cluster, member: Member, components: Iterable[Component]) -> Document:
     services = [component.documents(cluster, member).get(Stage.SERVICES, ()) for component in components]
     keys = neighbour_key_items(cluster, member)
     return (*neighbour_items(cluster, member), *keys, *(item for document in services for item in document))

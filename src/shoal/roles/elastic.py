@@ -10,9 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, daemon_unit
+from shoal.agent.document import Block, Command, Directory, Document, File, Packages, SecretRef, Service, daemon_unit
 from shoal.agent.facts import Facts
 from shoal.cloud.status_file import PUBLIC_REPORT
+from shoal.network.tunnel import AUTHORIZED
 from shoal.remote import program_text, shell_command
 from shoal.remote.power_request import REQUESTS, VERBS
 from shoal.remote.rental_ledger import SERVICE
@@ -35,7 +36,10 @@ CONTENTS = f"{SETTINGS}/files.json"
 """What is in the files of the spec's `files`, for machines that join."""
 KEYS = f"{SETTINGS}/keys"
 IDENTITY = f"{SETTINGS}/id_ed25519"
-"""The key with which the controller logs in to rented machines."""
+"""The key with which the controller logs in to rented machines, and to permanent hosts when rented nodes change."""
+PUBLIC_KEY = f"{IDENTITY}.pub"
+BLOCK = "rental service"
+"""The name of the lines in a permanent host's authorized_keys."""
 LEADER_SINCE = f"{SETTINGS}/since"
 """Since when this service is the leader: of two services for one cluster, the later one leads."""
 STATE = "/var/lib/shoal/elastic"
@@ -65,7 +69,10 @@ done
 class ElasticComponent(Component):
     """The rental service, where the spec has rented nodesets."""
 
-    files: Mapping[str, FileQuery] = {UNIT: "there", STATUS: "text", ACCOUNTS: "text"}
+    files: Mapping[str, FileQuery] = {
+        UNIT: "there",
+        **dict.fromkeys((STATUS, ACCOUNTS, PUBLIC_KEY, AUTHORIZED), "text"),
+    }
     services = (SERVICE,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
@@ -78,15 +85,29 @@ class ElasticComponent(Component):
         keys = {secret_name(name): account.key for name, account in provider_accounts(spec).items() if account.key}
         return {**keys, WHEEL_SECRET: SHOAL_WHEEL}
 
+    def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
+        """A key that the other hosts must authorize. It never leaves the controller."""
+        if not _rents(spec, member) or facts.text(PUBLIC_KEY).strip():
+            return ()
+        make = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"shoal {spec.cluster}", "-f", IDENTITY)
+        return (
+            Packages(("openssh-client",)),
+            Directory("/etc/shoal"),
+            Directory(SETTINGS, mode=0o700),
+            Command("make a key for rented machines", make, unless=("test", "-s", PUBLIC_KEY)),
+        )
+
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
+        access = {Stage.BASE: document} if (document := service_access(cluster, member)) else {}
         if _rents(cluster.spec, member):
-            return {Stage.SERVICES: _service_files(cluster.spec), Stage.CONTROLLER: _service_start(cluster.spec)}
+            service = {Stage.SERVICES: _service_files(cluster.spec), Stage.CONTROLLER: _service_start(cluster.spec)}
+            return {**access, **service}
         # slurmctld starts the programs until it has read a configuration without them.
         removed = {Stage.SERVICES: service_removal(), Stage.NODES: program_removal()}
-        return removed if has_service(cluster.facts[member.name]) else {}
+        return {**access, **removed} if has_service(cluster.facts[member.name]) else access
 
     def removal(self) -> Document:
-        return (*service_removal(), *program_removal())
+        return (*service_removal(), *program_removal(), Block(AUTHORIZED, BLOCK, ""))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         """A controller whose Python is too old for Shoal, and rentals that no service would release any more."""
@@ -122,6 +143,22 @@ def _move_finding(host: str, facts: Facts, controller: str) -> Finding:
         return Finding("info", what, host=host)
     fix = "wait until they are released; `shoal up --allow-job-loss` releases them at once"
     return Finding("error", f"{what}; jobs on rented machines would end", machines, fix, host=host)
+
+
+def service_access(cluster: Cluster, member: Member) -> Document:
+    """Lets the rental service log in to a permanent host, from the controller only; or no longer."""
+    permanent = bool(rented_sets(cluster.spec)) and not member.rented and member.name != cluster.controller.name
+    key = cluster.controller_facts.text(PUBLIC_KEY).strip()
+    if not permanent or not key:
+        is_there = f"# BEGIN shoal {BLOCK}\n" in cluster.facts[member.name].text(AUTHORIZED)
+        return (Block(AUTHORIZED, BLOCK, ""),) if is_there else ()
+    make = ("install", "-m", "0600", "/dev/null", AUTHORIZED)
+    line = f'restrict,from="{cluster.addresses.get(cluster.controller.name, "")}" {key}\n'
+    return (
+        Directory("/root/.ssh", mode=0o700),
+        Command("authorized keys", make, unless=("test", "-e", AUTHORIZED)),
+        Block(AUTHORIZED, BLOCK, line),
+    )
 
 
 def install_prefix(spec: Spec) -> str:
@@ -183,7 +220,6 @@ def program_removal() -> Document:
 def _service_files(spec: Spec) -> Document:
     wheel = f"{WHEELS}/{build_wheel().mark}/{build_wheel().name}"
     prefix, restarts = install_prefix(spec), (SERVICE,)
-    make_key = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"shoal {spec.cluster}", "-f", IDENTITY)
     accounts = [name for name, account in provider_accounts(spec).items() if account.key]
     return (
         Directory("/etc/shoal"),
@@ -202,7 +238,6 @@ def _service_files(spec: Spec) -> Document:
         Directory(PROGRAMS),
         File(f"{PROGRAMS}/start", start_program(), mode=0o755),
         *(File(f"{PROGRAMS}/{verb}", program_text("power_request"), mode=0o755) for verb in VERBS),
-        Command("make a key for rented machines", make_key, unless=("test", "-s", f"{IDENTITY}.pub")),
         Directory(INSTALLED),
         Directory(f"{WHEELS}/{build_wheel().mark}"),
         File(wheel, SecretRef(WHEEL_SECRET, build_wheel().sha256)),

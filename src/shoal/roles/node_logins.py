@@ -75,7 +75,7 @@ def known_hosts(cluster: Cluster) -> str:
 
     A host that does not answer keeps its lines: the controller has them.
     """
-    before = _lines_by_host(cluster.controller_facts.text(KNOWN_HOSTS))
+    before = recorded_keys(cluster.controller_facts)
     lines: list[str] = []
     for name, address in sorted(cluster.addresses.items()):
         if name in cluster.facts:
@@ -91,10 +91,10 @@ def host_keys(facts: Facts) -> list[str]:
     return [" ".join(key[:2]) for key in words if len(key) >= 2 and key[0].startswith(KEY_TYPES)]
 
 
-def _lines_by_host(text: str) -> dict[str, list[str]]:
-    """The keys in our block, by host."""
+def recorded_keys(facts: Facts) -> dict[str, list[str]]:
+    """The keys in our block on a host, by member."""
     keys: dict[str, list[str]] = {}
-    block = text.partition(f"# BEGIN shoal {BLOCK}\n")[2].partition(f"# END shoal {BLOCK}\n")[0]
+    block = facts.text(KNOWN_HOSTS).partition(f"# BEGIN shoal {BLOCK}\n")[2].partition(f"# END shoal {BLOCK}\n")[0]
     for line in block.splitlines():
         names, _, key = line.partition(" ")
         keys.setdefault(names.partition(",")[0], []).append(key)

@@ -26,6 +26,7 @@ from shoal.network.wireguard import PEERS, Peer, peers_conf, peers_in
 from shoal.remote import python_command
 from shoal.roles.assembly import assemble
 from shoal.roles.current_conf import CGROUP_CONF, HOSTS, SLURM_CONF
+from shoal.roles.elastic import PUBLIC_KEY
 from shoal.roles.rented import WATCHDOG
 from shoal.slurm.conf import cgroup_conf, slurm_conf
 from shoal.spec.model import Spec
@@ -71,6 +72,7 @@ class Reef:
             SLURM_CONF: slurm_conf(cluster.conf),
             CGROUP_CONF: cgroup_conf(cluster.conf),
             HOSTS: f"# BEGIN shoal members\n{hosts_block(known)}# END shoal members\n",
+            PUBLIC_KEY: "ssh-ed25519 AAAA shoal reef\n",
         }
         files = {path: FileFact(text=text) for path, text in texts.items()}
         c1 = replace(static["c1"], files={**static["c1"].files, **files}, packages=slurm_package("22.05.8-4"))

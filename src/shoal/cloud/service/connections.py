@@ -1,4 +1,4 @@
-"""How the service connects to hosts: the controller is this machine, rented machines are reached by SSH.
+"""How the service connects to hosts: the controller is this machine, the others are reached by SSH.
 
 A machine must show the host key that it got at boot, or replaced at the join. Where a provider runs no boot script, the
 key is trusted on first use and stored under the machine's id, not its address, which another machine may get later.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.cloud.providers.api import RentedInstance
@@ -19,10 +20,12 @@ from shoal.hosts.ssh import SshConnector
 from shoal.plan.connections import Fleet
 
 CONNECT_TIMEOUT_S = 4.0
+PERMANENT = "permanent-"
+"""Begins the names of files with the keys of permanent hosts."""
 
 
 class MachineConnector:
-    """Connects the controller to itself and to rented machines."""
+    """Connects the controller to itself, to rented machines and to permanent hosts."""
 
     def __init__(
         self,
@@ -39,8 +42,8 @@ class MachineConnector:
         self._here = here or LocalConnector()
         self._there = there or _by_ssh
 
-    def fleet(self, machines: Mapping[str, RentedInstance]) -> Fleet:
-        """The controller and these machines, not yet connected."""
+    def fleet(self, machines: Mapping[str, RentedInstance], permanent: Mapping[str, Target] | None = None) -> Fleet:
+        """The controller, these machines and permanent hosts, not yet connected."""
         self._known_hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
         targets = {self._controller: Target(self._controller)}
         connectors = {self._controller: self._here}
@@ -48,12 +51,17 @@ class MachineConnector:
             expected = machine.host_key or None
             targets[name] = Target(name, machine.host, machine.port, machine.user, self._identity, expected)
             connectors[name] = self._there(self._known_hosts / _file_name(machine.id))
+        for name, target in (permanent or {}).items():
+            targets[name] = replace(target, identity=self._identity)
+            connectors[name] = self._there(self._known_hosts / _file_name(f"{PERMANENT}{name}"))
         return Fleet(targets, _ByName(connectors))
 
     def forget_others(self, machines: Iterable[RentedInstance]) -> None:
         """Remove the host keys of all other machines."""
         kept = {_file_name(machine.id) for machine in machines}
         for path in self._known_hosts.glob("*"):
+            if path.name.startswith(PERMANENT):
+                continue
             if path.name.partition(".")[0] not in kept and path.name not in kept:
                 path.unlink(missing_ok=True)
 

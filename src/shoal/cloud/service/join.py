@@ -1,11 +1,11 @@
 """Turns a machine that is up into a node that takes jobs, with the same documents as every host.
 
-Only the controller and rented machines are changed. First the controller learns the new members' names and lets them
-through its firewall and into its network, and so do the other rented nodes; then the new machines become nodes:
+First the controller learns the new members' names and lets them through its firewall and into its network, and so do
+the other rented nodes; then the new machines become nodes:
 
     SSH answers ─▶ host key, name, packages ─▶ membership: keys, network ─▶ GPUs work ─▶ slurmd registers
 
-Permanent hosts are not changed: `shoal up` has already prepared them.
+Permanent hosts learn of them afterwards, and no join waits for that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from shoal.agent.facts import Facts
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join_checks as checks
 from shoal.cloud.service.connections import MachineConnector, connect_to
-from shoal.cloud.service.context import UNFIT_PREFIX
+from shoal.cloud.service.context import UNFIT_PREFIX, log
 from shoal.cloud.service.machine_keys import REPLACE
-from shoal.cloud.service.membership import cluster_with_rented_nodes, membership_change, without_faulty_machines
+from shoal.cloud.service.membership import (
+    cluster_with_rented_nodes,
+    membership_change,
+    permanent_changes,
+    permanent_targets,
+    without_faulty_machines,
+)
 from shoal.cloud.service.settings import KNOWN_HOSTS, ServiceSettings
 from shoal.errors import HostError, HostKeyChanged, ShoalError
 from shoal.hosts.api import Connector
@@ -50,6 +56,8 @@ LOGOUT_TIMEOUT_S = 10.0
 OTHER_KEY_TIMEOUT_S = 180.0
 """How long a machine may show another host key: SSH may answer before the boot script has run."""
 REPLACE_TIMEOUT_S = 60.0
+UPDATE_RETRY_S = 300.0
+"""The pause before a permanent host that could not be updated is tried again. The next `shoal up` updates it, too."""
 _POLL_INTERVAL_S = 0.5
 
 
@@ -96,6 +104,14 @@ class LiveJoiner:
         """Recent members, with the time, until `others` returns them."""
         self._announced: frozenset[str] | None = None
         """The rented nodes that the others know; None before the first change."""
+        self.members_changed = asyncio.Event()
+        """Set when permanent hosts must learn of other rented nodes."""
+        self._cluster: Cluster | None = None
+        """The cluster since the last change of its members."""
+        self._updated: dict[str, Cluster] = {}
+        """What permanent hosts know."""
+        self._update_at: dict[str, float] = {}
+        """When permanent hosts that failed are tried again."""
         self._other_key_since: dict[str, float] = {}
         """Since when machines show another host key than the expected one, by id."""
 
@@ -133,6 +149,36 @@ class LiveJoiner:
             async with self._connector.fleet(neighbours) as fleet:
                 await self._change_membership(fleet, [])
             self._announced = self._known()
+
+    async def update_permanent_hosts(self) -> None:
+        """Give permanent hosts the names, addresses and host keys of the rented nodes. Raises ShoalError."""
+        self.members_changed.clear()
+        cluster, now, controller = self._cluster, time.monotonic(), self._controller.name
+        targets = {
+            name: target
+            for name, target in (permanent_targets(cluster) if cluster else {}).items()
+            if self._updated.get(name) is not cluster and now >= self._update_at.get(name, 0.0)
+        }
+        if cluster is None or not targets:
+            return
+        async with self._connector.fleet(self._neighbours(), targets) as fleet:
+            observed = await observe(fleet, self._spec, reachability=False)
+            fleet.require(controller)
+            documents = without_faulty_machines(
+                fleet,
+                controller,
+                observed.facts,
+                lambda facts: permanent_changes(self._spec, fleet, facts, self._known(), targets),
+            )
+            await self._converge(fleet, documents)
+        for name in targets:
+            if (error := fleet.failures.get(name)) is None:
+                self._updated[name] = cluster
+                self._update_at.pop(name, None)
+                continue
+            if name not in self._update_at:
+                log.info("%s: cannot update its list of rented nodes: %s; `shoal up` does", name, error.cause)
+            self._update_at[name] = now + UPDATE_RETRY_S
 
     async def _join(self, machines: Mapping[str, RentedInstance]) -> dict[str, str]:
         nodes = dict(machines)
@@ -305,6 +351,8 @@ class LiveJoiner:
         fleet.require(controller)  # it must accept the new ones first
         await self._converge(fleet, {name: by_stage.get(Stage.SERVICES, ()) for name, by_stage in stages.items()})
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
+        self._cluster = change.cluster
+        self.members_changed.set()
         return change.cluster, {**failed, **change.refused}
 
     async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, RentedInstance]) -> dict[str, str]:

@@ -14,13 +14,15 @@ from shoal.agent.document import Document
 from shoal.agent.facts import Facts, FileFact
 from shoal.cloud.service.context import log
 from shoal.errors import HostError, ShoalError
+from shoal.hosts.api import Target
 from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.plan.connections import Fleet
-from shoal.plan.reachability import connection_addresses
+from shoal.plan.reachability import SSH_PORT, connection_addresses
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage, choose_ids
 from shoal.roles.current_conf import read_current_conf
-from shoal.roles.documents import documents, membership
+from shoal.roles.documents import documents, membership, permanent_membership
+from shoal.roles.node_logins import recorded_keys
 from shoal.roles.registry import component_findings
 from shoal.roles.user_ids import choose_user_ids
 from shoal.spec.members import members, rented_members
@@ -56,6 +58,27 @@ def membership_change(
         {name: documents(cluster, by_name[name]) for name in due if name in new},
         {name: membership(cluster, by_name[name]) for name in due if name not in new},
     )
+
+
+def permanent_targets(cluster: Cluster) -> dict[str, Target]:
+    """Where the controller reaches the permanent hosts: at the addresses and with the host keys that it has of them."""
+    keys = recorded_keys(cluster.controller_facts)
+    return {
+        member.name: Target(
+            member.name, cluster.addresses[member.name], member.port or SSH_PORT, "root", host_key=keys[member.name][0]
+        )
+        for member in members(cluster.spec)[1:]
+        if member.name in cluster.addresses and keys.get(member.name)
+    }
+
+
+def permanent_changes(
+    spec: Spec, fleet: Fleet, facts: Mapping[str, Facts], known: Collection[str], hosts: Collection[str]
+) -> dict[str, Document]:
+    """What changes on permanent hosts for the `known` rented nodes."""
+    cluster = cluster_with_rented_nodes(spec, fleet, facts, known)
+    due = [member for member in cluster.members if member.name in hosts and member.name in facts]
+    return {member.name: permanent_membership(cluster, member) for member in due}
 
 
 def without_faulty_machines(
