@@ -43,7 +43,10 @@ nodesets:
   burst: {{provider: acme, type: gpu-2, max: 2, idle: 10s, cpus: 1, memory: 1G, gpus: 2}}
   spot: {{provider: acme, type: cpu, market: spot, max: 1, idle: 10s, cpus: 1, memory: 1G}}
   small: {{provider: acme, type: gpu, max: 1, idle: 10s, cpus: 2, memory: 1G}}
+  enough: {{provider: acme, type: gpu, max: 1, idle: 10s, cpus: 1, memory: 1G}}
   poor: {{provider: acme, type: cpu, max: 2, idle: 10s, cpus: 1, memory: 1G, budget: {{per_hour: 0.06}}}}
+files:
+  /opt/site/note: {{source: note, hosts: [burst]}}
 """
 CONFINED = f"""\
 cluster: {NAME}-cg
@@ -57,7 +60,9 @@ nodesets:
 
 @pytest.fixture(scope="module")
 def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
-    with renting(tmp_path_factory.mktemp("rented"), SPEC, Cloud("sandbox", KEY)) as (cluster, urls):
+    place = tmp_path_factory.mktemp("rented")
+    (place / "note").write_text("from the file\n")
+    with renting(place, SPEC, Cloud("sandbox", KEY)) as (cluster, urls):
         yield cluster, urls["sandbox"]
 
 
@@ -65,10 +70,11 @@ def test_job_starts_two_rented_nodes_and_they_are_released(rented: tuple[Cluster
     cluster, url = rented
     assert asleep(cluster)
     assert bill(url)["machines"] == []
-    job = submit(cluster, BOTH, "srun sh -c 'hostname; echo $CUDA_VISIBLE_DEVICES'", "--gpus-per-node=2")
+    show = "srun sh -c 'hostname; cat /opt/site/note; echo $CUDA_VISIBLE_DEVICES'"
+    job = submit(cluster, BOTH, show, "--gpus-per-node=2")
     cluster.wait("the job ends", lambda: state(cluster, job) not in UNFINISHED, seconds=240)
     assert state(cluster, job) == "COMPLETED", printed(cluster, job)
-    assert sorted(printed(cluster, job)) == ["0,1", "0,1", "burst1", "burst2"]
+    assert sorted(printed(cluster, job)) == ["0,1", "0,1", "burst1", "burst2", *["from the file"] * 2]
     assert len(bill(url)["machines"]) == 2
     cluster.wait("its nodes go", lambda: ended(url), seconds=240)
 
@@ -135,6 +141,9 @@ def test_machine_with_fewer_cpus_than_its_nodeset_is_explained_on_the_job(rented
     said = "it has 1 CPUs and nodeset small says 2 (set `cpus: 1`, `memory: 1024M` there, or rent a larger type)"
     cluster.wait("the job says why it waits", lambda: said in waits_for(cluster, job), seconds=60)
     assert any(said in why for why in cluster.json("status")["rented"]["waiting"].values())
+    other = submit(cluster, "enough1", "true")  # of the same type: the rejection is not for its nodeset
+    cluster.wait("the other job ends", lambda: state(cluster, other) not in UNFINISHED, seconds=240)
+    assert state(cluster, other) == "COMPLETED"
     cluster.on("controller", "scancel", job)
     cluster.wait("its machine goes", lambda: ended(url), seconds=60)
 
