@@ -18,6 +18,7 @@ from pathlib import Path
 from shoal.environments.store import library_files
 from shoal.errors import UsageError
 from shoal.jobs.tree_files import NOTHING, LeftOut, list_tree
+from shoal.remote.log_reader import SENT_TIME
 from shoal.spec.finding import printable
 
 DEFAULT_LIMIT = 64 * 1024 * 1024
@@ -78,12 +79,13 @@ def _bundle(contents: Mapping[str, Path], workdir: str = ".") -> Bundle:
 
 
 def archive(contents: Mapping[str, Path]) -> bytes:
-    """A tar of files and links. Owners and times are left out, so that equal trees give equal bytes."""
+    """A tar of files and links. Owners are left out, and times are equal, so that equal trees give equal bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(contents):
             path = contents[name]
             info = tarfile.TarInfo(name)
+            info.mtime = SENT_TIME
             if path.is_symlink():
                 info.type, info.linkname, info.mode = tarfile.SYMTYPE, str(path.readlink()), 0o777
                 tar.addfile(info)

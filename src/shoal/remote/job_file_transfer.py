@@ -279,7 +279,7 @@ def is_local(name: str, path: str) -> bool:
     inside = name.split("/")[1:]
     if inside[:1] == ["tree"]:
         with contextlib.suppress(OSError):
-            return os.lstat(path).st_mtime <= 0
+            return os.lstat(path).st_mtime <= 1  # SENT_TIME of log_reader.py
     return bool(inside) and (inside[0] == "tree.lock" or inside[0].startswith(("pids.", "tree.")))
 
 

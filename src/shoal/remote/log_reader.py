@@ -42,7 +42,10 @@ CHUNK_BYTES = 1 << 20
 """A line that is longer is printed as several."""
 SEND_BYTES = 48 << 10
 TREE = "tree"
-"""The job's copy of the working tree. Its files have the time 0 until the job writes to them."""
+"""The job's copy of the working tree."""
+SENT_TIME = 1
+"""The time of its files until the job writes to them, in seconds since 1970. Not 0, which sshfs takes for the present.
+Earlier releases of Shoal sent files with 0."""
 INTERNAL = ("pids.", "tree.", "submission", "sent/")
 """How names of what Shoal itself keeps in a job's directory begin."""
 
@@ -302,7 +305,7 @@ def walk(place: str) -> Iterator[tuple[str, os.stat_result]]:
 def is_internal(name: str, status: os.stat_result) -> bool:
     """Whether it is Shoal's own, or came with the job's code and is unchanged."""
     if name.startswith(TREE + "/"):
-        return status.st_mtime_ns == 0
+        return status.st_mtime <= SENT_TIME
     return name.startswith(INTERNAL)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.jobs.bundle import Bundle, runtime, working_tree
+from shoal.remote.log_reader import SENT_TIME
 
 
 @pytest.fixture
@@ -72,6 +73,13 @@ def test_hash_changes_only_with_content_or_mode(tree: Path, tmp_path: Path) -> N
     assert other.hash != first.hash
     (tree / "src" / "train.py").write_text("print(2)\n")
     assert working_tree(tree, "src/train.py").hash not in (first.hash, other.hash)
+
+
+def test_files_have_a_time_that_every_file_system_keeps(tree: Path) -> None:
+    """sshfs stores the present where it is told 0, and then `shoal fetch` would take code for results."""
+    with tarfile.open(fileobj=io.BytesIO(working_tree(tree, "go.sh").data)) as tar:
+        assert {member.mtime for member in tar} == {SENT_TIME}
+    assert SENT_TIME > 0
 
 
 def test_links_stay_links(tree: Path) -> None:

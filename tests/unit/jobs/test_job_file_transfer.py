@@ -19,6 +19,7 @@ import pytest
 from shoal.cloud.service.processes import ProcessResult, run_connected
 from shoal.remote import job_file_transfer
 from shoal.remote.job_file_transfer import EXIT_WITH_CAUSE
+from shoal.remote.log_reader import SENT_TIME
 
 LIMIT = 60.0
 
@@ -105,7 +106,7 @@ def test_job_files_are_fetched_without_local_files(ends: Ends) -> None:
     kept = ("checkpoints/step-1/x", "rank-0.0.end", "rank-0.0.log", "tree/model.pt")
     for path in (*kept, "checkpoints/step-2.tmp-9f/x", "tree/train.py", "tree.lock", "pids.pods1/12", "tree.a.3/half"):
         ends.write(job / path, path)
-    os.utime(job / "tree/train.py", (0, 0))  # as it was sent
+    os.utime(job / "tree/train.py", (SENT_TIME, SENT_TIME))
     ends.write(ends.container / "7.out", "srun: error\n")
     assert ends.fetch() == WELL
     assert files(ends.controller / "7") == {"submission": "first", **{path: path for path in kept}}

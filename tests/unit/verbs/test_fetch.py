@@ -18,6 +18,7 @@ from shoal.hosts.api import Host, Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.hosts.process import LineProcess
 from shoal.plan.progress import NoProgress
+from shoal.remote.log_reader import SENT_TIME
 from shoal.spec.loader import load_text
 from shoal.verbs import fetch as module
 from shoal.verbs.context import Context
@@ -93,7 +94,8 @@ async def test_what_the_job_has_made_is_copied_without_its_code(reef: Reef) -> N
     large = os.urandom(300_000)
     reef.write("n1", "checkpoints/step-1/model", large, 1000).chmod(0o755)
     reef.write("n1", "tree/out/loss.txt", b"1\n")
-    reef.write("n1", "tree/train.py", b"code", 0)
+    reef.write("n1", "tree/train.py", b"code", SENT_TIME)
+    reef.write("n1", "tree/old.py", b"code as an earlier Shoal sent it", 0)
     for name in ("tree.lock", "pids.n1/12", "submission"):
         reef.write("n1", name, b"")
     result = await reef.fetch()
