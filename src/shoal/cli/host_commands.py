@@ -61,7 +61,8 @@ def ssh(
             if not session.finish({"host": host, "forgotten": forgotten}):
                 session.console.print(f"forgot the key of {host}" if forgotten else f"there was no key of {host}")
             return
-        line = session.run(ssh_command(context, host, command or [], job))
+        terminal = all(os.isatty(number) for number in (0, 1, 2))
+        line = session.run(ssh_command(context, host, command or [], job, terminal=terminal))
         if session.finish({"command": line}):
             return
         try:

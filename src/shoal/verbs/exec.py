@@ -14,7 +14,7 @@ from shoal.hosts.fanout import group_equal
 from shoal.hosts.host_keys import HostKeys
 from shoal.hosts.process import program_name
 from shoal.verbs.context import Context
-from shoal.verbs.own_jobs import choose_nodes, job_hosts, own_jobs, run_step, user_ssh_command
+from shoal.verbs.own_jobs import TERMINAL, choose_nodes, job_hosts, own_jobs, run_step, user_ssh_command
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,18 @@ def _suggest_shell(argv: Sequence[str], results: Iterable[Result]) -> str:
     )
 
 
-async def ssh_command(context: Context, host: str | None, argv: Sequence[str], job: str | None = None) -> list[str]:
+async def ssh_command(
+    context: Context, host: str | None, argv: Sequence[str], job: str | None = None, *, terminal: bool = False
+) -> list[str]:
     """The command line for a shell on a host, with this cluster's host keys, or inside a job of an ordinary user.
 
-    Connects first, to learn the host's key.
+    Connects first, to learn the host's key. `terminal`: a command gets a terminal, too, as `srun --pty` needs one.
     """
     argv = argv[1:] if argv[:1] == ["--"] else _reject_options(host or "HOST", argv)
     if host is None and job is None:
         raise UsageError("ssh needs a host or a job", hint="shoal ssh HOST, or shoal ssh --job NUMBER")
     if context.joined is not None:
-        return await user_ssh_command(context, host, job, argv)
+        return await user_ssh_command(context, host, job, argv, terminal=terminal)
     if job is not None:
         host = (await job_hosts(context, job, host))[0]
     assert host is not None
@@ -138,6 +140,7 @@ async def ssh_command(context: Context, host: str | None, argv: Sequence[str], j
         command += ["-l", target.user]
     if target.identity:
         command += ["-i", str(target.identity), "-o", "IdentitiesOnly=yes"]
+    command += TERMINAL if argv and terminal else ()
     # Without `--`, ssh takes options after the address as its own.
     return [*command, target.address or target.name, *(["--", *argv] if argv else [])]
 

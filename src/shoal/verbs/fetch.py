@@ -27,7 +27,7 @@ from shoal.slurm.state import PARTITIONS_COMMAND, parse_partitions
 from shoal.spec.finding import printable
 from shoal.spec.values import minutes
 from shoal.verbs.context import Context, job_file_hosts
-from shoal.verbs.logs import check_job, files_of, find_record
+from shoal.verbs.logs import check_job, check_owner, files_of, find_record
 from shoal.verbs.node_files import nodes_with_files, reader_command, short_job_command
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
@@ -95,6 +95,7 @@ async def fetch(
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await gather_answers(controller, find_record(controller, job))
+        check_owner(context, record)
         files = files_of(context, job, record, directory)
         inside = _path_inside(path, files.directory)
         command = python_command("log_reader", "files", files.owner, files.directory, inside)

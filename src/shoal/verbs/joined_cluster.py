@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -54,6 +55,16 @@ class JoinedCluster:
     @property
     def cluster(self) -> str:
         return self.record.cluster
+
+    @property
+    def user(self) -> str:
+        """The user's name there; empty where `~/.ssh/config` has it, or this machine has no name for the user."""
+        if self.login is not None:
+            return self.login.user or ""
+        try:
+            return pwd.getpwuid(os.geteuid()).pw_name
+        except KeyError:
+            return ""
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -56,6 +56,7 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await gather_answers(controller, find_record(controller, job))
+        check_owner(context, record)
         files = files_of(context, job, record, directory)
         reader = LogReader(files.echo, files.batch_host)
         await _read_hosts(fleet, job_file_hosts(context), files, reader, label=_label(context, record))
@@ -76,6 +77,7 @@ async def follow(
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await gather_answers(controller, find_record(controller, job))
+        check_owner(context, record)
         files = files_of(context, job, record, directory)
         if record is None:
             job_logs = await read(fleet, job_file_hosts(context), files)
@@ -262,6 +264,14 @@ async def _read_hosts(
 def check_job(job: str) -> None:
     if not _JOB.fullmatch(job):
         raise UsageError(f"{job!r} is not a job", hint="give its number, as 17, or 17_3 for one of an array")
+
+
+def check_owner(context: Context, record: JobRecord | None) -> None:
+    """Raise UsageError for the job of another user, whose files an ordinary user cannot read."""
+    user = context.joined.user if context.joined is not None else ""
+    if record is not None and user not in ("", "root", record.user):
+        hint = "what it prints and writes is open to that user alone; `shoal jobs` shows its state"
+        raise UsageError(f"job {record.id} belongs to {record.user}, not to {user}", hint=hint)
 
 
 def files_of(context: Context, job: str, record: JobRecord | None, directory: str | None = None) -> JobFiles:

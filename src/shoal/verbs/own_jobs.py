@@ -23,6 +23,8 @@ _FORMAT = ("-h", "-t", "R", "-o", "%A|%i|%N")
 MY_JOBS_COMMAND = ("squeue", "--me", *_FORMAT)
 _EXIT_LINE = re.compile(r"^srun: error: \S+: task 0: Exited with exit code \d+\n?", re.M)
 """srun's own line about a program that failed. Its status says the same."""
+TERMINAL = ("-t", "-o", "LogLevel=ERROR")
+"""Options of ssh for a command with a terminal, without a line about the end of the connection."""
 LOGIN_SHELL = ("sh", "-c", 'exec "${SHELL:-/bin/sh}" -l')
 
 
@@ -65,7 +67,7 @@ def choose_nodes(jobs: Sequence[RunningJob], job: str | None, hosts: str | None)
     if not chosen:
         raise UsageError(
             "you have no running job",
-            hint="nodes are open to you while a job of yours runs on them; `shoal jobs` lists your jobs",
+            hint="nodes are open to you while a job of yours runs on them; `srun --pty bash`, where you log in, is one",
         )
     nodes: dict[str, RunningJob] = {}
     for one in chosen:
@@ -102,13 +104,15 @@ async def run_step(host: Host, job: RunningJob, node: str, argv: Sequence[str], 
     return Result(result.status, result.stdout, _EXIT_LINE.sub("", result.error_text).encode())
 
 
-async def user_ssh_command(context: Context, host: str | None, job: str | None, argv: Sequence[str]) -> list[str]:
+async def user_ssh_command(
+    context: Context, host: str | None, job: str | None, argv: Sequence[str], *, terminal: bool = False
+) -> list[str]:
     """The command line that opens a shell inside a job of the user's, or on the host that the user logs in to."""
     joined = context.joined
     assert joined is not None
     async with context.controller_host() as entry:
         jobs = await own_jobs(entry)
-    login = _login_command(context, terminal=not argv)
+    login = _login_command(context, ("-t",) if not argv else TERMINAL if terminal else ())
     open_hosts = [member.name for member in joined.record.members]
     if job is None and host is not None and not any(host in one.nodes for one in jobs):
         if (joined.login is not None and host == joined.login.host) or host in open_hosts:
@@ -118,11 +122,11 @@ async def user_ssh_command(context: Context, host: str | None, job: str | None, 
     node, running = next(iter(choose_nodes(jobs, job, host).items()))
     # As ssh does, a command is a line for the user's shell.
     program = ("sh", "-c", " ".join(argv)) if argv else LOGIN_SHELL
-    step = step_command(running.number, [node], program, () if argv else ("--pty",))
+    step = step_command(running.number, [node], program, ("--pty",) if terminal or not argv else ())
     return [*login, shlex.join(step)] if login else list(step)
 
 
-def _login_command(context: Context, *, terminal: bool) -> list[str]:
+def _login_command(context: Context, options: Iterable[str]) -> list[str]:
     """The ssh command line to the host that the user logs in to; empty where this machine is that host."""
     assert context.joined is not None
     login = context.joined.login
@@ -130,8 +134,7 @@ def _login_command(context: Context, *, terminal: bool) -> list[str]:
         return []
     command = ["ssh", "-o", f"UserKnownHostsFile={context.known_hosts}", "-o", "StrictHostKeyChecking=yes"]
     command += ["-o", f"HostKeyAlias={login.host}", *(["-p", str(login.port)] if login.port else [])]
-    command += [*(["-l", login.user] if login.user else []), *(["-t"] if terminal else [])]
-    return [*command, "--", login.host]
+    return [*command, *(["-l", login.user] if login.user else []), *options, "--", login.host]
 
 
 def _open_login(context: Context, host: str, login: list[str], argv: Sequence[str]) -> list[str]:

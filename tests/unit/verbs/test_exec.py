@@ -101,7 +101,9 @@ async def test_ssh_command_has_the_configured_options_and_the_cluster_keys(state
     ]
     assert (await ssh_command(context_of(world), "c1", ["--", "squeue"]))[-3:] == ["10.0.0.1", "--", "squeue"]
     assert (await ssh_command(context_of(world), "c1", []))[-1] == "10.0.0.1"
-    assert world.hosts["c1"].connects == 3
+    line = await ssh_command(context_of(world), "c1", ["srun", "--pty", "bash"], terminal=True)
+    assert line[-8:] == ["-t", "-o", "LogLevel=ERROR", "10.0.0.1", "--", "srun", "--pty", "bash"]
+    assert world.hosts["c1"].connects == 4
 
 
 @pytest.mark.parametrize(

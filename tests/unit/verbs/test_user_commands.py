@@ -19,11 +19,13 @@ from shoal.cloud.service.public_report import PublicReport, parse_report
 from shoal.contract import VERSION
 from shoal.errors import CommandTimeout, ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Result, Target
+from shoal.jobs.record import JobRecord
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordNodeset
 from shoal.verbs.context import Context
 from shoal.verbs.cost import cost
 from shoal.verbs.exec import execute, forget_host, ssh_command
 from shoal.verbs.joined_cluster import JoinedCluster, Login, store
+from shoal.verbs.logs import check_owner
 from shoal.verbs.own_jobs import choose_nodes, parse_running
 from shoal.verbs.provider_accounts import offers
 from shoal.verbs.slurmctld import running_version
@@ -243,11 +245,25 @@ async def test_ssh_opens_a_shell_inside_the_job_through_the_login() -> None:
     )
     line = await ssh_command(context, "n2", ["nvidia-smi", "|", "head"])
     assert line[-1].endswith("--quiet sh -c 'nvidia-smi | head'") and "-t" not in line
+    line = await ssh_command(context, "n2", ["htop"], terminal=True)
+    assert line[-1].endswith("--quiet --pty sh -c htop") and "-t" in line
+    line = await ssh_command(context, "desktop", ["srun", "--pty", "bash"], terminal=True)
+    assert line[-5:] == ["-o", "LogLevel=ERROR", "--", "desktop", "srun --pty bash"] and "-t" in line
     assert (await ssh_command(context, "desktop", []))[-1] == "desktop"
     assert (await ssh_command(context, "c1", ["date"]))[-2:] == ["desktop", "date"]
     for host, message in ((None, "ssh needs a host or a job"), ("n9", "no running job of yours is on n9")):
         with pytest.raises(UsageError, match=message):
             await ssh_command(context, host, [])
+
+
+def test_job_of_another_user_is_named_as_such() -> None:
+    context = context_of(desktop({}))
+    check_owner(context, JobRecord("17", "RUNNING", user="alice"))
+    check_owner(context, None)
+    with pytest.raises(UsageError, match=r"job 18 belongs to bob, not to alice\n  fix: .* open to that user alone"):
+        check_owner(context, JobRecord("18", "RUNNING", user="bob"))
+    # The name is that of ~/.ssh/config: Shoal does not know it.
+    check_owner(context_of(desktop({}), login=Login("desktop")), JobRecord("18", "RUNNING", user="bob"))
 
 
 async def test_ssh_on_a_host_of_the_cluster_needs_no_ssh() -> None:
