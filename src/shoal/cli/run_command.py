@@ -60,6 +60,10 @@ def run(
         context = session.open(phases=False)
         limit = max_size * 1024 * 1024
         spec = _job_spec(script, args, job, options)
+        if not json:
+            from shoal.cli.job_screens import show_script_options
+
+            show_script_options(session.errors, spec.script, spec.args)
         if now:
             return _run_now(session, context, spec, limit, dry_run)
         if dry_run:

@@ -179,9 +179,12 @@ def run_app(app: typer.Typer) -> None:
                 session.status = app(prog_name="shoal", standalone_mode=False) or 0
                 sys.stdout.flush()
             except ClickUsageError as error:
+                hint = _sbatch_hint(error)
                 if json:
-                    raise UsageError(error.format_message(), hint="see --help") from None
+                    raise UsageError(error.format_message(), hint=hint or "see --help") from None
                 error.show()
+                if hint:
+                    session.errors.print(f"  fix: {hint}", markup=False, soft_wrap=True)
                 session.status = UsageError.exit_code
     except typer.Exit as exit_request:
         status = exit_request.exit_code
@@ -190,6 +193,14 @@ def run_app(app: typer.Typer) -> None:
         sys.exit(status)
     discard_output()  # what cannot be written was reported
     sys.exit(status)
+
+
+def _sbatch_hint(error: Any) -> str:
+    """How to give an option that sbatch has and `shoal run` has not."""
+    name = getattr(error, "option_name", "")  # only the error of an unknown option has it
+    if error.ctx is None or error.ctx.info_name != "run" or not name.startswith("--"):
+        return ""
+    return f"if it is an option of sbatch, put --sbatch before it: --sbatch {name}=VALUE"
 
 
 def run_interruptible(work: Coroutine[Any, Any, T], *, message: str = STOPPING) -> T:

@@ -288,9 +288,10 @@ _LINE_FIX = "install line_profiler for the Python of the job, or leave out --pro
 
 def _output_failure(record: JobRecord) -> FailureReason:
     node = record.batch_host or record.nodes
+    path = f", {record.output}" if record.output else ""  # the records of ended jobs do not have it
     return FailureReason(
         "start",
-        f"no rank of the job has started: {node} could not open the file for its output, {record.output}",
+        f"no rank of the job has started: {node} could not open the file for its output{path}",
         node=node,
         fix="make its directory there, with the right to write for the job's user, or name another with --output",
     )

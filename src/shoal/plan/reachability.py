@@ -12,7 +12,7 @@ from shoal.hostlist import compress
 from shoal.network import wireguard
 from shoal.network.wireguard import Peer
 from shoal.plan.connections import Fleet
-from shoal.slurm.conf import SLURMCTLD_PORT, SLURMD_PORT
+from shoal.slurm.conf import PORTS, SLURMCTLD_PORT, SLURMD_PORT
 from shoal.spec.finding import Finding
 from shoal.spec.members import all_members
 from shoal.spec.model import Spec
@@ -197,7 +197,8 @@ def _fix(spec: Spec, port: int) -> str:
             "to one that all others then reach (`hub`)"
         )
     if spec.network.kind == "lan":
-        return f"open TCP port {port} between the hosts, or join them by `network: wireguard`"
+        ports = ", ".join(PORTS)
+        return f"open TCP ports {ports} between the hosts (jobs use others, too), or join them by `network: wireguard`"
     if spec.network.kind == "tailscale":
         return f"run `tailscale ping` on the two, and let the tailnet's rules open TCP port {port} to members"
     return f"open TCP port {port} between the hosts on the network {spec.network.kind}"

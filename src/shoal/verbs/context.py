@@ -329,7 +329,10 @@ def _target(cluster: str, member: Member, instances: dict[str, Instance]) -> Tar
         # A sandbox that root made is visible to root only.
         sudo_hint = "" if os.geteuid() == 0 else "; if root made it, use sudo"
         file_hint = (
-            f"; for your own hosts, change to the directory of their {DEFAULT_FILE}" if cluster == NO_FILE else ""
+            f"; for your own hosts, change to the directory of their {DEFAULT_FILE}; to use a cluster of others, "
+            "`shoal join USER@HOST`"
+            if cluster == NO_FILE
+            else ""
         )
         raise ProviderError(
             f"cluster {cluster}: host {member.name} is not made yet", hint=f"run `shoal up`{sudo_hint}{file_hint}"

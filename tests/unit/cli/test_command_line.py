@@ -157,6 +157,11 @@ def test_invalid_file_is_a_json_object_of_findings(words: list[str]) -> None:
     ("words", "message", "fix"),
     [
         (["up", "--bogus"], "No such option: --bogus", "see --help"),
+        (
+            ["run", "--gres=gpu:1", "train.py"],
+            "No such option: --gres",
+            "if it is an option of sbatch, put --sbatch before it: --sbatch --gres=VALUE",
+        ),
         (["exec"], "Missing argument", "see --help"),
         (["up", "--drain-timeout", "soon"], "Invalid value for '--drain-timeout'", "see --help"),
         (["status", "--cluster", "a b"], "'a b' is not a cluster name", "use lower-case letters, digits and -"),

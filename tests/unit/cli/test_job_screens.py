@@ -19,6 +19,7 @@ from shoal.cli.job_screens import (
     show_job_end,
     show_jobs,
     show_line,
+    show_script_options,
     show_submitted,
 )
 from shoal.cli.run_command import finish_wait
@@ -50,6 +51,15 @@ def test_log_line_can_start_with_its_time() -> None:
     console, out = screen()
     show_line(console, LogLine(1.25, 0, 0, "a"), timestamps=True)
     assert out.getvalue().endswith(":01.250000 [0] a\n")
+
+
+def test_option_of_run_behind_the_script_is_noted() -> None:
+    console, out = screen()
+    show_script_options(console, "train.py", ("--lr", "0.1", "--wait", "-N2", "--launcher=spawn", "--time", "3"))
+    show_script_options(console, "train.py", ("--lr", "0.1", "--output", "x"))
+    assert out.getvalue() == (
+        "note: --wait -N2 --launcher=spawn goes to train.py; options of `shoal run` come before the script\n"
+    )
 
 
 def test_job_list_shows_progress_or_the_reason() -> None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.jobs.failure import NO_OUTPUT_SIGNAL, explain_failure
+from shoal.jobs.logs import JobLogs
 from shoal.jobs.record import SACCT_COMMAND, JobRecord, merge_records, parse_jobcomp, parse_sacct
 from shoal.verbs.logs import exclude_known
 
@@ -88,3 +90,10 @@ def test_job_in_both_sources_is_listed_once() -> None:
         ("1_7", "2-01:00:02"),
         ("4", "00:00:00"),
     ]
+
+
+def test_reason_needs_no_path_that_records_lack() -> None:
+    record = replace(parse_jobcomp(FILE)[1], exit_code=0, exit_signal=NO_OUTPUT_SIGNAL)
+    reason = explain_failure(record, JobLogs())
+    assert reason is not None
+    assert reason.text == "no rank of the job has started: gpu[1-2] could not open the file for its output"

@@ -49,8 +49,8 @@ async def test_unreachable_host_is_reported_with_sources_cause_and_port() -> Non
     async with world.fleet() as fleet:
         findings = await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES)
     assert [str(finding) for finding in findings] == [
-        "n2: cannot be reached from c1,n1, found 10.0.0.12 port 6818: no answer, No route to host, open TCP port 6818 "
-        "between the hosts, or join them by `network: wireguard`"
+        "n2: cannot be reached from c1,n1, found 10.0.0.12 port 6818: no answer, No route to host, open TCP ports "
+        "6817, 6818, 60001-63000 between the hosts (jobs use others, too), or join them by `network: wireguard`"
     ]
 
 
@@ -105,8 +105,8 @@ async def test_check_reports_pairs_before_the_cluster_exists() -> None:
     findings = await check(Context(world.spec, connector=world.connector, registry=tuple))
     told = [str(finding) for finding in findings if finding.level == "error"]
     assert told == [
-        "c1: cannot be reached from n1, found 10.0.0.1 port 6817: no answer, open TCP port 6817 between the hosts, or "
-        "join them by `network: wireguard`"
+        "c1: cannot be reached from n1, found 10.0.0.1 port 6817: no answer, open TCP ports 6817, 6818, "
+        "60001-63000 between the hosts (jobs use others, too), or join them by `network: wireguard`"
     ]
 
 
