@@ -159,7 +159,7 @@ class MachineFields(SpecModel):
     memory: values.Memory | None = None
     """Memory of each host, at least 256M."""
     disk: values.Disk | None = None
-    """Disk space of each host; without it, whatever this machine has."""
+    """Disk space of each host. Without it, 100G where it is rented, else whatever this machine has."""
     gpus: Annotated[int, Between(0, 16)] = 0
     """Simulated GPUs of each host."""
     cgroups: StrictBool = False
