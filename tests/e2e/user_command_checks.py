@@ -58,9 +58,10 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     assert on_host("command -v shoal").strip() == PROGRAM
     state = json.loads(on_host("shoal status --json"))
     assert state["cluster"] == cluster.name and state["nodes"]
-    on_host("printf 'print(6 * 7)\\n' > answer.py")
-    done = json.loads(on_host("shoal run --json --wait answer.py"))
+    on_host('printf \'print(6 * 7, file=open("answer", "w")); print(6 * 7)\\n\' > answer.py')
+    done = json.loads(on_host("shoal run --json --wait --sbatch --nice=7 answer.py"))
     assert "42" in [line["text"] for line in done["lines"]]
+    assert on_host(f"shoal fetch {done['id']} > /dev/null && cat job-{done['id']}/tree/answer") == "42\n"
     on_host("printf 'import time\\ntime.sleep(600)\\n' > wait.py")
     job = json.loads(on_host("shoal run --json wait.py"))["id"]
     cluster.wait("the job runs", lambda: on_host(f"squeue -h -t R -o %i -j {job}").strip() == job)
