@@ -38,6 +38,9 @@ COMMAND_LINE = (
     "root=/dev/vda rw net.ifnames=0 mitigations=off cryptomgr.notests=1 random.trust_cpu=on panic=10 "
     "loglevel=4 systemd.show_status=yes"
 )
+EMULATED_CLOCK = {"x86_64": " tsc=reliable"}
+"""Under emulation all CPUs have one time stamp counter. The kernel trusts it only when told to, and otherwise asks a
+device for the time, which stops both CPUs."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -77,13 +80,14 @@ def machine_options(architecture: str, accelerator: Accelerator, memory_backend:
 def guest_options(boot: BootFiles, accelerator: Accelerator, cpus: int, memory_mb: int, more: str = "") -> list[str]:
     """The command of a machine without network card and /shared. `more` goes to its kernel."""
     home, architecture = boot.place, os.uname().machine
+    words = COMMAND_LINE + (EMULATED_CLOCK.get(architecture, "") if accelerator == "tcg" else "")
     return [
         *machine_options(architecture, accelerator, memory_backend="memory"),
         "-smp", str(cpus), "-m", f"{memory_mb}M",
         # virtiofsd shares the machine's memory.
         "-object", f"memory-backend-memfd,id=memory,size={memory_mb}M,share=on",
         "-kernel", str(boot.kernel), "-initrd", str(boot.initrd),
-        "-append", f"console={console_device(architecture)} {COMMAND_LINE} {more}".rstrip(),
+        "-append", f"console={console_device(architecture)} {words} {more}".rstrip(),
         "-chardev", f"file,id=console,path={home / 'log'},append=on", "-serial", "chardev:console",
         # The host's writes reach this machine's page cache when the host flushes them: a killed QEMU loses as much as
         # a machine without power does.
@@ -129,7 +133,8 @@ async def choose_accelerator(cache: Path, kernel: Path, initrd: Path, progress: 
         if recorded := recorded_accelerator(cache):
             return recorded
         progress("trying whether a virtual machine starts with KVM", 0.0)
-        chosen: Accelerator = "kvm" if await _boots_with_kvm(kernel, initrd) else "tcg"
+        usable = os.access("/dev/kvm", os.R_OK | os.W_OK) and await trial_boots("kvm", kernel, initrd)
+        chosen: Accelerator = "kvm" if usable else "tcg"
         decision = {"boot": BOOT_ID.read_text().strip(), "accelerator": chosen}
         write_atomic(_record(cache), json.dumps(decision))
     if chosen == "tcg":
@@ -141,16 +146,15 @@ def _record(cache: Path) -> Path:
     return cache / "vm" / "accelerator.json"
 
 
-async def _boots_with_kvm(kernel: Path, initrd: Path) -> bool:
-    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        return False
+async def trial_boots(accelerator: Accelerator, kernel: Path, initrd: Path, timeout_s: float = TRIAL_TIMEOUT_S) -> bool:
+    """Whether the kernel comes as far as its initial RAM disk in a guest."""
     architecture = os.uname().machine
     command = [
-        *machine_options(architecture, "kvm"), "-m", f"{TRIAL_MEMORY_MB}M", "-no-reboot", "-serial", "stdio",
+        *machine_options(architecture, accelerator), "-m", f"{TRIAL_MEMORY_MB}M", "-no-reboot", "-serial", "stdio",
         "-kernel", str(kernel), "-initrd", str(initrd),
         "-append", f"console={console_device(architecture)} panic=-1 quiet {TRIAL}",
     ]  # fmt: skip
     with contextlib.suppress(TimeoutError, ProviderError):
-        async with asyncio.timeout(TRIAL_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return TRIAL_PASSED in await call(*command, check=False)
     return False
