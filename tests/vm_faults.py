@@ -35,7 +35,6 @@ size=$(blockdev --getsz /dev/mapper/failing)
 dmsetup suspend --noflush failing
 echo "0 $size error" | dmsetup load failing
 dmsetup resume failing
-echo 3 > /proc/sys/vm/drop_caches
 """
 
 

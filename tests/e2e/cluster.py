@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import vm_image
 from tests.e2e.leftovers import TAG, noted
 from tests.sandbox_faults import SandboxFaults
 
@@ -29,7 +32,7 @@ from shoal.hosts.api import Target
 from shoal.sandbox.provider import SandboxProvider
 
 KIND = os.environ.get("SHOAL_TEST_KIND", "")
-"""What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_limits.py` uses virtual machines."""
+"""What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_confinement.py` uses virtual machines."""
 
 LIMIT = 5400.0 if KIND == "vm" else 600.0
 """Seconds for whatever ends by itself. Generous: the machine may be busy. Reached only by what hangs."""
@@ -80,11 +83,18 @@ class Cluster:
 
     def __init__(self, directory: Path, text: str) -> None:
         self.file = directory / "shoal.yaml"
-        self.file.write_text(of_kind(on_image(text)))
+        text = of_kind(on_image(text))
+        self.file.write_text(text)
         self.name = text.split("cluster:")[1].split()[0]
-        self.provider = SandboxProvider()
         # Host keys of an earlier run would be those of other machines.
         self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state"), TAG: self.name}
+        self.provider = SandboxProvider()
+        self._sockets: Path | None = None
+        if "sandbox: vm" in text:
+            self.provider = SandboxProvider(vm_image.prepare(text))
+            self.env["SHOAL_CACHE"] = str(self.provider.cache)
+            self._sockets = Path(tempfile.mkdtemp(prefix="shoal-ssh-"))
+            atexit.register(shutil.rmtree, self._sockets, ignore_errors=True)
         # Set by pytest-xdist, and in force for the tables of `shoal` as if the user had said so.
         self.env.pop("COLUMNS", None)
         self._begun: list[subprocess.Popen[str]] = []
@@ -147,8 +157,22 @@ class Cluster:
         """A shell command on a sandbox host, without Shoal, also when the spec no longer names it."""
         target = self.instances()[host]
         options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
-        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}", command]
-        return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT / 2)
+        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}"]
+        if self._sockets is not None:
+            line[1:1] = self._share_connection(host, line)
+        return subprocess.run([*line, command], capture_output=True, text=True, timeout=LIMIT / 2)
+
+    def _share_connection(self, host: str, line: list[str]) -> list[str]:
+        """Options for one connection to a host that all commands share: under emulation each login takes seconds."""
+        assert self._sockets is not None
+        socket = self._sockets / host
+        if not socket.exists():
+            alive = ("-o", "ServerAliveInterval=20", "-o", "ControlPersist=300")
+            subprocess.run(
+                [line[0], "-fNM", "-S", str(socket), *alive, *line[1:]], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=LIMIT / 2,
+            )  # fmt: skip
+        return ["-S", str(socket)]
 
     def install(self, packages: Mapping[str, str]) -> None:
         """Install packages of the distribution on hosts, on all at once: their names with blanks, by host."""
@@ -167,6 +191,8 @@ class Cluster:
     def fault(self, what: str, host: str) -> None:
         """cut, heal, freeze, thaw, kill, reboot, fill_disk or empty_disk a host."""
         asyncio.run(getattr(SandboxFaults(self.provider.cache), what)(self.name, host))
+        if self._sockets is not None:
+            (self._sockets / host).unlink(missing_ok=True)
 
     def states(self) -> dict[str, set[str]]:
         """The state flags of every node, by name."""
@@ -202,7 +228,7 @@ def running(directory: Path, text: str, timeout: float = LIMIT) -> Iterator[Clus
 @contextmanager
 def taken_down(cluster: Cluster) -> Iterator[None]:
     """The block begins without any host of a sandbox cluster, and leaves none."""
-    with noted(cluster.name):
+    with noted(cluster.name, cluster.provider.cache):
         cluster.down()
         try:
             yield

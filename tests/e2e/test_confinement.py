@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster, running
+from tests.e2e.cluster import KIND, ON_DEBIAN_12, Cluster, running
 
 pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
 
@@ -89,6 +89,7 @@ def test_background_processes_end_with_their_job(cluster: Cluster) -> None:
     cluster.wait("it is gone", lambda: cluster.on("fish2", *gone) == "")
 
 
+@pytest.mark.skipif(KIND == "vm", reason="every virtual machine has cgroups")
 def test_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) -> None:
     """The settings are the whole cluster's, so the weakest host decides, and jobs run all the same."""
     plain = "  plain: {provider: sandbox, count: 1, memory: 512M}\n"

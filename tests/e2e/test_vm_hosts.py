@@ -1,4 +1,7 @@
-"""Virtual machines beside containers in one sandbox cluster: reboot, power cut, and nothing left behind."""
+"""Virtual machines beside containers in one sandbox cluster: reboot, power cut, and nothing left behind.
+
+A trial guest is part of the daily set. Hosts under emulation take minutes, and have the mark `matrix`.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,22 @@ from tests.e2e.test_sandbox import quiet, settled, ssh, traces
 from tests.sandbox_faults import SandboxFaults
 
 from shoal.hosts.provider import Instance, Request
-from shoal.sandbox import vm_disk
+from shoal.sandbox import images, vm_disk
 from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
-from shoal.sandbox.qemu import programs
+from shoal.sandbox.qemu import programs, trial_boots
 from shoal.spec.member import Shape
 
 pytestmark = [
     pytest.mark.sandbox,
-    pytest.mark.matrix,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
     pytest.mark.skipif(
         not all(shutil.which(name) for name in programs(os.uname().machine)), reason="needs QEMU: see docs/sandbox.md"
     ),
 ]
+MATRIX = pytest.mark.matrix
+TRIAL_TIMEOUT_S = 300.0
+"""Of a trial guest under emulation. It takes nine seconds on an idle machine."""
 CLUSTER = "e2e-vm"
 MACHINE = Shape(cpus=1, memory_mb=512, disk_mb=1000, gpus=2, vm=True)
 WANTED = [Request("machine", MACHINE), Request("twin", MACHINE), Request("box", Shape())]
@@ -63,10 +68,18 @@ def hosts() -> Iterator[dict[str, Instance]]:
             asyncio.run(sandbox.destroy(CLUSTER, quiet))
 
 
+async def test_kernel_and_initial_disk_of_a_machine_boot_under_emulation() -> None:
+    """The one test of virtual machines that takes seconds: a guest that ends once its kernel runs our first program."""
+    sandbox = SandboxProvider()
+    boot = await vm_disk.ensure(sandbox.cache, await images.ensure(sandbox.cache, "debian12", quiet), quiet)
+    assert await trial_boots("tcg", boot.kernel, boot.initrd, TRIAL_TIMEOUT_S)
+
+
 async def on_machine(hosts: dict[str, Instance], command: str) -> str:
     return await ssh(hosts["machine"].target, command, timeout=SSH_TIMEOUT_S)
 
 
+@MATRIX
 async def test_machine_has_its_own_kernel_and_what_was_asked_for(hosts: dict[str, Instance]) -> None:
     assert "cloud" in await on_machine(hosts, "uname -r")
     assert await on_machine(hosts, "hostname; nproc") == "machine\n1"
@@ -78,6 +91,7 @@ async def test_machine_has_its_own_kernel_and_what_was_asked_for(hosts: dict[str
     assert await on_machine(hosts, "ls /dev/nvidia0 /dev/nvidia1 > /dev/null && echo yes") == "yes"
 
 
+@MATRIX
 async def test_two_machines_of_one_snapshot_have_nothing_of_each_other(hosts: dict[str, Instance]) -> None:
     seen = []
     for name in ("machine", "twin"):
@@ -87,6 +101,7 @@ async def test_two_machines_of_one_snapshot_have_nothing_of_each_other(hosts: di
     assert len(seen[0]) == 6 and not set(seen[0]) & set(seen[1]), seen
 
 
+@MATRIX
 async def test_machine_and_container_reach_each_other_and_share_a_directory(hosts: dict[str, Instance]) -> None:
     box, machine = hosts["box"].target, hosts["machine"].target
     assert "1 received" in await on_machine(hosts, f"ping -c1 -W30 {box.address}")
@@ -95,6 +110,7 @@ async def test_machine_and_container_reach_each_other_and_share_a_directory(host
     assert await on_machine(hosts, "cat /shared/note") == "hello"
 
 
+@MATRIX
 async def test_reboot_and_power_cut_keep_the_disk_and_the_key(hosts: dict[str, Instance]) -> None:
     sandbox = SandboxProvider()
     await on_machine(hosts, "echo kept > /root/kept; sync")
@@ -110,6 +126,7 @@ async def test_reboot_and_power_cut_keep_the_disk_and_the_key(hosts: dict[str, I
     await on_machine(hosts, "mount | grep -q virtiofs && cat /shared/note")
 
 
+@MATRIX
 @pytest.mark.parametrize("seconds", [1, 4, 15])
 async def test_destroy_leaves_nothing_of_a_killed_create(tmp_path: Path, seconds: float) -> None:
     shared, cache = SandboxProvider().cache, tmp_path / "cache"
@@ -132,6 +149,7 @@ async def test_destroy_leaves_nothing_of_a_killed_create(tmp_path: Path, seconds
     assert sorted(path.name for path in cache.iterdir()) == ["images", "vm"]
 
 
+@MATRIX
 async def test_host_boots_where_its_snapshot_is_damaged(hosts: dict[str, Instance]) -> None:
     """Needs the snapshot that the hosts above continued from; without one (KVM) there is nothing to damage."""
     sandbox, name = SandboxProvider(), "e2e-vm-damaged"
@@ -153,6 +171,7 @@ async def test_host_boots_where_its_snapshot_is_damaged(hosts: dict[str, Instanc
     assert any("does not continue from the snapshot" in message for message in messages), messages
 
 
+@MATRIX
 async def test_missing_kernel_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vm_disk.KERNELS, os.uname().machine, "linux-image-cloud-none")
     image = next((SandboxProvider().cache / "images/debian12").glob("*/"))

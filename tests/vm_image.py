@@ -1,0 +1,83 @@
+"""A cache for tests on virtual machines: its images have the packages that `up` installs on their hosts.
+
+Under emulation dpkg takes most of the time of an `up`. Here it runs at this machine's speed, once for each image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shoal.errors import ProviderError
+from shoal.local_files import cache_dir, locked
+from shoal.sandbox import images
+from shoal.sandbox.programs import call_logged, last_lines
+
+PACKAGES = (
+    *("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpam-slurm-adopt", "libpmix2"),
+    *("nftables", "chrony", "wireguard-tools", "nfs-kernel-server", "nfs-common", "netbase", "rsync", "sshfs"),
+    *("python3-venv", "quota", "dmsetup", "docker.io", "iptables"),
+)
+STOPPED = (
+    *("munge", "slurmctld", "slurmd", "chrony", "nfs-server", "rpcbind.service", "rpcbind.socket"),
+    *("docker.service", "docker.socket", "containerd"),
+)
+"""Services that `up` or a test enables: a host that has only just been made does not run them."""
+INSTALL = """\
+set -eu
+image=$1 work=$2 packages=$3 stopped=$4
+tree=$work/tree
+mkdir -p "$work/upper" "$work/work" "$tree"
+mount -t overlay -o "lowerdir=$image,upperdir=$work/upper,workdir=$work/work" shoal "$tree"
+mount -t proc proc "$tree/proc"
+cp /etc/resolv.conf "$tree/etc/resolv.conf"
+printf '#!/bin/sh\\nexit 101\\n' > "$tree/usr/sbin/policy-rc.d"
+chmod 755 "$tree/usr/sbin/policy-rc.d"
+chroot "$tree" apt-get -q update
+chroot "$tree" apt-get -qy install --no-install-recommends $packages
+for unit in $stopped; do chroot "$tree" systemctl disable "$unit" || true; done
+umount "$tree/proc"
+# What tells one host from another comes with the host.
+rm -f "$tree/usr/sbin/policy-rc.d" "$tree/etc/resolv.conf" "$tree/etc/munge/munge.key" "$tree/etc/machine-id" \\
+    "$tree/var/lib/dbus/machine-id"
+cp -a "$tree" "$work/image"
+"""
+
+
+def prepare(spec: str) -> Path:
+    """The cache for a cluster of virtual machines, with the images that this text of a spec names."""
+    named = set(re.findall(r"image: (\w+)", spec)) or {"debian12"}
+    recipe = hashlib.sha256("\n".join((*PACKAGES, *STOPPED, INSTALL)).encode()).hexdigest()[:12]
+    shared, cache = cache_dir(), cache_dir() / "vm-tests" / recipe
+    (cache / "vm").mkdir(parents=True, exist_ok=True)
+    if not (cache / "environments").is_symlink():
+        (shared / "environments").mkdir(exist_ok=True)
+        (cache / "environments").symlink_to(shared / "environments")
+    if (shared / "vm/accelerator.json").exists():  # no second trial of KVM
+        shutil.copy(shared / "vm/accelerator.json", cache / "vm/accelerator.json")
+    for image in sorted(named):
+        asyncio.run(_ensure(shared, cache, image))
+    return cache
+
+
+async def _ensure(shared: Path, cache: Path, image: str) -> None:
+    """Install the packages in a layer over the image, and keep both as an image of the same name."""
+    base = await images.ensure(shared, image, lambda text, part: None)
+    place = cache / "images" / image / base.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    async with locked(place.parent):
+        if place.is_dir():
+            return
+        work, log = place.parent / f".preparing-{os.getpid()}", place.parent / "prepare.log"
+        log.write_bytes(b"")
+        alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]
+        arguments = ["sh", "-c", INSTALL, "sh", str(base), str(work), " ".join(PACKAGES), " ".join(STOPPED)]
+        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        if await call_logged(*alone, *arguments, log=log, env=environment) != 0:
+            raise ProviderError(f"cannot prepare image {image}: {last_lines(log.read_text(errors='replace'))}")
+        (work / "image").rename(place)
+        await images.remove_tree(work)
