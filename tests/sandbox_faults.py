@@ -11,8 +11,10 @@ from pathlib import Path
 import asyncssh
 
 from shoal.errors import ProviderError
+from shoal.hosts.provider import Request
 from shoal.sandbox import lifecycle, network, vm
 from shoal.sandbox.layout import HostRecord, Layout
+from shoal.sandbox.provider import SandboxProvider
 
 FILLER = "var/tmp/shoal-filler"
 SHUTDOWN_TIMEOUT_S = 120.0
@@ -56,6 +58,12 @@ class SandboxFaults:
         """Pull the power plug. The disk and the address stay; `create` starts the host again."""
         layout, record = self._find(cluster, host)
         await lifecycle.stop(layout, record.name)
+
+    async def start(self, cluster: str, host: str) -> None:
+        """Switch a killed host on again, and wait until SSH answers."""
+        _, record = self._find(cluster, host)
+        request = Request(record.name, record.shape)
+        await SandboxProvider(self._cache).create(cluster, [request], lambda text, part: None)
 
     async def reboot(self, cluster: str, host: str) -> None:
         """Ask the host to reboot, and wait until SSH answers again."""

@@ -189,7 +189,7 @@ class Cluster:
         self.file.write_text(text.replace(old, new))
 
     def fault(self, what: str, host: str) -> None:
-        """cut, heal, freeze, thaw, kill, reboot, fill_disk or empty_disk a host."""
+        """cut, heal, freeze, thaw, kill, start, reboot, fill_disk or empty_disk a host."""
         asyncio.run(getattr(SandboxFaults(self.provider.cache), what)(self.name, host))
         if self._sockets is not None:
             (self._sockets / host).unlink(missing_ok=True)

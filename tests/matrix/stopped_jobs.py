@@ -22,7 +22,9 @@ from shoal.verbs.context import open_context
 from shoal.verbs.run import run
 
 SIGNALS = ("USR1", "USR2", "TERM")
-CAUSES = (*SIGNALS, "time limit", "preemption", "node killed")
+HOST_LOSSES = ("node killed", "node returns")
+"""Without a warning: its host loses power, and stays away until Slurm has given it up, or is back before."""
+CAUSES = (*SIGNALS, "time limit", "preemption", *HOST_LOSSES)
 WORKERS = (0, 2)
 JOBS = "/shared/jobs"
 SAVE_EVERY = 5
@@ -50,7 +52,7 @@ class Cell:
     @property
     def at_work(self) -> int:
         """The step at which it is stopped: before its first checkpoint, or after it where there is no time to save."""
-        return SAVE_EVERY + 1 if self.cause == "node killed" else 2
+        return SAVE_EVERY + 1 if self.cause in HOST_LOSSES else 2
 
     def __str__(self) -> str:
         return f"{self.launcher}, {self.cause}, {self.workers} workers"
@@ -135,7 +137,7 @@ class Matrix(Cluster):
             "  main: {nodesets: [fish, spare], default: true}\n"
             "  urgent: {nodesets: [fish, spare], priority: 10}\n"
             # A node that is gone is found out sooner than in five minutes.
-            "slurm: {options: {SlurmdTimeout: 20}}\n",
+            "slurm: {options: {SlurmdTimeout: 60}}\n",
         )
         self.tree = directory / "tree"
         self.tree.mkdir()
@@ -155,7 +157,7 @@ class Matrix(Cluster):
         many: dict[str, Any] = {"nodes": 2, "ntasks_per_node": cell.ranks_per_node} if cell.world_size > 1 else {}
         if cell.cause == "time limit":
             many |= {"time": "3", "signal": "USR1@20"}
-        if cell.cause == "node killed":
+        if cell.cause in HOST_LOSSES:
             many |= {"nodelist": "fish2" if cell.world_size == 1 else "fish[1-2]"}
         if cell.cause not in SIGNALS:
             arguments = ("--pause", "10", *arguments)  # until all are at work, or the time is over
@@ -212,6 +214,11 @@ class Matrix(Cluster):
         self.wait(f"{host} is given up", lambda: "DOWN" in self.states()[host], 300)
         self.json("up", timeout=600)
 
+    def return_node(self, host: str = "fish2") -> None:
+        """It is back before Slurm misses it."""
+        self.fault("kill", host)
+        self.fault("start", host)
+
     # ---- the way of a job
 
     def play(self, cells: Iterable[Cell], jobs: list[Stopped], *, hurry: bool, seconds: float = 1800) -> None:
@@ -249,6 +256,7 @@ class Matrix(Cluster):
             return not waiting and not left
 
         strikes: dict[str, Callable[[], None]] = {"preemption": self.preempt, "node killed": self.kill_node}
+        strikes["node returns"] = self.return_node
         for cause, strike in strikes.items():
             targets = [cell for cell in waiting if cell.cause == cause]
             if targets:
@@ -279,7 +287,7 @@ def judge(job: Stopped, whole: Stopped) -> Outcome:
     losses = {line["step"]: line["loss"] for line in steps}
     expected = {line["step"]: line["loss"] for line in whole.lines() if "step" in line}
     lost = sum(count - 1 for count in Counter(line["step"] for line in steps).values())
-    allowed = SAVE_EVERY if job.cell.cause == "node killed" else 0
+    allowed = SAVE_EVERY if job.cell.cause in HOST_LOSSES else 0
     problems = [
         text
         for text, wrong in (

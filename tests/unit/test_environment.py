@@ -76,14 +76,14 @@ def test_partial_environment_is_rebuilt_and_other_requirements_replace_the_packa
     assert (machine.shared("two") / "env/tiny.py").stat().st_ino != before
 
 
-def test_cache_keeps_the_two_latest_environments_and_clusters_keep_theirs(machine: Machine) -> None:
+def test_cache_keeps_the_three_latest_environments_and_clusters_keep_theirs(machine: Machine) -> None:
     first = machine.requirements.read_text()
     machine.provide("one")
-    for more in ("--prefer-binary\n", "--no-binary=x\n"):
+    for more in ("--prefer-binary\n", "--no-binary=x\n", "--no-binary=y\n"):
         machine.requirements.write_text(first + more)
         machine.provide("two")
     environments = [path for path in (machine.cache / "environments").iterdir() if path.is_dir()]
-    assert len(environments) == 2
+    assert len(environments) == 3
     assert (machine.shared("one") / "env/tiny.py").read_text() == "answer = 42\n"
     machine.requirements.write_text(first)
     machine.provide("one")  # rebuilt

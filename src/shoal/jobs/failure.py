@@ -41,7 +41,7 @@ _UNREACHED = "shoal: torchrun on "
 """How the runner's report about an unreachable first node begins."""
 _NO_MPIRUN = "shoal: no mpirun of Open MPI on "
 """How the batch script's report about nodes begins that lack it."""
-_LOST = "shoal: lost: "
+_LOST = "shoal: lost in turn {}: "
 """How the report about ranks begins that are gone without Slurm's notice."""
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
 _LINES = 50
@@ -92,8 +92,9 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
         return _node_failure(record, batch)
     if record.exit_code == EXIT_REQUEUE:
         return _UNFINISHED
-    if lost := next((text for text in reversed(batch) if text.startswith(_LOST)), ""):
-        return _lost_ranks(lost)
+    lost = _LOST.format(restart)
+    if report := next((text for text in reversed(batch) if text.startswith(lost)), ""):
+        return _lost_ranks(report.removeprefix(lost))
     if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
         return _checkpoint_failure(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
@@ -180,10 +181,9 @@ def _node_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
     )
 
 
-def _lost_ranks(line: str) -> FailureReason:
-    text = line.removeprefix(_LOST)
+def _lost_ranks(text: str) -> FailureReason:
     node = match[1] if (match := re.search(r" on ([^\s,:]+)", text)) else ""
-    fix = f"`shoal ssh {node} uptime` tells if the host has restarted; with --requeue the job starts again by itself"
+    fix = f"`shoal ssh {node} journalctl` tells why; with --requeue the job starts again by itself"
     return FailureReason("node failure", f"ranks of the job are gone: {text}", node=node, fix=fix)
 
 

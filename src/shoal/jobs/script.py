@@ -9,7 +9,7 @@ from shoal import contract
 from shoal.hostlist import compress, expand, fold
 from shoal.jobs.delivery import owner_lines, receive_lines
 from shoal.jobs.launchers import LAUNCHERS, MPIRUN, JobLauncher, LaunchParameters, ShellText
-from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
+from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
 from shoal.remote.runner.node import SUBMISSION, WARNING_SIGNALS
@@ -75,8 +75,7 @@ def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
         lines += receive_lines(shipped, job.nodes)
     lines += rank_variables(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped)]
-    lines += [*_watch(job.spec, launcher, shipped), *_WAIT]
-    lines += [*(['kill "$relay"'] if launcher.mpirun else []), *_copies("out", shipped)]
+    lines += [*_watch(job, launcher, shipped), *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)
 
 
@@ -208,7 +207,8 @@ def _copies(way: str, shipped: JobPaths) -> Iterator[str]:
     """On nodes that have copies of shares: filled before the job, brought back after it."""
     otherwise = {"in": "exit 1", "out": "status=${status/#0/1}"}[way]
     if shipped.copies:
-        yield f"srun {_ONE_A_NODE} \\"
+        # The step of ranks that died with their host keeps its share of the job.
+        yield f"srun --overlap --mem=0 {_ONE_A_NODE} \\"
         yield f"    sh -c '[ ! -x {contract.STAGE_PROGRAM} ] || exec {contract.STAGE_PROGRAM} {way}' || {otherwise}"
 
 
@@ -242,9 +242,9 @@ def task_command(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> 
     )
 
 
-def _watch(spec: JobSpec, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
+def _watch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     yield "ranks=$!"
-    program = f"{shlex.quote(spec.python)} -I -S {_runner_path(shipped)}"
+    program = f"{shlex.quote(job.spec.python)} -I -S {_runner_path(shipped)}"
     watched = '"$ranks"'
     if launcher.mpirun:
         yield "# mpirun gives its standard input to one rank. So beside it, a program on each node hands warnings on."
@@ -253,6 +253,12 @@ def _watch(spec: JobSpec, launcher: JobLauncher, shipped: JobPaths) -> Iterator[
         yield "relay=$!"
         watched = '"$relay" --mpirun "$ranks"'
     yield f'{program} watch --srun {watched} -- >&"${contract.WARNINGS_VARIABLE}" &'
+    yield from _WAIT
+    if launcher.mpirun:
+        yield 'kill "$relay"'
+    if job.nodes > 1:
+        yield "# A host that was started again makes srun or the other ranks fail."
+        yield f'[ "$status" = 0 ] || [ -e "$SHOAL_JOB_DIR/lost.${{SLURM_RESTART_COUNT:-0}}" ] || {program} ended --'
 
 
 def _runner_path(shipped: JobPaths) -> str:

@@ -41,7 +41,7 @@ def test_shares_are_copied_around_the_ranks(tmp_path: Path, failing: str, status
     srun.chmod(0o755)
     text = script(copies=True)
     [pipe] = [line for line in text.splitlines() if line.startswith("exec {SHOAL_WARNINGS}")]
-    steps_text = text[text.index("srun --mpi=none") :].partition("# srun may leave")[0]
+    steps_text = text[text.index("srun --overlap") :].partition("# srun may leave")[0]
     body = f'{pipe}\n{steps_text}exit "$status"\n'
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2"}
     done = subprocess.run(["bash", "-c", body], env=env, capture_output=True, text=True)

@@ -383,10 +383,23 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
     ),
     "ranks died with their slurmstepd": (
         FAILED,
-        JobLogs(tuple(printed(BATCH, "shoal: lost: rank 1 on fish2: killed with its slurmstepd", *SRUN))),
+        JobLogs(tuple(printed(BATCH, "shoal: lost in turn 0: rank 1 on fish2: killed with its slurmstepd", *SRUN))),
         "node failure",
         None,
         "ranks of the job are gone: rank 1 on fish2: killed with its slurmstepd",
+    ),
+    "ranks that died with their host in an earlier turn": (
+        JobRecord("7", "FAILED", exit_code=1, restarts=1),
+        JobLogs(
+            (
+                *printed(BATCH, "shoal: lost in turn 0: rank 1 on fish2: the host was started again"),
+                LogLine(3.0, 1, 1, "ValueError: bad"),
+            ),
+            (ended(1, 1, 4.0, restart=1),),
+        ),
+        "script",
+        1,
+        "rank 1 on fish1 failed first, with exit status 1: ValueError: bad",
     ),
     "cancelled": (JobRecord("7", "CANCELLED"), JobLogs(), "cancelled", None, "the job was cancelled"),
     "preempted": (

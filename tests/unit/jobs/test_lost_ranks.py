@@ -14,7 +14,8 @@ from shoal.jobs.failure import explain_failure
 from shoal.jobs.logs import BATCH, JobLogs, LogLine
 from shoal.jobs.record import JobRecord
 from shoal.remote import runner
-from shoal.remote.runner.watch import lost_ranks
+from shoal.remote.runner.node import boot_identity, ranks_before_boot, registered
+from shoal.remote.runner.watch import _is_alive, lost_ranks
 
 START = str(Path(runner.__file__).parents[1] / "start.py")
 # A connection, which it closes when the file `die` is there, as srun does when a slurmstepd has died.
@@ -38,6 +39,12 @@ watch(int(sys.argv[1]), interval=0.2)
 """
 
 
+def register(directory: Path, pid: int, rank: int, turn: int = 0, boot: str = "") -> None:
+    place = directory / f"pids.{os.uname().nodename}"
+    place.mkdir(exist_ok=True)
+    (place / str(pid)).write_text(f"{rank} {turn} {boot or boot_identity()}\n")
+
+
 def ranks(directory: Path, *names: str) -> None:
     directory.mkdir(exist_ok=True)
     for name in names:
@@ -47,8 +54,8 @@ def ranks(directory: Path, *names: str) -> None:
 def test_rank_that_neither_runs_nor_ended_is_lost(tmp_path: Path) -> None:
     ranks(tmp_path, "rank-0.1.node", "rank-0.1.end", "rank-3.1.node", "rank-4.0.node")
     (tmp_path / "rank-5.1.node").write_text("n2\n")
-    assert lost_ranks(str(tmp_path), "1", "n1") == ["rank 3"]
-    assert lost_ranks(str(tmp_path), "1", "n2") == ["rank 5"]
+    assert lost_ranks(str(tmp_path), "1", "n1") == [3]
+    assert lost_ranks(str(tmp_path), "1", "n2") == [5]
     assert lost_ranks(str(tmp_path / "none"), "1", "n1") == []
 
 
@@ -57,13 +64,58 @@ def test_rank_that_runs_is_not_lost(tmp_path: Path) -> None:
     waits = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", "/start.py", "rank", ""]
     with subprocess.Popen(waits, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.read(1)
-        (tmp_path / f"pids.{os.uname().nodename}").mkdir()
-        (tmp_path / f"pids.{os.uname().nodename}" / str(process.pid)).touch()
+        register(tmp_path, process.pid, 0)
         try:
             assert lost_ranks(str(tmp_path), "0", "n1") == []
         finally:
             process.kill()
-    assert lost_ranks(str(tmp_path), "0", "n1") == ["rank 0"]
+    assert lost_ranks(str(tmp_path), "0", "n1") == [0]
+
+
+def test_rank_of_an_earlier_boot_is_gone_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have its number by now. Those of an earlier turn do not count."""
+    ranks(tmp_path, "rank-0.1.node", "rank-1.1.node")
+    register(tmp_path, os.getpid(), 0, turn=1, boot="other")
+    register(tmp_path, 1, 7, turn=0, boot="other")
+    assert ranks_before_boot(str(tmp_path), "1") == [0]
+    assert registered(str(tmp_path)) == {}
+    environ = {"SHOAL_JOB_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_RESTART_COUNT": "1"}
+    for mode, expected in (
+        ("lost", "rank 0 on n1: the host was started again\nrank 1 on n1: killed with its slurmstepd\n"),
+        ("restarted", "rank 0 on n1: the host was started again\n"),
+    ):
+        line = [sys.executable, START, mode, "--"]
+        done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == expected
+
+
+def test_silent_connection_is_not_alive() -> None:
+    row = "0: 0100007F:1F90 0100007F:D2F0 01 00000001:00000000 01:0000002A {} 0 0 4711 2".format
+    assert _is_alive(row("00000001").split()) and not _is_alive(row("00000002").split())
+    assert not _is_alive(row("00000000").replace(" 01 ", " 08 ", 1).split())
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_failure_after_the_restart_of_a_host_is_reported(tmp_path: Path, restarted: bool) -> None:
+    """Of a rank that was killed on a host that still runs, only srun knows why."""
+    ranks(tmp_path / "17", "rank-0.0.node", "rank-1.0.node")
+    if restarted:
+        register(tmp_path / "17", 4711, 1, boot="other")
+    environ = stand_in(tmp_path)
+    line = [sys.executable, START, "ended", "--"]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    report = "shoal: lost in turn 0: rank 1 on n1: the host was started again\n" if restarted else ""
+    assert done.stderr == report and (tmp_path / "17/lost.0").exists() == restarted
+
+
+def stand_in(directory: Path) -> dict[str, str]:
+    """An srun that runs the program here; the environment of a job with it."""
+    (directory / "srun").write_text(
+        f'#!/bin/sh\ntouch {directory}/asked\nwhile [ "$1" != "$PYTHON" ]; do shift; done\nexec "$@"\n'
+    )
+    (directory / "srun").chmod(0o755)
+    environ = {"PATH": f"{directory}:/usr/bin:/bin", "PYTHON": sys.executable, "SHOAL_JOB_DIR": str(directory / "17")}
+    return environ | {"SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n1"}
 
 
 def test_ranks_killed_with_their_runner_are_explained_by_what_they_printed() -> None:
@@ -89,8 +141,7 @@ def test_warning_beside_mpirun_reaches_the_ranks_of_the_node(tmp_path: Path) -> 
     relay = [sys.executable, "-I", "-S", START, "relay", "--"]
     with subprocess.Popen(waits, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.read(1)
-        (tmp_path / f"pids.{os.uname().nodename}").mkdir()
-        (tmp_path / f"pids.{os.uname().nodename}" / str(process.pid)).touch()
+        register(tmp_path, process.pid, 0)
         with subprocess.Popen(relay, env={"SHOAL_JOB_DIR": str(tmp_path)}, stdin=subprocess.PIPE) as beside:
             try:
                 assert beside.stdin is not None
@@ -106,12 +157,7 @@ def test_warning_beside_mpirun_reaches_the_ranks_of_the_node(tmp_path: Path) -> 
 def test_srun_is_ended_only_when_a_node_misses_ranks(tmp_path: Path, gone: bool) -> None:
     job = tmp_path / "17"
     ranks(job, "rank-0.0.node", *([] if gone else ["rank-0.0.end"]))
-    (tmp_path / "srun").write_text(
-        f'#!/bin/sh\ntouch {tmp_path}/asked\nwhile [ "$1" != "$PYTHON" ]; do shift; done\nexec "$@"\n'
-    )
-    (tmp_path / "srun").chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": sys.executable, "SHOAL_JOB_DIR": str(job)}
-    environ |= {"SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n1"}
+    environ = stand_in(tmp_path)
     srun = subprocess.Popen([sys.executable, "-c", SRUN], cwd=tmp_path)
     while not (tmp_path / "up").exists():
         assert srun.poll() is None
@@ -123,8 +169,8 @@ def test_srun_is_ended_only_when_a_node_misses_ranks(tmp_path: Path, gone: bool)
         if gone:
             said = watch.communicate(timeout=60)[1]
             assert srun.wait(60) == -signal.SIGTERM
-            assert said.startswith("shoal: lost: rank 0 on n1: ")
-            assert (job / "lost.0").read_text() == "rank 0 on n1\n"
+            assert said == "shoal: lost in turn 0: rank 0 on n1: killed with its slurmstepd\n"
+            assert (job / "lost.0").read_text() == "rank 0 on n1: killed with its slurmstepd\n"
         else:
             while not (tmp_path / "asked").exists():
                 assert watch.poll() is None

@@ -13,7 +13,7 @@ from tests.unit.jobs.test_runner import Node
 from shoal.cli.job_screens import BarArea
 from shoal.jobs.logs import LogLine, LogReader
 from shoal.remote import log_reader
-from shoal.remote.runner.rank import last_state
+from shoal.remote.runner.output import HOLD_S, MAX_ROWS, Output, last_state
 
 BAR = """\
 import os, sys, time
@@ -58,6 +58,58 @@ def test_bar_is_in_a_file_while_it_moves_and_in_the_log_once(tmp_path: Path) -> 
     lines = [line.split(b" ", 1)[1] for line in log.read_bytes().split(b"\n")[:-1]]
     assert lines == [b"first line", b"2000/2000 done", b"after", b"end"]
     assert not bar.exists()
+
+
+def texts(lines: list[tuple[float, bytes]]) -> list[bytes]:
+    return [text for _, text in lines]
+
+
+def test_plain_lines_are_finished_at_once() -> None:
+    output = Output()
+    assert texts(output.take(b"a\nb\r\n\nc")) == [b"a", b"b", b""]
+    assert (output.unfinished(), output.waits) == (b"c", False)
+    assert texts(output.take(b"d\n")) == [b"cd"]
+    assert output.end() == []
+
+
+def test_bars_below_one_another_are_kept_once_each() -> None:
+    """As tqdm draws them, in pieces as a pipe may cut them."""
+    output = Output()
+    assert output.take(b"\r  0%| epochs") == []
+    for batch in range(3):
+        for data in (b"\n", b"\r batch %d" % batch, b"\x1b", b"[A"):
+            assert output.take(data) == []
+    assert output.unfinished() == b"  0%| epochs   batch 2"
+    assert output.take(b"\n\r         \x1b[A") == []  # the inner one is cleared at its end
+    assert output.unfinished() == b"  0%| epochs"
+    assert output.take(b"\r100%| epochs\n") == [] and output.waits
+    assert texts(output.take(b"done\nbye\n")) == [b"100%| epochs", b"done", b"bye"]
+
+
+def test_line_above_a_bar_is_finished_when_the_cursor_stays_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm.write and the inner bars with `leave`: a line in place of the bar, and the bar again below it."""
+    output = Output()
+    output.take(b"\r 10%|")
+    assert output.take(b"\r      \r{'loss': 1.5}\n\r 20%|") == [] and output.waits
+    assert output.finished() == []
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + HOLD_S + 0.1)
+    assert texts(output.finished()) == [b"{'loss': 1.5}"]
+    assert (output.unfinished(), output.waits) == (b" 20%|", False)
+    assert texts(output.end()) == [b" 20%|"]
+
+
+def test_traceback_below_bars_keeps_its_order() -> None:
+    output = Output()
+    output.take(b"\r 10%| epochs\n\r 5%| batches\x1b[A")
+    lines = texts(output.take(b"Traceback (most recent call last):\n  File\nValueError: bad\n"))
+    assert lines == [b" 10%| epochsTraceback (most recent call last):", b"  File", b"ValueError: bad"]
+
+
+def test_rows_and_lines_are_bounded() -> None:
+    output = Output()
+    assert len(output.take(b"\r x\n" * 1000)) == 1000 - MAX_ROWS + 1
+    assert texts(Output().take(b"y" * 20000)) == [b"y" * 20000]
 
 
 def printed_by(directory: Path, capsysbinary: pytest.CaptureFixture[bytes], bars: dict[str, bytes]) -> list[bytes]:

@@ -5,14 +5,14 @@
     start.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
     start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
     start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
-    start.py lost --                                 prints which ranks of this node are gone
+    start.py ended --                                after srun has failed: was it because a host was started again?
+    start.py lost --                                 prints which ranks of this node are gone, and why
+    start.py restarted --                            prints which of them ran when this node was started again
 
 It is sent as it is and stands alone there, so its files know each other by where they lie.
 """
 
 from __future__ import annotations
-
-import os
 
 
 def main(argv: list[str]) -> int:
@@ -21,16 +21,12 @@ def main(argv: list[str]) -> int:
         from .rank import Rank  # every rank waits for what it loads
 
         return Rank(options[1], command).run()
-    if mode in ("watch", "lost"):
-        from .watch import lost_ranks, watch
+    if mode in ("watch", "ended", "lost", "restarted"):
+        from .watch import check_end, print_lost, watch
 
         if mode == "watch":
             return watch(*map(int, options[1::2]))
-        node = os.environ["SLURMD_NODENAME"]
-        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        for rank in lost_ranks(os.environ["SHOAL_JOB_DIR"], restart, node):
-            print(rank, "on", node)
-        return 0
+        return check_end() if mode == "ended" else print_lost(mode)
     from .launch import agent, relay, spawn
 
     if mode == "relay":

@@ -77,13 +77,13 @@ def _children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def register(directory: str) -> Iterator[None]:
-    """Let this node's agent know the rank while it runs."""
-    place = os.path.join(directory, "pids.%s" % os.uname().nodename)
+def register(directory: str, rank: int) -> Iterator[None]:
+    """Let this node's agent know the rank while it runs. One that is killed with its host stays registered."""
+    place = _registrations(directory)
     os.makedirs(place, exist_ok=True)
     registration = os.path.join(place, str(os.getpid()))
-    with open(registration, "w"):
-        pass
+    with open(registration, "w") as file:
+        file.write("%d %s %s\n" % (rank, os.environ.get("SLURM_RESTART_COUNT", "0"), boot_identity()))
     try:
         yield
     finally:
@@ -91,14 +91,42 @@ def register(directory: str) -> Iterator[None]:
             os.unlink(registration)
 
 
-def registered(directory: str) -> list[int]:
-    place = os.path.join(directory, "pids.%s" % os.uname().nodename)
+def registered(directory: str) -> dict[int, int]:
+    """The processes of the ranks that run here, and which rank each is."""
     with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(place) if _is_ours(int(name))]
+        entries = [(int(name), _registration(directory, name)) for name in os.listdir(_registrations(directory))]
+        return {pid: rank for pid, (rank, _, boot) in entries if boot == boot_identity() and _is_rank(pid)}
+    return {}
+
+
+def ranks_before_boot(directory: str, restart: str) -> list[int]:
+    """The ranks of this turn that ran here when this host was started again."""
+    with contextlib.suppress(OSError):
+        entries = [_registration(directory, name) for name in os.listdir(_registrations(directory))]
+        return sorted(rank for rank, turn, boot in entries if turn == restart and boot != boot_identity())
     return []
 
 
-def _is_ours(pid: int) -> bool:
+def boot_identity() -> str:
+    """Differs from one start of this host to the next. A container has the boot id of the machine it is on."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    with contextlib.suppress(OSError), open("/proc/1/stat") as file:
+        boot += "-" + file.read().rpartition(") ")[2].split()[19]  # when its first process started
+    return boot
+
+
+def _registrations(directory: str) -> str:
+    return os.path.join(directory, "pids.%s" % os.uname().nodename)
+
+
+def _registration(directory: str, name: str) -> tuple[int, str, str]:
+    """The rank, the turn and the boot in which it runs; no turn and no boot where that is still being written."""
+    rank, turn, boot = _content(os.path.join(_registrations(directory), name)).split() or ("-1", "", "")
+    return int(rank), turn, boot
+
+
+def _is_rank(pid: int) -> bool:
     """A number that a killed rank left behind may be another process by now."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:

@@ -30,8 +30,8 @@ from .node import (
     signal_handlers,
     working_tree,
 )
+from .output import Output
 
-LONGEST_LINE = 16 * 1024
 BAR_INTERVAL_S = 0.5
 """So often at most the state of an unfinished line is written."""
 LONGEST_BAR = 1024
@@ -54,7 +54,7 @@ class Rank:
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
         self.echo = os.environ.get("SHOAL_ECHO", "0")
         self.log = -1
-        self.partial = b""
+        self.output = Output()
         self.bar = b""
         """What the file of the unfinished line has."""
         self.bar_time = 0.0
@@ -74,7 +74,7 @@ class Rank:
             path = os.fsdecode(error.filename or self.directory)
             sys.stderr.write("shoal: error: cannot use %s: %s\n" % (path, error.strerror))
             return 127
-        with register(self.directory):
+        with register(self.directory, self.rank):
             with contextlib.suppress(OSError), open(self.name + ".node", "w") as file:
                 file.write(self.node + "\n")
             return self._run_script(wake)
@@ -113,10 +113,8 @@ class Rank:
         status = child.wait()
         with contextlib.suppress(OSError):
             os.unlink(self.name + ".pid")
-        if self.partial:
-            self._line(time.time(), self.partial)
-        self.partial = b""
-        self._show_partial()
+        self._write_lines(self.output.end())
+        self._show_unfinished()
         self._tell_traces(status)
         self._record_end(start, status, status == -signal.SIGKILL and out_of_memory_kills() > before)
         if status == int(os.environ.get("SHOAL_EXIT_REQUEUE", "-1")):
@@ -140,13 +138,15 @@ class Rank:
                 if not ended:
                     self._send_waiting()
                 waiting = self.unsent or self.warnings
-                pause = RETRY_S if waiting else None if self.partial == self.bar else BAR_INTERVAL_S
+                changes = self.output.waits or self.output.unfinished() != self.bar
+                pause = RETRY_S if waiting else BAR_INTERVAL_S if changes else None
                 for key, _ in selector.select(0 if ended else pause):
                     if key.fd == wake:
                         os.read(wake, 4096)
                     elif not self._read(out):
                         selector.unregister(out)
-                self._show_partial()
+                self._write_lines(self.output.finished())
+                self._show_unfinished()
                 if ended and (not self._read(out) or time.monotonic() > until):
                     return
 
@@ -155,24 +155,17 @@ class Rank:
             data = os.read(out, 65536)
         except BlockingIOError:
             return False
-        now = time.time()
-        lines = (self.partial + data).split(b"\n")
-        self.partial = last_state(lines.pop())
-        for line in lines:
-            self._line(now, line)
-        if len(self.partial) > LONGEST_LINE:
-            self._line(now, self.partial)
-            self.partial = b""
+        self._write_lines(self.output.take(data))
         return bool(data)
 
-    def _show_partial(self) -> None:
-        """Write the state of an unfinished line, now and then. A line that is finished at once is never written."""
-        now = time.monotonic()
-        if not self.partial:
+    def _show_unfinished(self) -> None:
+        """Write the state of unfinished lines, now and then. A line that is finished at once is never written."""
+        now, state = time.monotonic(), self.output.unfinished()
+        if not state:
             self.bar_time = 0.0
-        if self.partial == self.bar:
+        if state == self.bar:
             return
-        if not self.partial:
+        if not state:
             self.bar = b""
             if self.echo == ECHO_RANKS:
                 self._echo(ECHO_BAR, b"")
@@ -181,14 +174,17 @@ class Rank:
         elif not self.bar_time:
             self.bar_time = now
         elif now - self.bar_time >= BAR_INTERVAL_S:
-            self.bar, self.bar_time = self.partial, now
+            self.bar, self.bar_time = state, now
             with contextlib.suppress(OSError), open(self.name + ".bar", "wb") as file:
-                file.write(b"%.6f %s\n" % (time.time(), self.partial.strip(b"\r")[-LONGEST_BAR:]))
+                file.write(b"%.6f %s\n" % (time.time(), state[:LONGEST_BAR]))
             if self.echo == ECHO_RANKS:
-                self._echo(ECHO_BAR, self.partial.strip(b"\r")[-LONGEST_BAR:])
+                self._echo(ECHO_BAR, state[:LONGEST_BAR])
+
+    def _write_lines(self, lines: list[tuple[float, bytes]]) -> None:
+        for moment, text in lines:
+            self._line(moment, text)
 
     def _line(self, now: float, text: bytes) -> None:
-        text = last_state(text).rstrip(b"\r")
         with contextlib.suppress(OSError):  # a full disk does not stop training
             os.write(self.log, b"%.6f %s\n" % (now, text))
         if self.echo == ECHO_RANKS:
@@ -272,11 +268,6 @@ class Rank:
 
         with contextlib.suppress(OSError), open(self.name + ".end", "w") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def last_state(line: bytes) -> bytes:
-    """What is left of a line that overwrote itself. At its end a carriage return has overwritten nothing yet."""
-    return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
 
 
 def _kill(pid: int, number: int) -> None:

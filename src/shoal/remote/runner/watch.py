@@ -1,7 +1,8 @@
 """Ends srun when ranks are gone and Slurm has not noticed: their slurmstepd was killed, or their host came back empty.
 
 srun keeps a connection to each node of the job. It closes the one of a slurmstepd that died, and then waits for word of
-its ranks, for ever. So where a connection is missing, a step on each node looks for ranks that neither run nor ended.
+its ranks, for ever. So where a connection is missing or silent, a step on each node looks for ranks that neither run
+nor ended. When a host comes back, srun or other ranks may notice first, and fail: then the same is asked afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from .node import registered
+from .node import ranks_before_boot, registered
 
 INTERVAL_S = 15.0
 """From one look at srun's connections to the next."""
@@ -22,6 +23,11 @@ CONFIRM_S = 3.0
 STEP_TIMEOUT_S = 60.0
 ESTABLISHED = "01"
 """The state of a connection in /proc/net/tcp."""
+SILENT_RETRANSMITS = 2
+"""So often at least, within a second, TCP sends again what the host of a connection has not confirmed."""
+RETURN_TIMEOUT_S = 60.0
+"""From the first sign of a host that comes back to an answer of its slurmd."""
+RESTARTED, KILLED = "the host was started again", "killed with its slurmstepd"
 ABORT_S = 40.0
 """As long as srun waits for ranks that it was told to end."""
 
@@ -38,34 +44,56 @@ def watch(srun: int, mpirun: int = 0, interval: float = INTERVAL_S) -> int:
         if connections >= expected:
             expected = connections
             continue
-        gone = _ask_nodes()
+        gone = _ask_nodes("lost")
         if gone == set():
             expected = connections  # those of a node have all ended, or none has started yet
         if gone and _is_running(srun, CONFIRM_S):
-            gone &= _ask_nodes() or set()
+            gone &= _ask_nodes("lost") or set()
         if gone and _is_running(srun, 0):
-            _end(mpirun or srun, sorted(gone))
+            _report(gone)
+            _end(mpirun or srun)
             break
     return 0
 
 
-def lost_ranks(directory: str, restart: str, node: str) -> list[str]:
+def check_end() -> int:
+    """After srun has failed: report the ranks whose host was started again. That made srun or the others fail."""
+    end = time.monotonic() + RETURN_TIMEOUT_S
+    gone = _ask_nodes("restarted")
+    while gone is None and time.monotonic() < end:
+        time.sleep(CONFIRM_S)
+        gone = _ask_nodes("restarted")
+    if gone:
+        _report(gone)
+    return 0
+
+
+def print_lost(mode: str) -> int:
+    """Print the ranks that are gone from this node, and why: `rank 3 on gpu02: the host was started again`."""
+    node, restart = os.environ["SLURMD_NODENAME"], os.environ.get("SLURM_RESTART_COUNT", "0")
+    directory = os.environ["SHOAL_JOB_DIR"]
+    restarted = ranks_before_boot(directory, restart)
+    for rank in lost_ranks(directory, restart, node) if mode == "lost" else restarted:
+        print("rank %d on %s: %s" % (rank, node, RESTARTED if rank in restarted else KILLED))
+    return 0
+
+
+def lost_ranks(directory: str, restart: str, node: str) -> list[int]:
     """The ranks of this node that started in this turn, and neither run nor have left word of their end."""
     started = []
     for name in os.listdir(directory) if os.path.isdir(directory) else []:
         rank, _, kind = name.partition(".")
         if kind == restart + ".node" and not os.path.exists(os.path.join(directory, rank + "." + restart + ".end")):
             with contextlib.suppress(OSError), open(os.path.join(directory, name)) as file:
-                started += [rank.replace("-", " ")] if file.read().strip() == node else []
-    # Which process is which rank is not known: as long as all run, none is lost.
-    return sorted(started) if len(registered(directory)) < len(started) else []
+                started += [int(rank.partition("-")[2])] if file.read().strip() == node else []
+    return sorted({*started} - {*registered(directory).values()})
 
 
-def _ask_nodes() -> set[str] | None:
-    """What `lost_ranks` says on each node, as `rank 3 on gpu02`; None where a node does not answer."""
+def _ask_nodes(mode: str) -> set[str] | None:
+    """What `print_lost` prints on each node; None where a node does not answer."""
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     step = ["srun", "--overlap", "--quiet", "--mpi=none", "--input=none", "--nodes=" + nodes, "--ntasks=" + nodes]
-    program = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "lost", "--"]
+    program = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), mode, "--"]
     try:
         done = subprocess.run(
             # The ranks have the memory of the job: with 0 the step shares it.
@@ -82,12 +110,21 @@ def _ask_nodes() -> set[str] | None:
     return {line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("rank ")}
 
 
-def _end(launcher: int, gone: list[str]) -> None:
-    sys.stderr.write("shoal: lost: %s: killed with its slurmstepd, or by a restart of the host\n" % ", ".join(gone))
+def _report(gone: set[str]) -> None:
+    """Leave word for the batch script, which requeues the job or fails, and for those who ask why."""
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    ranks: dict[str, list[str]] = {}
+    for rank, _, cause in sorted(line.partition(": ") for line in gone):
+        ranks.setdefault(cause, []).append(rank)
+    text = "; ".join("%s: %s" % (", ".join(ranks[cause]), cause) for cause in sorted(ranks))
+    sys.stderr.write("shoal: lost in turn %s: %s\n" % (restart, text))
     sys.stderr.flush()
-    name = "lost.%s" % os.environ.get("SLURM_RESTART_COUNT", "0")
-    with contextlib.suppress(OSError), open(os.path.join(os.environ["SHOAL_JOB_DIR"], name), "w") as note:
-        note.write("\n".join(gone) + "\n")
+    path = os.path.join(os.environ["SHOAL_JOB_DIR"], "lost.%s" % restart)
+    with contextlib.suppress(OSError), open(path, "w") as note:
+        note.write("\n".join(sorted(gone)) + "\n")
+
+
+def _end(launcher: int) -> None:
     for number, pause in ((signal.SIGTERM, ABORT_S), (signal.SIGKILL, 0.0)):
         with contextlib.suppress(OSError):
             os.kill(launcher, number)
@@ -114,7 +151,7 @@ def _state(pid: int) -> str:
 
 
 def _connections(pid: int) -> int:
-    """How many TCP connections a process has. srun has one for each node that runs its tasks."""
+    """How many TCP connections of a process are alive. srun has one for each node that runs its tasks."""
     sockets = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/%d/fd" % pid):
@@ -124,5 +161,10 @@ def _connections(pid: int) -> int:
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open("/proc/%d/net/%s" % (pid, table)) as file:
             rows = [line.split() for line in file][1:]
-            count += sum(row[3] == ESTABLISHED and "socket:[%s]" % row[9] in sockets for row in rows)
+            count += sum(_is_alive(row) and "socket:[%s]" % row[9] in sockets for row in rows)
     return count
+
+
+def _is_alive(row: list[str]) -> bool:
+    """Of a row of /proc/net/tcp. A host without power confirms nothing, and the connection stays for a quarter hour."""
+    return row[3] == ESTABLISHED and int(row[6], 16) < SILENT_RETRANSMITS
