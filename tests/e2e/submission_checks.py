@@ -105,8 +105,8 @@ def check_results(cluster: Cluster, alice: Any) -> None:
         assert f"1 file (11 bytes) of job {job} in one-{job}" in shown.stdout
         assert (alice.tree / f"one-{job}/0").read_text() == "from rank 0"
     assert "has no nothing in" in alice.shoal("fetch", job, "nothing", status=2).stderr
-    senders = ("squeue", "-h", f"--name={READER_NAME}")
-    cluster.wait("no job that sends files is left", lambda: cluster.on("controller", *senders) == "")
+    names = ("squeue", "-h", "-o", "%j")
+    cluster.wait("no job that sends files is left", lambda: READER_NAME not in cluster.on("controller", *names))
 
 
 def check_progress_bars(cluster: Cluster, alice: Any) -> None:

@@ -220,6 +220,9 @@ def _format_duration(seconds: float) -> str:
 def _condition_text(view: JobView) -> str:
     if view.reason is not None:
         return view.reason.text
+    if view.no_step_seconds is not None and view.no_step_seconds >= 60:
+        minutes = int(view.no_step_seconds) // 60
+        return f"no step for {minutes} minute{'' if minutes == 1 else 's'}"
     if view.progress:
         return progress_text(view.progress)
     if view.record.waits_for:

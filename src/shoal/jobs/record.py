@@ -40,6 +40,8 @@ JOBCOMP_COMMAND = ("sh", "-c", f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n
 """The newest lines of the file, of the one before it as well while that is not compressed."""
 RECENT_COMMAND = ("sh", "-c", f"date -d '1 day ago' +%FT%T; {JOBCOMP_COMMAND[-1]}")
 """The same, behind the time that was a day ago by the clock that the file is written by."""
+STEPS_COMMAND = ("squeue", "-h", "-s", "-o", "%i %j")
+"""The steps that run, each with its name."""
 SACCT_COMMAND = (
     *("sacct", "-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "uts1", "-o", ",".join(SACCT_FIELDS)),
 )
@@ -114,6 +116,13 @@ class JobRecord:
         return JobComment.parse(self.comment)
 
     @property
+    def run_seconds(self) -> int:
+        """How long it has run."""
+        days, _, clock = self.run_time.rpartition("-")
+        hours, minutes, seconds = [0, 0, *map(_leading_number, clock.split(":"))][-3:]
+        return ((_leading_number(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    @property
     def traces(self) -> str:
         """The directory on its nodes where the profiler's files are; empty where it has none."""
         return f"{self.work_dir}/{self.id}/{PROFILE_DIRECTORY}" if self.note and self.note.profile else ""
@@ -144,6 +153,12 @@ def step_command(
 def parse_records(text: str) -> list[JobRecord]:
     """The answer to `show_command`, oldest job first."""
     return sorted((_record(_values(text, "JobName", "UserId")) for text in split_records(text)), key=_order)
+
+
+def parse_steps(text: str, other: str = "") -> set[str]:
+    """The jobs that have a step with a number, which is none of a name that begins with `other`."""
+    steps = re.findall(r"^([0-9]+(?:_[0-9]+)?)\.[0-9]+ (.*)$", text, re.MULTILINE)
+    return {job for job, name in steps if not (other and name.startswith(other))}
 
 
 def split_records(text: str) -> list[str]:

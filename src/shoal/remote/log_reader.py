@@ -1,7 +1,7 @@
 """Reads a job's files on one node and prints them.
 
     log_reader.py logs OWNER DIRECTORY OUTPUT ERROR TAIL [follow]
-    log_reader.py progress OWNER FILE
+    log_reader.py progress OWNER DIRECTORY FILE
     log_reader.py files OWNER DIRECTORY PATH
 
 The paths are the job owner's choice, so they are opened with the owner's rights, and only if they are regular files and
@@ -12,6 +12,9 @@ Each line of a log is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank
 starts on, and only where nodes share storage is it the same file. The node of a rank comes before what it printed. With
 TAIL above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
 something. `rank-R.N.bar` is the state of a line that is not finished, printed when it changes; empty when it is gone.
+
+`progress` prints FILE in DIRECTORY, and as another line of JSON how many seconds ago a rank last ran
+on this node.
 
 `files` sends PATH below DIRECTORY, or below the copy of the working tree there; without PATH, all that the job has
 made. It prints one line of JSON about the storage it is on, reads one line with the files that the receiver has, and
@@ -25,6 +28,7 @@ import pwd
 import select
 import stat
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ MIN_READ_BYTES = 4 << 10
 MAX_FILES = 20000
 MAX_PROGRESS_BYTES = 64 << 10
 MAX_BAR_BYTES = 4 << 10
+LAST_END = "last_end_seconds"
 NOBODY = 65534
 CHUNK_BYTES = 1 << 20
 """A line that is longer is printed as several."""
@@ -58,7 +63,7 @@ def main(argv: list[str]) -> int:
     if not take_identity(owner, *argv[2:4]):
         return 1
     if mode == "progress":
-        return print_start(path)
+        return print_progress(path, argv[3])
     if mode == "files":
         return send_files(path, argv[3])
     output, error, tail = argv[3:6]
@@ -109,14 +114,33 @@ def open_regular(path: str) -> BinaryIO | None:
     return open(descriptor, "rb", buffering=0)
 
 
-def print_start(path: str) -> int:
-    """Print a file that is small, as a whole."""
-    file = open_regular(path)
-    if file is None:
-        return 1
-    with file:
-        sys.stdout.buffer.write(file.read(MAX_PROGRESS_BYTES) or b"")
+def print_progress(directory: str, name: str) -> int:
+    """Print a file that is small, as a whole, and when a rank last ran."""
+    file = open_regular(os.path.join(directory, name))
+    if file is not None:
+        with file:
+            sys.stdout.buffer.write((file.read(MAX_PROGRESS_BYTES) or b"").rstrip(b"\n") + b"\n")
+            sys.stdout.buffer.flush()
+    ago = seconds_since_rank(directory)
+    if ago is not None:
+        print('{"%s": %.0f}' % (LAST_END, ago))
     return 0
+
+
+def seconds_since_rank(directory: str) -> float | None:
+    """How long ago a rank last ended on this node: 0 while one runs, None where none has started."""
+    last = 0.0
+    try:
+        pids = os.path.join(directory, "pids." + os.uname().nodename)
+        if os.path.isdir(pids) and any(os.path.exists("/proc/" + pid) for pid in os.listdir(pids)):
+            return 0.0
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith("rank-") and entry.name.endswith(".end"):
+                    last = max(last, entry.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return None
+    return max(0.0, time.time() - last) if last else None
 
 
 def print_logs(directory: str, output: str, error: str, tail: int, follow: bool) -> None:
@@ -249,8 +273,7 @@ def send_files(directory: str, path: str) -> int:
     import json
 
     start = find_inside(directory, path)
-    number = os.environ.get("SLURM_JOB_ID", "")
-    send({"storage": storage(directory, os.path.dirname(directory)), "found": bool(start), "job": number})
+    send({"storage": storage(directory, os.path.dirname(directory)), "found": bool(start)})
     known = sys.stdin.readline() if start else ""
     if not known.strip():
         return 0

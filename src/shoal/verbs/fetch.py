@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,7 @@ from shoal.spec.finding import printable
 from shoal.spec.values import minutes
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.logs import check_job, check_owner, files_of, find_record
-from shoal.verbs.node_files import nodes_with_files, reader_command, short_job_command
+from shoal.verbs.node_files import cancel_short_job, nodes_with_files, reader_command, short_job_command
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 ANSWER_TIMEOUT_S = 60.0
@@ -79,10 +79,8 @@ class _Sender:
     process: Process
     storage: str
     found: bool
-    job: str = ""
-    """The number of the job that it runs in."""
-    short_job: str = ""
-    """The same, where that is a short job of its own."""
+    line: tuple[str, ...] = ()
+    """The command of Slurm that runs it, where there is one."""
     sends: bool = False
     """It was asked for files, and has not sent the last one."""
 
@@ -173,9 +171,12 @@ async def _start(
 
     async def start(name: str) -> _Sender:
         if name in lines:
-            sender = await _open(name, await controller.start(lines[name], root=False))
-            sender.short_job = "" if is_running else sender.job
-            return sender
+            process = await controller.start(lines[name], root=False)
+            try:
+                return replace(await _open(name, process), line=lines[name])
+            except BaseException:
+                await cancel_short_job(controller, lines[name])
+                raise
         return await _open(name, await (await fleet.host(name)).start(command))
 
     # A login host that is also a node of the job is asked once, as a node.
@@ -191,14 +192,13 @@ async def _time_limit(controller: Host, partition: str) -> str:
 
 
 async def _end(sender: _Sender, controller: Host) -> None:
-    """End the program. Slurm keeps the allocation of a short job whose srun is killed, so it is cancelled then."""
+    """End the program, and its short job where it has one."""
     try:
         async with asyncio.timeout(0 if sender.sends else END_TIMEOUT_S):
             await sender.process.wait()
     except (TimeoutError, HostError):
         await sender.process.kill()
-        if sender.short_job.isdecimal():
-            await controller.run(["scancel", sender.short_job], timeout=END_TIMEOUT_S, root=False)
+        await cancel_short_job(controller, sender.line)
 
 
 async def _open(name: str, process: Process) -> _Sender:
@@ -217,7 +217,7 @@ async def _open(name: str, process: Process) -> _Sender:
     except BaseException:
         await process.kill()
         raise
-    return _Sender(name, process, str(answer["storage"]), bool(answer.get("found")), str(answer.get("job", "")))
+    return _Sender(name, process, str(answer["storage"]), bool(answer.get("found")))
 
 
 def _raise_missing(job: str, path: str, directory: str, record: JobRecord | None, fleet: Connections) -> None:

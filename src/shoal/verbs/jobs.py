@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,17 @@ from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hostlist import expand
 from shoal.hosts.api import Host
 from shoal.jobs.failure import FailureReason
-from shoal.jobs.record import RECENT_COMMAND, JobRecord, parse_recent, parse_records, show_command
+from shoal.jobs.record import (
+    RECENT_COMMAND,
+    STEPS_COMMAND,
+    JobRecord,
+    parse_recent,
+    parse_records,
+    parse_steps,
+    show_command,
+)
 from shoal.plan.connections import Connections
+from shoal.remote.log_reader import LAST_END
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.node_files import READER_NAME, nodes_with_files, reader_command
@@ -36,6 +46,8 @@ class JobView:
     progress: Mapping[str, Any] = field(default_factory=dict)
     """What its training says of itself: step, loss, samples a second."""
     reason: FailureReason | None = None
+    no_step_seconds: float | None = None
+    """How long none of its ranks has run, though it runs; None where they do, and for jobs that others started."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +79,14 @@ async def jobs(context: Context, numbers: Sequence[str] = (), *, ended: bool = F
             left_out = 0 if ended else len(ended_records[:-MAX_RECENT_JOBS])
         records = [*ended_records[left_out:], *current_records]
         if context.joined is not None:
-            records = [record for record in records if record.name != READER_NAME]
+            records = [record for record in records if not record.name.startswith(READER_NAME)]
         running_records = [record for record in current_records if record.state == "RUNNING" and record.work_dir]
         on_nodes = [record for record in running_records if nodes_with_files(context, record)]
         elsewhere = [record for record in running_records if record not in on_nodes]
-        progress = await _progress(fleet, context.controller.name, elsewhere)
-        answers = await asyncio.gather(*(_progress_on_nodes(context, controller, record) for record in on_nodes))
-        progress |= {record.id: answer for record, answer in zip(on_nodes, answers, strict=True)}
+        reports = await _reports(fleet, context.controller.name, elsewhere)
+        answers = await asyncio.gather(*(_report_on_nodes(context, controller, record) for record in on_nodes))
+        reports |= {record.id: answer for record, answer in zip(on_nodes, answers, strict=True)}
+        idle = await _idle_times(controller, running_records, reports)
         failed_records = _select_failures(records)
         failure_reasons = await asyncio.gather(*(_reason(context, fleet, record) for record in failed_records))
         reasons = {
@@ -81,7 +94,9 @@ async def jobs(context: Context, numbers: Sequence[str] = (), *, ended: bool = F
         }
         failures = dict(fleet.failures)
     views = tuple(
-        JobView(r, progress.get(r.id, {}) if r in running_records else {}, reasons.get((r.id, r.start)))
+        JobView(r, reports[r.id].progress, None, idle.get(r.id))
+        if r in running_records
+        else JobView(r, {}, reasons.get((r.id, r.start)))
         for r in records
     )
     return JobsResult(context.cluster, views, failures, left_out)
@@ -120,35 +135,70 @@ async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Fa
     return explain_job(context, record, await logs.read(fleet, job_file_hosts(context), files, logs.TAIL_BYTES))
 
 
-async def _progress(fleet: Connections, controller: str, records: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
+@dataclass(frozen=True)
+class _Report:
+    """What the nodes of a running job say of it."""
+
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    last_end_s: float = math.inf
+    """How long ago a rank last ran; infinite where none has."""
+
+    def merge(self, other: _Report) -> _Report:
+        newest = max(other.progress, self.progress, key=_update_time)
+        return _Report(newest, min(self.last_end_s, other.last_end_s))
+
+
+async def _reports(fleet: Connections, controller: str, records: list[JobRecord]) -> dict[str, _Report]:
     """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
-    progress: dict[str, Mapping[str, Any]] = {}
+    reports = {record.id: _Report() for record in records}
     # A node that is rented shares the directory with the controller, or has it fetched there.
     nodes = {
         record.id: [name for name in expand(record.nodes) if name in fleet.targets] or [controller]
         for record in records
     }
 
-    async def read_progress(name: str) -> None:
+    async def read_report(name: str) -> None:
         host = await fleet.host(name)
         for record in (record for record in records if name in nodes[record.id]):
             result = await host.run(logs.progress_command(record), timeout=30)
-            value = _parse_progress(result.text) if result.status == 0 else {}
-            if value and _update_time(value) >= _update_time(progress.get(record.id, {})):
-                progress[record.id] = value
+            reports[record.id] = reports[record.id].merge(_parse_report(result.text))
 
-    await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), read_progress)
-    return progress
+    await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), read_report)
+    return reports
 
 
-async def _progress_on_nodes(context: Context, controller: Host, record: JobRecord) -> Mapping[str, Any]:
+async def _report_on_nodes(context: Context, controller: Host, record: JobRecord) -> _Report:
     """The same for a user's job whose files are on its nodes. Only its owner may read them."""
     line = reader_command(record, nodes_with_files(context, record), logs.progress_command(record))
     try:
         result = await controller.run(line, timeout=PROGRESS_TIMEOUT_S, root=False)
     except CommandTimeout:
+        return _Report()
+    return _parse_report(result.text)
+
+
+async def _idle_times(
+    controller: Host, records: Sequence[JobRecord], reports: Mapping[str, _Report]
+) -> dict[str, float]:
+    """For how many seconds jobs of `shoal run` have had no step: since the last one ended, or since they started."""
+    own = [record for record in records if record.note]
+    if not own:
         return {}
-    return max(map(_parse_progress, result.text.splitlines()), key=_update_time, default={})
+    steps = parse_steps(await slurm_output(controller, STEPS_COMMAND), READER_NAME)
+    return {
+        # What ended before that belongs to an earlier turn.
+        record.id: min(record.run_seconds, reports[record.id].last_end_s)
+        for record in own
+        if record.id not in steps
+    }
+
+
+def _parse_report(text: str) -> _Report:
+    """The lines of one node or of several: progress, or how long ago a rank ended."""
+    values = [_parse_progress(line) for line in text.splitlines()]
+    ends = [end for value in values if isinstance(end := value.get(LAST_END), int | float)]
+    progress = [value for value in values if LAST_END not in value]
+    return _Report(max(progress, key=_update_time, default={}), min(ends, default=math.inf))
 
 
 def _parse_progress(text: str) -> Mapping[str, Any]:

@@ -286,8 +286,8 @@ def files_of(context: Context, job: str, record: JobRecord | None, directory: st
 
 
 def progress_command(record: JobRecord) -> tuple[str, ...]:
-    """Prints what rank 0 of a job last wrote of itself."""
-    return python_command("log_reader", "progress", record.user, f"{record.work_dir}/{record.id}/{PROGRESS_FILE}")
+    """Prints what rank 0 of a job last wrote of itself, and when a rank last ended."""
+    return python_command("log_reader", "progress", record.user, f"{record.work_dir}/{record.id}", PROGRESS_FILE)
 
 
 def _command(files: JobFiles, tail: int, *options: str) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ takes a CPU of the node for a moment, and does not wait for one. A node that is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +22,13 @@ from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import slurm_output
 
 READER_NAME = "shoal-logs"
-"""The name of the short jobs."""
+"""How names of the short jobs begin."""
+_NAME_OPTION = "--job-name="
 START_TIMEOUT_S = 15
 """So long a short job waits for a CPU of its node."""
 READ_TIMEOUT_S = 120.0
 READ_LIMIT = "--time=2"
+CANCEL_TIMEOUT_S = 10.0
 ABSENT_STATES = frozenset(
     ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP", "UNKNOWN")
 )
@@ -48,15 +52,26 @@ def nodes_with_files(context: Context, record: JobRecord) -> tuple[str, ...]:
 
 def reader_command(record: JobRecord, nodes: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
     """The command as a step of a job that runs, which takes nothing from the job's other steps; a task a node."""
-    return step_command(record.number, nodes, command, ("--mem=0", "--gres=none", *READER_OPTIONS))
+    name = f"{_NAME_OPTION}{READER_NAME}"  # `shoal jobs` does not count it among the steps of the job
+    return step_command(record.number, nodes, command, (name, "--mem=0", "--gres=none", *READER_OPTIONS))
 
 
 def short_job_command(record: JobRecord, node: str, command: Sequence[str], *limits: str) -> tuple[str, ...]:
-    """The command as a job of its own, on a node where a job has ended."""
+    """The command as a job of its own, on a node where a job has ended. Its name is no other job's."""
+    name = f"{_NAME_OPTION}{READER_NAME}-{secrets.token_hex(4)}"
     resources = (f"--immediate={START_TIMEOUT_S}", *limits, "--mem=64M", "--cpus-per-task=1")
     partition = (f"--partition={record.partition}",) if record.partition else ()
     one_task = ("--nodes=1", "--ntasks=1", "--quiet", *READER_OPTIONS)
-    return ("srun", f"--job-name={READER_NAME}", f"--nodelist={node}", *partition, *resources, *one_task, *command)
+    return ("srun", name, f"--nodelist={node}", *partition, *resources, *one_task, *command)
+
+
+async def cancel_short_job(controller: Host, line: Sequence[str]) -> None:
+    """Cancel the job of a `short_job_command` whose srun was killed: Slurm keeps its allocation. A step has none."""
+    start = f"{_NAME_OPTION}{READER_NAME}-"
+    name = next((option.removeprefix(_NAME_OPTION) for option in line if option.startswith(start)), "")
+    if name:
+        with contextlib.suppress(HostError):
+            await controller.run(["scancel", f"--name={name}"], timeout=CANCEL_TIMEOUT_S, root=False)
 
 
 @dataclass
@@ -94,7 +109,7 @@ class NodeFiles:
     async def pump(self, node: str, line: Sequence[str], *, must_succeed: bool = True) -> None:
         """Take the lines that a command prints, but those that were taken before."""
         count: Counter[tuple[str, bytes]] = Counter()
-        process = await self.controller.start(line, root=False)
+        process, result = await self.controller.start(line, root=False), None
         try:
             while raw := await process.readline():
                 key = node, raw.partition(b"\t")[0]
@@ -105,6 +120,8 @@ class NodeFiles:
             result = await process.wait()
         finally:
             await process.kill()
+            if result is None:
+                await cancel_short_job(self.controller, line)
         if result.status != 0 and must_succeed:
             cause = result.error_text.strip().splitlines()[-1:] or ["srun failed"]
             fix = "its node may be busy: try it again when it is not"

@@ -31,7 +31,7 @@ from shoal.spec.values import minutes
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.jobs import cancel
 from shoal.verbs.logs import logs, wait_for_job
-from shoal.verbs.node_files import nodes_with_files, short_job_command
+from shoal.verbs.node_files import cancel_short_job, nodes_with_files, short_job_command
 from shoal.verbs.run import run
 from shoal.verbs.submission import SubmittedJob
 
@@ -240,7 +240,11 @@ async def _records(fleet: Connections, name: str, program: str, place: str) -> b
 async def _records_by_job(host: Host, record: JobRecord, node: str, place: str) -> bytes:
     """The records of a user's job that its node alone has: a short job of the user's takes them away."""
     line = short_job_command(record, node, shell_command(_TAKE_AWAY, place, RECORDS))
-    result = await host.run(line, timeout=600, root=False)
+    try:
+        result = await host.run(line, timeout=600, root=False)
+    except BaseException:
+        await cancel_short_job(host, line)
+        raise
     if result.status != 0:
         raise CommandFailed(node, f"cannot read {place}/{RECORDS}: {result.error_text.strip()}")
     return result.stdout
