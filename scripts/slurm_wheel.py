@@ -73,6 +73,9 @@ def elf_files(prefix: Path, *, links: bool = False) -> list[Path]:
 
 def bundle_libraries(root: Path, prefix: Path) -> dict[str, Path]:
     """Copy the libraries that the tree needs into its `lib`; their places in the chroot, by name."""
+    record = root / "bundled-libraries"
+    for name in record.read_text().split() if record.exists() else ():
+        (prefix / "lib" / name).unlink(missing_ok=True)  # of an earlier run
     known = library_places(root)
     bundled: dict[str, Path] = {}
     while missing := sorted(needed_libraries(root, prefix) - {path.name for path in prefix.rglob("*.so*")}):
@@ -82,6 +85,7 @@ def bundle_libraries(root: Path, prefix: Path) -> dict[str, Path]:
             bundled[name] = known[name]
             shutil.copyfile(root / str(known[name]).lstrip("/"), prefix / "lib" / name)
             (prefix / "lib" / name).chmod(0o755)
+        record.write_text("\n".join(bundled))
     return bundled
 
 
