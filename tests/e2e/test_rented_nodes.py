@@ -74,7 +74,7 @@ def test_job_starts_two_rented_nodes_and_they_are_released(rented: tuple[Cluster
     job = submit(cluster, BOTH, show, "--gpus-per-node=2")
     cluster.wait("the job ends", lambda: state(cluster, job) not in UNFINISHED, seconds=240)
     assert state(cluster, job) == "COMPLETED", printed(cluster, job)
-    assert sorted(printed(cluster, job)) == ["0,1", "0,1", "burst1", "burst2", *["from the file"] * 2]
+    assert sorted(printed(cluster, job)) == sorted(["burst1", "burst2", *["0,1", "from", "the", "file"] * 2])
     assert len(bill(url)["machines"]) == 2
     cluster.wait("its nodes go", lambda: ended(url), seconds=240)
 

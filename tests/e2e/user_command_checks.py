@@ -61,7 +61,8 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     on_host('printf \'print(6 * 7, file=open("answer", "w")); print(6 * 7)\\n\' > answer.py')
     done = json.loads(on_host("shoal run --json --wait --sbatch --nice=7 answer.py"))
     assert "42" in [line["text"] for line in done["lines"]]
-    assert on_host(f"shoal fetch {done['id']} > /dev/null && cat job-{done['id']}/tree/answer") == "42\n"
+    on_host(f"shoal fetch {done['id']}")
+    assert on_host(f"cat job-{done['id']}/tree/answer") == "42\n"
     on_host("printf 'import time\\ntime.sleep(600)\\n' > wait.py")
     job = json.loads(on_host("shoal run --json wait.py"))["id"]
     cluster.wait("the job runs", lambda: on_host(f"squeue -h -t R -o %i -j {job}").strip() == job)
@@ -92,12 +93,11 @@ def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None
     assert failed.stdout == "[0] half\n" and "ended with status 3" in failed.stderr
     assert "--now cannot have --array" in alice.shoal("run", "--now", "--array", "0-1", "fail.py", status=2).stderr
 
-    watched = subprocess.Popen(
-        alice.line("run", "--now", "--export", "WAIT=1", "train.py"), stdout=subprocess.PIPE, text=True
-    )
-    assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
-    watched.send_signal(signal.SIGINT)
-    assert watched.wait(LIMIT) == 130
+    line = alice.line("run", "--now", "--export", "WAIT=1", "train.py")
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as watched:
+        assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
+        watched.send_signal(signal.SIGINT)
+        assert watched.wait(LIMIT) == 130
     rows = cluster.on("controller", "squeue", "-h", "-t", "all", "--sort=-i", "-u", alice.user, "-o", "%T").split()
     assert rows[0] in ("CANCELLED", "COMPLETING"), rows
 
