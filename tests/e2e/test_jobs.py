@@ -5,167 +5,18 @@ The tests share one cluster and run in the order of this file.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
+import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.e2e.cluster import LIMIT, Cluster, taken_down
+from tests.e2e.cluster import taken_down
+from tests.e2e.job_scripts import Jobs
 
-from shoal.contract import EXIT_REQUEUE
 from shoal.verbs.context import open_context
 from shoal.verbs.job import Job
 
 pytestmark = pytest.mark.sandbox
-
-SPEC = """\
-cluster: j-jobs
-controller: {provider: sandbox, memory: 1G}
-nodesets:
-  fish: {provider: sandbox, count: 2, gpus: 2, memory: 1G}
-"""
-
-HELLO = """\
-import os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
-print("hello", *(os.environ[name] for name in names), os.environ["SLURMD_NODENAME"], sys.argv[1:], flush=True)
-print("bye", os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.getcwd(), file=sys.stderr)
-"""
-TURNS = """\
-import os, pathlib, time
-rank, told = int(os.environ["RANK"]), pathlib.Path("/shared/turns")  # all hosts have /shared in common
-told.mkdir(exist_ok=True)
-log = pathlib.Path(os.environ["SHOAL_JOB_DIR"], f"rank-{rank}.0.log")
-for turn in range(2):
-    while len(list(told.iterdir())) < 4 * turn + 3 - rank:
-        time.sleep(0.05)
-    print("turn", turn, "of", rank, flush=True)
-    while f"turn {turn} of {rank}" not in log.read_text():  # when it is there, its time is noted
-        time.sleep(0.05)
-    (told / f"{turn}-{rank}").touch()
-"""
-FAIL = """\
-import os, time
-rank = int(os.environ["RANK"])
-if rank == 2:
-    time.sleep(1)
-    raise ValueError("bad data in shard 7")
-time.sleep(600)
-"""
-SLOW = """\
-import signal, sys, time
-signal.signal(signal.SIGUSR1, lambda number, frame: print("warned", flush=True))
-print("started", flush=True)
-time.sleep(float(sys.argv[1]))
-time.sleep(float(sys.argv[1]))
-"""
-GPU = """\
-import os, pathlib, time
-here = pathlib.Path("/tmp/gpu-jobs")
-here.mkdir(exist_ok=True)
-(here / os.environ["SLURM_JOB_ID"]).touch()
-print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
-while len(list(here.iterdir())) < 2:
-    time.sleep(0.1)
-"""
-PLACE = """\
-from shoal.train.env import read_env
-env = read_env()
-print(env.rank, env.local_rank, env.node_rank, env.world_size, env.local_world_size, env.launcher, env.node)
-"""
-TRACKED = """\
-import os
-names = ("SHOAL_TRACKING_URI", "SHOAL_EXPERIMENT", "SHOAL_CODE_HASH", "SHOAL_RUN_ID", "MLFLOW_TRACKING_PASSWORD")
-print(*(os.environ.get(name, "-") for name in names), sep="|")
-"""
-TRAINS = """\
-import time
-from shoal.train.progress import Progress
-progress = Progress(total_steps=1000, samples_per_step=8)
-for step in range(1, 1001):
-    progress.step(step, loss=1 / step)
-    time.sleep(1)
-"""
-AGAIN = f"""\
-import os, sys
-turn = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-mine = "left-" + os.environ["RANK"]  # the ranks of a node share the directory
-print("turn", turn, os.path.exists(mine))
-open(mine, "w")
-sys.exit({EXIT_REQUEUE} if turn == 0 else 0)
-"""
-
-# What Lightning does: a handler only over the default, and at the signal a checkpoint and `scontrol requeue`.
-AS_LIGHTNING = """\
-import os, pathlib, signal, subprocess, time
-turn, saved = int(os.environ.get("SLURM_RESTART_COUNT", "0")), pathlib.Path("saved")
-def save(number, frame):
-    saved.write_text("7")
-    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
-if signal.getsignal(signal.SIGUSR1) in (None, signal.SIG_DFL):
-    signal.signal(signal.SIGUSR1, save)
-print("turn", turn, "from", saved.read_text() if saved.exists() else "0", flush=True)
-time.sleep(0 if turn else 1500)
-"""
-PLAIN = """\
-import os, sys, time
-print("started", flush=True)
-while sys.argv[1:] or not os.path.exists("/shared/end-of-plain"):
-    time.sleep(0.1)
-print("at its end", flush=True)
-"""
-
-
-class Jobs(Cluster):
-    """A cluster with a working tree to run scripts of."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, SPEC)
-        self.tree = directory / "tree"
-        self.tree.mkdir()
-        scripts = {
-            "hello.py": HELLO,
-            "turns.py": TURNS,
-            "fail.py": FAIL,
-            "slow.py": SLOW,
-            "again.py": AGAIN,
-            "place.py": PLACE,
-            "gpu.py": GPU,
-            "tracked.py": TRACKED,
-            "trains.py": TRAINS,
-            "as_lightning.py": AS_LIGHTNING,
-            "plain.py": PLAIN,
-        }
-        for name, text in scripts.items():
-            (self.tree / name).write_text(text)
-        (self.tree / "go.sh").write_text("#!/bin/sh\necho from a shell $RANK\n")
-        (self.tree / "go.sh").chmod(0o755)
-        (self.tree / ".gitignore").write_text("secret.txt\n")
-        (self.tree / "secret.txt").write_text("not to be sent")
-        subprocess.run(["git", "-C", str(self.tree), "init", "-q"], check=True, timeout=LIMIT)
-
-    def shoal(self, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-        here = os.getcwd()
-        os.chdir(self.tree)
-        try:
-            return super().shoal(*arguments, **more)
-        finally:
-            os.chdir(here)
-
-    def submit(self, *arguments: str) -> str:
-        return str(self.json("run", *arguments)["id"])
-
-    def state(self, job: str) -> str:
-        """Its state in the queue; empty once it has ended."""
-        done = self.ssh("controller", f"squeue -h -j {job} -o %T")
-        assert done.returncode == 0 or "nvalid job id" in done.stderr, done
-        return done.stdout.strip()
-
-    def lines(self, job: str, *arguments: str) -> list[str]:
-        return [line["text"] for line in self.json("logs", *arguments, job)["lines"] if line["rank"] >= 0]
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +194,16 @@ def test_other_sbatch_options_are_accepted(cluster: Jobs) -> None:
     assert "0: hello 0 0 2" in printed and "1: hello 1 1 2" in printed
 
 
+def test_gpus_of_sbatch_are_counted_and_the_operator_gets_the_files_of_both_nodes(cluster: Jobs) -> None:
+    result = cluster.json("run", "--wait", "-N2", "--sbatch", "--gpus=4", "--sbatch", "--nice=7", "hello.py")
+    assert result["world_size"] == 4 and result["record"]["state"] == "COMPLETED"
+    assert "gres/gpu=4" in cluster.on("controller", "scontrol", "show", "job", result["id"])
+    place = cluster.tree / cluster.json("fetch", result["id"])["to"]
+    logs = {path.relative_to(place).as_posix() for path in place.rglob("*.log")}
+    assert logs == {f"fish{node}/rank-{rank}.0.log" for node, rank in ((1, 0), (1, 1), (2, 2), (2, 3))}
+    shutil.rmtree(place)
+
+
 def test_tracked_job_gets_its_run_and_keeps_the_password_private(cluster: Jobs) -> None:
     arguments = (
         "--tracking-uri",
@@ -469,13 +330,7 @@ def test_warned_job_saves_and_is_requeued_or_is_left_alone_until_its_end(cluster
     cluster.on("fish1", "touch", "/shared/end-of-plain")
     cluster.wait("the other has ended", lambda: cluster.state(plain) == "")
     assert cluster.lines(plain) == ["started", "at its end"]
-    begin = ("scontrol", "update", f"JobId={saves}", "StartTime=now")  # not in two minutes
-
-    def has_ended() -> bool:
-        cluster.on("controller", *begin, status=None)
-        return cluster.state(saves) == ""
-
-    cluster.wait("one has had its second turn", has_ended)
+    cluster.wait("one has had its second turn", lambda: cluster.has_ended(saves))
     assert cluster.lines(saves) == ["turn 0 from 0", "turn 1 from 7"]
 
 
@@ -494,15 +349,17 @@ def test_job_ends_when_ranks_died_with_their_slurmstepd(cluster: Jobs) -> None:
 
 
 def test_job_is_warned_before_its_time_limit_and_the_limit_is_the_reason(cluster: Jobs) -> None:
-    """A job that asks for another turn meanwhile waits for Slurm's pause of two minutes before it starts again."""
+    """Another job meanwhile asks for a second turn, and gets it."""
     again = cluster.submit("--nodelist", "fish1", "again.py")
-    # Slurm warns up to a minute too early: here after 50 s at the soonest, and by then the script listens.
-    job = cluster.submit("--nodelist", "fish2", "--time", "2", "--signal", "USR1@10", "--no-requeue", "slow.py", "1500")
+    job = cluster.submit("--nodelist", "fish2", "--time", "9", "--signal", "USR1@10", "--no-requeue", "slow.py", "1500")
+    # Slurm warns up to a minute too early: at once in a job of one minute, so the script listens before it is one.
+    cluster.wait("the script listens", lambda: cluster.lines(job) == ["started"] * 2)
+    cluster.on("controller", "scontrol", "update", f"JobId={job}", "TimeLimit=1")
     cluster.wait("it has ended", lambda: cluster.state(job) == "")
     result = cluster.json("logs", job)
     assert [line["text"] for line in result["lines"] if line["rank"] == 0][:2] == ["started", "warned"]
     assert result["reason"]["text"] == (
-        "the job reached its time limit of 00:02:00; it was warned before, and did not ask to be queued again"
+        "the job reached its time limit of 00:01:00; it was warned before, and did not ask to be queued again"
     )
-    cluster.wait("the other one has had its second turn", lambda: cluster.state(again) == "")
+    cluster.wait("the other one has had its second turn", lambda: cluster.has_ended(again))
     assert cluster.lines(again, "--rank", "0") == ["turn 0 False", "turn 1 True"]
