@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.documents import ROOT
 from tests.e2e.cluster import IMAGE, Cluster, limited
 
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 
 STAND_IN = '''\
 #!/usr/bin/python3
@@ -104,7 +104,7 @@ def put_program(cluster: Cluster, host: str, text: str) -> None:
 
 
 def address(cluster: Cluster) -> str:
-    return str(json.loads(cluster.on("controller", "cat", mlflow.ADDRESS))["uri"])
+    return str(json.loads(cluster.on("controller", "cat", login.ADDRESS))["uri"])
 
 
 def check_jobs_report(cluster: Cluster, place: Path) -> str:
@@ -129,7 +129,7 @@ def check_nobody_outside_reaches_it(cluster: Cluster) -> None:
 
 def check_no_password_lies_about(cluster: Cluster, host: str, job: str) -> None:
     """In no plan, log, argument, script or file that others can read."""
-    secrets = [cluster.on(host, "cat", path).strip() for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD)]
+    secrets = [cluster.on(host, "cat", path).strip() for path in (login.ADMIN_PASSWORD, login.JOBS_PASSWORD)]
     assert all(re.fullmatch("[0-9a-f]{48}", secret) for secret in secrets) and len(set(secrets)) == 2
     output = [
         cluster.shoal("plan", "--diff", "--json").stdout,

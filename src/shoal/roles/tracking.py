@@ -20,12 +20,12 @@ from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 from shoal.tracking.mlflow import MlflowServer
 
 JOBS_SECRET = "mlflow-jobs"
 PASSWORD_DIGITS = 48
-RECORD = f"{mlflow.SETTINGS}/artifacts"
+RECORD = f"{login.SETTINGS}/artifacts"
 """The directory of artifacts; the record stays when the server is removed."""
 OWN_DISK = f"{mlflow.STATE}/artifacts"
 
@@ -34,8 +34,8 @@ class TrackingComponent(Component):
     """MLflow, where the spec has `tracking`."""
 
     files: Mapping[str, FileQuery] = {
-        **dict.fromkeys((mlflow.UNIT, mlflow.ADDRESS, OWN_DISK), "there"),
-        mlflow.JOBS_PASSWORD: "hash",
+        **dict.fromkeys((mlflow.UNIT, login.ADDRESS, OWN_DISK), "there"),
+        login.JOBS_PASSWORD: "hash",
         RECORD: "text",
     }
     services = (mlflow.SERVICE,)
@@ -49,7 +49,7 @@ class TrackingComponent(Component):
     def shared_secrets(self, spec: Spec) -> Mapping[str, SharedSecret]:
         """The password of jobs, which the controller needs as well, and those of users, which all hosts have."""
         host = server_host(spec)
-        jobs = {JOBS_SECRET: SharedSecret(host, mlflow.JOBS_PASSWORD, PASSWORD_DIGITS)}
+        jobs = {JOBS_SECRET: SharedSecret(host, login.JOBS_PASSWORD, PASSWORD_DIGITS)}
         return {**jobs, **tracking_logins.user_passwords(spec, PASSWORD_DIGITS)} if host else {}
 
     def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
@@ -72,7 +72,7 @@ class TrackingComponent(Component):
 
     def removal(self) -> Document:
         """The records stay, and so do the accounts and their passwords."""
-        return (*SERVER_REMOVAL, File(mlflow.ADDRESS), *tracking_logins.REMOVAL)
+        return (*SERVER_REMOVAL, File(login.ADDRESS), *tracking_logins.REMOVAL)
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         host = server_host(cluster.spec)
@@ -112,16 +112,16 @@ SERVER_REMOVAL = (Service(mlflow.SERVICE, enabled=False, running=False), File(ml
 def _server_items(spec: Spec, server: MlflowServer) -> tuple[Item, ...]:
     requirements, restarts = mlflow.requirements(server.database), (mlflow.SERVICE,)
     make_user = ("useradd", "--system", "--user-group", "--no-create-home", "--home-dir", mlflow.STATE, mlflow.USER)
-    auth, password = mlflow.auth_settings(), (("@PASSWORD@", mlflow.ADMIN_PASSWORD),)
+    auth, password = mlflow.auth_settings(), (("@PASSWORD@", login.ADMIN_PASSWORD),)
     session_key = (("@KEY@", mlflow.SESSION_KEY),)
     return (
         Command("make the user of MLflow", make_user, unless=("id", "-u", mlflow.USER)),
         Directory(mlflow.STATE, owner=mlflow.USER, group=mlflow.USER, mode=0o700),
         _artifacts(spec, server),
         Directory("/etc/shoal"),
-        Directory(mlflow.SETTINGS, group=mlflow.USER, mode=0o750),
+        Directory(login.SETTINGS, group=mlflow.USER, mode=0o750),
         File(RECORD, f"{server.artifacts}\n"),
-        *(Secret(path, digits=PASSWORD_DIGITS) for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD)),
+        *(Secret(path, digits=PASSWORD_DIGITS) for path in (login.ADMIN_PASSWORD, login.JOBS_PASSWORD)),
         Secret(mlflow.SESSION_KEY, digits=64),
         install_venv(f"install MLflow {mlflow.VERSION}", spec, server.prefix, *requirements),
         *(_database() if server.database == "postgresql" else ()),
@@ -175,18 +175,18 @@ def _address_items(cluster: Cluster, member: Member, server: MlflowServer | None
     """Where jobs are submitted: the server's address; on the controller, also the password of root's jobs."""
     tracking = cluster.spec.tracking
     if tracking is None:
-        return (File(mlflow.ADDRESS),) if cluster.facts_of(member.name).has_file(mlflow.ADDRESS) else ()
+        return (File(login.ADDRESS),) if cluster.facts_of(member.name).has_file(login.ADDRESS) else ()
     if tracking.url:
-        return (Directory("/etc/shoal"), File(mlflow.ADDRESS, mlflow.address_file(tracking.url, ours=False)))
+        return (Directory("/etc/shoal"), File(login.ADDRESS, mlflow.address_file(tracking.url, ours=False)))
     if server is None:
         return ()
-    address = File(mlflow.ADDRESS, mlflow.address_file(server.uri, ours=True))
+    address = File(login.ADDRESS, mlflow.address_file(server.uri, ours=True))
     items: tuple[Item, ...] = (Directory("/etc/shoal"), address)
     if server.name == cluster.controller.name or member != cluster.controller:
         return items
-    digest = cluster.facts_of(server.name).digest(mlflow.JOBS_PASSWORD)
-    copy = File(mlflow.JOBS_PASSWORD, SecretRef(JOBS_SECRET, digest), mode=0o400)
-    return (*items, Directory(mlflow.SETTINGS, mode=0o750), copy)
+    digest = cluster.facts_of(server.name).digest(login.JOBS_PASSWORD)
+    copy = File(login.JOBS_PASSWORD, SecretRef(JOBS_SECRET, digest), mode=0o400)
+    return (*items, Directory(login.SETTINGS, mode=0o750), copy)
 
 
 def artifacts_directory(cluster: Cluster, host: str) -> str:

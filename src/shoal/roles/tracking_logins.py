@@ -17,7 +17,7 @@ from shoal.roles.users import PAM, USERS_GROUP, creates_homes, home_of
 from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 
 PAM_BLOCK = "tracking"
 LINK = 'mkdir -p -m 0700 "$(dirname "$1")" && ln -s "$2" "$1"'
@@ -51,7 +51,7 @@ def login_items(cluster: Cluster, member: Member, uri: str, digits: int) -> Docu
 def _logins(cluster: Cluster, member: Member, digits: int) -> Iterator[Item]:
     yield Directory("/etc/shoal")
     yield Directory(mlflow.USER_PASSWORDS, mode=0o700)
-    yield Directory(mlflow.USER_LOGINS)
+    yield Directory(login.USER_LOGINS)
     for name in cluster.spec.users:
         password = _password_file(name)
         if "controller" in member.roles:
@@ -95,10 +95,10 @@ def _password_file(name: str) -> str:
 
 
 def _login_file(name: str) -> str:
-    return f"{mlflow.USER_LOGINS}/{name}"
+    return f"{login.USER_LOGINS}/{name}"
 
 
-_DIRECTORIES = (mlflow.USER_PASSWORDS, mlflow.USER_LOGINS)
+_DIRECTORIES = (mlflow.USER_PASSWORDS, login.USER_LOGINS)
 REMOVAL: Document = (
     Block(PAM, PAM_BLOCK, ""),
     File(mlflow.USER_VARIABLES),

@@ -9,29 +9,7 @@ from dataclasses import dataclass
 from shoal.agent.document import HEADER, render_unit
 from shoal.remote import python_command, shell_command
 from shoal.remote.probes import MLFLOW_ACCOUNTS, MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
-from shoal.tracking.login import (
-    ADDRESS,
-    ADDRESS_COMMAND,
-    ADMIN_PASSWORD,
-    JOBS_PASSWORD,
-    LOGIN_COMMAND,
-    SETTINGS,
-    USER_LOGINS,
-    job_variables,
-    read_user_login,
-)
-
-__all__ = [
-    "ADDRESS",
-    "ADDRESS_COMMAND",
-    "ADMIN_PASSWORD",
-    "JOBS_PASSWORD",
-    "LOGIN_COMMAND",
-    "SETTINGS",
-    "USER_LOGINS",
-    "job_variables",
-    "read_user_login",
-]
+from shoal.tracking.login import ADMIN_PASSWORD, JOBS_PASSWORD, SETTINGS
 
 VERSION = "3.17.2"
 """The release that Shoal installs; the training library works with any from 2.0 on."""

@@ -35,7 +35,7 @@ from shoal.slurm.state import NodeState
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 from shoal.verbs.context import Context
 
 TRACKING_TIMEOUT_S = 30.0
@@ -93,8 +93,8 @@ async def tracking_health(controller: Host, spec: Spec) -> TrackingHealth | None
     """Whether the tracking server answers the controller, where the spec has one."""
     if spec.tracking is None:
         return None
-    variables = await controller.run(mlflow.ADDRESS_COMMAND, timeout=TRACKING_TIMEOUT_S)
-    uri = mlflow.job_variables(variables.text).get("MLFLOW_TRACKING_URI", "")
+    variables = await controller.run(login.ADDRESS_COMMAND, timeout=TRACKING_TIMEOUT_S)
+    uri = login.job_variables(variables.text).get("MLFLOW_TRACKING_URI", "")
     if not uri:
         return TrackingHealth(spec.tracking.kind, "", False, "not set up yet; run `shoal up`")
     answer = await controller.run(mlflow.health_command(uri, ours=not spec.tracking.url), timeout=TRACKING_TIMEOUT_S)

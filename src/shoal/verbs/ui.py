@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from shoal.errors import ConnectionLost, ShoalError, UsageError
 from shoal.hosts.api import Host
 from shoal.roles.tracking import server_host
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 from shoal.verbs.context import Context
 
 PAGES = ("mlflow",)
@@ -66,8 +66,8 @@ async def _open_as_user(
     """The page through the user's own login, for the user's own account at the server."""
     assert context.joined is not None
     async with context.controller_host() as host:
-        result = await host.run(mlflow.ADDRESS_COMMAND, timeout=PAGE_TIMEOUT_S, root=False)
-        variables = mlflow.job_variables(result.text)
+        result = await host.run(login.ADDRESS_COMMAND, timeout=PAGE_TIMEOUT_S, root=False)
+        variables = login.job_variables(result.text)
         if not context.joined.record.tracking:
             raise UsageError(f"cluster {context.cluster} has no tracking server", hint="ask the operator for one")
         if not variables:
@@ -122,7 +122,7 @@ async def _require_answer(host: Host, uri: str) -> None:
 
 async def _read_login(host: Host) -> tuple[str, str]:
     """The administrator's login for root, else the login of the user that the command runs as."""
-    result = await host.run(mlflow.LOGIN_COMMAND, timeout=PAGE_TIMEOUT_S)
+    result = await host.run(login.LOGIN_COMMAND, timeout=PAGE_TIMEOUT_S)
     if result.status != 0:
         raise ShoalError(f"{host.name} has no password for the tracking server yet", hint="run `shoal up`")
-    return mlflow.read_user_login(result.text) or (mlflow.ADMIN, result.text.strip())
+    return login.read_user_login(result.text) or (mlflow.ADMIN, result.text.strip())

@@ -27,7 +27,7 @@ from shoal.roles.component import Cluster, SharedSecret, Stage
 from shoal.roles.tracking import TrackingComponent
 from shoal.roles.user_ids import RECORD
 from shoal.roles.users import PAM
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 
 REEF = """
 cluster: reef
@@ -38,7 +38,7 @@ tracking: mlflow
 """
 USERS = "users: {ann: {}, bob: {}}\n"
 EXPERIMENT = {"experiment": {"experiment_id": "7", "lifecycle_stage": "active"}}
-PASSWORD, LOGIN = f"{mlflow.USER_PASSWORDS}/ann", f"{mlflow.USER_LOGINS}/ann"
+PASSWORD, LOGIN = f"{mlflow.USER_PASSWORDS}/ann", f"{login.USER_LOGINS}/ann"
 
 
 def cluster_of(text: str = REEF + USERS, **changes: dict[str, Any]) -> Cluster:
@@ -54,10 +54,10 @@ def items(cluster: Cluster, name: str) -> dict[str, Item]:
 
 def test_login_is_readable_by_its_user_only_and_its_password_is_in_no_document() -> None:
     for host in ("c1", "n1"):
-        login = items(cluster_of(), host)[f"file {LOGIN}"]
-        assert isinstance(login, File) and (login.owner, login.group, login.mode) == ("ann", "ann", 0o400)
-        assert login.fills == (("@PASSWORD@", PASSWORD),)
-        assert login.content == ("[mlflow]\nmlflow_tracking_username = ann\nmlflow_tracking_password = @PASSWORD@\n"), (
+        file = items(cluster_of(), host)[f"file {LOGIN}"]
+        assert isinstance(file, File) and (file.owner, file.group, file.mode) == ("ann", "ann", 0o400)
+        assert file.fills == (("@PASSWORD@", PASSWORD),)
+        assert file.content == ("[mlflow]\nmlflow_tracking_username = ann\nmlflow_tracking_password = @PASSWORD@\n"), (
             "as MLflow's client reads it"
         )
 
@@ -112,27 +112,25 @@ def test_user_who_leaves_loses_the_login_and_all_do_without_a_server() -> None:
 def test_job_gets_address_and_password_only_with_a_server() -> None:
     address = '{"uri": "http://10.0.0.1:5000", "username": "jobs"}\n'
     uri = {"MLFLOW_TRACKING_URI": "http://10.0.0.1:5000"}
-    assert mlflow.job_variables(address + "secret\n") == {
+    assert login.job_variables(address + "secret\n") == {
         **uri,
         "MLFLOW_TRACKING_USERNAME": "jobs",
         "MLFLOW_TRACKING_PASSWORD": "secret",
     }
-    assert mlflow.job_variables(address + mlflow.user_login("ann").replace("@PASSWORD@", "50%x")) == {
+    assert login.job_variables(address + mlflow.user_login("ann").replace("@PASSWORD@", "50%x")) == {
         **uri,
         "MLFLOW_TRACKING_USERNAME": "ann",
         "MLFLOW_TRACKING_PASSWORD": "50%x",
         "MLFLOW_EXPERIMENT_NAME": "ann",
     }
-    assert mlflow.job_variables('{"uri": "https://t.example.org"}\n') == {
-        "MLFLOW_TRACKING_URI": "https://t.example.org"
-    }
-    assert mlflow.job_variables("secret\n") == mlflow.job_variables("") == {}
+    assert login.job_variables('{"uri": "https://t.example.org"}\n') == {"MLFLOW_TRACKING_URI": "https://t.example.org"}
+    assert login.job_variables("secret\n") == login.job_variables("") == {}
 
 
 def test_the_program_that_makes_accounts_gets_files_and_no_password() -> None:
     server = mlflow.MlflowServer("c1", "fd00::1", 5000, "sqlite", "/a")
     assert mlflow.account_arguments(server, ["ann", "admin"])[1:] == (
-        *("http://[fd00::1]:5000", mlflow.ADMIN_PASSWORD, mlflow.ACCOUNTS, f"jobs:{mlflow.JOBS_PASSWORD}"),
+        *("http://[fd00::1]:5000", login.ADMIN_PASSWORD, mlflow.ACCOUNTS, f"jobs:{login.JOBS_PASSWORD}"),
         *(f"user-admin:{mlflow.USER_PASSWORDS}/admin", f"ann:{PASSWORD}"),
     )
 
@@ -171,7 +169,7 @@ def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int
         def log_message(self, *words: object) -> None:
             pass
 
-    places = {mlflow.SETTINGS: tmp_path, mlflow.STATE: tmp_path, mlflow.USER_PASSWORDS: tmp_path / "users"}
+    places = {login.SETTINGS: tmp_path, mlflow.STATE: tmp_path, mlflow.USER_PASSWORDS: tmp_path / "users"}
 
     def here(word: str) -> str:
         for place in sorted(places, key=len, reverse=True):

@@ -19,7 +19,7 @@ from shoal.roles.clock import CONF, DROP_IN, ClockComponent
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.environments import APT_PROXY, EnvironmentsComponent, apt_proxy, builder_of, directory_of
 from shoal.roles.tracking import OWN_DISK, RECORD, TrackingComponent
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 
 REEF = """
 cluster: reef
@@ -86,23 +86,23 @@ def test_server_listens_only_on_the_cluster_address_and_allows_its_names() -> No
 def test_passwords_are_generated_and_inserted_on_the_host() -> None:
     document = asked(TrackingComponent(), cluster_of("tracking: mlflow\n"), "c1")
     for path, word, source in (
-        (mlflow.AUTH, "@PASSWORD@", mlflow.ADMIN_PASSWORD),
+        (mlflow.AUTH, "@PASSWORD@", login.ADMIN_PASSWORD),
         (mlflow.VARIABLES, "@KEY@", mlflow.SESSION_KEY),
     ):
         found = file(document, path)
         assert found.fills == ((word, source),) and word in str(found.content) and not found.mode & 0o007
     assert [key for key in keys(document) if key.startswith("secret ")] == [
-        f"secret {path}" for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD, mlflow.SESSION_KEY)
+        f"secret {path}" for path in (login.ADMIN_PASSWORD, login.JOBS_PASSWORD, mlflow.SESSION_KEY)
     ]
 
 
 def test_controller_gets_only_the_job_password_of_a_server_on_another_host() -> None:
-    known = {mlflow.JOBS_PASSWORD: FileFact(sha256="ab")}
+    known = {login.JOBS_PASSWORD: FileFact(sha256="ab")}
     part, cluster = TrackingComponent(), cluster_of("tracking: {host: n1}\n", n1={"files": known})
     document = asked(part, cluster, "c1")
-    assert file(document, mlflow.JOBS_PASSWORD).content == SecretRef("mlflow-jobs", "ab")
-    assert file(document, mlflow.JOBS_PASSWORD).mode == 0o400
-    assert file(document, mlflow.ADDRESS).content == '{"uri": "http://10.0.0.11:5000", "username": "jobs"}\n'
+    assert file(document, login.JOBS_PASSWORD).content == SecretRef("mlflow-jobs", "ab")
+    assert file(document, login.JOBS_PASSWORD).mode == 0o400
+    assert file(document, login.ADDRESS).content == '{"uri": "http://10.0.0.11:5000", "username": "jobs"}\n'
     assert part.shared_secrets(cluster.spec)["mlflow-jobs"].host == "n1"
     assert f"service {mlflow.SERVICE}" in keys(asked(part, cluster, "n1"))
     assert f"service {mlflow.SERVICE}" not in keys(document)
@@ -202,17 +202,17 @@ def test_external_server_has_no_artifact_findings() -> None:
 
 def test_external_server_only_sets_the_address_for_jobs() -> None:
     document = asked(TrackingComponent(), cluster_of("tracking: {url: https://t.example.org}\n"), "c1")
-    assert file(document, mlflow.ADDRESS).content == '{"uri": "https://t.example.org"}\n'
-    assert keys(document) == ["directory /etc/shoal", f"file {mlflow.ADDRESS}"]
+    assert file(document, login.ADDRESS).content == '{"uri": "https://t.example.org"}\n'
+    assert keys(document) == ["directory /etc/shoal", f"file {login.ADDRESS}"]
 
 
 def test_removed_server_is_stopped_and_its_data_stays() -> None:
-    there = {mlflow.UNIT: FileFact(there=True), mlflow.ADDRESS: FileFact(there=True)}
+    there = {mlflow.UNIT: FileFact(there=True), login.ADDRESS: FileFact(there=True)}
     document = asked(TrackingComponent(), cluster_of(c1={"files": there}), "c1")
     assert document == (
         Service(mlflow.SERVICE, enabled=False, running=False),
         File(mlflow.UNIT),
-        File(mlflow.ADDRESS),
+        File(login.ADDRESS),
     )
 
 

@@ -6,7 +6,7 @@ from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import context_of, raised
 
 from shoal.hosts.api import Result
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 from shoal.verbs.check import check
 
 SERVED = LAB + "tracking: {url: http://10.9.9.9:5000}\nenvironments: {torch: {requirements: reqs.txt}}\n"
@@ -18,7 +18,7 @@ async def test_silent_tracking_server_and_unbuilt_environment_are_reported() -> 
     await raised(world, SERVED)
     answers = world.hosts["c1"].answers
     answers[("sh", "-c")] = b""  # no environment has a name there
-    answers[mlflow.ADDRESS_COMMAND] = Result(0, stdout=TOLD)
+    answers[login.ADDRESS_COMMAND] = Result(0, stdout=TOLD)
     answers[mlflow.health_command("http://10.9.9.9:5000", ours=False)] = Result(0, stdout=b"Connection refused\n")
     found = [(finding.level, str(finding)) for finding in await check(context_of(world, SERVED))]
     assert found == [

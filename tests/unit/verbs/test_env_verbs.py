@@ -33,7 +33,7 @@ from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.script import sbatch_script
 from shoal.roles.clock import CONTAINER_MARKS
-from shoal.tracking import mlflow
+from shoal.tracking import login, mlflow
 from shoal.verbs import env
 from shoal.verbs.context import Context
 from shoal.verbs.env import (
@@ -319,7 +319,7 @@ async def test_tracking_server_is_probed_from_the_controller() -> None:
     spec = spec_of(REEF + "tracking: mlflow\n")
     told = b'{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n'
     for answer, well in ((b"200\n", True), (b"<urlopen error refused>\n", False)):
-        host = FakeHost(Target("c1"), {mlflow.ADDRESS_COMMAND: told, ("python3",): answer})
+        host = FakeHost(Target("c1"), {login.ADDRESS_COMMAND: told, ("python3",): answer})
         health = await tracking_health(host, spec)
         assert health and (health.uri, health.well) == ("http://10.0.0.1:5000", well)
         assert ("responds" in shown(show_services, status_with(tracking=health))) == well
@@ -354,7 +354,7 @@ async def opened(more: str, host: FakeHost, **options: Any) -> list[WebPage]:
 async def test_page_url_is_local_and_the_password_shown_on_request() -> None:
     server = mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")
     unit = mlflow.unit(server).encode()
-    answers = {("cat", mlflow.UNIT): unit, mlflow.LOGIN_COMMAND: b"secret\n", ("python3",): b"200\n"}
+    answers = {("cat", mlflow.UNIT): unit, login.LOGIN_COMMAND: b"secret\n", ("python3",): b"200\n"}
     host = Tunnel(Target("c1"), answers)
     assert await opened("tracking: mlflow\n", host) == [WebPage("mlflow", "http://127.0.0.1:4711", "admin")]
     assert host.to == ("10.0.0.1", 5050)
@@ -364,8 +364,8 @@ async def test_page_url_is_local_and_the_password_shown_on_request() -> None:
 
 async def test_page_of_a_user_has_the_login_of_that_user() -> None:
     unit = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
-    login = mlflow.user_login("ann").replace("@PASSWORD@", "hers").encode()
-    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, mlflow.LOGIN_COMMAND: login, ("python3",): b"200\n"})
+    user_login = mlflow.user_login("ann").replace("@PASSWORD@", "hers").encode()
+    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, login.LOGIN_COMMAND: user_login, ("python3",): b"200\n"})
     assert [page.user for page in await opened("tracking: mlflow\n", host)] == ["ann"]
     [page] = await opened("tracking: mlflow\n", host, show_password=True)
     assert (page.user, page.password) == ("ann", "hers")
