@@ -30,6 +30,7 @@ MONEY = "as it stands, with simulated clouds, by test_the_commands_of_the_page_o
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 LAB = "as it stands, by the first user of test_lab.py"
 STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
+DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {
@@ -40,6 +41,8 @@ COMMANDS = {
     "shoal plan": LENT,
     "shoal up": LENT,
     "shoal status": LENT,
+    "shoal doctor": DOCTOR,
+    "shoal doctor --fix": DOCTOR,
     "shoal ssh desktop srun -N2 hostname": LENT,
     "python3 -m venv ~/shoal && ~/shoal/bin/pip install .": LENT,
     "~/shoal/bin/shoal init --hosts desktop,gpu01,gpu02": LENT,

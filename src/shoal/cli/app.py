@@ -33,6 +33,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "Observe": {
         "status": "cluster_commands",
+        "doctor": "doctor_command",
         "usage": "accounting_commands",
         "ui": "server_commands",
         "bench": "bench_commands",

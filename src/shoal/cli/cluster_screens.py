@@ -22,6 +22,7 @@ from shoal.cli.screen import (
     show_findings,
 )
 from shoal.cloud.rental import format_known_cost, micros
+from shoal.health.diagnosis import hint, job_hint
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
@@ -143,6 +144,10 @@ def show_status(console: Console, status: ClusterStatus) -> None:
         style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base_state, "")
         table.add_row(compress([node.name for node in nodes]), Text(row[0], style=style), *row[1:])
     console.print(table)
+    for text, nodes in group_by(status.nodes, lambda node: hint(node.reason)).items():
+        if text:
+            names = compress(node.name for node in nodes)
+            print_wrapped(console, f"[yellow]{names}[/]: {text}; see `shoal doctor --node {names}`")
     if status.absent:
         console.print(f"[red]{compress(status.absent)}[/]: in the file and not in Slurm; `shoal up` adds it")
     if status.extra:
@@ -163,6 +168,8 @@ def show_status(console: Console, status: ClusterStatus) -> None:
     for job in status.jobs:
         wait_reason = status.rented.waiting.get(job.id, "") if status.rented else ""
         location = job.nodes or wait_reason or f"({job.reason})"
+        if job.state == "PENDING" and (text := job_hint(job.reason)):
+            location = f"{text}: `shoal doctor --job {job.id}`"
         jobs.add_row(
             job.id,
             escape_text(job.name),

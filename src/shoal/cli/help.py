@@ -16,6 +16,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": ("shoal plan", "shoal plan --diff"),
     "up": ("shoal up", "shoal up --drain-timeout 600"),
     "status": ("shoal status", "shoal status --json"),
+    "doctor": (
+        "shoal doctor",
+        "shoal doctor --node gpu[01-04]",
+        "shoal doctor --job 17",
+        "shoal doctor --fix slurmd-stopped",
+        "shoal doctor --history",
+    ),
     "down": ("shoal down", "shoal down --yes"),
     "ssh": ("shoal ssh gpu01", "shoal ssh desktop squeue", "shoal ssh --job 17", "shoal ssh --forget-key gpu01"),
     "exec": ("shoal exec -- uptime", "shoal exec --job 17 -- nvidia-smi", "shoal exec -w gpu[01-04] -- nvidia-smi -L"),

@@ -229,6 +229,11 @@ def _condition_text(view: JobView) -> str:
         return view.record.waits_for
     if view.record.failed and view.record.state != "CANCELLED":
         return f"`shoal logs {view.record.id}` says why"
+    if view.record.state == "PENDING":
+        from shoal.health.diagnosis import job_hint  # `shoal run` loads this file, and not that one
+
+        if text := job_hint(view.record.reason):
+            return f"{text}: `shoal doctor --job {view.record.id}`"
     return "" if view.record.reason == "None" else view.record.reason
 
 

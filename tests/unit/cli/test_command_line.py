@@ -73,7 +73,7 @@ ALL = dict(commands())
 
 def test_command_list_is_complete() -> None:
     assert {" ".join(words) for words in ALL} == {
-        *("init", "schema", "check", "plan", "up", "status", "down", "ssh", "exec"),
+        *("init", "schema", "check", "plan", "up", "status", "doctor", "down", "ssh", "exec"),
         *("node drain", "node resume", "node remove"),
         *("join", "run", "jobs", "logs", "fetch", "cancel", "prove", "bench links"),
         *("env build", "env list", "env remove", "env clean", "ui"),

@@ -15,6 +15,7 @@ from shoal.cli.rental_commands import cost_json
 from shoal.cli.session import Session
 from shoal.cloud.providers.api import Offer
 from shoal.cloud.service.costs import CostReport
+from shoal.health.diagnosis import Diagnosis
 from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import LogLine
 from shoal.jobs.record import JobRecord
@@ -26,6 +27,7 @@ from shoal.slurm.state import JobState, NodeState, PartitionState
 from shoal.slurm.usage import UsageRow
 from shoal.spec.finding import Finding
 from shoal.verbs.cost import CostResult
+from shoal.verbs.doctor import DoctorResult, FixOutcome
 from shoal.verbs.env import CleanResult, EnvironmentState
 from shoal.verbs.env_build import BuildResult
 from shoal.verbs.fetch import FetchResult, SkippedFile
@@ -51,6 +53,7 @@ def of(kind: type, *more: str) -> set[str]:
 
 
 COMMANDS = {
+    "doctor": of(DoctorResult),
     "join": of(JoinResult),
     "run": of(SubmittedJob),
     "logs": of(LogsResult),
@@ -74,6 +77,8 @@ COMMANDS = {
 """What commands print whose object is a value of a class; those of the others are printed below."""
 PARTS = {
     "`findings`": of(Finding),
+    "`findings` of `doctor`": of(Diagnosis),
+    "`fixes` and `history` of `doctor`": of(FixOutcome),
     "`changes` of `plan`": of(Change),
     "`nodes` of `status`": of(NodeState),
     "`partitions` of `status`": of(PartitionState),

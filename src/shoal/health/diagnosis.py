@@ -1,0 +1,333 @@
+"""What is wrong with a cluster, from what Slurm and its hosts report: each fault with its evidence. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, RESUME, Fault
+from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
+from shoal.hostlist import expand
+from shoal.plan.model import Cost
+from shoal.plan.nodes import LEAVING_REASON, NOT_READY
+from shoal.slurm.state import JobState, NodeState
+from shoal.spec.finding import Level
+
+MAX_EVIDENCE = 3
+"""So many lines of a log are shown."""
+MIN_FREE_PERCENT = 2
+"""A file system with less free space, or free inodes, is full."""
+RECENT_S = 900
+"""A host fault is shown with lines of logs that are not older."""
+DECODED = "Success"
+REJECTED = "Invalid credential"
+"""What munge says to a credential of its own key, and of another."""
+Key = tuple[str, str, str]
+_REASON_SET = re.compile(r"update_node: node (\S+) (reason|state) set to:? (.*)")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A fault of the table, and where it was found."""
+
+    id: str
+    level: Level
+    host: str
+    what: str
+    job: str = ""
+    since: str = ""
+    """As Slurm writes it; empty where nothing tells."""
+    reason: str = ""
+    """Slurm's reason, whole."""
+    evidence: tuple[str, ...] = ()
+    cause: str = ""
+    fix: str = ""
+    cost: Cost = Cost.NOTHING
+    """What it costs if Shoal applies the fix."""
+    action: str = ""
+    """What `--fix` does; empty where a person must act."""
+    explicit: bool = False
+    """`--fix` must name it."""
+    blocked: str = ""
+    """Why `--fix` cannot be applied now."""
+
+    @property
+    def key(self) -> Key:
+        """What and where it is."""
+        return self.id, self.host, self.job
+
+
+@dataclass(frozen=True)
+class Space:
+    """A directory, and the file system that it is on."""
+
+    path: str
+    mount: str
+    total_mb: int
+    free_mb: int
+    files: int
+    free_files: int
+    problem: str = ""
+    """Why nothing can be written there."""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(number, int) for number in (self.total_mb, self.free_mb, self.files, self.free_files)):
+            raise TypeError("a size that is no number")
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """A line of a log of Slurm's."""
+
+    text: str
+    age_s: float | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.age_s, float | int | None):
+            raise TypeError("an age that is no number")
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What `remote/health_probe.py` reports of a host. A check that did not end is empty, and `unfinished` names it."""
+
+    services: Mapping[str, str] = field(default_factory=dict)
+    directories: Sequence[Space] = ()
+    names: Sequence[str] = ()
+    """Names of members that do not resolve there."""
+    users: Mapping[str, int | None] = field(default_factory=dict)
+    steps: Sequence[str] = ()
+    """Job steps that have processes there."""
+    logs: Sequence[LogEntry] = ()
+    munge: Mapping[str, str] = field(default_factory=dict)
+    unfinished: Sequence[str] = ()
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> HostReport:
+        """Raises ValueError for what no program of ours reports."""
+        try:
+            return cls(
+                {str(name): str(state) for name, state in values.get("services", {}).items()},
+                [Space(**space) for space in values.get("directories", ())],
+                tuple(map(str, values.get("names", ()))),
+                {
+                    str(name): number if number is None else int(number)
+                    for name, number in values.get("users", {}).items()
+                },
+                tuple(map(str, values.get("steps", ()))),
+                [LogEntry(str(line["text"]), line["age_s"]) for line in values.get("logs", ())],
+                {str(key): str(text) for key, text in values.get("munge", {}).items()},
+                tuple(map(str, values.get("unfinished", ()))),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(str(error)) from error
+
+    def log_lines(self, pattern: str, max_age_s: float | None = None) -> tuple[str, ...]:
+        """The newest lines of Slurm's logs there that match."""
+        lines = [
+            line.text
+            for line in self.logs
+            if re.search(pattern, line.text) and not _REASON_SET.search(line.text)
+            if max_age_s is None or (line.age_s is not None and line.age_s <= max_age_s)
+        ]
+        return tuple(lines[-MAX_EVIDENCE:])
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """A cluster as Slurm and its hosts report it."""
+
+    controller: str
+    nodes: Mapping[str, NodeState] = field(default_factory=dict)
+    jobs: Sequence[JobState] = ()
+    slurm_error: str = ""
+    """Why Slurm does not answer. Then nothing is known of nodes and jobs."""
+    reports: Mapping[str, HostReport] = field(default_factory=dict)
+    unreached: Mapping[str, str] = field(default_factory=dict)
+    """Hosts that could not be checked, with the cause."""
+    credentials: Mapping[str, str] = field(default_factory=dict)
+    """What the controller's munge says to the credential of each host."""
+
+
+def diagnose(view: ClusterView) -> list[Diagnosis]:
+    """Everything that is wrong, worst first."""
+    host_diagnoses = [
+        *(_diagnosis("unreachable", host, evidence=(cause,)) for host, cause in view.unreached.items()),
+        *(diagnosis for host, report in view.reports.items() for diagnosis in _host_faults(view, host, report)),
+    ]
+    if view.slurm_error and not any(diagnosis.id == "slurmctld-stopped" for diagnosis in host_diagnoses):
+        host_diagnoses.append(_diagnosis("slurmctld-silent", view.controller, evidence=(view.slurm_error,)))
+    nodes = [diagnosis for node in view.nodes.values() for diagnosis in _node_faults(view, node, host_diagnoses)]
+    # A host that cannot be checked explains why Slurm does not hear of it.
+    silent_hosts = {diagnosis.host for diagnosis in host_diagnoses if diagnosis.id in ("unreachable", "slurmd-stopped")}
+    nodes = [diagnosis for diagnosis in nodes if diagnosis.id != "not-responding" or diagnosis.host not in silent_hosts]
+    jobs = [diagnosis for job in view.jobs for diagnosis in _job_faults(job)]
+    return sorted(
+        [*host_diagnoses, *nodes, *jobs],
+        key=lambda diagnosis: (LEVELS.index(diagnosis.level), diagnosis.host, diagnosis.job),
+    )
+
+
+def concerning_jobs(diagnoses: Iterable[Diagnosis], jobs: Sequence[JobState]) -> list[Diagnosis]:
+    """Those about these jobs and about nodes that they run on or wait for."""
+    ids = {job.id for job in jobs}
+    nodes = {name for job in jobs for name in (*job.node_names, *_nodes_in(job.reason))}
+    return [
+        diagnosis for diagnosis in diagnoses if diagnosis.job in ids or (not diagnosis.job and diagnosis.host in nodes)
+    ]
+
+
+def hint(reason: str) -> str:
+    """What is behind the reason of a node, in a few words; empty where the reason says it all, or is a person's."""
+    return next((fault.what for fault in faults_in(reason)), "") if not is_written_by_person(reason) else ""
+
+
+def job_hint(reason: str) -> str:
+    """The same for the reason why a job waits."""
+    return next((fault.what for fault in JOB_FAULTS if fault.matches(reason)), "")
+
+
+def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[Diagnosis]:
+    for name, state in report.services.items():
+        # A daemon that fails over and over is `activating`.
+        problem = "" if state in ("active", "reloading") else f"{name} is {state}"
+        if name == "munge":
+            problem = problem or report.munge.get("error", "")
+        if problem:
+            fault = FAULTS[f"{name}-stopped"]
+            lines = report.log_lines(fault.log, RECENT_S) if fault.log else ()
+            yield _diagnosis(fault.id, host, evidence=(problem, *lines))
+    answer = view.credentials.get(host, DECODED)
+    if answer == REJECTED:
+        lines = report.log_lines(FAULTS["munge-key"].log, RECENT_S)
+        yield _diagnosis("munge-key", host, evidence=(f"munge on {view.controller}: {answer}", *lines))
+    yield from _space_faults(host, report)
+    if report.names:
+        yield _diagnosis("name-unresolved", host, evidence=(f"does not resolve: {', '.join(report.names)}",))
+    expected = view.reports[view.controller].users if view.controller in view.reports else {}
+    wrong_users = [
+        f"{name} has no account" if number is None else f"{name} is {number}, on {view.controller} {expected[name]}"
+        for name, number in report.users.items()
+        if expected.get(name) not in (None, number)
+    ]
+    if wrong_users:
+        yield _diagnosis("user-missing", host, evidence=tuple(wrong_users))
+    if report.unfinished:
+        checks = ", ".join(report.unfinished)
+        yield _diagnosis("unreachable", host, evidence=(f"these checks did not end: {checks}",))
+
+
+def _space_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:
+    full_mounts = set()
+    for mount, space in {space.mount: space for space in report.directories}.items():
+        if space.total_mb and space.free_mb * 100 < MIN_FREE_PERCENT * space.total_mb:
+            full_mounts.add(mount)
+            room = f"{space.free_mb} of {space.total_mb} MB free"
+            yield _diagnosis("disk-full", host, f"{mount} is full", (room,))
+        elif space.files and space.free_files * 100 < MIN_FREE_PERCENT * space.files:
+            full_mounts.add(mount)
+            room = f"{space.free_files} of {space.files} inodes free"
+            yield _diagnosis("inodes-full", host, f"{mount} has no room for more files", (room,))
+    for space in report.directories:
+        if space.problem and space.mount not in full_mounts:
+            what = f"Slurm or its jobs cannot write to {space.path}"
+            yield _diagnosis("read-only", host, what, (space.problem,))
+
+
+def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
+    if "POWERED_DOWN" in node.state or "POWERING_DOWN" in node.state or not _is_out_of_service(node):
+        return
+    since, reason = node.reason_time, node.reason
+    if is_written_by_person(reason):
+        text = f"{reason} ({node.reason_by})" if node.reason_by else reason
+        yield _diagnosis(PERSON_DRAIN.id, node.name, evidence=(text,), since=since, reason=reason)
+        return
+    faults = faults_in(reason)
+    if not faults and "NOT_RESPONDING" in node.state:
+        faults = [FAULTS["not-responding"]]
+    report = view.reports.get(node.name, HostReport())
+    note = earlier_note(view, node.name)
+    for fault in faults:
+        lines = report.log_lines(fault.log) if fault.log else ()
+        state = "+".join(node.state).lower()
+        diagnosis = _diagnosis(fault.id, node.name, evidence=(f"{state}: {reason}", *lines), since=since, reason=reason)
+        if note:
+            kept = replace(diagnosis, evidence=(*diagnosis.evidence, f"a person's note before it: {note}"), action="")
+            yield replace(kept, fix=f"{fault.fix.partition('; then ')[0]}; then `shoal node resume {node.name}`")
+        else:
+            yield replace(diagnosis, blocked=_obstacle(view, node, fault, report, host_diagnoses))
+
+
+def _obstacle(
+    view: ClusterView, node: NodeState, fault: Fault, report: HostReport, host_diagnoses: Sequence[Diagnosis]
+) -> str:
+    """Why the node cannot be resumed yet: something on the host is still wrong, or processes are left."""
+    if not fault.action:
+        return ""
+    other = next(
+        (diagnosis for diagnosis in host_diagnoses if diagnosis.host == node.name and diagnosis.level == "error"), None
+    )
+    if other is not None:
+        return f"first: {other.what} ({other.id})"
+    if fault.action == RESUME and node.name not in view.reports:
+        return "its host was not checked"
+    busy = any(node.name in job.node_names for job in view.jobs)
+    if fault.id in ("kill-task-failed", "duplicate-job") and report.steps and not busy:
+        return f"still there: {', '.join(report.steps)}"
+    return ""
+
+
+def earlier_note(view: ClusterView, node: str) -> str:
+    """A person's reason that slurmd or slurmstepd has replaced by its own since the node was last resumed."""
+    controller = view.reports.get(view.controller, HostReport())
+    note = ""
+    for line in controller.logs:
+        match = _REASON_SET.search(line.text)
+        if match and match[1] == node:
+            if match[2] == "state" and match[3].startswith(("IDLE", "ALLOC", "MIXED")):
+                note = ""
+            elif match[2] == "reason" and is_written_by_person(match[3].partition(" [")[0]):
+                note = match[3]
+    return note
+
+
+def _job_faults(job: JobState) -> Iterator[Diagnosis]:
+    for fault in JOB_FAULTS:
+        if job.state == "PENDING" and fault.matches(job.reason):
+            evidence = (f"job {job.id} of {job.user}: {job.reason}",)
+            yield replace(_diagnosis(fault.id, "", evidence=evidence, reason=job.reason), job=job.id)
+
+
+def _is_out_of_service(node: NodeState) -> bool:
+    return bool((NOT_READY | {"DRAIN", "FAIL"}) & set(node.state)) or LEAVING_REASON in node.reason
+
+
+def _nodes_in(reason: str) -> list[str]:
+    """The nodes that a reason of a job names: `ReqNodeNotAvail, UnavailableNodes:n[1-2]`."""
+    names = re.search(r"UnavailableNodes:([^\s()]+)", reason)
+    try:
+        return expand(names[1]) if names else []
+    except ValueError:
+        return []
+
+
+def _diagnosis(
+    id: str, host: str, what: str = "", evidence: tuple[str, ...] = (), since: str = "", reason: str = ""
+) -> Diagnosis:
+    fault = FAULTS[id]
+    return Diagnosis(
+        id=id,
+        level=fault.level,
+        host=host,
+        what=what or fault.what,
+        since=since,
+        reason=reason,
+        evidence=evidence,
+        cause=fault.cause,
+        fix=fault.fix.replace("{host}", host),
+        cost=fault.cost,
+        action=fault.action,
+        explicit=fault.explicit,
+    )

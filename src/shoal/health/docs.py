@@ -1,0 +1,95 @@
+"""The page `docs/doctor.md`, made from the table of faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RELEASE, RESUME, UP, Fault
+from shoal.health.reasons import REASONS
+
+_INTRODUCTION = """\
+<!-- Made from the table in src/shoal/health by `python -m shoal.health.docs > docs/doctor.md`. -->
+
+# shoal doctor
+
+```console
+$ shoal doctor
+$ shoal doctor --fix
+```
+
+`shoal doctor` asks Slurm and every host once, all at the same time, and changes nothing. It prints what is wrong, the
+worst first: where, since when, the lines that show it, the cause, the fix, and what the fix costs. A host that hangs is
+a finding, and does not delay the others: the command waits for it ten seconds, or twenty if it answers at first.
+
+- `--node gpu[01-04]` checks some hosts; `--job 17` shows what concerns a job; `--json` is for scripts.
+- The exit code is 0 if nothing is wrong, 1 with errors or warnings, 3 if some hosts could not be checked.
+- Ordinary users see what concerns their own jobs, without root: why a job waits, and what is wrong with its nodes.
+
+## Fixes
+
+`shoal doctor --fix` applies the fixes that Shoal can apply, checks again, and resumes nodes. `shoal doctor --fix ID`
+applies the fix of one finding; name several, or add `--node`. It asks before a fix that costs more than nothing; use
+`--yes` where there is no terminal. The controller keeps a record: `shoal doctor --history`.
+
+- For a fix marked *if named*, Shoal cannot see whether the cause is gone: it applies it only if you name the finding.
+- A node is resumed only if nothing else is wrong with its host, and its reason is still the one that was shown.
+- A drain that a person set is never changed, and neither is its note. If slurmd replaces the note by a reason of its
+  own, the finding shows the note, and a person must resume the node.
+
+`shoal status` and `shoal jobs` show in one line what the doctor knows of a node or a job.
+"""
+_ACTIONS = {
+    UP: "`shoal up`",
+    REGISTER: "`shoal up`, restart of slurmd, resume",
+    RESUME: "resume",
+    RELEASE: "release of the job",
+    "": "by hand",
+}
+
+
+def doctor_markdown() -> str:
+    """The page."""
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            _section("On hosts", "Found by a check of each host.", HOST_FAULTS, "Shoal checks"),
+            _section(
+                "Reasons of nodes",
+                "Found in the reason that `sinfo -R` shows, in the words of Slurm 22.05, 24.11 and 26.05.",
+                (*REASONS, PERSON_DRAIN),
+                "Slurm's words",
+            ),
+            _section("Jobs", "Found in the reason that `squeue` shows.", JOB_FAULTS, "Slurm's words"),
+        ]
+    )
+
+
+def _section(title: str, text: str, faults: Iterable[Fault], words: str) -> str:
+    with_words = words == "Slurm's words"
+    columns = ["finding", "level", "what", *([words] if with_words else []), "cause", "fix", "Shoal applies", "cost"]
+    lines = [f"## {title}", "", text, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for fault in faults:
+        cells = [f"`{fault.id}`", fault.level, fault.what, *([_words(fault)] if with_words else [])]
+        cells += [fault.cause, _fix(fault), _action(fault), _cost(fault)]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _words(fault: Fault) -> str:
+    return ", ".join(f"`{text}`" for text in fault.words) or "anything else"
+
+
+def _fix(fault: Fault) -> str:
+    return fault.fix.replace("{host}", "gpu01").replace("{job}", "17")
+
+
+def _action(fault: Fault) -> str:
+    return _ACTIONS.get(fault.action, fault.action) + (", if named" if fault.explicit and fault.action else "")
+
+
+def _cost(fault: Fault) -> str:
+    return fault.cost.label if fault.action else ""
+
+
+if __name__ == "__main__":
+    print(doctor_markdown(), end="")

@@ -1,0 +1,174 @@
+"""The faults that `shoal doctor` finds on hosts and in the queue. Those that Slurm names are in `reasons.py`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from shoal.plan.model import Cost
+from shoal.spec.finding import Level
+
+REGISTER, RESUME, RELEASE, UP = "register", "resume", "release", "up"
+"""What Shoal can do: `shoal up`, slurmd's restart and a resume; a resume; a release of a held job; `shoal up`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that can be wrong. `{host}` and `{job}` in a text stand for where it is."""
+
+    id: str
+    level: Level
+    what: str
+    cause: str
+    fix: str
+    action: str = ""
+    """What Shoal does about it: one of the words above, or `start SERVICE`. Empty: a person must."""
+    cost: Cost = Cost.NOTHING
+    """What the action costs at most. `shoal up` may have more to change than this fault."""
+    words: tuple[str, ...] = ()
+    """What Slurm writes as the reason of the node or the job; `*` stands for what varies."""
+    log: str = ""
+    """The lines in the logs of Slurm's daemons that show the cause, as a regular expression."""
+    explicit: bool = False
+    """Shoal cannot see if a person has removed the cause: it acts only if the finding is named."""
+
+    def matches(self, reason: str) -> bool:
+        return any(_pattern(text).search(reason) for text in self.words)
+
+    def without(self, reason: str) -> str:
+        """The reason without what Slurm writes for this fault."""
+        for text in self.words:
+            reason = _pattern(text).sub("", reason)
+        return reason
+
+
+@cache
+def _pattern(words: str) -> re.Pattern[str]:
+    """Some commands of Slurm write `_` for a blank."""
+    pattern = ".*?".join(map(re.escape, words.removesuffix("*").split("*"))) + (r"\S+" if words.endswith("*") else "")
+    return re.compile(pattern.replace(r"\ ", "[ _]"))
+
+
+HOST_FAULTS = (
+    Fault(
+        "unreachable",
+        "error",
+        "the host could not be checked",
+        "it is off, cut off, or hangs: its network answers, and its programs do not",
+        "look at its console; `shoal ssh {host}` shows if it answers again",
+    ),
+    Fault(
+        "slurmctld-stopped",
+        "error",
+        "slurmctld does not run",
+        "it failed, or a person stopped it: no job starts, and no command of Slurm works",
+        "`shoal doctor --fix slurmctld-stopped` starts it; why it ended: `shoal ssh {host} journalctl -u slurmctld`",
+        "start slurmctld",
+        log=r"fatal|error",
+    ),
+    Fault(
+        "slurmctld-silent",
+        "error",
+        "slurmctld runs and does not answer",
+        "it is busy, or waits for its disk or its database",
+        "read `shoal ssh {host} journalctl -u slurmctld`; `shoal up` starts it again",
+    ),
+    Fault(
+        "munge-stopped",
+        "error",
+        "munge does not run or does not answer, and nothing of Slurm works on the host",
+        "it failed or hangs, or a person stopped it",
+        "`shoal doctor --fix munge-stopped` starts it; why it ended: `shoal ssh {host} journalctl -u munge`",
+        "start munge",
+    ),
+    Fault(
+        "munge-key",
+        "error",
+        "the host has another munge key than the controller",
+        "the key was replaced on this host, or `shoal keys rotate munge` ended while the host was away",
+        "`shoal doctor --fix munge-key` runs `shoal up`, which copies the key and restarts munge and slurmd",
+        UP,
+        Cost.RESTART,
+        log=r"[Mm]unge|Protocol authentication",
+    ),
+    Fault(
+        "slurmd-stopped",
+        "error",
+        "slurmd does not run",
+        "it failed, or a person stopped it: running jobs go on, and the node takes no other",
+        "`shoal doctor --fix slurmd-stopped` starts it; why it ended: `shoal ssh {host} journalctl -u slurmd`",
+        "start slurmd",
+        log=r"fatal|error",
+    ),
+    Fault(
+        "disk-full",
+        "error",
+        "a file system is full",
+        "logs, files of jobs, or core dumps",
+        "free space: `du -xh MOUNT | sort -h | tail` on the host shows who has it",
+    ),
+    Fault(
+        "inodes-full",
+        "error",
+        "a file system has no room for more files",
+        "very many small files",
+        "delete some: `du -x --inodes MOUNT | sort -n | tail` on the host shows where they are",
+    ),
+    Fault(
+        "read-only",
+        "error",
+        "Slurm or its jobs cannot write to a directory",
+        "the kernel made the file system read-only after an error of its disk, or it is mounted so",
+        "read `journalctl -k` on the host; check the disk, then mount it for writing",
+    ),
+    Fault(
+        "name-unresolved",
+        "error",
+        "the host does not know the names of other members",
+        "/etc/hosts was edited, and there is no DNS for the names: jobs on several nodes do not find each other",
+        "`shoal doctor --fix name-unresolved` runs `shoal up`, which writes the names",
+        UP,
+        Cost.RESTART,
+    ),
+    Fault(
+        "user-missing",
+        "error",
+        "a user of the cluster is missing on the host, or has another number there",
+        "the user was removed or changed on this host: the user's jobs fail there, with `Invalid user id`",
+        "`shoal doctor --fix user-missing` runs `shoal up`, which creates users again; it changes no number",
+        UP,
+        Cost.RESTART,
+    ),
+)
+"""What is found on the hosts, and sets no reason in Slurm."""
+
+JOB_FAULTS = (
+    Fault(
+        "job-launch-failed",
+        "error",
+        "a node could not start the job, and Slurm holds it",
+        "the prolog or slurmd failed on a node of the job",
+        "solve the finding of the node; then `shoal doctor --fix job-launch-failed` releases the job",
+        RELEASE,
+        words=("launch failed requeued held",),
+        explicit=True,
+    ),
+    Fault(
+        "job-waits-for-node",
+        "warning",
+        "the job waits for a node that is out of service",
+        "nodes that it needs are drained or down",
+        "see the finding of the node; or submit the job for other nodes",
+        words=("ReqNodeNotAvail", "Nodes required for job are DOWN"),
+    ),
+)
+"""What keeps a job from its nodes, by Slurm's reason for the job."""
+
+PERSON_DRAIN = Fault(
+    "person-drain",
+    "info",
+    "a person took the node out of service",
+    "the reason is not one that Slurm or Shoal writes; Shoal does not change it",
+    "when that is solved: `shoal node resume {host}`",
+)

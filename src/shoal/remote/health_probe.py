@@ -1,0 +1,213 @@
+"""What `shoal doctor` reads from a host, as one JSON object: daemons, file systems, names, users, munge, logs.
+
+The request is a JSON object on standard input, with a list of arguments for each check. Each check runs in a thread of
+its own, and what has not ended in time is named: a dead share or name server must not hide the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pwd
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Callable
+
+TIMEOUT_S = 5.0
+"""For all checks together."""
+COMMAND_TIMEOUT_S = 3.0
+TAIL_BYTES = 256 * 1024
+"""So much of the end of each log is read."""
+MAX_LINES, MAX_LINE, MAX_NAMES = 100, 300, 3
+NOBODY = 65534
+PROCESSES = {"munge": "munged"}
+"""The programs of services that have another name."""
+NODE_CHANGE = re.compile(r"update_node: node \S+ (?:reason|state) set to")
+NOTABLE = re.compile(r"error|fatal|[Pp]rolog|[Ee]pilog")
+
+
+def check_services(*names: str) -> dict[str, str]:
+    """The state of each service: `active`, `failed`, `inactive`. Without systemd, by the processes."""
+    if not os.path.isdir("/run/systemd/system"):
+        running = set(processes().values())
+        return {name: "active" if PROCESSES.get(name, name) in running else "inactive" for name in names}
+    states = run(["systemctl", "is-active", *names]).stdout.split()
+    return dict(zip(names, states))
+
+
+def check_directories(*paths: str) -> list[dict[str, Any]]:
+    """Each directory: its mount, room in it, and why a file cannot be written there."""
+    spaces = []
+    for path in paths:
+        if os.path.isdir(path):
+            room, mount = os.statvfs(path), path
+            while not os.path.ismount(mount):
+                mount = os.path.dirname(mount)
+            spaces.append(
+                {
+                    "path": path,
+                    "mount": mount,
+                    "total_mb": room.f_blocks * room.f_frsize >> 20,
+                    "free_mb": room.f_bavail * room.f_frsize >> 20,
+                    "files": room.f_files,
+                    "free_files": room.f_favail,
+                    "problem": write_problem(path),
+                }
+            )
+    return spaces
+
+
+def write_problem(path: str) -> str:
+    """Why no file can be written in a directory; empty where one can."""
+    name = "%s/.shoal-probe-%d" % (path, os.getpid())
+    try:
+        file = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.write(file, b"\0")
+        finally:
+            os.close(file)
+            os.unlink(name)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def check_names(*names: str) -> list[str]:
+    """The first names that do not resolve here."""
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # a name server that is away would take all the time
+    missing = (name for name in names if not resolves(name))
+    return list(itertools.islice(missing, MAX_NAMES))
+
+
+def resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
+
+
+def check_users(*names: str) -> dict[str, int | None]:
+    """The number of each user; None where there is no such user."""
+    return {name: user_id(name) for name in names}
+
+
+def user_id(name: str) -> int | None:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def check_steps() -> list[str]:
+    """The job steps that have a process here, as `7.0 (pid 1234)`."""
+    steps = []
+    for pid, name in processes().items():
+        if name == "slurmstepd":
+            title = re.search(r"\[([^\]]+)\]", read_text("/proc/%d/cmdline" % pid))
+            steps.append("%s (pid %d)" % (title[1] if title else "a step", pid))
+    return steps
+
+
+def check_logs(*paths: str) -> list[dict[str, Any]]:
+    """The newest lines of Slurm's logs about errors, prologs and changes of nodes, with their age in seconds."""
+    lines = []
+    for path in paths:
+        if not os.path.exists(path):
+            continue
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+        # A person's note on a node must not get lost among errors.
+        for pattern in (NODE_CHANGE, NOTABLE):
+            notable = [line for line in text.splitlines() if pattern.search(line)]
+            lines += [{"age_s": age(line), "text": line[:MAX_LINE]} for line in notable[-MAX_LINES:]]
+    return lines
+
+
+def age(line: str) -> float | None:
+    """How long ago a line was written: `[2026-11-17T10:00:00.123] error: ...`."""
+    try:
+        return round(time.time() - time.mktime(time.strptime(line[1:20], "%Y-%m-%dT%H:%M:%S")), 1)
+    except ValueError:
+        return None
+
+
+def check_munge() -> dict[str, str]:
+    """A credential of a user without rights, for the controller to decode; or the error."""
+    result = run(["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "munge", "-n"])
+    return {"credential": result.stdout.strip(), "error": result.stderr.strip()}
+
+
+def decode(credentials: dict[str, str]) -> dict[str, str]:
+    """What munge on this host says to the credential of each host: `Success`, `Invalid credential`."""
+    answers = {}
+    for host, credential in credentials.items():
+        result = run(["unmunge"], input=credential)
+        answers[host] = "Success" if result.returncode == 0 else result.stderr.strip().rpartition("Error: ")[2]
+    return answers
+
+
+def processes() -> dict[int, str]:
+    names = {int(pid): read_text("/proc/%s/comm" % pid).strip() for pid in os.listdir("/proc") if pid.isdecimal()}
+    return {pid: name for pid, name in names.items() if name}
+
+
+def read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""  # the process has ended
+
+
+def run(argv: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+            timeout=COMMAND_TIMEOUT_S,
+            **more,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return subprocess.CompletedProcess(argv, 1, "", str(error))
+
+
+CHECKS: dict[str, Callable[..., Any]] = {
+    "services": check_services,
+    "directories": check_directories,
+    "names": check_names,
+    "users": check_users,
+    "steps": check_steps,
+    "logs": check_logs,
+    "munge": check_munge,
+}
+
+
+def answer(request: dict[str, list[str]]) -> dict[str, Any]:
+    """The result of each check that was asked for, and the names of those that have not ended."""
+    results: dict[str, Any] = {}
+
+    def work(name: str) -> None:
+        results[name] = CHECKS[name](*request[name])
+
+    threads = {name: threading.Thread(target=work, args=(name,), daemon=True) for name in request}
+    for thread in threads.values():
+        thread.start()
+    end = time.monotonic() + TIMEOUT_S
+    for thread in threads.values():
+        thread.join(max(0.0, end - time.monotonic()))
+    return {**results, "unfinished": [name for name in request if name not in results]}
+
+
+if __name__ == "__main__":
+    request = json.load(sys.stdin)
+    print(json.dumps(decode(request) if sys.argv[1:] == ["decode"] else answer(request)), flush=True)
+    os._exit(0)  # a check that hangs would keep the interpreter

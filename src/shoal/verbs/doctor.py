@@ -1,0 +1,192 @@
+"""`shoal doctor`: what is wrong with the running cluster, and why. Changes nothing: fixes are in `doctor_fixes.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.errors import AgentFailed, CommandTimeout, SlurmError, UsageError
+from shoal.health.diagnosis import ClusterView, Diagnosis, HostReport, concerning_jobs, diagnose
+from shoal.hostlist import HostlistError, expand
+from shoal.hosts.api import Host
+from shoal.plan.observe import SLURM_DIRECTORIES
+from shoal.remote import python_command
+from shoal.slurm.conf import LOG_DIRECTORY
+from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
+from shoal.spec.member import Member
+from shoal.verbs.context import Context
+from shoal.verbs.health import existing_members
+from shoal.verbs.logs import check_job
+from shoal.verbs.slurmctld import gather_answers, slurm_output
+
+PROBE_TIMEOUT_S = 10.0
+"""For the checks of a host, once it is connected."""
+SLURM_TIMEOUT_S = 10.0
+ALL_NODES_COMMAND = (NODES_COMMAND[0], "--future", *NODES_COMMAND[1:])
+"""slurmctld hides a node whose name it cannot resolve."""
+JOB_DIRECTORIES = ("/tmp", "/var/tmp")  # nosec B108 - only checked
+PROBE = "health_probe"
+OPERATOR_FIX = "tell the operator, who can run `shoal doctor`"
+
+
+@dataclass(frozen=True)
+class FixOutcome:
+    """What came of one fix."""
+
+    id: str
+    host: str
+    job: str
+    action: str
+    fixed: bool
+    detail: str = ""
+    """Why it was not applied, or did not help."""
+    time: float = 0.0
+    by: str = ""
+    """Who ran it, as `user@machine`."""
+
+
+@dataclass(frozen=True)
+class DoctorResult:
+    cluster: str
+    findings: tuple[Diagnosis, ...] = ()
+    checked: tuple[str, ...] = ()
+    """The hosts that were checked."""
+    unchecked: tuple[str, ...] = ()
+    """Hosts that could not be checked, or not completely."""
+    fixes: tuple[FixOutcome, ...] = ()
+    history: tuple[FixOutcome, ...] = ()
+
+
+async def doctor(context: Context, hosts: str | None = None, job: str | None = None) -> DoctorResult:
+    """Everything that is wrong, worst first: of these hosts, or of what concerns this job."""
+    if job is not None:
+        check_job(job)
+    if context.joined is not None:
+        return await _user_doctor(context, hosts, job)
+    names = _expand(hosts) if hosts is not None else None
+    view = await observe_health(context, names)
+    diagnoses = diagnose(view)
+    if names is not None:
+        all_names = {*(member.name for member in context.members), *view.nodes}
+        if unknown := [name for name in names if name not in all_names]:
+            raise UsageError(
+                f"cluster {context.cluster} has no node {', '.join(unknown)}", hint="`shoal status` lists them"
+            )
+        diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.host in names]
+    if job is not None:
+        diagnoses = concerning_jobs(diagnoses, _find_job(view.jobs, job))
+    unchecked = {*view.unreached, *(name for name, report in view.reports.items() if report.unfinished)}
+    return DoctorResult(context.cluster, tuple(diagnoses), tuple(view.reports), tuple(sorted(unchecked)))
+
+
+async def observe_health(context: Context, names: Iterable[str] | None = None) -> ClusterView:
+    """Check these hosts, or all, and ask Slurm: one round trip each, all at once."""
+    controller = context.controller.name
+    limits = {*names, controller} if names is not None else None
+    members = [member for member in await existing_members(context) if limits is None or member.name in limits]
+    requests = {member.name: _request(context, member) for member in members}
+    nodes: list[NodeState] = []
+    jobs: list[JobState] = []
+    slurm_error = ""
+    async with await context.connections(members) as fleet:
+
+        async def check_host(name: str) -> HostReport:
+            nonlocal nodes, jobs, slurm_error
+            host = await fleet.host(name)
+            try:
+                report = HostReport.parse(await _probe(host, requests[name]))
+            except ValueError as error:
+                raise AgentFailed(name, f"its checks give an answer that cannot be read: {error}") from error
+            if name == controller and report.services.get("slurmctld", "active") == "active":
+                try:
+                    nodes, jobs = await _ask_slurm(host)
+                except SlurmError as error:
+                    slurm_error = error.message
+            return report
+
+        with context.progress.phase("check hosts", len(members)) as phase:
+            reports = await fleet.each(fleet.targets, check_host, phase)
+        credentials = {
+            name: report.munge["credential"] for name, report in reports.items() if report.munge.get("credential")
+        }
+        answers: Mapping[str, str] = {}
+        if credentials.get(controller):
+            with contextlib.suppress(CommandTimeout):  # the next run tells
+                answers = {**await _probe(await fleet.host(controller), credentials, "decode")}
+        unreached = {name: error.cause for name, error in fleet.failures.items()}
+    by_name = {node.name: node for node in nodes}
+    return ClusterView(controller, by_name, tuple(jobs), slurm_error, reports, unreached, answers)
+
+
+def _request(context: Context, member: Member) -> dict[str, list[str]]:
+    """What to check on a member."""
+    daemons = [name for name, role in (("slurmctld", "controller"), ("slurmd", "compute")) if role in member.roles]
+    munge = ["munge"] if context.spec.auth == "munge" else []
+    return {
+        "services": [*munge, *daemons],
+        "directories": [*JOB_DIRECTORIES, *SLURM_DIRECTORIES],
+        "names": [other.name for other in context.members],
+        "users": [*context.spec.users],
+        "steps": [],
+        "logs": [f"{LOG_DIRECTORY}/{name}.log" for name in daemons],
+        **({"munge": []} if munge else {}),
+    }
+
+
+async def _probe(host: Host, request: Mapping[str, Any], *mode: str) -> dict[str, Any]:
+    result = await host.run(python_command(PROBE, *mode), stdin=json.dumps(request).encode(), timeout=PROBE_TIMEOUT_S)
+    try:
+        values = json.loads(result.text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        output = (result.error_text.strip().splitlines() or [f"status {result.status}"])[-1]
+        raise AgentFailed(host.name, f"its checks failed: {output}", hint=f"see `shoal ssh {host.name} python3`")
+    return values
+
+
+async def _ask_slurm(host: Host, *more: str) -> tuple[list[NodeState], list[JobState]]:
+    nodes, jobs = await asyncio.gather(
+        slurm_output(host, ALL_NODES_COMMAND, SLURM_TIMEOUT_S),
+        slurm_output(host, (*JOBS_COMMAND, *more), SLURM_TIMEOUT_S),
+    )
+    return parse_nodes(nodes), parse_jobs(jobs)
+
+
+async def _user_doctor(context: Context, hosts: str | None, job: str | None) -> DoctorResult:
+    """What Slurm says about the user's jobs and their nodes. Users cannot log in to the hosts."""
+    async with context.controller_host() as host:
+        [(nodes, jobs)] = await gather_answers(host, _ask_slurm(host, "--me"))
+    if job is not None:
+        jobs = _find_job(jobs, job)
+    view = ClusterView(context.controller.name, {node.name: node for node in nodes}, tuple(jobs))
+    diagnoses = concerning_jobs(diagnose(view), jobs)
+    if hosts is not None:
+        diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.host in _expand(hosts)]
+    own = [
+        replace(
+            diagnosis, fix=OPERATOR_FIX if diagnosis.host or diagnosis.action else diagnosis.fix, action="", blocked=""
+        )
+        for diagnosis in diagnoses
+    ]
+    return DoctorResult(context.cluster, tuple(own))
+
+
+def _find_job(jobs: Iterable[JobState], number: str) -> list[JobState]:
+    """The job of this number in the queue; of an array, every task."""
+    matches = [job for job in jobs if number in (job.id, job.id.partition("_")[0])]
+    if not matches:
+        hint = f"`shoal jobs` lists jobs; `shoal logs {number}` says why diagnosis has failed"
+        raise UsageError(f"job {number} is not in the queue", hint=hint)
+    return matches
+
+
+def _expand(hosts: str) -> list[str]:
+    try:
+        return expand(hosts)
+    except HostlistError as error:
+        raise UsageError(f"{hosts!r} is not a hostlist: {error.problem}", hint="write gpu01 or gpu[01-16]") from None

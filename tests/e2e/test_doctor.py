@@ -1,0 +1,232 @@
+"""`shoal doctor` on a cluster with real faults: each is found, and what it claims to fix is fixed.
+
+The tests share the cluster and run in the order of this file. Each leaves it healthy.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.e2e.cluster import Cluster, login_keys, taken_down
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: doctor
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 2, memory: 1G}
+users:
+  alice: {uid: 2001, keys: ["file:KEYS/alice.pub"]}
+files:
+  /etc/slurm/prolog.sh: {source: prolog.sh, mode: "0755"}
+  /etc/slurm/epilog.sh: {source: epilog.sh, mode: "0755"}
+slurm:
+  options: {Prolog: /etc/slurm/prolog.sh, Epilog: /etc/slurm/epilog.sh}
+"""
+SCRIPT = "#!/bin/sh\n[ ! -e /run/fail-{0} ] || {{ echo 'the {0} cannot find its license' >&2; exit 3; }}\n"
+SUBMIT = "sbatch --parsable --output=/dev/null --chdir=/ --wrap true -w"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    place = tmp_path_factory.mktemp("doctor")
+    for name in ("prolog", "epilog"):
+        (place / f"{name}.sh").write_text(SCRIPT.format(name))
+    with login_keys("alice") as keys:
+        made = Cluster(place, SPEC.replace("KEYS", str(keys)))
+        with taken_down(made):
+            assert made.json("up")["whole"]
+            yield made
+
+
+def examine(cluster: Cluster, *options: str, status: int = 1) -> dict[tuple[str, str], dict[str, Any]]:
+    """The findings by id and place."""
+    found = cluster.json("doctor", *options, status=status)["findings"]
+    return {(one["id"], one["host"] or one["job"]): one for one in found}
+
+
+def shell(cluster: Cluster, host: str, text: str) -> str:
+    return cluster.on(host, "sh", "-c", text)
+
+
+def as_alice(cluster: Cluster, command: str, status: int = 0) -> str:
+    done = cluster.ssh("controller", shlex.join(("runuser", "-l", "alice", "-c", command)))
+    assert done.returncode == status, done
+    return done.stdout
+
+
+def drained(cluster: Cluster, *names: str) -> bool:
+    states = cluster.states()
+    return all("DRAIN" in states[name] for name in names)
+
+
+def assert_healthy(cluster: Cluster) -> None:
+    assert "nothing is wrong; checked 3 hosts" in cluster.shoal("doctor").stdout
+    assert set(map(frozenset, cluster.states().values())) == {frozenset({"IDLE"})}
+
+
+def test_healthy_cluster_has_no_findings(cluster: Cluster) -> None:
+    assert_healthy(cluster)
+    assert cluster.json("doctor", "--history")["history"] == []
+    assert "there is no finding 'fan'" in cluster.shoal("doctor", "--fix", "fan", status=2).stderr
+
+
+def test_faults_of_hosts_are_found_and_fixed(cluster: Cluster) -> None:
+    shell(
+        cluster,
+        "fish1",
+        "systemctl stop slurmd munge; sed -i '/fish2/d' /etc/hosts; userdel alice; "
+        "mount -t tmpfs -o size=1m tmpfs /var/tmp && head -c 2m /dev/zero > /var/tmp/core || true",
+    )
+    shell(
+        cluster,
+        "fish2",
+        "head -c 1024 /dev/urandom > /etc/munge/munge.key; systemctl restart munge; "
+        "mount -t tmpfs -o ro tmpfs /var/tmp",
+    )
+    shell(
+        cluster,
+        "controller",
+        "mount -t tmpfs -o nr_inodes=10 tmpfs /var/tmp; cd /var/tmp; touch $(seq 10) 2> /dev/null; true",
+    )
+    found = examine(cluster)
+    by_hand = {("disk-full", "fish1"), ("inodes-full", "controller"), ("read-only", "fish2")}
+    assert by_hand | {
+        *(("munge-stopped", "fish1"), ("slurmd-stopped", "fish1"), ("name-unresolved", "fish1")),
+        *(("user-missing", "fish1"), ("munge-key", "fish2")),
+    } == set(found), found
+    assert found["disk-full", "fish1"]["what"] == "/var/tmp is full"
+    assert found["read-only", "fish2"]["evidence"] == ["Read-only file system"]
+    assert found["name-unresolved", "fish1"]["evidence"] == ["does not resolve: fish2"]
+    refused = cluster.shoal("doctor", "--fix", status=2).stderr
+    assert "munge-key on fish2: daemon restart" in refused and "use --yes" in refused
+    fixed = cluster.json("doctor", "--fix", "--yes", status=1)
+    assert all(one["fixed"] for one in fixed["fixes"]) and len(fixed["fixes"]) == 5, fixed["fixes"]
+    assert {(one["id"], one["host"]) for one in fixed["findings"]} == by_hand
+    for host in ("controller", "fish1", "fish2"):
+        cluster.on(host, "umount", "/var/tmp")
+    cluster.wait("both nodes are back", lambda: cluster.states() == {"fish1": {"IDLE"}, "fish2": {"IDLE"}})
+    assert_healthy(cluster)
+    assert cluster.on("controller", "srun", "-N2", "id", "-u", "alice") == "2001\n2001\n"
+
+
+def test_stopped_slurmctld_is_started(cluster: Cluster) -> None:
+    cluster.on("controller", "systemctl", "stop", "slurmctld")
+    assert set(examine(cluster)) == {("slurmctld-stopped", "controller")}
+    cluster.shoal("doctor", "--fix")
+    assert_healthy(cluster)
+
+
+def test_hung_host_is_a_finding_and_hides_no_other(cluster: Cluster) -> None:
+    cluster.on("fish1", "systemctl", "kill", "--signal=STOP", "munge")
+    cluster.fault("freeze", "fish2")
+    try:
+        result = cluster.json("doctor", status=3)
+    finally:
+        cluster.fault("thaw", "fish2")
+    assert result["unchecked"] == ["fish2"] and sorted(result["checked"]) == ["controller", "fish1"]
+    found = {(one["id"], one["host"]) for one in result["findings"]}
+    assert {("unreachable", "fish2"), ("munge-stopped", "fish1")} <= found
+    cluster.wait("it answers again", lambda: cluster.answers("fish2"))
+    cluster.shoal("doctor", "--fix", "munge-stopped", status=None)
+    cluster.wait("no finding is left", lambda: examine(cluster, status=0) == {})
+
+
+def test_failing_scripts_drain_nodes_until_they_are_corrected(cluster: Cluster) -> None:
+    cluster.on("fish1", "touch", "/run/fail-prolog")
+    cluster.on("fish2", "touch", "/run/fail-epilog")
+    job = as_alice(cluster, f"{SUBMIT} fish1").strip()
+    cluster.on("controller", "srun", "-w", "fish2", "true")
+    cluster.wait("both nodes are drained", lambda: drained(cluster, "fish1", "fish2"))
+    cluster.wait("the job is held", lambda: ("job-launch-failed", job) in examine(cluster))
+    found = examine(cluster)
+    assert set(found) == {("prolog-error", "fish1"), ("epilog-error", "fish2"), ("job-launch-failed", job)}
+    assert any("prolog" in line for line in found["prolog-error", "fish1"]["evidence"][1:]), found
+    assert "fish1: the prolog failed on the node; see `shoal doctor --node fish1`" in cluster.shoal("status").stdout
+    assert f"Slurm holds it: `shoal doctor --job {job}`" in cluster.shoal("jobs").stdout
+    assert set(examine(cluster, "--node", "fish2")) == {("epilog-error", "fish2")}
+    # The user who waits for the node sees the same, without root.
+    waiting = as_alice(cluster, f"{SUBMIT} fish2").strip()
+    cluster.wait("Slurm says why it waits", lambda: ("job-waits-for-node", waiting) in examine(cluster))
+    own = json.loads(as_alice(cluster, "shoal doctor --json", status=1))["findings"]
+    assert {("job-launch-failed", job), ("job-waits-for-node", waiting)} <= {(one["id"], one["job"]) for one in own}
+    [node] = [one for one in own if one["host"] == "fish2"]
+    assert node["id"] == "epilog-error" and node["action"] == "" and "tell the operator" in node["fix"]
+    assert "needs the operator's file" in cluster.ssh("controller", "runuser -l alice -c 'shoal doctor --fix'").stderr
+    # Nothing that needs a person's correction is changed unasked.
+    assert cluster.json("doctor", "--fix", status=1)["fixes"] == [] and drained(cluster, "fish1", "fish2")
+    for host in ("fish1", "fish2"):
+        shell(cluster, host, "rm -f /run/fail-*")
+    cluster.json("doctor", "--fix", "prolog-error", "epilog-error", "job-launch-failed", status=None)
+    cluster.wait("the jobs end", lambda: cluster.on("controller", "squeue", "-h") == "")
+    assert_healthy(cluster)
+
+
+def test_full_spool_drains_a_node_until_there_is_space(cluster: Cluster) -> None:
+    spool = "/var/lib/slurm/slurmd"
+    # A directory takes no space of a tmpfs, but an inode: there slurmstepd gets the error that Slurm drains for.
+    fill = "touch $(seq 16) 2> /dev/null; true"
+    shell(cluster, "fish1", f"mount -t tmpfs -o nr_inodes=16 tmpfs {spool} && cd {spool} && {fill}")
+    job = shell(cluster, "controller", f"{SUBMIT} fish1").strip()
+    cluster.wait("the node is drained", lambda: drained(cluster, "fish1"))
+    found = examine(cluster, "--node", "fish1")
+    assert set(found) == {("inodes-full", "fish1"), ("spool-full", "fish1")}, found
+    assert found["spool-full", "fish1"]["blocked"].startswith("first: ")
+    kept = cluster.json("doctor", "--fix", "--node", "fish1", status=1)["fixes"]
+    assert [one["fixed"] for one in kept] == [False] and drained(cluster, "fish1")
+    shell(cluster, "fish1", f"umount -l {spool}")
+    shell(cluster, "controller", f"scancel {job}")
+    [fixed] = cluster.json("doctor", "--fix")["fixes"]
+    assert fixed["id"] == "spool-full" and fixed["fixed"]
+    assert_healthy(cluster)
+
+
+def test_persons_drain_and_note_are_kept(cluster: Cluster) -> None:
+    cluster.shoal("node", "drain", "fish1", "--reason", "fan broken")
+    found = examine(cluster, status=0)
+    assert (
+        set(found) == {("person-drain", "fish1")} and "fan broken (root)" in found["person-drain", "fish1"]["evidence"]
+    )
+    assert cluster.json("doctor", "--fix")["fixes"] == []
+    # slurmstepd replaces a reason with the same request.
+    cluster.on("controller", "scontrol", "update", "nodename=fish1", "state=drain", "reason=Kill task failed")
+    found = examine(cluster)
+    assert found["kill-task-failed", "fish1"]["evidence"][-1] == "a person's note before it: fan broken"
+    assert cluster.json("doctor", "--fix", "kill-task-failed", status=1)["fixes"] == [] and drained(cluster, "fish1")
+    cluster.shoal("node", "resume", "fish1")
+    # Without a person's note, and with no process left, it is safe.
+    cluster.on("controller", "scontrol", "update", "nodename=fish1", "state=drain", "reason=Kill task failed")
+    [fixed] = cluster.json("doctor", "--fix")["fixes"]
+    assert fixed["id"] == "kill-task-failed" and fixed["fixed"]
+    assert_healthy(cluster)
+
+
+def test_rejected_registration_is_fixed_by_one_command(cluster: Cluster) -> None:
+    shell(
+        cluster,
+        "controller",
+        "sed -i 's/RealMemory=[0-9]*/RealMemory=99999999/' /etc/slurm/slurm.conf && systemctl restart slurmctld",
+    )
+    cluster.wait("Slurm rejects the nodes", lambda: all("DRAIN" in flags for flags in cluster.states().values()))
+    found = examine(cluster)
+    assert set(found) == {("low-memory", "fish1"), ("low-memory", "fish2")}
+    assert "idle+drain+invalid_reg: Low RealMemory (reported:" in found["low-memory", "fish1"]["evidence"][0]
+    assert "reject" in cluster.shoal("node", "resume", "fish1", status=1).stderr
+    fixed = cluster.json("doctor", "--fix", "low-memory", "--yes")
+    assert [one["fixed"] for one in fixed["fixes"]] == [True, True]
+    assert_healthy(cluster)
+
+
+def test_history_has_every_fix(cluster: Cluster) -> None:
+    history = cluster.json("doctor", "--history")["history"]
+    assert [one["id"] for one in history if one["fixed"]][-4:] == [
+        "spool-full",
+        "kill-task-failed",
+        *["low-memory"] * 2,
+    ]
+    assert "fixed low-memory, fish2 (register)" in cluster.shoal("doctor", "--history").stdout

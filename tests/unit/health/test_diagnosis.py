@@ -1,0 +1,220 @@
+"""From the reports of Slurm and hosts to findings: places, evidence, order, and what Shoal may do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from shoal.health.diagnosis import (
+    ClusterView,
+    Diagnosis,
+    HostReport,
+    LogEntry,
+    Space,
+    concerning_jobs,
+    diagnose,
+    hint,
+    job_hint,
+)
+from shoal.slurm.state import JobState, NodeState
+
+WELL = HostReport(services={"munge": "active", "slurmd": "active"}, users={"alice": 2001})
+SPACE = Space("/var/lib/slurm/slurmd", "/", total_mb=1000, free_mb=500, files=1000, free_files=500)
+LOW = "Low RealMemory (reported:985 < 100.00% of configured:2048)"
+
+
+def node(reason: str = "", *state: str, name: str = "n1") -> NodeState:
+    return NodeState(name, state or ("IDLE", "DRAIN"), reason, "root" if reason else "", "2026-11-17T10:00:00")
+
+
+def job(state: str = "PENDING", reason: str = "None", nodes: str = "", number: str = "7") -> JobState:
+    return JobState(number, state, "alice", "main", nodes, reason, "0:00", "1:00", 1, "train")
+
+
+def view(*nodes: NodeState, report: HostReport = WELL, **more: Any) -> ClusterView:
+    given = {"nodes": {one.name: one for one in nodes}, "reports": {"c1": WELL, "n1": report}, **more}
+    return ClusterView("c1", **given)
+
+
+def log(text: str, age_s: float = 10.0) -> LogEntry:
+    return LogEntry(f"[2026-11-17T10:00:00.000] {text}", age_s)
+
+
+def only(found: list[Diagnosis]) -> Diagnosis:
+    [one] = found
+    return one
+
+
+def test_healthy_cluster_has_no_findings() -> None:
+    assert (
+        diagnose(view(node("", "IDLE"), node("", "MIXED", name="c1"), report=replace(WELL, directories=[SPACE]))) == []
+    )
+
+
+def test_rejected_registration_is_found_with_its_fix() -> None:
+    one = only(diagnose(view(node(LOW, "IDLE", "DRAIN", "INVALID_REG"))))
+    assert (one.id, one.host, one.since, one.reason) == ("low-memory", "n1", "2026-11-17T10:00:00", LOW)
+    assert one.evidence == (f"idle+drain+invalid_reg: {LOW}",)
+    assert (one.action, one.explicit, one.cost.label, one.blocked) == ("register", True, "daemon restart", "")
+
+
+def test_persons_drain_is_information_and_has_no_action() -> None:
+    one = only(diagnose(view(node("fan broken"))))
+    assert (one.id, one.level, one.action) == ("person-drain", "info", "")
+    assert one.evidence == ("fan broken (root)",)
+    assert one.fix == "when that is solved: `shoal node resume n1`"
+
+
+def test_persons_note_that_slurmd_replaced_is_shown_and_the_node_is_not_resumed() -> None:
+    controller = replace(
+        WELL,
+        logs=[
+            log("update_node: node n1 reason set to: old note"),
+            log("update_node: node n1 state set to DRAINED"),
+            log("update_node: node n1 state set to IDLE"),
+            log("update_node: node n2 reason set to: of another node"),
+            log("update_node: node n1 reason set to: fan broken"),
+            log("update_node: node n1 state set to DRAINED"),
+            log("update_node: node n1 reason set to: Kill task failed"),
+        ],
+    )
+    found = view(node("Kill task failed"), reports={"c1": controller, "n1": WELL})
+    one = only(diagnose(found))
+    assert (one.id, one.action) == ("kill-task-failed", "")
+    assert one.evidence[-1] == "a person's note before it: fan broken"
+    assert one.fix.endswith("; then `shoal node resume n1`")
+    ended = replace(controller, logs=controller.logs[:3])
+    assert only(diagnose(replace(found, reports={"c1": ended, "n1": WELL}))).action == "resume"
+
+
+def test_node_is_not_resumed_while_its_host_has_another_fault() -> None:
+    full = replace(WELL, directories=[replace(SPACE, mount="/var", free_mb=3)])
+    disk, spool = diagnose(view(node("SlurmdSpoolDir is full"), report=full))
+    assert (disk.id, disk.what, disk.evidence) == ("disk-full", "/var is full", ("3 of 1000 MB free",))
+    assert (spool.id, spool.blocked) == ("spool-full", "first: /var is full (disk-full)")
+    assert only(diagnose(view(node("SlurmdSpoolDir is full")))).blocked == ""
+
+
+def test_node_with_processes_of_an_old_step_is_not_resumed() -> None:
+    left = replace(WELL, steps=["7.0 (pid 12)"])
+    assert only(diagnose(view(node("Kill task failed"), report=left))).blocked == "still there: 7.0 (pid 12)"
+    busy = view(node("Kill task failed"), report=left, jobs=(job("RUNNING", nodes="n1", number="8"),))
+    assert only(diagnose(busy)).blocked == ""
+
+
+def test_node_whose_host_was_not_checked_is_not_resumed() -> None:
+    unreachable, other = diagnose(view(node("Epilog error"), reports={"c1": WELL}, unreached={"n1": "no route"}))
+    assert (unreachable.id, unreachable.evidence) == ("unreachable", ("no route",))
+    assert other.blocked
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "evidence"),
+    [
+        ({"services": {"munge": "failed"}}, "munge-stopped", "munge is failed"),
+        ({"munge": {"error": "munge: timed out"}}, "munge-stopped", "munge: timed out"),
+        ({"services": {"slurmd": "activating"}}, "slurmd-stopped", "slurmd is activating"),
+        ({"services": {"slurmd": "inactive"}}, "slurmd-stopped", "slurmd is inactive"),
+        ({"names": ["n2", "n3"]}, "name-unresolved", "does not resolve: n2, n3"),
+        ({"users": {"alice": None}}, "user-missing", "alice has no account"),
+        ({"users": {"alice": 2002}}, "user-missing", "alice is 2002, on c1 2001"),
+        ({"directories": [replace(SPACE, free_files=3)]}, "inodes-full", "3 of 1000 inodes free"),
+        ({"directories": [replace(SPACE, problem="Read-only file system")]}, "read-only", "Read-only file system"),
+        ({"unfinished": ["directories"]}, "unreachable", "these checks did not end: directories"),
+    ],
+)
+def test_fault_of_a_host_is_found_with_evidence(change: dict[str, Any], fault: str, evidence: str) -> None:
+    one = only(diagnose(view(report=replace(WELL, **change))))
+    assert (one.id, one.level, one.host, one.evidence) == (fault, "error", "n1", (evidence,))
+
+
+def test_other_munge_key_is_told_from_other_answers() -> None:
+    lines = [log("error: Munge decode failed: Invalid credential"), log("error: Munge: old", 5000), log("info: else")]
+    other = view(report=replace(WELL, logs=lines), credentials={"c1": "Success", "n1": "Invalid credential"})
+    one = only(diagnose(other))
+    assert one.id == "munge-key"
+    assert one.evidence == ("munge on c1: Invalid credential", lines[0].text)
+    assert diagnose(view(credentials={"c1": "Success", "n1": "Replayed credential"})) == []
+
+
+def test_silent_node_of_a_stopped_slurmd_is_one_finding() -> None:
+    silent = node("Not responding", "DOWN", "NOT_RESPONDING")
+    stopped = replace(WELL, services={"slurmd": "failed"})
+    assert [one.id for one in diagnose(view(silent, report=stopped))] == ["slurmd-stopped"]
+    assert [one.id for one in diagnose(view(silent))] == ["not-responding"]
+    assert [one.id for one in diagnose(view(node("", "IDLE", "NOT_RESPONDING")))] == ["not-responding"]
+
+
+def test_node_without_a_machine_is_no_finding() -> None:
+    assert diagnose(view(node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN"))) == []
+
+
+def test_silent_slurmctld_is_a_finding_of_the_controller() -> None:
+    one = only(diagnose(view(slurm_error="does not answer within 10 s")))
+    assert (one.id, one.host, one.evidence) == ("slurmctld-silent", "c1", ("does not answer within 10 s",))
+    stopped = {"c1": replace(WELL, services={"slurmctld": "failed"})}
+    assert [one.id for one in diagnose(view(reports=stopped, slurm_error="no"))] == ["slurmctld-stopped"]
+    assert [one.id for one in diagnose(view(reports={}, unreached={"c1": "no route"}, slurm_error=""))] == [
+        "unreachable"
+    ]
+
+
+def test_worst_comes_first() -> None:
+    waiting = job(reason="ReqNodeNotAvail, UnavailableNodes:n1")
+    found = diagnose(view(node("fan broken"), report=replace(WELL, services={"slurmd": "failed"}), jobs=(waiting,)))
+    assert [one.level for one in found] == ["error", "warning", "info"]
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
+def test_held_job_is_found(reason: str) -> None:
+    one = only(diagnose(view(jobs=(job(reason=reason),))))
+    assert (one.id, one.job, one.action, one.explicit) == ("job-launch-failed", "7", "release", True)
+    assert one.evidence == (f"job 7 of alice: {reason}",)
+    assert job_hint(reason) == one.what
+
+
+def test_findings_of_a_job_are_those_of_its_nodes() -> None:
+    nodes = (node("Epilog error"), node("Epilog error", name="n2"))
+    waiting = job(reason="ReqNodeNotAvail, UnavailableNodes:n[1,4]")
+    found = diagnose(view(*nodes, jobs=(waiting, job("RUNNING", nodes="n2", number="8"))))
+    assert [(one.id, one.host or one.job) for one in concerning_jobs(found, [waiting])] == [
+        ("epilog-error", "n1"),
+        ("job-waits-for-node", "7"),
+    ]
+    assert concerning_jobs(found, [job(reason="Resources", number="9")]) == []
+    assert concerning_jobs(found, [job(reason="UnavailableNodes:n[", number="9")]) == []
+
+
+def test_hint_is_for_what_slurm_writes() -> None:
+    assert hint(LOW) == "the host has less memory than slurm.conf says"
+    assert hint("fan broken") == "" and hint("") == ""
+    assert job_hint("Priority") == ""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"unfinished": 3},
+        {"services": []},
+        {"users": {"alice": []}},
+        {"directories": [{"path": "/"}]},
+        {"directories": [{**asdict(SPACE), "free_mb": "many"}]},
+        {"logs": [{"text": "x", "age_s": "old"}]},
+        {"logs": "text"},
+    ],
+)
+def test_report_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        HostReport.parse(values)
+
+
+def test_report_is_read_as_it_is_sent() -> None:
+    values = {
+        "users": {"alice": 2001, "bob": None},
+        "directories": [asdict(SPACE)],
+        "logs": [{"text": "x", "age_s": None}],
+    }
+    expected = HostReport(users={"alice": 2001, "bob": None}, directories=[SPACE], logs=[LogEntry("x", None)])
+    assert HostReport.parse(values) == expected

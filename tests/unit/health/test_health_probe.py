@@ -1,0 +1,74 @@
+"""The program that checks a host, run on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.remote import health_probe, python_command
+
+
+def ask(**request: list[str]) -> Any:
+    done = subprocess.run(
+        python_command("health_probe"), input=json.dumps(request), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_directories_are_reported_with_their_room(tmp_path: Path) -> None:
+    [space] = ask(directories=[str(tmp_path), str(tmp_path / "missing")])["directories"]
+    assert space["path"] == str(tmp_path)
+    assert os.path.ismount(space["mount"]) and space["total_mb"] >= space["free_mb"] > 0
+    assert space["problem"] == "" and [*tmp_path.iterdir()] == []
+
+
+def test_directory_that_cannot_be_written_is_reported() -> None:
+    assert health_probe.write_problem("/proc") != ""
+
+
+def test_names_and_users_that_are_missing_are_reported() -> None:
+    answer = ask(names=["localhost", "no-such-host.invalid"], users=["root", "no-such-user"])
+    assert answer["names"] == ["no-such-host.invalid"]
+    assert answer["users"] == {"root": 0, "no-such-user": None}
+    assert answer["unfinished"] == []
+
+
+def test_notable_lines_of_a_log_are_reported_with_their_age(tmp_path: Path) -> None:
+    log = tmp_path / "slurmd.log"
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    log.write_text(f"[{now}.123] debug: nothing\n[{now}.456] error: prolog failed: rc:256\nerror: without a time\n")
+    first, second = ask(logs=[str(log), str(tmp_path / "missing")])["logs"]
+    assert first["text"].endswith("rc:256") and -5 < first["age_s"] < 60
+    assert second == {"age_s": None, "text": "error: without a time"}
+
+
+def test_long_log_is_cut(tmp_path: Path) -> None:
+    log = tmp_path / "slurmctld.log"
+    errors = "".join(f"error: {number} {'x' * 1000}\n" for number in range(200))
+    log.write_text(f"old\n{errors}update_node: node n1 reason set to: fan broken\n{errors}")
+    note, *lines = ask(logs=[str(log)])["logs"]
+    assert note["text"] == "update_node: node n1 reason set to: fan broken"
+    assert len(lines) == health_probe.MAX_LINES
+    assert lines[-1]["text"].startswith("error: 199 ") and len(lines[-1]["text"]) == health_probe.MAX_LINE
+
+
+def test_check_that_hangs_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setitem(health_probe.CHECKS, "logs", end.wait)
+    monkeypatch.setattr(health_probe, "TIMEOUT_S", 0.5)
+    answer = health_probe.answer({"logs": [], "users": ["root"]})
+    assert answer["unfinished"] == ["logs"] and answer["users"] == {"root": 0}
+    end.set()
+
+
+def test_host_without_munge_reports_the_error() -> None:
+    munge = ask(munge=[])["munge"]
+    assert munge["credential"] or munge["error"]

@@ -1,0 +1,329 @@
+"""`shoal doctor` over a cluster in memory: what it asks, what it fixes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.plan.fake_world import World, lab
+from tests.unit.verbs.fake_clusters import raised
+
+from shoal.contract import VERSION
+from shoal.errors import Unreachable, UsageError
+from shoal.hosts.api import Result, Target
+from shoal.remote import python_command
+from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember
+from shoal.verbs import doctor_fixes
+from shoal.verbs.context import Context
+from shoal.verbs.doctor import DoctorResult, doctor
+from shoal.verbs.doctor_fixes import choose_fixes, fix, history
+from shoal.verbs.joined_cluster import JoinedCluster, Login
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
+
+SH = ("sh", "-c")
+
+
+class Lab:
+    """The world of LAB with the programs that the doctor runs."""
+
+    def __init__(self) -> None:
+        self.world: World = lab()
+        self.reports: dict[str, dict[str, Any]] = {name: {} for name in self.world.hosts}
+        """What the hosts report beside what is well."""
+        self.starts: list[tuple[str, ...]] = []
+        self.record = b""
+
+    async def up(self) -> Context:
+        context = await raised(self.world)
+        for name, host in self.world.hosts.items():
+            host.answers = {
+                **host.answers,
+                python_command("health_probe"): self._probe(name),
+                python_command("health_probe", "decode"): self._decode,
+                (*SH, doctor_fixes.START_SCRIPT): self._start(name),
+                (*SH, doctor_fixes.APPEND_SCRIPT): self._append,
+                (*SH, doctor_fixes.READ_SCRIPT): lambda call: self.record,
+            }
+        return context
+
+    def _probe(self, name: str) -> Callable[[Call], bytes]:
+        def answer(call: Call) -> bytes:
+            request = json.loads(call.stdin)
+            well = {"services": dict.fromkeys(request["services"], "active"), "munge": {"credential": f"of-{name}"}}
+            return json.dumps({**well, **self.reports[name]}).encode()
+
+        return answer
+
+    def _decode(self, call: Call) -> bytes:
+        return json.dumps(dict.fromkeys(json.loads(call.stdin), "Success")).encode()
+
+    def _start(self, name: str) -> Callable[[Call], bytes]:
+        def answer(call: Call) -> bytes:
+            self.starts.append((name, *call.argv[4:]))
+            self.reports[name].pop("services", None)
+            return b""
+
+        return answer
+
+    def _append(self, call: Call) -> bytes:
+        self.record += call.stdin
+        return b""
+
+    def drain(self, name: str, reason: str, *flags: str) -> None:
+        self.world.slurm.states[name] = "+".join(("IDLE", "DRAIN", *flags))
+        self.world.slurm.reasons[name] = reason
+
+    @property
+    def resumes(self) -> list[tuple[str, ...]]:
+        return [words for words in self.world.slurm.updates if "state=resume" in words]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_fixes, "VERIFY_TIMEOUT_S", 0.0)
+
+
+def ids(result: DoctorResult) -> list[tuple[str, str]]:
+    return [(one.id, one.host) for one in result.findings]
+
+
+async def test_each_host_is_asked_once() -> None:
+    reef = Lab()
+    context = await reef.up()
+    for host in reef.world.hosts.values():
+        host.calls.clear()
+    result = await doctor(context)
+    assert (result.findings, result.checked, result.unchecked) == ((), ("c1", "n1", "n2"), ())
+    probe, decode = python_command("health_probe"), python_command("health_probe", "decode")
+    assert [call.argv for call in reef.world.hosts["n1"].calls] == [probe]
+    asked = [call.argv for call in reef.world.hosts["c1"].calls]
+    assert asked[0] == probe and asked[-1] == decode and len(asked) == 4
+    assert json.loads(reef.world.hosts["n1"].calls[0].stdin)["services"] == ["munge", "slurmd"]
+    credentials = json.loads(reef.world.hosts["c1"].calls[-1].stdin)
+    assert credentials == {"c1": "of-c1", "n1": "of-n1", "n2": "of-n2"}
+    assert "of-n1" not in str(asked), "a credential is not in a command line"
+
+
+async def test_hosts_that_do_not_answer_are_findings() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.world.hosts["n1"].unreachable = Unreachable("n1", "does not answer within 10 s")
+
+    async def hang(program: FakeProgram) -> int:
+        await asyncio.sleep(3600)
+        return 0
+
+    reef.world.hosts["n2"].answers = {python_command("health_probe"): hang}
+    from shoal.verbs import doctor as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PROBE_TIMEOUT_S", 0.05)
+        result = await doctor(context)
+    assert ids(result) == [("unreachable", "n1"), ("unreachable", "n2")]
+    assert (result.checked, result.unchecked) == (("c1",), ("n1", "n2"))
+
+
+@pytest.mark.parametrize("output", [b"no JSON", b"[]", b'{"unfinished": 3}'])
+async def test_answer_that_cannot_be_read_is_a_finding_of_its_host(output: bytes) -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.world.hosts["n1"].answers = {python_command("health_probe"): output}
+    result = await doctor(context)
+    assert ids(result) == [("unreachable", "n1")] and result.unchecked == ("n1",)
+
+
+async def test_stopped_slurmctld_is_found_without_asking_slurm() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.reports["c1"]["services"] = {"munge": "active", "slurmctld": "failed"}
+    reef.world.hosts["c1"].calls.clear()
+    assert ids(await doctor(context)) == [("slurmctld-stopped", "c1")]
+    assert not [call for call in reef.world.hosts["c1"].calls if call.argv[0] in ("scontrol", "squeue")]
+
+
+async def test_slurm_that_fails_changes_nothing() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.drain("n1", "Kill task failed")
+    reef.world.slurm.broken = "slurm_load_node error: Unable to contact slurm controller\n"
+    result = await doctor(context)
+    assert ids(result) == [("slurmctld-silent", "c1")]
+    assert choose_fixes(result, ()) == []
+
+
+async def test_only_named_nodes_are_asked_and_shown() -> None:
+    reef = Lab()
+    context = await reef.up()
+    for name in ("n1", "n2"):
+        reef.reports[name]["services"] = {"slurmd": "failed"}
+    reef.world.hosts["n1"].calls.clear()
+    assert ids(await doctor(context, "n2")) == [("slurmd-stopped", "n2")]
+    assert reef.world.hosts["n1"].calls == []
+    with pytest.raises(UsageError, match="has no node n7"):
+        await doctor(context, "n7")
+    with pytest.raises(UsageError, match="is not a hostlist"):
+        await doctor(context, "n[")
+
+
+async def test_findings_of_a_job() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.world.slurm.jobs["7"] = "n1"
+    for name in ("n1", "n2"):
+        reef.drain(name, "Epilog error")
+    assert ids(await doctor(context, job="7")) == [("epilog-error", "n1")]
+    with pytest.raises(UsageError, match="job 8 is not in the queue"):
+        await doctor(context, job="8")
+    with pytest.raises(UsageError, match="is not a job"):
+        await doctor(context, job="train")
+
+
+async def test_fix_starts_a_service_then_resumes_and_records() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.reports["n1"]["services"] = {"munge": "active", "slurmd": "failed"}
+    reef.drain("n1", "Kill task failed")
+    result = await doctor(context)
+    assert [(one.id, one.blocked) for one in result.findings] == [
+        ("slurmd-stopped", ""),
+        ("kill-task-failed", "first: slurmd does not run (slurmd-stopped)"),
+    ]
+    after = await fix(context, choose_fixes(result, ()))
+    assert reef.starts == [("n1", "slurmd")]
+    assert [(one.id, one.fixed, one.detail) for one in after.fixes] == [
+        ("slurmd-stopped", True, ""),
+        ("kill-task-failed", True, ""),
+    ]
+    assert after.findings == () and reef.resumes == [("nodename=n1", "state=resume")]
+    told = (await history(context)).history
+    assert [(one.id, one.host, one.action, one.fixed) for one in told] == [
+        ("slurmd-stopped", "n1", "start slurmd", True),
+        ("kill-task-failed", "n1", "resume", True),
+    ]
+    assert "@" in told[0].by and told[0].time > 0
+
+
+async def test_every_service_of_a_host_is_started() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.reports["n1"]["services"] = {"munge": "failed", "slurmd": "failed"}
+    after = await fix(context, choose_fixes(await doctor(context), ()))
+    assert sorted(reef.starts) == [("n1", "munge"), ("n1", "slurmd")] and after.findings == ()
+
+
+async def test_history_is_empty_at_first() -> None:
+    reef = Lab()
+    assert (await history(await reef.up())).history == ()
+
+
+async def test_fix_that_does_not_help_says_so() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.reports["n1"]["services"] = {"slurmd": "failed"}
+    result = await doctor(context)
+
+    def fail(call: Call) -> Result:
+        return Result(1, stderr=b"Job for slurmd.service failed.\n")
+
+    reef.world.hosts["n1"].answers = {**reef.world.hosts["n1"].answers, (*SH, doctor_fixes.START_SCRIPT): fail}
+    after = await fix(context, choose_fixes(result, ["slurmd-stopped"]))
+    [outcome] = after.fixes
+    assert (outcome.fixed, outcome.detail) == (False, "slurmd does not start: Job for slurmd.service failed.")
+    assert ids(after) == [("slurmd-stopped", "n1")]
+
+
+async def test_persons_drain_is_never_resumed() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.drain("n1", "fan broken")
+    result = await doctor(context)
+    assert ids(result) == [("person-drain", "n1")]
+    assert choose_fixes(result, ()) == choose_fixes(result, ["person-drain"]) == []
+
+
+async def test_reason_that_changes_meanwhile_keeps_the_node() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.drain("n1", "Kill task failed")
+    chosen = choose_fixes(await doctor(context), ())
+    reef.drain("n1", "Anna looks at it")
+    [outcome] = (await fix(context, chosen)).fixes
+    assert (outcome.fixed, outcome.detail) == (False, "its reason has changed meanwhile: Anna looks at it")
+    assert reef.resumes == []
+
+
+async def test_finding_whose_cause_shoal_cannot_see_is_fixed_only_by_name() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.drain("n1", "Prolog error")
+    result = await doctor(context)
+    assert choose_fixes(result, ()) == []
+    assert (await fix(context, choose_fixes(result, ["prolog-error"]))).findings == ()
+    assert reef.resumes == [("nodename=n1", "state=resume")]
+
+
+async def test_unknown_finding_is_named() -> None:
+    with pytest.raises(UsageError) as caught:
+        choose_fixes(DoctorResult("reef"), ["low-memry"])
+    assert str(caught.value) == "there is no finding 'low-memry'\n  fix: did you mean `low-memory`?"
+    assert choose_fixes(DoctorResult("reef"), ["low-memory"]) == []
+
+
+async def test_rejected_registration_is_fixed_in_three_steps() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.drain("n1", "Low socket*core*thread count, Low CPUs", "INVALID_REG")
+    register = reef._start("n1")
+
+    def restart(call: Call) -> bytes:
+        reef.drain("n1", reef.world.slurm.reasons["n1"])
+        return register(call)
+
+    reef.world.hosts["n1"].answers = {**reef.world.hosts["n1"].answers, (*SH, doctor_fixes.START_SCRIPT): restart}
+    result = await doctor(context)
+    assert ids(result) == [("low-cores", "n1"), ("low-cpus", "n1")]
+    after = await fix(context, choose_fixes(result, ["low-cores", "low-cpus"]))
+    assert [one.fixed for one in after.fixes] == [True, True] and after.findings == ()
+    assert reef.starts == [("n1", "slurmd")] and reef.resumes == [("nodename=n1", "state=resume")]
+
+
+async def test_node_that_is_still_rejected_is_not_resumed() -> None:
+    reef = Lab()
+    context = await reef.up()
+    reef.drain("n1", "Low CPUs", "INVALID_REG")
+    [outcome] = (await fix(context, choose_fixes(await doctor(context), ["low-cpus"]))).fixes
+    assert (outcome.fixed, outcome.detail) == (False, "Slurm still rejects its registration: Low CPUs")
+    assert reef.resumes == []
+
+
+# ---- ordinary users
+
+
+async def test_user_sees_what_concerns_own_jobs_without_root() -> None:
+    reef = Lab()
+    await reef.up()
+    record = ClusterRecord("reef", VERSION, "c1", (RecordMember("c1", "10.0.0.1", ("controller",)),))
+    slurm = reef.world.slurm
+    answers = {
+        ("cat", RECORD_PATH): record.as_json().encode(),
+        ("id",): b"alice\n",
+        ("scontrol",): slurm.scontrol,
+        ("squeue",): slurm.squeue,
+    }
+    host = FakeHost(Target("desktop"), answers)
+    context = Context(JoinedCluster(record, Login("desktop", "alice")), connector=FakeConnector(host))
+    for name in ("n1", "n2"):
+        reef.drain(name, "Epilog error")
+    slurm.jobs["7"] = "n1"
+    result = await doctor(context)
+    [one] = result.findings
+    assert (one.id, one.host, one.action) == ("epilog-error", "n1", "")
+    assert one.fix == "tell the operator, who can run `shoal doctor`"
+    assert any("--me" in call.argv for call in host.calls)
+    assert (await doctor(context, "n2")).findings == ()
+    slurm.jobs.clear()
+    assert (await doctor(context)) == replace(result, findings=())
