@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, RESUME, Fault
+from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, RESUME, UNEXPLAINED, Fault
 from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
 from shoal.hostlist import expand
 from shoal.plan.model import Cost
@@ -21,6 +21,8 @@ MIN_FREE_PERCENT = 2
 """A file system with less free space, or free inodes, is full."""
 RECENT_S = 900
 """A host fault is shown with lines of logs that are not older."""
+CHANGING = {"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"}
+"""States of a rented node without a machine, or whose machine comes or goes: the rental service watches that."""
 DECODED = "Success"
 REJECTED = "Invalid credential"
 """What munge says to a credential of its own key, and of another."""
@@ -237,7 +239,7 @@ def _space_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:
 
 
 def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
-    if "POWERED_DOWN" in node.state or "POWERING_DOWN" in node.state or not _is_out_of_service(node):
+    if CHANGING & set(node.state) or not _is_out_of_service(node):
         return
     since, reason = node.reason_time, node.reason
     if is_written_by_person(reason):
@@ -245,14 +247,14 @@ def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Di
         yield _diagnosis(PERSON_DRAIN.id, node.name, evidence=(text,), since=since, reason=reason)
         return
     faults = faults_in(reason)
-    if not faults and "NOT_RESPONDING" in node.state:
-        faults = [FAULTS["not-responding"]]
+    if not faults:
+        faults = [FAULTS["not-responding"] if "NOT_RESPONDING" in node.state else UNEXPLAINED]
     report = view.reports.get(node.name, HostReport())
     note = earlier_note(view, node.name)
     for fault in faults:
         lines = report.log_lines(fault.log) if fault.log else ()
-        state = "+".join(node.state).lower()
-        diagnosis = _diagnosis(fault.id, node.name, evidence=(f"{state}: {reason}", *lines), since=since, reason=reason)
+        state = ": ".join(filter(None, ("+".join(node.state).lower(), reason)))
+        diagnosis = _diagnosis(fault.id, node.name, evidence=(state, *lines), since=since, reason=reason)
         if note:
             kept = replace(diagnosis, evidence=(*diagnosis.evidence, f"a person's note before it: {note}"), action="")
             yield replace(kept, fix=f"{fault.fix.partition('; then ')[0]}; then `shoal node resume {node.name}`")

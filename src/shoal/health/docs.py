@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RELEASE, RESUME, UP, Fault
+from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RELEASE, RESUME, UNEXPLAINED, UP, Fault
 from shoal.health.reasons import REASONS
 
 _INTRODUCTION = """\
@@ -56,7 +56,7 @@ def doctor_markdown() -> str:
             _section(
                 "Reasons of nodes",
                 "Found in the reason that `sinfo -R` shows, in the words of Slurm 22.05, 24.11 and 26.05.",
-                (*REASONS, PERSON_DRAIN),
+                (*REASONS, UNEXPLAINED, PERSON_DRAIN),
                 "Slurm's words",
             ),
             _section("Jobs", "Found in the reason that `squeue` shows.", JOB_FAULTS, "Slurm's words"),
@@ -76,7 +76,7 @@ def _section(title: str, text: str, faults: Iterable[Fault], words: str) -> str:
 
 
 def _words(fault: Fault) -> str:
-    return ", ".join(f"`{text}`" for text in fault.words) or "anything else"
+    return ", ".join(f"`{text}`" for text in fault.words) or ("none" if fault is UNEXPLAINED else "anything else")
 
 
 def _fix(fault: Fault) -> str:

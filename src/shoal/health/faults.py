@@ -165,6 +165,14 @@ JOB_FAULTS = (
 )
 """What keeps a job from its nodes, by Slurm's reason for the job."""
 
+UNEXPLAINED = Fault(
+    "node-unexplained",
+    "warning",
+    "Slurm does not use the node, and gives no reason",
+    "slurmd has not registered since slurmctld was started, or a person set the state without a reason",
+    "wait a minute and run `shoal doctor` again; then read `shoal ssh {host} journalctl -u slurmd`",
+)
+
 PERSON_DRAIN = Fault(
     "person-drain",
     "info",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, Fault
+from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, Fault
 from shoal.plan.model import Cost
 from shoal.plan.nodes import LEAVING_REASON
 from shoal.spec.finding import Level
@@ -274,7 +274,7 @@ REASONS = (
 )
 """What Slurm and Shoal write as the reason of a node."""
 
-FAULTS = {fault.id: fault for fault in (*HOST_FAULTS, *REASONS, *JOB_FAULTS, PERSON_DRAIN)}
+FAULTS = {fault.id: fault for fault in (*HOST_FAULTS, *REASONS, UNEXPLAINED, *JOB_FAULTS, PERSON_DRAIN)}
 
 LEVELS = ("error", "warning", "info")
 _SEPARATORS = re.compile(r"[\s,:]+")

@@ -147,6 +147,16 @@ def test_silent_node_of_a_stopped_slurmd_is_one_finding() -> None:
     assert [one.id for one in diagnose(view(node("", "IDLE", "NOT_RESPONDING")))] == ["not-responding"]
 
 
+@pytest.mark.parametrize("state", ["DOWN", "UNKNOWN", "DRAIN"])
+def test_node_out_of_service_without_a_reason_is_a_warning(state: str) -> None:
+    one = only(diagnose(view(node("", state))))
+    assert (one.id, one.level, one.evidence) == ("node-unexplained", "warning", (state.lower(),))
+
+
+def test_machine_that_still_boots_is_no_finding() -> None:
+    assert diagnose(view(node("", "ALLOCATED", "CLOUD", "NOT_RESPONDING", "POWERING_UP"))) == []
+
+
 def test_node_without_a_machine_is_no_finding() -> None:
     assert diagnose(view(node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN"))) == []
 

@@ -110,7 +110,7 @@ def test_reason_of_shoal_is_no_persons(reason: str) -> None:
 
 
 def test_every_finding_has_an_id_of_its_own_and_a_fix() -> None:
-    assert len(FAULTS) == len(HOST_FAULTS) + len(REASONS) + len(JOB_FAULTS) + 1
+    assert len(FAULTS) == len(HOST_FAULTS) + len(REASONS) + len(JOB_FAULTS) + 2
     assert all(fault.what and fault.cause and fault.fix for fault in FAULTS.values())
 
 
