@@ -224,8 +224,7 @@ def test_rejected_registration_is_fixed_by_one_command(cluster: Cluster) -> None
 
 def test_history_has_every_fix(cluster: Cluster) -> None:
     history = cluster.json("doctor", "--history")["history"]
-    assert [one["id"] for one in history if one["fixed"]][-4:] == [
-        "spool-full",
+    assert [one["id"] for one in history if one["fixed"]][-3:] == [
         "kill-task-failed",
         *["low-memory"] * 2,
     ]

@@ -177,13 +177,15 @@ async def _read_node(controller: Host, name: str) -> tuple[tuple[str, ...], str]
 
 
 async def _check_again(context: Context, hosts: Iterable[str], attempts: set[Key]) -> list[Diagnosis]:
-    """The findings of these hosts, as soon as what was attempts is gone from them; after a while as they are."""
+    """The findings of these hosts, as soon as what was attempted is gone; after a while as they are."""
     end = time.monotonic() + VERIFY_TIMEOUT_S
     quiet = replace(context, progress=NoProgress())
     while True:
         view = await observe_health(quiet, hosts)
         current = diagnose(view)
-        is_settled = not view.slurm_error and not attempts & {diagnosis.key for diagnosis in current}
+        # After a start of slurmctld nodes are unknown until they have registered.
+        has_unknown = any("UNKNOWN" in node.state for node in view.nodes.values())
+        is_settled = not (view.slurm_error or has_unknown or attempts & {diagnosis.key for diagnosis in current})
         if is_settled or time.monotonic() > end:
             return current
         await asyncio.sleep(1)
