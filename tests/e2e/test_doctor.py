@@ -137,6 +137,7 @@ def test_hung_host_is_a_finding_and_hides_no_other(cluster: Cluster) -> None:
     cluster.wait("no finding is left", lambda: examine(cluster, status=0) == {})
 
 
+@pytest.mark.matrix
 def test_failing_scripts_drain_nodes_until_they_are_corrected(cluster: Cluster) -> None:
     cluster.on("fish1", "touch", "/run/fail-prolog")
     cluster.on("fish2", "touch", "/run/fail-epilog")
@@ -167,6 +168,7 @@ def test_failing_scripts_drain_nodes_until_they_are_corrected(cluster: Cluster) 
     assert_healthy(cluster)
 
 
+@pytest.mark.matrix
 def test_full_spool_drains_a_node_until_there_is_space(cluster: Cluster) -> None:
     spool = "/var/lib/slurm/slurmd"
     # A directory takes no space of a tmpfs, but an inode: there slurmstepd gets the error that Slurm drains for.

@@ -80,7 +80,7 @@ def _words(fault: Fault) -> str:
 
 
 def _fix(fault: Fault) -> str:
-    return fault.fix.replace("{host}", "gpu01").replace("{job}", "17")
+    return fault.fix.replace("{host}", "gpu01")
 
 
 def _action(fault: Fault) -> str:

@@ -15,7 +15,7 @@ REGISTER, RESUME, RELEASE, UP = "register", "resume", "release", "up"
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that can be wrong. `{host}` and `{job}` in a text stand for where it is."""
+    """One thing that can be wrong. `{host}` in a text stands for where it is."""
 
     id: str
     level: Level

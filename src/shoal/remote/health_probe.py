@@ -21,14 +21,14 @@ from typing import Any, Callable
 TIMEOUT_S = 5.0
 """For all checks together."""
 COMMAND_TIMEOUT_S = 3.0
-TAIL_BYTES = 256 * 1024
-"""So much of the end of each log is read."""
-MAX_LINES, MAX_LINE, MAX_NAMES = 100, 300, 3
+TAIL_BYTES, CHANGE_BYTES = 256 * 1024, 16 * 1024 * 1024
+"""So much of the end of each log is searched for errors, and for changes of nodes."""
+MAX_LINES, MAX_CHANGES, MAX_LINE, MAX_NAMES = 100, 1000, 300, 3
 NOBODY = 65534
 PROCESSES = {"munge": "munged"}
 """The programs of services that have another name."""
-NODE_CHANGE = re.compile(r"update_node: node \S+ (?:reason|state) set to")
-NOTABLE = re.compile(r"error|fatal|[Pp]rolog|[Ee]pilog")
+NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to")
+NOTABLE = re.compile(rb"error|fatal|[Pp]rolog|[Ee]pilog")
 
 
 def check_services(*names: str) -> dict[str, str]:
@@ -118,15 +118,28 @@ def check_logs(*paths: str) -> list[dict[str, Any]]:
     """The newest lines of Slurm's logs about errors, prologs and changes of nodes, with their age in seconds."""
     lines = []
     for path in paths:
-        if not os.path.exists(path):
-            continue
+        # A person's note on a node must not get lost among errors, or when the log is rotated.
+        changes = [*search(path + ".1", CHANGE_BYTES, NODE_CHANGE), *search(path, CHANGE_BYTES, NODE_CHANGE)]
+        notable = search(path, TAIL_BYTES, NOTABLE)
+        for line in (*changes[-MAX_CHANGES:], *notable[-MAX_LINES:]):
+            lines.append({"age_s": age(line), "text": line[:MAX_LINE]})
+    return lines
+
+
+def search(path: str, tail_bytes: int, pattern: re.Pattern[bytes]) -> list[str]:
+    """The lines at the end of a file that match."""
+    try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-        # A person's note on a node must not get lost among errors.
-        for pattern in (NODE_CHANGE, NOTABLE):
-            notable = [line for line in text.splitlines() if pattern.search(line)]
-            lines += [{"age_s": age(line), "text": line[:MAX_LINE]} for line in notable[-MAX_LINES:]]
+            file.seek(max(0, os.fstat(file.fileno()).st_size - tail_bytes))
+            text = file.read()
+    except FileNotFoundError:
+        return []
+    lines: list[str] = []
+    for match in pattern.finditer(text):
+        start, end = text.rfind(b"\n", 0, match.start()) + 1, text.find(b"\n", match.end())
+        line = text[start : end if end >= 0 else None].decode("utf-8", "replace")
+        if not lines or lines[-1] != line:  # a line may match twice
+            lines.append(line)
     return lines
 
 

@@ -180,7 +180,7 @@ def _find_job(jobs: Iterable[JobState], number: str) -> list[JobState]:
     """The job of this number in the queue; of an array, every task."""
     matches = [job for job in jobs if number in (job.id, job.id.partition("_")[0])]
     if not matches:
-        hint = f"`shoal jobs` lists jobs; `shoal logs {number}` says why diagnosis has failed"
+        hint = f"`shoal jobs` lists jobs; `shoal logs {number}` says why it has failed"
         raise UsageError(f"job {number} is not in the queue", hint=hint)
     return matches
 

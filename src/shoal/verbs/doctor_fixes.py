@@ -162,8 +162,8 @@ async def _await_registration(controller: Host, node: str) -> None:
 
 
 async def _resume(controller: Host, diagnosis: Diagnosis) -> None:
-    state, reason = await _read_node(controller, diagnosis.host)
-    if reason != diagnosis.reason and "DRAIN" in state:
+    _, reason = await _read_node(controller, diagnosis.host)
+    if reason not in ("", diagnosis.reason):
         raise SlurmError(f"its reason has changed meanwhile: {reason}")
     await resume_nodes(controller, [diagnosis.host])
 

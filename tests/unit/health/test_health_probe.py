@@ -60,6 +60,14 @@ def test_long_log_is_cut(tmp_path: Path) -> None:
     assert lines[-1]["text"].startswith("error: 199 ") and len(lines[-1]["text"]) == health_probe.MAX_LINE
 
 
+def test_note_in_a_rotated_log_is_reported(tmp_path: Path) -> None:
+    log = tmp_path / "slurmctld.log"
+    (tmp_path / "slurmctld.log.1").write_text("update_node: node n1 reason set to: fan broken\nerror: old\n")
+    log.write_text("x" * health_probe.TAIL_BYTES + "\nupdate_node: node n1 reason set to: Kill task failed\n")
+    texts = [line["text"] for line in ask(logs=[str(log)])["logs"]]
+    assert [text.rpartition(": ")[2] for text in texts] == ["fan broken", "Kill task failed"]
+
+
 def test_check_that_hangs_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setitem(health_probe.CHECKS, "logs", end.wait)

@@ -245,12 +245,14 @@ async def test_persons_drain_is_never_resumed() -> None:
     assert choose_fixes(result, ()) == choose_fixes(result, ["person-drain"]) == []
 
 
-async def test_reason_that_changes_meanwhile_keeps_the_node() -> None:
+@pytest.mark.parametrize("state", ["IDLE+DRAIN", "DOWN"])
+async def test_reason_that_changes_meanwhile_keeps_the_node(state: str) -> None:
     reef = Lab()
     context = await reef.up()
     reef.drain("n1", "Kill task failed")
     chosen = choose_fixes(await doctor(context), ())
     reef.drain("n1", "Anna looks at it")
+    reef.world.slurm.states["n1"] = state
     [outcome] = (await fix(context, chosen)).fixes
     assert (outcome.fixed, outcome.detail) == (False, "its reason has changed meanwhile: Anna looks at it")
     assert reef.resumes == []
