@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from shoal_simulators.server import Simulator
 
 SIMULATORS = {
+    "aws": "shoal_simulators.aws:AwsSimulator",
+    "digitalocean": "shoal_simulators.digitalocean:DigitalOceanSimulator",
     "gcp": "shoal_simulators.gcp:GoogleComputeSimulator",
     "lambda": "shoal_simulators.lambda_cloud:LambdaSimulator",
     "paperspace": "shoal_simulators.paperspace:PaperspaceSimulator",
     "runpod": "shoal_simulators.runpod:RunPodSimulator",
     "sandbox": "shoal_simulators.sandbox:SandboxSimulator",
+    "vast": "shoal_simulators.vast:VastSimulator",
 }
 """Kind -> `module:class`, a `server.Simulator`."""
 

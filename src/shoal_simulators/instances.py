@@ -126,6 +126,11 @@ class SimulatedInstance:
         return self.phase in ("pending", "up", "error")
 
 
+def numeric_id(id: str) -> int:
+    """An id as a number, where an API has numbers; that of a machine made twice by a fault is hexadecimal."""
+    return int(id) if id.isdigit() else int(id, 16)
+
+
 KINDS = (
     "stockout", "quota", "rate", "error-after-create", "error-before-create", "slow-boot", "never-reachable", "dies",
     "preempt", "lagging-list", "duplicate-name", "price-change", "bad-gpu", "list-fails", "balance", "auth",

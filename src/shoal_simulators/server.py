@@ -93,6 +93,18 @@ class Simulator:
         resources: dict[str, dict[str, Any]] = self.market.notes.setdefault(what, {})
         return resources
 
+    def call_name(self, request: Request, body: bytes) -> str:
+        """The call as `creating` and `listing` name it."""
+        return f"{request.method} {request.url.path}"
+
+    def decode(self, content: bytes) -> Any:
+        """The data of one of its answers."""
+        return json.loads(content)
+
+    def encode(self, data: Any, status: int) -> Response:
+        """An answer with such data."""
+        return JSONResponse(data, status)
+
     def authorised(self, request: Request, key: str) -> bool:
         """Whether the request has the key; without a configured key, any key."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -111,7 +123,7 @@ class SimulatorApp:
     metadata_at: tuple[str, int] | None = None
     """The address and port that receives the machines' requests to METADATA."""
     rewrite: Callable[[str, Any], Any] | None = None
-    """A test's hook: takes `METHOD /path` and the JSON, returns the JSON to send."""
+    """A test's hook: takes the name of a call and the data of its answer, returns the data to send."""
 
     def __post_init__(self) -> None:
         control = [
@@ -146,24 +158,37 @@ class SimulatorApp:
                 seen["status"] = message["status"]
             await send(message)
 
-        app = self._early_rejection(request) or self._inner
-        if self.rewrite is not None:
-            app = await self._rewritten(app, request, self.rewrite)
-        await app(scope, receive, noting)
+        body = request.state.body = await request.body()
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def _rewritten(self, app: ASGIApp, request: Request, rewrite: Callable[[str, Any], Any]) -> Response:
-        """The response of an application with its JSON changed."""
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        async def receive_again() -> Message:
+            return unread.pop() if unread else await receive()
+
+        call = self.simulator.call_name(request, body)
+        app = self._early_rejection(request, call) or self._inner
+        if self.rewrite is not None:
+            app = await self._rewritten(app, request, call, self.rewrite)
+        await app(scope, receive_again, noting)
+
+    async def _rewritten(
+        self, app: ASGIApp, request: Request, call: str, rewrite: Callable[[str, Any], Any]
+    ) -> Response:
+        """The response of an application with its data changed."""
+
+        async def stateful(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": request.scope["state"]}, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(stateful)) as client:
             url, body = str(request.url), await request.body()
             response = await client.request(request.method, url, headers=request.headers.raw, content=body)
         headers = {name: value for name, value in response.headers.items() if name != "content-length"}
         if not response.content:
             return Response(status_code=response.status_code, headers=headers)
-        changed = rewrite(f"{request.method} {request.url.path}", response.json())
-        return JSONResponse(changed, response.status_code, headers)
+        answer = self.simulator.encode(rewrite(call, self.simulator.decode(response.content)), response.status_code)
+        answer.headers.update({name: value for name, value in headers.items() if name != "content-type"})
+        return answer
 
-    def _early_rejection(self, request: Request) -> Response | None:
-        line = f"{request.method} {request.url.path}"
+    def _early_rejection(self, request: Request, line: str) -> Response | None:
         if not self.simulator.authorised(request, self.key) or self.market.take_fault("auth"):
             return self.simulator.error_response("auth")
         now = self.market.clock()

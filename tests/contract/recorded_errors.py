@@ -24,7 +24,32 @@ def _google(status: int, reason: str, message: str) -> dict[str, Any]:
     return {"error": {"code": status, "message": message, "errors": [error]}}
 
 
+def _aws(code: str, message: str) -> str:
+    error = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    return f"<?xml version='1.0'?><Response><Errors>{error}</Errors><RequestID>1</RequestID></Response>"
+
+
 RECORDED: dict[str, tuple[Recorded, ...]] = {
+    "aws": (
+        (
+            "500 Internal Server Error",
+            _aws("InsufficientInstanceCapacity", "We currently do not have sufficient g6.xlarge capacity in the zone."),
+            FailureKind.CAPACITY,
+        ),
+        (
+            "400 Bad Request",
+            _aws("VcpuLimitExceeded", "... your current vCPU limit of 0 allows for the instance bucket ..."),
+            FailureKind.QUOTA,
+        ),
+        ("400 Bad Request", _aws("MaxSpotInstanceCountExceeded", "Max spot count exceeded"), FailureKind.QUOTA),
+        ("400 Bad Request", _aws("Unsupported", "not supported in your requested zone"), FailureKind.CAPACITY),
+        ("503 Service Unavailable", _aws("RequestLimitExceeded", "Request limit exceeded."), FailureKind.RATE),
+        ("503 Service Unavailable", _aws("Unavailable", "The service is unavailable."), FailureKind.AMBIGUOUS),
+        ("403 Forbidden", _aws("UnauthorizedOperation", "You are not authorized."), FailureKind.AUTH),
+        ("400 Bad Request", _aws("AuthFailure", "Not authorized for images: [ami-1]"), FailureKind.INVALID),
+        ("400 Bad Request", _aws("PendingVerification", "Your request is being validated."), FailureKind.TRANSIENT),
+        ("400 Bad Request", _aws("IdempotentParameterMismatch", "Arguments differ."), FailureKind.CONFLICT),
+    ),
     "lambda": (
         (
             "400 Bad Request",
@@ -82,6 +107,49 @@ RECORDED: dict[str, tuple[Recorded, ...]] = {
         ("410 Gone", {"error": "this API has been retired"}, FailureKind.INVALID),
         ("500 Internal Server Error", {"error": "Something went wrong"}, FailureKind.AMBIGUOUS),
         ("429 Too Many Requests", _runpod(429, "rate limit exceeded"), FailureKind.RATE),
+    ),
+    "vast": (
+        (
+            "410 Gone",
+            {"success": False, "error": "no_such_ask", "msg": "error 410: ask 17 is no longer available"},
+            FailureKind.CAPACITY,
+        ),
+        ("404 Not Found", {"success": False, "error": "no_such_ask", "msg": "not found"}, FailureKind.CAPACITY),
+        (
+            "400 Bad Request",
+            {"success": False, "error": "invalid_price", "msg": "bid too low", "new_contract": 5},
+            FailureKind.AMBIGUOUS,
+        ),
+        ("400 Bad Request", {"success": False, "error": "invalid_args", "msg": "disk"}, FailureKind.INVALID),
+        ("402 Payment Required", {"success": False, "msg": "You lack credit"}, FailureKind.BALANCE),
+        ("429 Too Many Requests", "API requests too frequent: endpoint threshold=4.5", FailureKind.RATE),
+        ("401 Unauthorized", {"success": False, "error": "auth_error", "msg": "Invalid user key"}, FailureKind.AUTH),
+        ("502 Bad Gateway", "<html>bad gateway</html>", FailureKind.AMBIGUOUS),
+    ),
+    "digitalocean": (
+        (
+            "422 Unprocessable Entity",
+            {"id": "unprocessable_entity", "message": "Size is not available in this region."},
+            FailureKind.CAPACITY,
+        ),
+        (
+            "422 Unprocessable Entity",
+            {"id": "unprocessable_entity", "message": "creating this/these droplet(s) will exceed your droplet limit"},
+            FailureKind.QUOTA,
+        ),
+        (
+            "422 Unprocessable Entity",
+            {"id": "unprocessable_entity", "message": "You specified an invalid image for Droplet creation."},
+            FailureKind.INVALID,
+        ),
+        (
+            "422 Unprocessable Entity",
+            {"id": "unprocessable_entity", "message": "1 are invalid key identifiers for Droplet creation."},
+            FailureKind.TRANSIENT,
+        ),
+        ("401 Unauthorized", {"id": "unauthorized", "message": "Unable to authenticate you"}, FailureKind.AUTH),
+        ("429 Too Many", {"id": "too_many_requests", "message": "API rate limit exceeded."}, FailureKind.RATE),
+        ("500 Oops", {"id": "server_error", "message": "Unexpected server-side error"}, FailureKind.AMBIGUOUS),
     ),
     "paperspace": (
         (

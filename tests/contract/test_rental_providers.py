@@ -309,7 +309,7 @@ async def test_taken_name_is_a_conflict_or_a_second_machine_with_the_token(it: T
 
 
 async def test_invalid_key_is_rejected_and_never_shown(it: Trial) -> None:
-    it.simulation.key = KEY
+    it.simulation.key = it.case.secret
     other = rental_provider(with_key(it.case, it.url, "sk-wrong-secret-value"))
     try:
         with pytest.raises(ProviderError) as caught:

@@ -52,8 +52,8 @@ def simulate(
         str,
         typer.Argument(
             metavar="PROVIDER",
-            help="Which provider: gcp, lambda, paperspace, runpod or sandbox.",
-            autocompletion=suggest("gcp", "lambda", "paperspace", "runpod", "sandbox"),
+            help="Which provider: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox or vast.",
+            autocompletion=suggest("aws", "digitalocean", "gcp", "lambda", "paperspace", "runpod", "sandbox", "vast"),
         ),
     ],
     port: Annotated[int, typer.Option(metavar="NUMBER", help="The port. Default: a free one.", min=0, max=65535)] = 0,

@@ -22,17 +22,29 @@ from shoal.spec.values import (
     web_address,
 )
 
-KINDS = ("gcp", "lambda", "paperspace", "runpod", "sandbox")
+KINDS = ("aws", "digitalocean", "gcp", "lambda", "paperspace", "runpod", "sandbox", "vast")
 """The providers that come with Shoal. A package that is installed beside it may add more, by entry point."""
 GROUP = "shoal.renters"
 SANDBOX = "sandbox"
 MARKETS = ("on-demand", "spot")
 SETTINGS = {
+    "aws": (
+        "capacity_block",
+        "create_interval",
+        "image",
+        "profile",
+        "regions",
+        "security_group",
+        "ssh_from",
+        "subnets",
+    ),
+    "digitalocean": ("image", "network"),
     "gcp": ("external_address", "image", "network", "project", "subnetwork"),
     "lambda": ("create_interval",),
     "paperspace": ("network", "template"),
     "runpod": ("cloud", "image"),
     "sandbox": ("project",),  # without effect: it stands in for any provider
+    "vast": ("disk_gb", "image", "reliability"),
 }
 """The `settings` that the providers of Shoal use. Those of other packages are unknown here."""
 INTERVAL_SETTINGS = ("request_interval", "timeout", "create_interval")
@@ -106,7 +118,7 @@ class ProviderAccount(SpecModel):
     """An account at a provider, by the name that nodesets use."""
 
     kind: ProviderKind | None = None
-    """The provider: `lambda`, `runpod`, `paperspace`, `gcp`, `sandbox`. Without it, the account's name is the kind."""
+    """The provider, such as `lambda` or `gcp`. Without it, the account's name is the kind."""
     package: Package | None = None
     """For a kind that is not part of Shoal: its package, which `shoal up` installs on the controller."""
     key: SecretReference | None = None

@@ -156,7 +156,7 @@ async def test_unreadable_fault_file_is_an_error(tmp_path: Path, text: str | Non
 
 
 async def test_provider_without_a_simulator_is_rejected_with_the_existing_names() -> None:
-    with pytest.raises(UsageError, match="there is no simulator of 'azure'\n  fix: use one of: gcp, lambda"):
+    with pytest.raises(UsageError, match="there is no simulator of 'azure'\n  fix: use one of: aws, digitalocean"):
         await simulate("azure", lambda found: None)
 
 

@@ -250,20 +250,20 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "a controller cannot be rented": (
-        "cluster: reef\ncontroller: {provider: lambda}\nlogin: {provider: aws, count: 1}\n"
+        "cluster: reef\ncontroller: {provider: lambda}\nlogin: {provider: azure, count: 1}\n"
         "nodesets: {a: {hosts: [b]}}\n",
         [
             's.yaml:2:24 controller.provider: only nodesets are rented, found "lambda", '
             "use `host`, or `provider: sandbox`",
-            's.yaml:3:19 login.provider: unknown provider, found "aws", only `sandbox` is supported',
+            's.yaml:3:19 login.provider: unknown provider, found "azure", only `sandbox` is supported',
         ],
     ),
     "unknown provider and image": (
-        HEAD + "nodesets: {l: {provider: aws}, m: {provider: sandbox, count: 1, image: ubuntu}}\n",
+        HEAD + "nodesets: {l: {provider: azure}, m: {provider: sandbox, count: 1, image: ubuntu}}\n",
         [
-            's.yaml:3:26 nodesets.l.provider: unknown provider, found "aws", '
-            "known: gcp, lambda, paperspace, runpod, sandbox",
-            's.yaml:3:72 nodesets.m.image: unknown image, found "ubuntu", choose one of debian12, debian13, sid',
+            's.yaml:3:26 nodesets.l.provider: unknown provider, found "azure", '
+            "known: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
+            's.yaml:3:74 nodesets.m.image: unknown image, found "ubuntu", choose one of debian12, debian13, sid',
         ],
     ),
     # names that Slurm or a shell would not take

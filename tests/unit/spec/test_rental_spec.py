@@ -156,17 +156,17 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "accounts without what it takes": (
         HEAD + "nodesets: {l: {max: 1, offers: [{provider: gcp, type: a}, {provider: cheap, type: a}, "
         "{provider: sandbox, type: a}]}}\n"
-        + "providers: {gcp: {}, cheap: {key: env:K}, sandbox: {kind: sandbox}, other: {kind: vast, key: env:K}}\n",
+        + "providers: {gcp: {}, cheap: {key: env:K}, sandbox: {kind: sandbox}, other: {kind: vost, key: env:K}}\n",
         [
             "s.yaml:4:13 providers.gcp: missing key `key`, say where the API key is: env:NAME or file:PATH",
             "s.yaml:4:13 providers.gcp: missing key `project`, name the project that pays",
             "s.yaml:4:22 providers.cheap: missing key `kind`, "
-            "say which provider it is: gcp, lambda, paperspace, runpod, sandbox",
+            "say which provider it is: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
             "s.yaml:4:43 providers.sandbox: missing key `url`, "
             "give the address of your `shoal simulate sandbox` server",
             "s.yaml:4:69 providers.other: warning: no nodeset rents from it, name it in one, or delete it",
-            's.yaml:4:83 providers.other.kind: unknown kind of provider, found "vast", '
-            "choose one of gcp, lambda, paperspace, runpod, sandbox",
+            's.yaml:4:83 providers.other.kind: unknown kind of provider, found "vost", '
+            "choose one of aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
         ],
     ),
     "times, money and markets": (
@@ -272,7 +272,7 @@ def test_settings_of_each_provider_are_those_that_its_client_reads() -> None:
     read = {kind: set[str]() for kind in KINDS}
     for kind, target in RENTAL_PROVIDERS.items():
         files = [place / f"{target.partition(':')[0].rpartition('.')[2]}.py"]
-        files += [place / "google_auth.py"] if kind == "gcp" else []
+        files += [place / name for name in {"gcp": ["google_auth.py"], "aws": ["aws_query.py"]}.get(kind, [])]
         read[kind] |= {name for file in files for name in re.findall(r'settings\.get\("(\w+)"', file.read_text())}
     assert read | {"sandbox": {"project"}} == {kind: set(names) for kind, names in SETTINGS.items()}
     shared = set(re.findall(r'settings\.get\("(\w+)"', (place / "http.py").read_text()))

@@ -11,11 +11,14 @@ from shoal.errors import ProviderError
 from shoal.registry import find, make
 
 RENTAL_PROVIDERS = {
+    "aws": "shoal.cloud.providers.aws:AwsProvider",
+    "digitalocean": "shoal.cloud.providers.digitalocean:DigitalOceanProvider",
     "gcp": "shoal.cloud.providers.gcp:GoogleProvider",
     "lambda": "shoal.cloud.providers.lambda_cloud:LambdaProvider",
     "paperspace": "shoal.cloud.providers.paperspace:PaperspaceProvider",
     "runpod": "shoal.cloud.providers.runpod:RunPodProvider",
     "sandbox": "shoal.cloud.providers.sandbox:SandboxRentalProvider",
+    "vast": "shoal.cloud.providers.vast:VastProvider",
 }
 """Kind -> `module:class`. The class is made with a ProviderLogin, once per process."""
 

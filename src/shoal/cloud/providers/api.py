@@ -12,6 +12,7 @@ caller looks for the order's token in `instances` before it orders again.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,6 +171,13 @@ class RentalOrder:
     disk_gb: int = 100
     lifetime: int = 0
     """Seconds after which the provider itself ends it, where it can; 0 for never."""
+
+    def cloud_config(self) -> str:
+        """What cloud-init reads: the key for the image's own user, and the script."""
+        config: dict[str, Any] = {"ssh_authorized_keys": [self.public_key.strip()]}
+        if self.user_data:
+            config["runcmd"] = [["sh", "-c", self.user_data]]
+        return f"#cloud-config\n{json.dumps(config)}\n"  # JSON is YAML, too
 
 
 @dataclass(frozen=True)

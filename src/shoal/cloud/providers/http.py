@@ -47,6 +47,11 @@ MAX_RETRY_AFTER_S = 3600.0
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
 
 
+ParsedAnswer = tuple[Any, str]
+"""The data of an answer, and what is wrong with it."""
+ParseAnswer = Callable[[Answer], ParsedAnswer]
+
+
 class ApiClient:
     """The API of one provider account. Made once per process."""
 
@@ -83,23 +88,34 @@ class ApiClient:
         creates: bool = False,
     ) -> Body:
         """Send a request and return its JSON. Raises ApiError. `creates`: a lost answer may have made a machine."""
-        where = f"{self.account.name}: {method} {path}"
-        unknown = FailureKind.AMBIGUOUS if creates else FailureKind.TRANSIENT
-        seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT_S if creates else REQUEST_TIMEOUT_S))
         await self._wait_for_slot()
         key = await self._bearer() if self._bearer else self.account.secret
+        where = f"{self.account.name}: {method} {path}"
         if not (key.isascii() and key.isprintable()):
             raise ApiError(f"{where}: the key has invalid characters", FailureKind.AUTH, scope="provider")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         request = self._client.build_request(
             method,
             self.base + path,
             json=json,
             params=dict(params) if params else None,
-            headers=headers,
-            # The time of the whole request is bounded by `fetch`; only what fails before it is sent has its own.
-            timeout=httpx.Timeout(None, connect=min(seconds / 2, CONNECT_TIMEOUT_S)),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
         )
+        return await self._send(request, where, creates=creates)
+
+    async def _send(
+        self,
+        request: httpx.Request,
+        where: str,
+        *,
+        creates: bool,
+        parse: ParseAnswer | None = None,
+    ) -> Body:
+        """Send a request and read its answer: as JSON, or as `parse` does."""
+        unknown = FailureKind.AMBIGUOUS if creates else FailureKind.TRANSIENT
+        seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT_S if creates else REQUEST_TIMEOUT_S))
+        # The time of the whole request is bounded by `fetch`; only what fails before it is sent has its own.
+        timeout = httpx.Timeout(None, connect=min(seconds / 2, CONNECT_TIMEOUT_S))
+        request.extensions["timeout"] = timeout.as_dict()
         try:
             answer = await fetch(self._client, request, seconds)
         except _NEVER_SENT as error:
@@ -112,7 +128,7 @@ class ApiClient:
             raise self._error(f"{where}: {error}", unknown) from None
         except httpx.HTTPError as error:
             raise self._error(f"{where}: no answer: {_exception_text(error)}", unknown) from None
-        data, problem = _parse(answer)
+        data, problem = (parse or _parse)(answer)
         if answer.is_success:
             if problem:
                 raise self._error(f"{where}: {problem}", unknown, status=answer.status)
@@ -257,7 +273,7 @@ def _exception_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _parse(answer: Answer) -> tuple[Any, str]:
+def _parse(answer: Answer) -> ParsedAnswer:
     """The body as data, and what is wrong with it. An empty body is right only with status 204."""
     if not answer.content:
         return None, "" if answer.status == 204 else f"the answer has no body ({answer.status})"

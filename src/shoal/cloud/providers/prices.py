@@ -25,14 +25,17 @@ MEMORY_GB = {
     "V100": 16,
     "T4": 16,
     "A10": 24,
+    "A10G": 24,
     "L4": 24,
     "A100": 40,
     "L40S": 48,
     "H100": 80,
     "GH200": 96,
+    "RTX PRO 4500": 32,
     "RTX PRO 6000": 96,
     "H200": 141,
     "B200": 180,
+    "B300": 288,
 }
 """Memory by GPU model, where the name does not include it."""
 

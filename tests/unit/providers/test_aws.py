@@ -1,0 +1,236 @@
+"""Behaviour specific to Amazon EC2; the contract tests cover what all providers share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from xml.etree import ElementTree
+
+import pytest
+from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, account, trial
+
+from shoal.cloud.providers import aws, rental_provider
+from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
+from shoal.cloud.providers.aws_query import Credentials, flatten, parse_credentials, read_xml, sign
+from shoal.cloud.providers.responses import ApiError, read_refusal
+
+CASE = CASES["aws"]
+ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho me\n", disk_gb=120)
+
+
+@pytest.fixture
+async def it() -> AsyncIterator[Trial]:
+    async with trial(CASE) as made:
+        yield made
+
+
+# The protocol
+
+
+def test_signature_equals_botocores() -> None:
+    body = b"Action=DescribeRegions&Version=2016-11-15"
+    at = datetime(2026, 11, 16, 6, tzinfo=UTC)
+    headers = sign(
+        Credentials("AKIDEXAMPLE", "SECRETEXAMPLE"), "us-east-1", "https://ec2.us-east-1.amazonaws.com/", body, at
+    )
+    assert headers["authorization"] == (
+        "AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/20261116/us-east-1/ec2/aws4_request,"
+        " SignedHeaders=content-type;host;x-amz-date,"
+        " Signature=4e327dab20977167855acf60fe765ac8802ffd04bf3e49d26a2aeb8a9302cbbf"
+    )
+
+
+def test_session_token_is_signed() -> None:
+    headers = sign(Credentials("A", "b", "c"), "eu-west-1", "https://x/", b"")
+    assert headers["x-amz-security-token"] == "c"
+    assert ";x-amz-security-token," in headers["authorization"]
+
+
+@pytest.mark.parametrize(
+    ("text", "profile", "expected"),
+    [
+        ("AKID:s3cret/+", "default", Credentials("AKID", "s3cret/+")),
+        ("AKID:s3cret:session==\n", "default", Credentials("AKID", "s3cret", "session==")),
+        ("[default]\naws_access_key_id = A\naws_secret_access_key = %b\n", "default", Credentials("A", "%b")),
+        (
+            "[default]\nx = 1\n[lab]\naws_access_key_id=A\naws_secret_access_key=b\naws_session_token=c\n",
+            "lab",
+            Credentials("A", "b", "c"),
+        ),
+        ('{"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "b"}', "default", Credentials("A", "b")),
+        ("[other]\naws_access_key_id = A\n", "default", None),
+        ("no key", "default", None),
+        ("{", "default", None),
+        ("[broken", "default", None),
+        ("", "default", None),
+    ],
+)
+def test_key_may_be_a_pair_a_file_or_json(text: str, profile: str, expected: Credentials | None) -> None:
+    assert parse_credentials(text, profile) == expected
+
+
+def test_form_numbers_lists_from_one() -> None:
+    fields = {"A": 1, "B": [{"C": True}, {"C": None, "D": ["x", "y"]}], "E": {"F": "g"}}
+    assert flatten(fields) == {"A": "1", "B.1.C": "true", "B.2.D.1": "x", "B.2.D.2": "y", "E.F": "g"}
+
+
+def test_xml_is_read_without_its_namespace() -> None:
+    text = (
+        '<R xmlns="http://x/"><aSet/><bSet><item><n>1</n></item></bSet><c>\n d </c><e/><gpus><item>1</item></gpus></R>'
+    )
+    expected = {"aSet": [], "bSet": [{"n": "1"}], "c": "d", "e": "", "gpus": ["1"]}
+    assert read_xml(ElementTree.fromstring(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "failure", "scope"),
+    [
+        (500, "InsufficientInstanceCapacity", FailureKind.CAPACITY, "zone"),
+        (503, "RequestLimitExceeded", FailureKind.RATE, "provider"),
+        (400, "VcpuLimitExceeded", FailureKind.QUOTA, "region"),
+        (401, "AuthFailure", FailureKind.AUTH, "provider"),
+        (400, "AuthFailure", FailureKind.INVALID, "offer"),
+        (500, "InternalError", None, "offer"),
+    ],
+)
+def test_code_decides_and_not_the_status(status: int, code: str, failure: FailureKind | None, scope: str) -> None:
+    error = {"Errors": {"Error": {"Code": code, "Message": "m"}}, "RequestID": "1"}
+    refusal = read_refusal(aws.read_error, status, error)
+    assert (refusal.failure, refusal.scope, refusal.message) == (failure, scope, f"{code}: m")
+
+
+# Orders
+
+
+def test_order_is_complete_and_always_the_same() -> None:
+    order = aws.machine_order(ORDER, "ami-1", "/dev/sda1", "subnet-1", "sg-1")
+    assert order == aws.machine_order(ORDER, "ami-1", "/dev/sda1", "subnet-1", "sg-1")
+    assert order["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert order["InstanceMarketOptions"]["MarketType"] == "spot"
+    assert order["BlockDeviceMapping"][0]["Ebs"] == {
+        "VolumeSize": 120,
+        "VolumeType": "gp3",
+        "DeleteOnTermination": True,
+    }
+    assert len(order["ClientToken"]) == 64
+    elsewhere = replace(ORDER, offer=replace(ORDER.offer, zone="us-east-1a"))
+    assert aws.machine_order(elsewhere, "ami-1", "/dev/sda1", "s", "sg-1")["ClientToken"] != order["ClientToken"]
+
+
+def test_capacity_block_is_named_by_its_reservation() -> None:
+    order = flatten(aws.machine_order(ORDER, "ami-1", "/dev/sda1", "subnet-1", "sg-1", "cr-12"))
+    assert order["InstanceMarketOptions.MarketType"] == "capacity-block"
+    assert order["CapacityReservationSpecification.CapacityReservationTarget.CapacityReservationId"] == "cr-12"
+    assert not any("Spot" in name for name in order)
+
+
+@pytest.mark.parametrize(
+    ("offer", "image"),
+    [
+        (Offer("a", "g6.xlarge", "r", gpus=1), "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-"),
+        (Offer("a", "g5g.xlarge", "r", gpus=1, arch="arm64"), "/aws/service/deeplearning/ami/arm64/"),
+        (Offer("a", "c7i.large", "r"), "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/"),
+    ],
+)
+def test_default_image_is_ubuntu_of_the_architecture(offer: Offer, image: str) -> None:
+    assert aws.default_image(offer).startswith(image)
+
+
+async def test_machine_has_the_key_and_runs_the_script(it: Trial) -> None:
+    assert (await it.renter.create([ORDER]))[0].ok
+    [machine] = it.market.instances.values()
+    assert machine.order.public_keys == (PUBLIC_KEY,)
+    assert machine.order.user_data == ORDER.user_data
+    assert machine.order.zone == "us-east-1b"
+
+
+async def test_own_image_is_looked_up_for_its_root_disk(it: Trial) -> None:
+    assert (await it.renter.create([replace(ORDER, image="ami-0123")]))[0].ok
+    [machine] = it.market.instances.values()
+    assert machine.order.marks["image"] == "ami-0123"
+
+
+async def test_security_group_is_made_once_with_its_rules(it: Trial) -> None:
+    await it.create("gpu1", "t1")
+    again = rental_provider(account(CASE, it.url))
+    try:
+        assert (await again.create([replace(ORDER, token="t2")]))[0].ok
+    finally:
+        await again.close()
+    [group] = it.market.notes["groups"].values()
+    assert group["groupName"] == "shoal-reef"
+    assert [rule.get("IpPermissions.1.FromPort") for rule in group["rules"]] == ["22", "51820", None]
+
+
+async def test_region_outside_of_the_settings_is_never_ordered_or_listed(it: Trial) -> None:
+    [outcome] = await it.renter.create([replace(ORDER, offer=replace(ORDER.offer, region="eu-west-1", zone=""))])
+    assert outcome.failure is FailureKind.INVALID
+    with pytest.raises(ApiError, match="eu-west-1 is none of this account's regions") as caught:
+        await it.renter.offers(Query(regions=("eu-west-1",)))
+    assert caught.value.hint == 'add it to the account: settings: {regions: "us-east-1 us-west-2 eu-west-1"}'
+    assert it.made == 0
+
+
+async def test_machines_of_all_regions_are_listed(it: Trial) -> None:
+    await it.create("gpu1", "t1")
+    west = replace(ORDER, token="t2", offer=Offer("acme", "g4dn.xlarge", "us-west-2", "us-west-2a", gpus=1))
+    assert (await it.renter.create([west]))[0].ok
+    assert sorted((one.region, one.market) for one in await it.listed()) == [
+        ("us-east-1", "spot"),
+        ("us-west-2", "on-demand"),
+    ]
+
+
+async def test_on_demand_price_comes_from_the_table_and_spot_from_the_api(it: Trial) -> None:
+    offers = await it.renter.offers(Query(types=("g6.xlarge",)))
+    assert {(one.market, one.usd_hour, one.as_of) for one in offers} == {
+        ("on-demand", 0.805, "2026-08-22"),
+        ("spot", 0.77, ""),
+    }
+    [arm] = await it.renter.offers(Query(types=("g5g.xlarge",)))
+    assert (arm.usd_hour, arm.arch) == (None, "arm64")  # an unknown price stays unknown
+
+
+async def test_prepaid_block_has_no_price(it: Trial) -> None:
+    block = rental_provider(account(CASE, it.url, capacity_block="cr-1"))
+    try:
+        offers = await block.offers(Query(types=("p5.48xlarge", "g6.xlarge")))
+    finally:
+        await block.close()
+    assert [(one.type, one.market, one.usd_hour) for one in offers] == [("p5.48xlarge", "on-demand", None)]
+
+
+async def test_spot_notice_is_read_from_the_request(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    assert [one.ending for one in await it.listed()] == [False]
+    it.market.preempt(next(iter(it.market.instances)))
+    assert [(one.state, one.ending) for one in await it.listed()] == [("up", True)]
+
+
+async def test_signature_with_another_secret_is_refused(it: Trial) -> None:
+    it.simulation.key = CASE.secret
+    assert await it.listed() == []
+    it.simulation.key = f"AKIDEXAMPLE:{KEY}x"
+    with pytest.raises(ApiError, match="AuthFailure") as caught:
+        await it.listed()
+    assert caught.value.failure is FailureKind.AUTH
+
+
+async def test_key_that_is_none_is_refused_before_any_request(it: Trial) -> None:
+    other = rental_provider(replace(account(CASE, it.url), secret="hunter2"))
+    try:
+        with pytest.raises(ApiError, match="the key is no access key") as caught:
+            await other.instances("reef")
+    finally:
+        await other.close()
+    assert "hunter2" not in str(caught.value)
+    assert it.simulation.requests == []
+
+
+def test_cloud_config_is_yaml_and_json() -> None:
+    first, _, rest = ORDER.cloud_config().partition("\n")
+    assert first == "#cloud-config"
+    assert json.loads(rest) == {"ssh_authorized_keys": [PUBLIC_KEY], "runcmd": [["sh", "-c", ORDER.user_data]]}
