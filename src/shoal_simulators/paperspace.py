@@ -109,6 +109,8 @@ class PaperspaceSimulator(Simulator):
             region=order["region"],
             user_data=script["script"] if script else "",
             marks={"publicIpType": order.get("publicIpType", "none"), "networkId": order.get("networkId")},
+            # switched off then; this simulator ends its bill, too
+            lifetime=3600.0 * order["autoShutdownTimeout"] if order.get("autoShutdownEnabled") else 0.0,
         )
         id, error = f"ps{uuid.uuid4().hex[:12]}", ""
         try:
@@ -219,8 +221,16 @@ class PaperspaceSimulator(Simulator):
         return JSONResponse({"available": self.market.free(name, region) > 0})
 
     async def templates(self, request: Request) -> Response:
-        names = {id: f"Ubuntu 22.04 for {', '.join(suits)}" for id, suits in TEMPLATES.items()}
-        return self._page(request, [{"id": id, "name": name} for id, name in names.items()])
+        rows = [
+            {
+                "id": id,
+                "name": f"ML-in-a-Box for {', '.join(suits)}",
+                "operatingSystemLabel": "Ubuntu 22.04",
+                "availableMachineTypes": [{"machineTypeLabel": type, "isAvailable": True} for type in suits],
+            }
+            for id, suits in TEMPLATES.items()
+        ]
+        return self._page(request, rows)
 
     async def scripts(self, request: Request) -> Response:
         return self._page(request, [_without_text(script) for script in self.stored("scripts").values()])

@@ -124,7 +124,7 @@ def test_unspecific_error_is_quoted_and_falls_back_to_the_status(status: int, da
 
 def test_order_requests_no_password_mail_and_no_snapshot() -> None:
     order = replace(ORDER, disk_gb=120)
-    assert paperspace.machine_order(order, "a name", "ss1", {}) == {
+    assert paperspace.machine_order(order, "a name", "ss1", "twnlo3zj") == {
         "name": "a name",
         "machineType": "A4000",
         "templateId": "twnlo3zj",
@@ -138,11 +138,37 @@ def test_order_requests_no_password_mail_and_no_snapshot() -> None:
     }
 
 
-def test_settings_choose_network_and_template_and_an_order_overrides() -> None:
-    settings = {"network": "n1", "template": "tmine"}
-    found = paperspace.machine_order(ORDER, "a name", "ss1", settings)
-    assert (found["networkId"], found["templateId"]) == ("n1", "tmine")
-    assert paperspace.machine_order(replace(ORDER, image="town"), "a name", "ss1", settings)["templateId"] == "town"
+async def test_settings_choose_network_and_template_and_an_order_overrides() -> None:
+    settings = {"network": "n1", "template": "tmine123"}
+    async with trial(CASE) as it:
+        own = rental_provider(account(CASE, it.url, **settings))
+        try:
+            assert (await own.create([ORDER]))[0].failure is FailureKind.INVALID  # the simulator has no such template
+            assert (await own.create([replace(ORDER, image="twnlo3zj")]))[0].ok
+        finally:
+            await own.close()
+        assert [one.order.marks["networkId"] for one in it.market.instances.values()] == ["n1"]
+
+
+async def test_template_is_chosen_by_its_label(it: Trial) -> None:
+    assert (await it.renter.create([replace(ORDER, image="ubuntu 22.04")]))[0].ok
+    [outcome] = await it.renter.create([replace(ORDER, image="Ubuntu 24.04")])
+    assert outcome.failure is FailureKind.INVALID
+    assert outcome.message.startswith(
+        "acme: no template for A4000 is labelled 'Ubuntu 24.04'; there are: Ubuntu 22.04 "
+    )
+    assert scripts(it) == [name for name in scripts(it) if name.endswith("-t0ken1")][:1]  # none is left of the second
+
+
+def test_paperspace_ends_the_machine_at_its_lifetime() -> None:
+    found = paperspace.machine_order(replace(ORDER, lifetime=5400), "a name", "ss1", "t1")
+    assert (found["autoShutdownEnabled"], found["autoShutdownTimeout"]) == (True, 2)
+
+
+@pytest.mark.parametrize(("type_", "nvlink"), [("H100x8", True), ("A100-80Gx8", True), ("H100", None)])
+def test_nvlink_is_asked_for_where_there_is_one(type_: str, nvlink: bool | None) -> None:
+    order = replace(ORDER, offer=replace(ORDER.offer, type=type_))
+    assert paperspace.machine_order(order, "a name", "ss1", "t1").get("enableNvlink") is nvlink
 
 
 def test_startup_script_is_valid_shell_and_contains_key_and_script(tmp_path: Any) -> None:

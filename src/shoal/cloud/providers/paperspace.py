@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import math
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,9 @@ REGIONS = {"NY2": "East Coast (NY2)", "CA1": "West Coast (CA1)", "AMS1": "Europe
 """Region code -> the API's name of it."""
 TEMPLATES = {"H100x8": "t7vp562h", "H100": "tilqt47t", "A100-80Gx8": "tvimtol9", "A100-80G": "tqqsxr6b"}
 """Ubuntu with the driver, by GPU family."""
+TEMPLATE_ID = r"t[a-z0-9]{7}"
+"""What looks like one is an id; anything else is part of a label."""
+NVLINK_TYPES = ("H100x8", "A100-80Gx8")
 GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
 STATES: dict[str, api.InstanceState] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
 REFUSALS_BY_MESSAGE = {
@@ -105,8 +109,9 @@ class PaperspaceProvider(HttpProvider):
         return outcome
 
     async def _order(self, order: api.RentalOrder, name: str, script_id: str) -> api.RequestOutcome:
-        request = machine_order(order, name, script_id, self._account.settings)
         try:
+            template = await self._template(order)
+            request = machine_order(order, name, script_id, template, self._account.settings.get("network"))
             answer = await self._api.request("POST", "/machines", json=request, creates=True)
             machine = answer.object("data")
             id, usd_hour = machine.text("id"), machine.number_or_none("usageRate")
@@ -122,6 +127,25 @@ class PaperspaceProvider(HttpProvider):
             refusal = refusal_by_message(REFUSALS_BY_MESSAGE, message) or Refusal(FailureKind.AMBIGUOUS)
             return replace(refusal, message=f"{self._account.name}: {message}").outcome()
         return api.RequestOutcome(id, usd_hour=usd_hour)
+
+    async def _template(self, order: api.RentalOrder) -> str:
+        """The id of the template: one that is named, one whose label is named, or the default for the machine type."""
+        asked = order.image or self._account.settings.get("template", "")
+        if not asked or re.fullmatch(TEMPLATE_ID, asked):
+            return asked or template_of(order.offer)
+        fitting: dict[str, str] = {}
+        async for one in self._all("/os-templates"):
+            types = [row for row in one.rows_or_empty("availableMachineTypes") if row.flag("isAvailable", True)]
+            if order.offer.type in [row.text("machineTypeLabel", "") for row in types]:
+                fitting[f"{one.text('operatingSystemLabel', '')} {one.text('name', '')}".strip()] = one.text("id")
+        found = [id for label, id in fitting.items() if asked.lower() in label.lower()]
+        if not found:
+            known = ", ".join(sorted(fitting)) or "none"
+            raise ApiError(
+                f"{self._account.name}: no template for {order.offer.type} is labelled {asked!r}; there are: {known}",
+                FailureKind.INVALID,
+            )
+        return found[0]
 
     async def _failures(self, machines: Sequence[api.RentedInstance]) -> dict[str, str]:
         """Errors by machine, from events: a machine whose creation failed stays in its first state forever."""
@@ -161,12 +185,13 @@ class PaperspaceProvider(HttpProvider):
                 yield one
 
 
-def machine_order(order: api.RentalOrder, name: str, script_id: str, settings: Mapping[str, str]) -> Any:
-    """The request that orders a machine."""
+def machine_order(order: api.RentalOrder, name: str, script_id: str, template: str, network: str | None = None) -> Any:
+    """The request that orders a machine. Paperspace itself switches it off at the end of its lifetime."""
+    hours = math.ceil(order.lifetime / 3600) if order.lifetime else None
     request = {
         "name": name,
         "machineType": order.offer.type,
-        "templateId": order.image or settings.get("template") or template_of(order.offer),
+        "templateId": template,
         "region": REGIONS.get(code_of(order.offer.region), order.offer.region),
         "diskSize": next((size for size in DISKS if size >= order.disk_gb), DISKS[-1]),
         "publicIpType": "dynamic",
@@ -174,7 +199,10 @@ def machine_order(order: api.RentalOrder, name: str, script_id: str, settings: M
         "startOnCreate": True,
         "emailPassword": False,
         "takeInitialSnapshot": False,
-        "networkId": settings.get("network"),
+        "networkId": network,
+        "enableNvlink": True if order.offer.type in NVLINK_TYPES else None,
+        "autoShutdownEnabled": True if hours else None,
+        "autoShutdownTimeout": hours,
     }
     return drop_none(request)
 
