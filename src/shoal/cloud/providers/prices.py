@@ -1,7 +1,8 @@
 """Prices and shapes of machine types, from a table that ships with Shoal, and the usual names of GPUs.
 
 Prices that a provider's API tells are preferred. The last ones are stored in the cache directory and read with the
-table; of two prices for the same thing, the newer one counts.
+table; of two prices for the same thing, the newer one counts. The table has the date and, where it was recorded, the
+source of each price; `price_catalog` updates it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -146,7 +147,7 @@ def store_prices(kind: str, offers: Iterable[Offer], today: str, directory: Path
         return 0
     rows = {(row.provider, row.type, row.region, row.market): row for row in (*_cached(directory), *fresh)}
     text = io.StringIO()
-    csv.writer(text).writerows([COLUMNS, *(_cells(row) for row in rows.values())])
+    csv.writer(text).writerows([COLUMNS, *(table_cells(row) for row in rows.values())])
     try:
         _path(directory).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(_path(directory), text.getvalue(), 0o600)
@@ -159,7 +160,7 @@ def store_prices(kind: str, offers: Iterable[Offer], today: str, directory: Path
 def shipped() -> tuple[Offer, ...]:
     """The table that ships with Shoal."""
     text = files("shoal.cloud.providers").joinpath("prices.csv").read_text(encoding="utf-8")
-    return tuple(_parse(row) for row in csv.DictReader(text.splitlines()))
+    return tuple(table_row(row) for row in csv.DictReader(text.splitlines()))
 
 
 @cache
@@ -171,7 +172,7 @@ def _cached(directory: Path | None) -> list[Offer]:
     """The stored prices of providers. A broken file counts as empty."""
     try:
         with _path(directory).open(encoding="utf-8", newline="") as file:
-            return [_parse(row) for row in csv.DictReader(file)]
+            return [table_row(row) for row in csv.DictReader(file)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -180,13 +181,15 @@ def _path(directory: Path | None) -> Path:
     return (directory or cache_dir()) / "prices.csv"
 
 
-def _parse(row: dict[str, str]) -> Offer:
+def table_row(row: Mapping[str, str]) -> Offer:
+    """A row of the table, whose source is not part of the offer. Raises ValueError or KeyError for a broken one."""
+    row = {name: row[name] for name in COLUMNS}
     if row["market"] not in get_args(Market):
         raise ValueError(f"no market is called {row['market']!r}")
     values: dict[str, Any] = {**row, **{name: int(row[name]) for name in _NUMBERS}}
     return Offer(**{**values, "usd_hour": float(row["usd_hour"]) if row["usd_hour"] else None})
 
 
-def _cells(row: Offer) -> list[str]:
+def table_cells(row: Offer) -> list[str]:
     values = {**vars(row), "usd_hour": "" if row.usd_hour is None else repr(row.usd_hour)}
     return [str(values[name]) for name in COLUMNS]
