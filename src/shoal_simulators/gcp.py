@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
-from shoal_simulators.gcp_requests import API, TYPES, check, filtered, page_of, read_order, shown_type
+from shoal_simulators.gcp_requests import API, MANY, TYPES, check, filtered, page_of, read_order, shown_type
 from shoal_simulators.instances import Profile, SimulatedInstance
 from shoal_simulators.market import SERVER_ERRORS, ApiRejection, Market
 from shoal_simulators.server import RateLimit, Simulator, iso_time, read_json
@@ -70,7 +70,6 @@ class GoogleComputeSimulator(Simulator):
         boot_s=40.0,
         address_s=5.0,
         stop_s=20.0,
-        notice_s=30.0,
         unique_names=True,
         billing=Billing(step=1, least=60, from_up=True),
     )
@@ -82,10 +81,17 @@ class GoogleComputeSimulator(Simulator):
         super().__init__(market)
         self._operations: dict[str, Operation] = {}
         self._requests: dict[str, Operation] = {}
+        self.quota_limits: dict[str, float] = {"GPUS_ALL_REGIONS": MANY}
+        """Limits by metric; tests lower them."""
+        self.may_change_firewalls = True
 
     def routes(self) -> list[BaseRoute]:
         zone = f"{self.base}/projects/{{project}}/zones/{{zone}}"
         return [
+            Route(f"{self.base}/projects/{{project}}", self._project),
+            Route(f"{self.base}/projects/{{project}}/regions/{{region}}", self._region),
+            Route(f"{self.base}/projects/{{project}}/global/firewalls", self._add_firewall, methods=["POST"]),
+            Route(f"{self.base}/projects/{{project}}/global/firewalls/{{name}}", self._firewall),
             Route(f"{self.base}/projects/{{project}}/aggregated/{{what}}", self._aggregated),
             Route(f"{zone}/instances/{{name}}", self._get, methods=["GET"]),
             Route(f"{zone}/instances/{{name}}", self._delete, methods=["DELETE"]),
@@ -112,6 +118,42 @@ class GoogleComputeSimulator(Simulator):
         name = request.url.path.removeprefix("/computeMetadata/v1/instance/")
         values = {"preempted": "TRUE" if machine.preempted else "FALSE", "name": machine.order.name}
         return PlainTextResponse(values[name]) if name in values else None
+
+    # The project and its quotas
+
+    async def _project(self, request: Request) -> Response:
+        return JSONResponse({"kind": "compute#project", "quotas": [self._quota("GPUS_ALL_REGIONS", "")]})
+
+    async def _region(self, request: Request) -> Response:
+        region = request.path_params["region"]
+        if not any(place.startswith(f"{region}-") for type in self.types for place in type.places):
+            raise ApiRejection("not-found", f"projects/{request.path_params['project']}/regions/{region}")
+        quotas = [self._quota(metric, region) for metric in self.quota_limits if metric != "GPUS_ALL_REGIONS"]
+        return JSONResponse({"kind": "compute#region", "name": region, "quotas": quotas})
+
+    def _quota(self, metric: str, region: str) -> dict[str, Any]:
+        """A quota, used by all machines with GPUs of the region."""
+        live = [one.order for one in self.market.instances.values() if one.live and one.order.region.startswith(region)]
+        usage = sum(self.market.types[order.type].gpus for order in live)
+        return {"metric": metric, "limit": self.quota_limits.get(metric, MANY), "usage": usage}
+
+    async def _firewall(self, request: Request) -> Response:
+        rule = self.stored("firewalls").get(request.path_params["name"])
+        if rule is None:
+            raise ApiRejection("not-found", f"global/firewalls/{request.path_params['name']}")
+        return JSONResponse(rule)
+
+    async def _add_firewall(self, request: Request) -> Response:
+        if not self.may_change_firewalls:
+            message = "Required 'compute.firewalls.create' permission."
+            error = {"message": message, "domain": "global", "reason": "forbidden"}
+            return JSONResponse({"error": {"code": 403, "message": message, "errors": [error]}}, 403)
+        rule = await read_json(request)
+        if rule.get("name") in self.stored("firewalls"):
+            raise ApiRejection("duplicate-name", f"global/firewalls/{rule['name']}")
+        self.stored("firewalls")[rule["name"]] = rule
+        self.market.save()
+        return JSONResponse(self._shown_operation(self._begin("insert", "")))
 
     # Orders
 
@@ -307,4 +349,4 @@ class GoogleComputeSimulator(Simulator):
             return "PROVISIONING" if self.market.clock() < half else "STAGING"
         if machine.phase in ("error", "gone"):
             return "TERMINATED"
-        return "STOPPING" if machine.phase == "stopping" or machine.takes_away is not None else "RUNNING"
+        return "STOPPING" if machine.phase == "stopping" else "RUNNING"  # also while it has its notice

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from shoal.cloud.providers.google_orders import NOT_ON_DEMAND
 from shoal.cloud.providers.prices import Prices, shipped
 from shoal_simulators.instances import InstanceOrder, MachineType
 from shoal_simulators.market import ApiRejection
@@ -52,6 +53,10 @@ def check(request_id: str, body: Mapping[str, Any]) -> None:
         raise ApiRejection("invalid", "Instances with guest accelerators do not support live migration.")
     if scheduling.get("provisioningModel") == "SPOT" and scheduling.get("automaticRestart") is not False:
         raise ApiRejection("invalid", "Scheduling must have automaticRestart be false when the VM is a Spot VM.")
+    if scheduling.get("provisioningModel") == "STANDARD" and type_of(properties).startswith(NOT_ON_DEMAND):
+        raise ApiRejection(
+            "invalid", f"Machine type {type_of(properties)} is not available with STANDARD provisioning."
+        )
     if "maxRunDuration" in scheduling and "instanceTerminationAction" not in scheduling:
         raise ApiRejection("invalid", "Instance termination action must be specified with max run duration.")
 
@@ -75,8 +80,10 @@ def read_order(name: str, zone: str, properties: Mapping[str, Any]) -> InstanceO
         market="spot" if scheduling.get("provisioningModel") == "SPOT" else "on-demand",
         public_keys=tuple(key for key in keys if key),
         user_data=metadata.get("startup-script", ""),
+        image=properties.get("disks", [{}])[0].get("initializeParams", {}).get("sourceImage", ""),
         marks=dict(properties),
         lifetime=float(scheduling.get("maxRunDuration", {}).get("seconds", 0)),
+        notice_s=float(scheduling.get("preemptionNoticeDuration", {}).get("seconds", 0)),
     )
 
 
@@ -96,10 +103,10 @@ def shown_type(type: MachineType, zone: str) -> dict[str, Any]:
 
 
 def filtered(rows: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Google's filters, the two forms in use: `name eq EXPRESSION`, and `field=value` joined by OR."""
+    """Google's filters, the two forms in use: `name eq "EXPRESSION"`, and `field=value` joined by OR."""
     if not text:
         return rows
-    if match := re.fullmatch(r"name eq (\S+)", text):
+    if match := re.fullmatch(r'name eq "(\S+)"', text):
         return [row for row in rows if re.fullmatch(match[1], row["name"])]
     pairs = []
     for part in text.split(" OR "):

@@ -80,6 +80,10 @@ class InstanceOrder:
     """Data that the API echoes: tags, labels, env."""
     lifetime: float = 0.0
     """Seconds until the cloud ends it; 0 is never."""
+    notice_s: float | None = None
+    """The notice that was ordered; None for the cloud's own."""
+    image: str = ""
+    """The image's name: the system of a real host follows it."""
 
     @property
     def place(self) -> str:
@@ -115,6 +119,8 @@ class SimulatedInstance:
     """Lists show it until then although it is gone."""
     reachable: bool = True
     gpu_works: bool = True
+    late_address_s: float = 0.0
+    """The API shows its address so much later."""
     runs_user_data: bool = True
     """Without it the machine shows a host key of its own."""
     host: str = ""
@@ -134,10 +140,10 @@ def numeric_id(id: str) -> int:
 KINDS = (
     "stockout", "quota", "rate", "error-after-create", "error-before-create", "slow-boot", "never-reachable", "dies",
     "preempt", "lagging-list", "duplicate-name", "price-change", "bad-gpu", "list-fails", "balance", "auth",
-    "other-host-key",
+    "other-host-key", "late-address",
 )  # fmt: skip
-DEFAULT_DELAYS_S = {"slow-boot": 600.0, "dies": 5.0, "preempt": 5.0, "lagging-list": 30.0}
-"""Default duration of a fault: extra boot time, time after boot, time after boot, time missing from lists."""
+DEFAULT_DELAYS_S = {"slow-boot": 600.0, "dies": 5.0, "preempt": 5.0, "lagging-list": 30.0, "late-address": 120.0}
+"""Default duration of a fault: extra boot time, twice time after boot, time missing from lists or without address."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ ERRORS = {
     "not-found": (404, "global/object-does-not-exist", "Specified object does not exist."),
 }  # fmt: skip
 STATUSES = {"pending": "booting", "up": "active", "error": "unhealthy", "stopping": "terminating", "gone": "terminated"}
-FAMILIES = ("lambda-stack-24-04", "lambda-stack-22-04", "gpu-base-24-04")
+FAMILIES = ("lambda-stack-24-04", "lambda-stack-22-04", "gpu-base-24-04", "debian-12")
+"""Lambda's, and one that it does not have, for clusters of Debian 12 with packages."""
 CALLS = r"(GET|POST|DELETE|PUT) .*"
 USER_DATA_BYTES = 1 << 20
 
@@ -96,6 +97,8 @@ class LambdaSimulator(Simulator):
             Route(f"{base}/ssh-keys", self.add_key, methods=["POST"]),
             Route(f"{base}/ssh-keys/{{id}}", self.remove_key, methods=["DELETE"]),
             Route(f"{base}/images", self.images),
+            Route(f"{base}/firewall-rulesets", self.rulesets),
+            Route(f"{base}/firewall-rulesets", self.add_ruleset, methods=["POST"]),
         ]
 
     def authorised(self, request: Request, key: str) -> bool:
@@ -148,9 +151,12 @@ class LambdaSimulator(Simulator):
             region=order["region_name"],
             public_keys=(known["public_key"],),
             user_data=order.get("user_data", ""),
+            image=self._family(order.get("image", {})),
             marks={
                 "tags": order.get("tags", []),
                 "hostname": order.get("hostname"),
+                "file_system_names": order.get("file_system_names", []),
+                "firewall_rulesets": order.get("firewall_rulesets", []),
                 "ssh_key_names": order["ssh_key_names"],
                 "jupyter_token": secrets.token_hex(16),
             },
@@ -200,7 +206,7 @@ class LambdaSimulator(Simulator):
     async def images(self, request: Request) -> Response:
         shown = [
             {
-                "id": uuid.uuid5(uuid.NAMESPACE_DNS, f"{family}.{region}").hex,
+                "id": image_id(family, region),
                 "name": family,
                 "family": family,
                 "architecture": "x86_64",
@@ -210,6 +216,25 @@ class LambdaSimulator(Simulator):
             for region, description in REGIONS.items()
         ]
         return JSONResponse({"data": shown})
+
+    async def rulesets(self, request: Request) -> Response:
+        return JSONResponse({"data": list(self.stored("rulesets").values())})
+
+    async def add_ruleset(self, request: Request) -> Response:
+        body = await read_json(request)
+        if not isinstance(body.get("name"), str) or body.get("region") not in REGIONS or not body.get("rules"):
+            raise ApiRejection("invalid", "name, region and rules are required")
+        if body["name"] in {one["name"] for one in self.stored("rulesets").values()}:
+            raise ApiRejection("duplicate-name")
+        ruleset = {**body, "id": uuid.uuid4().hex}
+        self.stored("rulesets")[ruleset["id"]] = ruleset
+        self.market.save()
+        return JSONResponse({"data": ruleset})
+
+    def _family(self, image: dict[str, str]) -> str:
+        """The family of the image in an order; without one the default depends on the region."""
+        by_id = {image_id(family, region): family for family in FAMILIES for region in REGIONS}
+        return by_id.get(image["id"], "") if "id" in image else image.get("family", FAMILIES[1])
 
     def _problem(self, order: dict[str, Any]) -> tuple[str, dict[str, str]]:
         """The error in an order, and its SSH key."""
@@ -225,9 +250,12 @@ class LambdaSimulator(Simulator):
             return "ssh_key_names: exactly one", {}
         if named[0] not in keys or order["instance_type_name"] not in self.market.types:
             raise ApiRejection("not-found")
-        image = order.get("image", {})
-        if "id" not in image and image.get("family", FAMILIES[0]) not in FAMILIES:
+        if self._family(order.get("image", {})) not in FAMILIES:
             raise ApiRejection("not-found")
+        rulesets = self.stored("rulesets")
+        for one in order.get("firewall_rulesets", []):
+            if rulesets.get(one.get("id"), {}).get("region") != order["region_name"]:
+                raise ApiRejection("not-found")
         return next((text for text, wrong in _rules(order) if wrong), ""), keys[named[0]]
 
     def shown(self, machine: SimulatedInstance) -> dict[str, Any]:
@@ -257,6 +285,10 @@ class LambdaSimulator(Simulator):
             token = order.marks["jupyter_token"]
             shown |= {"jupyter_token": token, "jupyter_url": f"https://jupyter.invalid/?token={token}"}
         return shown
+
+
+def image_id(family: str, region: str) -> str:
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{family}.{region}").hex
 
 
 def shown_type(type: MachineType, usd_hour: float | None = None) -> dict[str, Any]:

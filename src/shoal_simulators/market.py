@@ -209,6 +209,7 @@ class Market:
     def _make(self, order: InstanceOrder, id: str) -> SimulatedInstance:
         now = self.clock()
         slow, lag = self.take_fault("slow-boot", order), self.take_fault("lagging-list", order)
+        late = self.take_fault("late-address", order)
         factor = PRICE_CHANGE_FACTOR if self.take_fault("price-change", order) else 1.0
         machine = SimulatedInstance(
             id=id,
@@ -219,6 +220,7 @@ class Market:
             unseen_until=now + lag.after if lag else 0.0,
             shown_until=lag.after if lag else 0.0,
             reachable=self.take_fault("never-reachable", order) is None,
+            late_address_s=late.after if late else 0.0,
             gpu_works=self.take_fault("bad-gpu", order) is None,
             runs_user_data=self.take_fault("other-host-key", order) is None,
         )
@@ -231,7 +233,8 @@ class Market:
 
     def _advance(self, machine: SimulatedInstance, now: float) -> None:
         status = self.backend.status(machine.id)
-        if machine.live and now >= machine.ordered + self.profile.address_s and status.host:
+        shown_at = machine.ordered + self.profile.address_s + machine.late_address_s
+        if machine.live and now >= shown_at and status.host:
             machine.host, machine.port, machine.private_address = status.host, status.port, status.private_address
         # The cloud shows an unreachable machine as up.
         if machine.phase == "pending" and now >= machine.ordered + machine.boot_seconds:
@@ -256,7 +259,8 @@ class Market:
 
     def _give_notice(self, machine: SimulatedInstance) -> None:
         machine.preempted = True
-        machine.takes_away = self.clock() + self.profile.notice_s
+        ordered = machine.order.notice_s
+        machine.takes_away = self.clock() + (self.profile.notice_s if ordered is None else ordered)
 
     def _die(self, machine: SimulatedInstance) -> None:
         machine.phase = "error"

@@ -108,6 +108,7 @@ class PaperspaceSimulator(Simulator):
             type=order["machineType"],
             region=order["region"],
             user_data=script["script"] if script else "",
+            image="Ubuntu 22.04",
             marks={"publicIpType": order.get("publicIpType", "none"), "networkId": order.get("networkId")},
             # switched off then; this simulator ends its bill, too
             lifetime=3600.0 * order["autoShutdownTimeout"] if order.get("autoShutdownEnabled") else 0.0,

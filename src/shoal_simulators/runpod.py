@@ -6,7 +6,9 @@ price, and a 400 has several meanings. Machines are containers behind one port.
 
 from __future__ import annotations
 
+import re
 import secrets
+import shlex
 import string
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -37,9 +39,10 @@ PER_MINUTE = 180
 STARTS, RUNS = 0.4, 0.7
 """Parts of the boot after which a pod is STARTING, and RUNNING although SSH does not answer yet."""
 FIELDS = frozenset({
-    "name", "image", "gpu", "cpu", "cloud", "dataCenterIds", "disk", "ports", "env", "args", "mounts", "registry",
-    "globalNetworking", "startSsh", "startJupyter", "templateId",
+    "name", "image", "gpu", "cpu", "cloud", "dataCenterIds", "disk", "ports", "env", "args", "entrypoint", "cmd",
+    "mounts", "registry", "globalNetworking", "startSsh", "startJupyter", "templateId",
 })  # fmt: skip
+GPU_FIELDS = {"id", "count", "allowedCudaVersions", "minCudaVersion", "minRamPerGpu", "minVcpuCountPerGpu"}
 ERRORS = {
     "stockout": (
         400,
@@ -145,6 +148,8 @@ class RunPodSimulator(Simulator):
         type = type_name(gpu, count)
         if type not in self.market.types:
             return self.problem(400, f"gpu {gpu!r} cannot be had {count} at a time")
+        if too_small(order["gpu"], self.market.types[type]):
+            raise ApiRejection("stockout")
         places = order.get("dataCenterIds") or list(DATA_CENTERS)
         if unknown := [place for place in places if place not in DATA_CENTERS]:
             return self.problem(400, f"unknown data center {unknown[0]}")
@@ -156,7 +161,8 @@ class RunPodSimulator(Simulator):
                 type=type,
                 region=(free or places)[0],
                 public_keys=(env["PUBLIC_KEY"],) if "PUBLIC_KEY" in env else (),
-                user_data=order.get("args", ""),
+                user_data=command_of(order),
+                image=order.get("image", ""),
                 marks={"order": order},
             ),
             id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(14)),
@@ -184,7 +190,8 @@ class RunPodSimulator(Simulator):
         """A pod as the API shows it."""
         order = machine.order.marks["order"]
         up, status = machine.phase == "up", self._status(machine)
-        open = up and "22/tcp" in order["ports"]
+        open = up and bool(machine.host) and "22/tcp" in order["ports"]
+        type = self.market.types[machine.order.type]
         command = f"ssh root@{machine.host} -p {machine.port}"
         direct = {"host": machine.host, "port": machine.port, "username": "root", "command": command}
         port = {"private": 22, "public": machine.port, "type": "tcp", "ip": machine.host}
@@ -194,10 +201,15 @@ class RunPodSimulator(Simulator):
             "status": status,
             "actions": list(ACTIONS.get(status, ())),
             "image": order.get("image"),
-            "args": order.get("args", ""),
+            **{name: order[name] for name in ("args", "entrypoint", "cmd") if name in order},
             "ports": order.get("ports", []),
             "env": order.get("env", {}),
-            "gpu": {"id": order["gpu"]["id"], "count": order["gpu"].get("count", 1)},
+            "gpu": {
+                "id": order["gpu"]["id"],
+                "count": order["gpu"].get("count", 1),
+                "vcpuCount": type.cpus,
+                "memory": type.memory_gb,
+            },
             "cloud": order.get("cloud", "SECURE"),
             "dataCenterId": machine.order.region,
             "ssh": {"proxy": None, "direct": direct if open else None},
@@ -253,6 +265,18 @@ class RunPodSimulator(Simulator):
         }
 
 
+def command_of(order: dict[str, Any]) -> str:
+    """The container's command as a line of shell."""
+    return shlex.join([*order.get("entrypoint", []), *order.get("cmd", [])]) or str(order.get("args", ""))
+
+
+def too_small(gpu: dict[str, Any], type: MachineType) -> bool:
+    """Whether no host of a type has the requested CPUs and memory."""
+    count = max(1, type.gpus)
+    cpus, memory_gb = int(gpu.get("minVcpuCountPerGpu", 1)), int(gpu.get("minRamPerGpu", 1))
+    return cpus > type.cpus / count or memory_gb > type.memory_gb / count
+
+
 def _violations(order: dict[str, Any]) -> Iterator[str]:
     """The errors in the form of an order, as RunPod words them."""
     yield from _unknown(order, FIELDS)
@@ -267,12 +291,17 @@ def _violations(order: dict[str, Any]) -> Iterator[str]:
     elif not isinstance(order["gpu"], dict) or not isinstance(order["gpu"].get("id"), str):
         yield "$.gpu: missing property 'id'"
     else:
-        yield from _unknown(order["gpu"], {"id", "count", "allowedCudaVersions", "minCudaVersion"}, "$.gpu")
+        yield from _unknown(order["gpu"], GPU_FIELDS, "$.gpu")
+        if not re.fullmatch(r"\d+\.\d+", order["gpu"].get("minCudaVersion", "12.0")):
+            yield "$.gpu.minCudaVersion: does not match pattern '^\\d+\\.\\d+$'"
     env = order.get("env", {})
     if not isinstance(env, dict) or len(env) > 50 or not all(isinstance(value, str) for value in env.values()):
         yield "$.env: at most 50 strings"
     if not isinstance(order.get("args", ""), str):
         yield "$.args: got array, want string"
+    for name in ("entrypoint", "cmd"):
+        if not isinstance(order.get(name, []), list):
+            yield f"$.{name}: got string, want array"
     if order.get("cloud", "SECURE") not in ("SECURE", "COMMUNITY"):
         yield "$.cloud: value must be one of 'SECURE', 'COMMUNITY'"
     if not isinstance(order.setdefault("ports", []), list):

@@ -38,6 +38,8 @@ FAULTS: dict[str, Fault] = {
     "dies": Fault("dies", 1, seconds=40.0),
     "preempt": Fault("preempt", 1, seconds=40.0),
     "lagging-list": Fault("lagging-list", 2),
+    "late-address": Fault("late-address", 2, seconds=150.0),
+    "other-host-key": Fault("other-host-key", 1),
     "duplicate-name": Fault("duplicate-name", 1),
     "price-change": Fault("price-change", 1),
     "bad-gpu": Fault("bad-gpu", 1),
@@ -59,6 +61,8 @@ PATTERNS: dict[str, tuple[str, str]] = {
     "dies": ("node", r"shoal: \S+ of {provider} is (unhealthy|failed|TERMINATED|ERROR|off) "),
     "preempt": ("node", r"shoal: ({provider} takes \S+ away|\S+ of {provider} is gone) "),
     "lagging-list": ("", ""),
+    "late-address": ("", ""),
+    "other-host-key": ("", ""),
     "duplicate-name": ("", ""),
     "price-change": ("", ""),
     "bad-gpu": ("ledger", r"\S+ of {provider}: CUDA error 802: system not yet initialized"),
@@ -67,7 +71,8 @@ PATTERNS: dict[str, tuple[str, str]] = {
     "auth": ("job", r"{provider} does not accept our key \(replace it, then run `shoal up`\)"),
 }
 """The reason that must be read, and where: on the first job, on a node, or in the ledger. None where nobody waits."""
-ALWAYS = r"trying |rented from |the budget of \$[0-9.]+ an hour: \$[0-9.]+ is in use, and |burst\d+: "
+ALWAYS = r"trying |rented from |(a machine was|2 machines were) rejected \(|"
+ALWAYS += r"the budget of \$[0-9.]+ an hour: \$[0-9.]+ is in use, and |burst\d+: "
 """How all else begins that a job may say: each other word is a wrong reason."""
 
 

@@ -21,6 +21,7 @@ from shoal.spec.rental import (
     MAX_NODES,
     SANDBOX,
     Budget,
+    ImageName,
     MachineType,
     MarketName,
     Money,
@@ -43,6 +44,7 @@ from shoal.spec.values import (
 )
 
 IMAGES = ("debian12", "debian13", "sid")
+DEFAULT_IMAGE = "debian12"
 SANDBOX_KINDS = ("container", "vm")
 
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
@@ -152,7 +154,7 @@ class MachineFields(SpecModel):
     """Who makes the hosts. `sandbox` makes real Debian hosts on this machine."""
     kind: SandboxKind | None = None
     """`container` or `vm`; without it, as the file's `sandbox` says."""
-    image: Annotated[Literal["debian12", "debian13", "sid"], BeforeValidator(choice("image", IMAGES))] = "debian12"
+    image: Annotated[str, BeforeValidator(choice("image", IMAGES)), WithJsonSchema({"enum": [*IMAGES]})] = DEFAULT_IMAGE
     """The system of the hosts; it determines the Slurm version: 22.05, 24.11 or 26.05."""
     cpus: Annotated[int, Between(1, 1024)] | None = None
     """CPUs of each host."""
@@ -210,8 +212,10 @@ class NodeSet(HostSet):
     """Rented: the zone, where the provider has zones; without it, any."""
     market: MarketName = "on-demand"
     """Rented: `on-demand`, or `spot`: cheaper, and the provider may preempt it."""
+    image: ImageName = DEFAULT_IMAGE
+    """The sandbox's: `debian12`, `debian13` or `sid`. Rented: the provider's image; without it, the default."""
     offers: tuple[OfferChoice, ...] = ()
-    """Rented: several places to rent from, in place of `provider`, `type`, `region`, `zone` and `market`."""
+    """Rented: several places to rent from, in place of `provider`, `type`, `region`, `zone`, `market` and `image`."""
     prefer: Annotated[Literal["listed", "cheapest"], BeforeValidator(choice("order", ("listed", "cheapest")))] = (
         "listed"
     )
@@ -281,11 +285,18 @@ def host_problems(
     for path, entry in sets:
         if entry is not None:
             yield from _source_problems(path, entry)
+        if isinstance(entry, NodeSet) and entry.provider == SANDBOX and not entry.is_rental:
+            yield from _image_problems(path, entry)
         if isinstance(entry, NodeSet) and entry.shards and entry.mps:
             yield Problem((*path, "mps"), "both `shards` and `mps`", "", "keep one: a GPU is divided in one way")
     yield from _duplicates(controller, login, nodesets)
     if controller is not None and not controller.compute and not nodesets and all_known:
         yield Problem((), "no host runs jobs", "", "add `nodesets`, or set `compute: true` on the controller")
+
+
+def _image_problems(path: FilePlace, entry: NodeSet) -> Iterator[Problem]:
+    if entry.image not in IMAGES and "image" not in entry.invalid:
+        yield Problem((*path, "image"), "unknown image", show(entry.image), f"choose one of {', '.join(IMAGES)}")
 
 
 def _source_problems(path: FilePlace, entry: Controller | HostSet) -> Iterator[Problem]:

@@ -74,7 +74,9 @@ def _rented_set(name: str, nodeset: NodeSet) -> RentedSet:
     assert nodeset.max is not None
     offers = nodeset.offers
     if not offers:
-        offers = (OfferChoice.model_validate({key: getattr(nodeset, key) for key in OfferChoice.model_fields}),)
+        values = {key: getattr(nodeset, key) for key in OfferChoice.model_fields}
+        image = nodeset.image if nodeset.is_set("image") else None  # the default is the sandbox's
+        offers = (OfferChoice.model_validate({**values, "image": image}),)
     return RentedSet(
         name=name,
         offers=offers,

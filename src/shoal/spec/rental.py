@@ -39,17 +39,24 @@ SETTINGS = {
         "subnets",
     ),
     "digitalocean": ("image", "network"),
-    "gcp": ("external_address", "image", "network", "project", "subnetwork"),
-    "lambda": ("create_interval",),
+    "gcp": (
+        *("disk_type", "external_address", "image", "min_cpu_platform", "network", "placement", "project"),
+        *("provisioning", "reservation", "service_account", "sources", "subnetwork"),
+    ),
+    "lambda": ("create_interval", "filesystems"),
     "paperspace": ("network", "template"),
-    "runpod": ("cloud", "image"),
+    "runpod": ("cloud", "cuda", "image"),
     "sandbox": ("project",),  # without effect: it stands in for any provider
     "vast": ("disk_gb", "image", "reliability"),
 }
 """The `settings` that the providers of Shoal use. Those of other packages are unknown here."""
 INTERVAL_SETTINGS = ("request_interval", "timeout", "create_interval")
 """Seconds; all providers have the first two."""
-SETTING_CHOICES = {("gcp", "external_address"): ("yes", "no"), ("runpod", "cloud"): ("secure", "community")}
+SETTING_CHOICES = {
+    ("gcp", "external_address"): ("yes", "no"),
+    ("gcp", "provisioning"): ("standard", "flex-start", "reservation-bound"),
+    ("runpod", "cloud"): ("secure", "community"),
+}
 MAX_NODES = 1000
 """The most nodes of a rented nodeset."""
 DEFAULT_IDLE_TIME = "10m"
@@ -59,6 +66,7 @@ _ACCOUNT = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 _VERSIONS = r"(===?|[<>!~]=|[<>])[A-Za-z0-9.*+!_-]+"
 _PACKAGE = re.compile(rf"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(\[[A-Za-z0-9._,-]+\])?({_VERSIONS}(,{_VERSIONS})*)?")
 _PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._:/+()-]{0,127}")
+_IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9 ._:/@+()-]{0,254}")
 
 
 def kinds() -> tuple[str, ...]:
@@ -79,9 +87,9 @@ def _kind(value: object) -> str:
     return choice("kind of provider", kinds())(value)
 
 
-def _word_of(what: str, example: str) -> BeforeValidator:
+def _word_of(what: str, example: str, pattern: re.Pattern[str] = _PLACE) -> BeforeValidator:
     """A check for a word of the provider's own: it is theirs to know it, ours that it needs no quoting."""
-    return BeforeValidator(matching(_PLACE, f"not {what}", f"write it as the provider does, such as {example}"))
+    return BeforeValidator(matching(pattern, f"not {what}", f"write it as the provider does, such as {example}"))
 
 
 def money(value: object) -> float:
@@ -106,6 +114,7 @@ ApiUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
 MachineType = Annotated[str, _word_of("a type of machine", "gpu_1x_a10"), text_schema("type")]
 Region = Annotated[str, _word_of("a region", "us-west-1"), text_schema("region")]
 Zone = Annotated[str, _word_of("a zone", "us-central1-b"), text_schema("zone")]
+ImageName = Annotated[str, _word_of("an image", "ubuntu:24.04", _IMAGE), text_schema("image")]
 Package = Annotated[str, BeforeValidator(_package), text_schema("package")]
 Setting = Annotated[str, BeforeValidator(_setting), WithJsonSchema({"type": ["string", "integer"], "title": "text"})]
 MarketName = Annotated[Literal["on-demand", "spot"], BeforeValidator(choice("market", MARKETS))]
@@ -166,6 +175,8 @@ class OfferChoice(SpecModel):
     """The zone, where the provider has zones; without it, any."""
     market: MarketName = "on-demand"
     """`on-demand`, or `spot`: cheaper, and the provider may preempt it."""
+    image: ImageName | None = None
+    """The provider's image: a family or an id, a container, a template's label. Without it, the default."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _account_problems(accounts: Accounts, nodesets: Mapping[str, NodeSet]) -> It
         kind = "" if "kind" in account.invalid else kind
         if kind == SANDBOX and not account.is_set("url"):
             yield Problem(path, "missing key `url`", "", "give the address of your `shoal simulate sandbox` server")
-        if kind in KINDS and kind != SANDBOX and not account.is_set("key"):
+        if kind in KINDS and kind not in (SANDBOX, "gcp") and not account.is_set("key"):
             yield Problem(path, "missing key `key`", "", "say where the API key is: env:NAME or file:PATH")
         if kind == "gcp" and not account.is_set("project"):
             yield Problem(path, "missing key `project`", "", "name the project that pays")
@@ -118,7 +118,7 @@ def _nodeset_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Itera
         yield Problem((*path, "count"), "`count` where nodes are rented", "", "call it `max`: rented nodes come and go")
     elif not nodeset.is_set("max"):
         yield Problem(path, "missing key `max`", "", "say how many nodes it may have: `max: 4`")
-    for key in nodeset.set_among(("image", "kind", "cgroups")):
+    for key in nodeset.set_among(("kind", "cgroups")):
         yield Problem((*path, key), f"`{key}` where nodes are rented", "", "delete it: the provider's type decides")
     if nodeset.is_set("offers"):
         for key in nodeset.set_among(OfferChoice.model_fields):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ def test_missing_project_is_reported_with_the_fix() -> None:
 async def test_simulator_accepts_any_bearer() -> None:
     assert await GoogleTokens(account("sk-1", "http://127.0.0.1:1", project="p")).bearer() == "sk-1"
     assert await GoogleTokens(account("", "http://127.0.0.1:1", project="p")).bearer()
+
+
+@pytest.mark.parametrize(("program", "token"), [("echo ya29.mine", "ya29.mine"), ("exit 1", "ya29.x")])
+async def test_command_without_a_key_uses_the_login_of_gcloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, token: str
+) -> None:
+    (tmp_path / "gcloud").write_text(f"#!/bin/sh\n[ $1 = auth ] && {program}\n")
+    (tmp_path / "gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    async with saying(http("200 OK", b'{"access_token": "ya29.x", "expires_in": 3599}')) as url:
+        assert await GoogleTokens(account(project="p"), metadata=url).bearer() == token
 
 
 async def test_metadata_token_is_cached_while_valid() -> None:

@@ -13,6 +13,7 @@ from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, t
 from shoal.cloud.providers.api import FailureKind, Query
 from shoal.cloud.providers.lambda_cloud import read_error
 from shoal.cloud.providers.responses import Refusal, read_refusal
+from shoal_simulators.lambda_cloud import image_id
 
 
 @pytest.fixture
@@ -50,6 +51,51 @@ async def test_offer_describes_the_machine(it: Trial) -> None:
     assert arm.arch == "arm64"
     [plain] = await it.renter.offers(Query(types=("cpu_4x_general",), regions=("us-east-1",)))
     assert (plain.gpu, plain.gpus) == ("", 0)
+
+
+async def test_machine_gets_the_ruleset_of_the_cluster_in_its_region(it: Trial) -> None:
+    order = replace(await it.order(), ports=("tcp:22", "udp:51820"))
+    for token in ("t1", "t2"):
+        [outcome] = await it.renter.create([replace(order, token=token)])
+        assert outcome.ok
+    [ruleset] = it.simulation.simulator.stored("rulesets").values()
+    assert (ruleset["name"], ruleset["region"]) == ("shoal-reef-us-west-1", "us-west-1")
+    assert [(rule["protocol"], rule.get("port_range")) for rule in ruleset["rules"]] == [
+        ("icmp", None),
+        ("tcp", [22, 22]),
+        ("udp", [51820, 51820]),
+    ]
+    assert {one.order.marks["firewall_rulesets"][0]["id"] for one in it.market.instances.values()} == {ruleset["id"]}
+
+
+async def test_region_without_firewall_rules_is_ordered_without_a_ruleset(it: Trial) -> None:
+    order = replace(await it.order(), ports=("tcp:22",), offer=replace(it.case.offer, region="us-south-1"))
+    [outcome] = await it.renter.create([order])
+    assert outcome.ok
+    assert not it.simulation.simulator.stored("rulesets")
+
+
+async def test_filesystems_of_the_account_are_attached() -> None:
+    case = replace(CASES["lambda"], settings={"filesystems": "data, models"})
+    async with trial(case) as it:
+        await it.create()
+        [machine] = it.market.instances.values()
+        assert machine.order.marks["file_system_names"] == ["data", "models"]
+
+
+@pytest.mark.parametrize(
+    ("image", "sent"),
+    [
+        ("", "lambda-stack-24-04"),
+        ("lambda-stack-22-04", "lambda-stack-22-04"),
+        (image_id("gpu-base-24-04", "us-west-1"), "gpu-base-24-04"),
+    ],
+)
+async def test_image_is_a_family_or_an_id(it: Trial, image: str, sent: str) -> None:
+    [outcome] = await it.renter.create([replace(await it.order(), image=image)])
+    assert outcome.ok, outcome
+    [machine] = it.market.instances.values()
+    assert machine.order.image == sent
 
 
 async def test_requested_region_without_capacity_is_listed_as_unavailable(it: Trial) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import time
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, Trial, account, http, saying, trial
+from tests.contract.rental_providers import CASES, Trial, account, http, renting, saying, trial
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, Query
 from shoal.cloud.providers.responses import Refusal, read_refusal
-from shoal.cloud.providers.runpod import BOOT, TRAP, WAIT, boot_args, joined_type, read_error, split_type
+from shoal.cloud.providers.runpod import BOOT, TRAP, WAIT, boot_command, joined_type, read_error, split_type
 from shoal.errors import ProviderError
 
 CASE = CASES["runpod"]
@@ -95,17 +95,46 @@ def test_type_is_a_gpu_and_its_count(type: str, gpu: str, count: int) -> None:
     assert joined_type(gpu, count) == type
 
 
+async def test_pod_is_requested_with_the_cpus_and_memory_of_the_nodeset_and_a_cuda_floor() -> None:
+    async with trial(CASE) as it:
+        order = replace(await it.order(), cpus=9, memory_mb=40_000, image="ubuntu:24.04")
+        [outcome] = await it.renter.create([order])
+        assert outcome.ok
+        [pod] = it.market.instances.values()
+        asked = pod.order.marks["order"]
+        assert asked["image"] == "ubuntu:24.04"
+        assert asked["gpu"] == {
+            **{"id": "NVIDIA A40", "count": 1},
+            **{"minVcpuCountPerGpu": 9, "minRamPerGpu": 40, "minCudaVersion": "12.8"},
+        }
+        [none] = await it.renter.create([replace(order, token="t2", cpus=64)])
+        assert none.failure is FailureKind.CAPACITY
+
+
+async def test_pod_that_got_less_than_requested_is_removed() -> None:
+    async with trial(CASE) as it:
+        [made] = await it.renter.create([await it.order()])
+        answer = json.dumps({"id": made.id, "cost": 0.44, "gpu": {"vcpuCount": 1, "memory": 50}}).encode()
+        async with saying(http("201 Created", answer), "POST .*", it.url) as url, renting(CASE, url) as renter:
+            [outcome] = await renter.create([await it.order(token="t2")])
+        assert (outcome.failure, outcome.message) == (FailureKind.CAPACITY, "RunPod granted 1 CPUs of 2")
+        assert not any(pod.live for pod in it.market.instances.values())
+
+
+@pytest.mark.parametrize(("cloud", "seconds"), [("secure", 0), ("community", 180)])
+def test_only_pods_of_the_community_cloud_are_not_waited_for_without_an_address(cloud: str, seconds: int) -> None:
+    assert rental_provider(account(CASE, "http://x", cloud=cloud)).abilities.address_timeout_s == seconds
+
+
 def decoded(args: str) -> str:
     """The script inside a container's command."""
-    shell, option, line = shlex.split(args)
-    assert (shell, option) == ("bash", "-c")
-    found = re.fullmatch(r"\(umask 077; echo (\S+) \| base64 -d > /run/shoal-boot\); exec bash /run/shoal-boot", line)
+    found = re.fullmatch(r"\(umask 077; echo (\S+) \| base64 -d > /run/shoal-boot\); exec bash /run/shoal-boot", args)
     assert found
     return base64.b64decode(found[1]).decode()
 
 
 def test_command_starts_sshd_and_waits() -> None:
-    script = decoded(boot_args(""))
+    script = decoded(boot_command(""))
     assert script == TRAP + BOOT + WAIT
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert "ssh-ed25519" not in script, "the key is in the environment"
@@ -113,7 +142,7 @@ def test_command_starts_sshd_and_waits() -> None:
 
 def test_order_script_runs_before_sshd() -> None:
     own = "#!/bin/sh\necho 'it''s mine' \"$HOME\"\n"
-    script = decoded(boot_args(own))
+    script = decoded(boot_command(own))
     found = re.search(r"\(umask 077; echo (\S+) \| base64 -d > /run/user-data\) && setsid sh /run/user-data\n", script)
     assert found
     assert base64.b64decode(found[1]).decode() == own
@@ -128,7 +157,7 @@ def test_container_without_a_mirror_runs_the_order_script_and_can_be_ended(
     for name, does in {"apt-get": f"touch {tmp_path}/installing; exec sleep 600", "ssh-keygen": "true"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    script = decoded(boot_args(f"touch {tmp_path}/armed\n"))
+    script = decoded(boot_command(f"touch {tmp_path}/armed\n"))
     for directory in ("/run/", "/root/", "/usr/sbin/"):
         script = script.replace(directory, f"{tmp_path}/")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}

@@ -217,6 +217,7 @@ async def test_preempted_spot_machine_follows_its_termination_action(
         "onHostMaintenance": "TERMINATE",
         "automaticRestart": False,
         "instanceTerminationAction": action,
+        "preemptionNoticeDuration": {"seconds": "30"},
     }
     body = changed("perInstanceProperties", to={"a": {}}) | {"count": "1"}
     body["instanceProperties"] = {**BODY["instanceProperties"], "scheduling": scheduling}
@@ -225,8 +226,9 @@ async def test_preempted_spot_machine_follows_its_termination_action(
     google.market.update()
     google.market.preempt("a")
     google.clock.now += 20
+    assert (await google.get(f"{ZONE}/instances/a"))["status"] == "RUNNING", "it has its notice"
+    google.clock.now += 11
     assert (await google.get(f"{ZONE}/instances/a"))["status"] == "STOPPING"
-    google.clock.now += 20
     google.market.update()
     google.clock.now += 60
     shown = (await google.get(f"{ZONE}/instances")).get("items", [])

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Market = Literal["on-demand", "spot"]
 InstanceState = Literal["pending", "up", "stopping", "stopped", "error"]
@@ -69,6 +69,17 @@ class Billing:
 
 
 @dataclass(frozen=True)
+class System:
+    """A distribution and its release, as /etc/os-release names them."""
+
+    id: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.id.capitalize()} {self.version}"
+
+
+@dataclass(frozen=True)
 class Abilities:
     """What a provider's machines and its API can do."""
 
@@ -76,17 +87,25 @@ class Abilities:
     """Its machines are containers without systemd, TUN, mounts or UDP; else whole virtual machines."""
     user: str = "root"
     """The user to log in as."""
+    system: System | None = None
+    """The system of its default images; None if unknown."""
     notice_s: int = 0
     """How long before its end a spot machine gets notice."""
+    notice_url: str = ""
+    """Where a machine reads its notice, from inside: the answer becomes TRUE. Empty: only the API tells."""
     idempotent: Literal["token", "name", "none"] = "none"
     """What keeps the provider from filling the same order twice."""
     at_once: int = 1
     """The most machines that one API call can order."""
     create_interval: float = 0.0
     """Seconds that the provider requires between two creates. The caller waits."""
+    end_program: tuple[str, ...] = ()
+    """A program of `shoal.remote`, with arguments, that ends the bill of a machine from inside, if it may."""
     billing: Billing = Billing()
     boots_with: Literal["user_data", "args", "script", "none"] = "user_data"
     """How the boot script reaches the machine. With `none`, only the service ends a machine that never joins."""
+    address_timeout_s: int = 0
+    """After this time a machine without an address is deleted: it gets none. 0: it is waited for like the join."""
     boot_s: int = 600
     """The time from the order until the node must have joined: Slurm's ResumeTimeout."""
     grace_s: int = 300
@@ -139,6 +158,8 @@ class Offer:
     available: Literal["yes", "low", "no", "unknown"] = "unknown"
     as_of: str = ""
     """The date of a price from our table; empty for a price from the API."""
+    note: str = ""
+    """Why it is not sold like this, and how it is."""
 
     @property
     def place(self) -> str:
@@ -169,6 +190,11 @@ class RentalOrder:
     image: str = ""
     """The provider's name of the image; empty for the default."""
     disk_gb: int = 100
+    cpus: int = 0
+    memory_mb: int = 0
+    """What the node must have at least, where the provider can be asked; 0 for the offer's own."""
+    ports: tuple[str, ...] = ()
+    """What the provider's firewall must admit: `tcp:22`, `udp:51820`."""
     lifetime: int = 0
     """Seconds after which the provider itself ends it, where it can; 0 for never."""
 
@@ -197,6 +223,38 @@ class RequestOutcome:
     @property
     def ok(self) -> bool:
         return self.failure is None
+
+
+@dataclass(frozen=True)
+class Quota:
+    """A limit of the account, and how much of it one machine of an offer takes."""
+
+    name: str
+    """As the provider calls it, with its place: `NVIDIA_L4_GPUS in us-central1`."""
+    limit: float
+    usage: float
+    need: float
+
+    @property
+    def machines(self) -> int:
+        """How many more machines it allows."""
+        return int(max(0.0, self.limit - self.usage) // self.need) if self.need else 0
+
+
+@runtime_checkable
+class HasFirewall(Protocol):
+    """A provider whose firewall must admit the cluster's ports. `create` makes its rules, where our key may."""
+
+    async def firewall_commands(self, cluster: str, ports: Sequence[str]) -> list[str]:
+        """The commands that make the rules that are missing."""
+
+
+@runtime_checkable
+class HasQuotas(Protocol):
+    """A provider whose API tells how much of its quotas is left."""
+
+    async def quotas(self, offer: Offer) -> list[Quota]:
+        """The quotas that a machine of this offer takes from."""
 
 
 Marks = tuple[str, str, str]

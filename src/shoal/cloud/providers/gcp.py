@@ -7,35 +7,31 @@ labels and differ only by name: the label `shoal-cluster` marks the cluster, the
 
 from __future__ import annotations
 
-import uuid
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shoal.cloud.providers import api, responses
+from shoal.cloud.providers import google_orders as orders_of
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.google_auth import GoogleTokens
+from shoal.cloud.providers.google_orders import CLUSTER, NOTICE_S, USER, split_type
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently, seconds_to_next_minute
 from shoal.cloud.providers.prices import gpu_model, prices
 from shoal.cloud.providers.responses import ApiError, Body, CodedError, Refusal, ambiguous_on_error
 
 BASE = "https://compute.googleapis.com/compute/v1"
 PAGE, NO_RESULTS = 500, "NO_RESULTS_ON_PAGE"
+NOTICE_URL = "http://169.254.169.254/computeMetadata/v1/instance/preempted"
 FOLLOW_TIMEOUT_S = 90.0
 """How long an order is polled. Google reports missing stock within half a minute."""
-USER, CLUSTER = "ubuntu", "shoal-cluster"
-GPU_FAMILIES = "name eq (a2|a3|a4|a4x|g2|g4)-.*"
-HYPERDISK_ONLY = ("a3-ultragpu", "a4", "c4", "g4", "n4")
-"""Machine families that do not boot from a persistent disk."""
-IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
-ARM_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-arm64"
-GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
-"""The same Ubuntu with NVIDIA's driver."""
+GPU_FAMILIES = 'name eq "(a2|a3|a4|a4x|g2|g4)-.*"'
 STATES: dict[str, api.InstanceState] = {
     "RUNNING": "up",
     "REPAIRING": "error",
     **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
-    **dict.fromkeys(("SUSPENDED", "TERMINATED"), "stopped"),
+    **dict.fromkeys(("SUSPENDED", "STOPPED", "TERMINATED"), "stopped"),
 }
 REFUSALS_BY_CODE = {
     "ZONE_RESOURCE_POOL_EXHAUSTED ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS STOCKOUT": Refusal(FailureKind.CAPACITY),
@@ -61,7 +57,9 @@ class GoogleProvider(HttpProvider):
 
     abilities = api.Abilities(
         user=USER,
-        notice_s=30,
+        system=api.System("ubuntu", "24.04"),  # of all default images; in use in October 2026
+        notice_s=NOTICE_S,
+        notice_url=NOTICE_URL,
         idempotent="token",
         at_once=1000,
         billing=api.Billing(step=1, least=60, from_up=True),
@@ -73,6 +71,8 @@ class GoogleProvider(HttpProvider):
         self._project = f"/projects/{login.project}"
         api = ApiClient(account, BASE, read_error=read_error, bearer=login.bearer, retry_after=seconds_to_next_minute)
         super().__init__(account, api)
+        self._walled: set[str] = set()
+        """Clusters whose firewall rules were made or tried."""
 
     async def offers(self, query: api.Query) -> list[api.Offer]:
         """The machine types of all zones. Google does not tell what is in stock."""
@@ -82,12 +82,18 @@ class GoogleProvider(HttpProvider):
             name = machine.text("name")
             for type_ in [one for one in query.types if split_type(one)[0] == name] or [name]:
                 offer = offer_of(self._account.name, machine, type_)
-                offers += [offer, replace(offer, market="spot")]
+                note = orders_of.not_sold(type_, "on-demand", self._account.settings)
+                offers.append(replace(offer, available="no", note=note) if note else offer)
+                offers.append(replace(offer, market="spot"))
         return [offer for offer in prices().fill(self._account.kind, offers) if query.admits(offer)]
 
     async def create(self, orders: Sequence[api.RentalOrder]) -> list[api.RequestOutcome]:
         """One bulkInsert. If it made fewer machines, the listed ones count as made."""
         names = [f"{order.node}--{order.token}" for order in orders]
+        offer = orders[0].offer
+        if note := orders_of.not_sold(offer.type, offer.market, self._account.settings):
+            return [api.RequestOutcome(failure=FailureKind.INVALID, message=note) for _ in orders]
+        await self._ensure_firewall(orders[0])
         try:
             made, errors = await self._insert(names, orders[0])
             if made >= len(names):
@@ -103,7 +109,7 @@ class GoogleProvider(HttpProvider):
         return [api.RequestOutcome(name) if name in listed else failed for name in names]
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
-        return [instance_of(one) async for one in self._list_all_zones("instances", f"labels.{CLUSTER}={cluster}")]
+        return [instance_of(one) async for one in self._list_all_zones("instances", f'labels.{CLUSTER}="{cluster}"')]
 
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         zones = f"{self._project}/zones"
@@ -111,11 +117,50 @@ class GoogleProvider(HttpProvider):
             lambda one: self._api.remove(f"{zones}/{one.zone}/instances/{one.id}", one.id), instances
         )
 
+    async def quotas(self, offer: api.Offer) -> list[api.Quota]:
+        """Those of GPUs, of the region and of all regions. Google may keep those of new GPUs elsewhere."""
+        metric = orders_of.quota_metric(offer)
+        if not metric:
+            return []
+        region = f"{self._project}/regions/{offer.region}"
+        quotas = []
+        for path, name, place in ((region, metric, offer.region), (self._project, "GPUS_ALL_REGIONS", "all regions")):
+            for row in (await self._api.request("GET", path)).rows_or_empty("quotas"):
+                if row.text("metric") == name:
+                    limits = row.number("limit"), row.number("usage")
+                    quotas.append(api.Quota(f"{name} in {place}", *limits, need=offer.gpus))
+        return quotas
+
+    async def firewall_commands(self, cluster: str, ports: Sequence[str]) -> list[str]:
+        """The commands that make the VPC's rules that are missing, or differ from ours."""
+        rules = orders_of.firewall_rules(cluster, ports, self._account.settings)
+        there = {rule["name"]: await self._firewall_rule(rule["name"]) for rule in rules}
+        project = self._project.rpartition("/")[2]
+        return [orders_of.firewall_command(project, rule) for rule in rules if not _admits(there[rule["name"]], rule)]
+
+    async def _ensure_firewall(self, order: api.RentalOrder) -> None:
+        """Make the VPC's rules, once. Without the right to do so `shoal check` names the commands."""
+        if order.cluster in self._walled or not order.ports:
+            return
+        for rule in orders_of.firewall_rules(order.cluster, order.ports, self._account.settings):
+            with contextlib.suppress(ApiError):  # the default network admits SSH without a rule of ours
+                if not _admits(await self._firewall_rule(rule["name"]), rule):
+                    await self._api.request("POST", f"{self._project}/global/firewalls", json=rule)
+        self._walled.add(order.cluster)
+
+    async def _firewall_rule(self, name: str) -> Body | None:
+        try:
+            return await self._api.request("GET", f"{self._project}/global/firewalls/{name}")
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
     async def _insert(self, names: Sequence[str], order: api.RentalOrder) -> tuple[int, list[CodedError]]:
         """Create machines as one order describes. Returns how many were made, and the errors of the others."""
         zone = f"{self._project}/zones/{order.offer.zone}"
-        request = bulk_insert(names, order, self._account.settings)
-        path, params = f"{zone}/instances/bulkInsert", {"requestId": request_id(names, order.offer)}
+        request = orders_of.bulk_insert(names, order, self._account.settings)
+        path, params = f"{zone}/instances/bulkInsert", {"requestId": orders_of.request_id(names, order.offer)}
         operation = await self._api.request("POST", path, params=params, json=request, creates=True)
         path = f"{zone}/operations/{operation.text('name')}"
         ended = await self._api.poll(operation, path, lambda it: it.text("status") == "DONE", FOLLOW_TIMEOUT_S)
@@ -141,57 +186,19 @@ class GoogleProvider(HttpProvider):
                     yield one
 
 
-def request_id(names: Sequence[str], offer: api.Offer) -> str:
-    """Equal for the same machines, so that Google makes them once, even if ordered again."""
-    return str(uuid.uuid5(uuid.NAMESPACE_OID, "\n".join([*offer.identity, *sorted(names)])))
+def _admits(rule: Body | None, wanted: Mapping[str, Any]) -> bool:
+    """Whether a rule of the VPC is there, switched on, and admits all that ours does."""
+    if rule is None or rule.flag("disabled", False):
+        return False
 
+    def entries(rows: list[Any]) -> set[tuple[str, str]]:
+        return {(row["IPProtocol"], port) for row in rows for port in row.get("ports", [""])}
 
-def bulk_insert(names: Sequence[str], order: api.RentalOrder, settings: Mapping[str, str]) -> Any:
-    """The request for identical machines. Google may make only some; the caller deletes a partial set."""
-    offer = order.offer
-    image = ARM_IMAGE if offer.arch == "aarch64" else IMAGE
-    machine, accelerator, count = split_type(offer.type)
-    gpus, spot, subnetwork = bool(offer.gpus or accelerator), offer.market == "spot", settings.get("subnetwork")
-    login = f"{USER}:{order.public_key.strip()}"
-    metadata = {"ssh-keys": login, "enable-oslogin": "FALSE", "startup-script": order.user_data}
-    disk = {
-        "sourceImage": order.image or settings.get("image") or (GPU_IMAGE if gpus else image),
-        "diskSizeGb": str(order.disk_gb),
-        "diskType": "hyperdisk-balanced" if machine.startswith(HYPERDISK_ONLY) else "pd-balanced",
-    }
-    access = [{"type": "ONE_TO_ONE_NAT", "name": "External NAT"}]
-    interface = {
-        "network": None if subnetwork else settings.get("network", "global/networks/default"),
-        "subnetwork": subnetwork,
-        "accessConfigs": None if settings.get("external_address") == "no" else access,
-    }
-    scheduling = {
-        "provisioningModel": "SPOT" if spot else "STANDARD",
-        "onHostMaintenance": "TERMINATE" if gpus or spot else "MIGRATE",
-        "automaticRestart": False,
-        "instanceTerminationAction": "DELETE" if spot or order.lifetime else None,
-        "maxRunDuration": {"seconds": str(order.lifetime)} if order.lifetime else None,
-    }
-    attached = [{"acceleratorType": accelerator, "acceleratorCount": count}]
-    properties = {
-        "machineType": machine,
-        "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
-        "guestAccelerators": attached if accelerator else None,
-        "networkInterfaces": [interface],
-        "scheduling": scheduling,
-        "labels": {CLUSTER: order.cluster},
-        "tags": {"items": ["shoal"]},
-        "metadata": {"items": [{"key": key, "value": value} for key, value in metadata.items() if value]},
-    }
-    request = {"count": str(len(names)), "minCount": "1", "perInstanceProperties": {name: {} for name in names}}
-    return responses.drop_none({**request, "instanceProperties": properties})
-
-
-def split_type(name: str) -> tuple[str, str, int]:
-    """`n1-standard-8+nvidia-tesla-t4:2` has attached GPUs; other families have theirs built in."""
-    machine, _, extra = name.partition("+")
-    accelerator, _, count = extra.partition(":")
-    return machine, accelerator, int(count or 1) if accelerator else 0
+    has = entries([row.value for row in rule.rows_or_empty("allowed")])
+    return (
+        entries(wanted["allowed"]) <= has
+        and [row.value for row in rule.rows_or_empty("targetTags")] == wanted["targetTags"]
+    )
 
 
 def offer_of(provider: str, machine: Body, type_: str) -> api.Offer:

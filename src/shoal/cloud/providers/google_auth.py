@@ -1,8 +1,10 @@
-"""Bearer tokens for Google: signed with a service account's key, or from the metadata server of a Google VM."""
+"""Bearer tokens for Google: signed with a service account's key, from gcloud, or from the metadata of a Google VM."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
 import time
 from typing import Any
 
@@ -14,6 +16,9 @@ from shoal.errors import ProviderError
 from shoal.registry import install_command
 
 METADATA_TIMEOUT_S = 5.0
+GCLOUD_TIMEOUT_S = 30.0
+GCLOUD_TOKEN_S = 600.0
+"""How long a token of gcloud is used: it is valid for up to an hour, and gcloud does not tell."""
 AUDIENCE = "https://compute.googleapis.com/"
 METADATA = "http://metadata.google.internal"
 
@@ -52,7 +57,8 @@ class GoogleTokens:
             token = self._signer.token
             return token.decode() if isinstance(token, bytes) else str(token)
         if time.time() > self._expires - 60:
-            self._token, self._expires = await self._request_metadata()
+            token = await _gcloud_token()
+            self._token, self._expires = token if token else await self._request_metadata()
         return self._token
 
     async def _request_metadata(self) -> tuple[str, float]:
@@ -68,8 +74,30 @@ class GoogleTokens:
         except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise ProviderError(
                 f"{self._name} has no key, and this machine gets no token from Google ({type(error).__name__})",
-                hint=f"set providers.{self._name}.key to a service account's JSON: file:~/account.json",
+                hint=f"run `gcloud auth login`, or set providers.{self._name}.key to a service account's JSON: "
+                "file:~/account.json",
             ) from None
+
+
+async def _gcloud_token() -> tuple[str, float] | None:
+    """A token of the person who is logged in with gcloud, for commands on their machine; None without gcloud."""
+    gcloud = shutil.which("gcloud")
+    if gcloud is None:
+        return None
+    process = await asyncio.create_subprocess_exec(
+        *(gcloud, "auth", "print-access-token", "--quiet"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), GCLOUD_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return None
+    token = output.decode("ascii", "replace").strip()
+    return (token, time.time() + GCLOUD_TOKEN_S) if process.returncode == 0 and token.isprintable() and token else None
 
 
 def _service_account(name: str, secret: str) -> dict[str, Any]:

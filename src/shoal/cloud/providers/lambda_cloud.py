@@ -21,6 +21,7 @@ from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, 
 BASE = "https://cloud.lambda.ai/api/v1"
 IMAGE = "lambda-stack-24-04"
 """Without a family the image depends on the region."""
+IMAGE_ID = r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 STATES: dict[str, api.InstanceState] = {
     "booting": "pending",
     "active": "up",
@@ -43,6 +44,9 @@ REFUSALS_BY_CODE = {
 """By Lambda's error code; its messages change."""
 CLUSTER, NODE, TOKEN, EPOCH = "shoal-cluster", "shoal-node", "shoal-token", "shoal-epoch"
 NAME_LENGTH = 64
+ANYWHERE = "0.0.0.0/0"
+WITHOUT_RULES = ("us-south-1",)
+"""Regions where Lambda's firewall rules have no effect."""
 LAUNCH_INTERVAL_S = 12.0
 """Lambda requires this time between two launches."""
 
@@ -52,6 +56,7 @@ class LambdaProvider(HttpProvider):
 
     abilities = api.Abilities(
         user="ubuntu",
+        system=api.System("ubuntu", "24.04"),  # of IMAGE; in use on 2026-11-16
         create_interval=LAUNCH_INTERVAL_S,
         billing=api.Billing(step=60, from_up=True),
         boot_s=1800,
@@ -62,6 +67,8 @@ class LambdaProvider(HttpProvider):
         self.abilities = replace(self.abilities, create_interval=interval)
         api = ApiClient(account, BASE, read_error=read_error, interval=1.0, retry_after=lambda: LAUNCH_INTERVAL_S)
         super().__init__(account, api)
+        self._rulesets: dict[str, str] = {}
+        """Known firewall rulesets: id by name."""
 
     async def offers(self, query: api.Query) -> list[api.Offer]:
         body = await self._api.request("GET", "/instance-types")
@@ -117,10 +124,12 @@ class LambdaProvider(HttpProvider):
             "instance_type_name": order.offer.type,
             "ssh_key_names": [order.key_name],
             "name": name[:NAME_LENGTH],
-            "image": {"family": order.image or IMAGE},
+            "image": {"id" if re.fullmatch(IMAGE_ID, order.image) else "family": order.image or IMAGE},
             "tags": [{"key": key, "value": value} for key, value in tags.items()],
             "user_data": order.user_data or None,
             "hostname": order.node if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node) else None,
+            "file_system_names": list_setting(self._account.settings.get("filesystems", "")) or None,
+            "firewall_rulesets": await self._firewall(order),
         }
         launch = drop_none(request)
         body = await self._api.request("POST", "/instance-operations/launch", json=launch, creates=True)
@@ -128,6 +137,26 @@ class LambdaProvider(HttpProvider):
         if len(ids) != 1 or not isinstance(ids[0].value, str):
             raise body.error(f"data.instance_ids has {len(ids)} ids, expected one")
         return api.RequestOutcome(ids[0].value)
+
+    async def _firewall(self, order: api.RentalOrder) -> list[dict[str, str]] | None:
+        """The cluster's ruleset of a region, made once; None where Lambda has none, and its own rules stay."""
+        region = order.offer.region
+        if not order.ports or region in WITHOUT_RULES:
+            return None
+        name = f"shoal-{order.cluster}-{region}"[:NAME_LENGTH]
+        try:
+            if name not in self._rulesets:
+                listed = (await self._api.request("GET", "/firewall-rulesets")).rows("data")
+                self._rulesets |= {one.text("name"): one.text("id") for one in listed}
+            if name not in self._rulesets:
+                ruleset = {"name": name, "region": region, "rules": firewall_rules(order.ports)}
+                answer = await self._api.request("POST", "/firewall-rulesets", json=ruleset)
+                self._rulesets[name] = answer.object("data").text("id")
+        except ApiError as error:
+            if error.failure is FailureKind.AUTH:
+                raise
+            return None  # without it the controller reaches SSH, and WireGuard goes through the controller
+        return [{"id": self._rulesets[name]}]
 
     async def _terminate(self, ids: list[str]) -> api.RequestOutcome:
         try:
@@ -159,6 +188,22 @@ class LambdaProvider(HttpProvider):
             arch=kind.text("architecture", "x86_64"),
             available="yes" if available else "no",
         )
+
+
+def firewall_rules(ports: Sequence[str]) -> list[dict[str, object]]:
+    """Rules of a ruleset that admit ports such as `tcp:22` and `udp:51820`, and ping."""
+    rules: list[dict[str, object]] = [{"protocol": "icmp", "source_network": ANYWHERE, "description": "ping"}]
+    for port in ports:
+        protocol, _, numbers = port.partition(":")
+        first, _, last = numbers.partition("-")
+        limits = [int(first), int(last or first)]
+        rules.append({"protocol": protocol, "port_range": limits, "source_network": ANYWHERE, "description": "shoal"})
+    return rules
+
+
+def list_setting(text: str) -> list[str]:
+    """The names in a setting such as `data, models`."""
+    return [name for name in re.split(r"[ ,]+", text) if name]
 
 
 def read_error(status: int, answer: Body) -> Refusal | None:

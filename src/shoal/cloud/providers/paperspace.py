@@ -59,6 +59,7 @@ class PaperspaceProvider(HttpProvider):
 
     abilities = api.Abilities(
         user=USER,
+        system=api.System("ubuntu", "22.04"),  # its templates are Ubuntu 20.04 and 22.04 (openapi of 2026-02)
         billing=api.Billing(step=3600),
         boots_with="script",
         boot_s=1200,

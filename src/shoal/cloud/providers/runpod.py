@@ -8,8 +8,8 @@ capacity or a wrong order; only its text tells. A type is a GPU's id, with `8x `
 from __future__ import annotations
 
 import base64
+import math
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -28,7 +28,11 @@ ANYWHERE = "any"
 """The region of the community cloud, whose machines are in no data centre."""
 COUNTS = (1, 2, 4, 8)
 CPUS_AT_LEAST, MEMORY_GB_AT_LEAST = 2, 8
-"""The minimum per GPU of a pod. The API does not tell more."""
+"""The minimum per GPU that is requested, where the spec does not request more. Catalogs do not tell what a pod has."""
+CUDA_AT_LEAST = "12.8"
+"""The CUDA version that the host's driver must support; `settings: {cuda: "12.4"}` changes it."""
+ADDRESS_TIMEOUT_S = 180
+"""After this time a pod of the community cloud that has no public address gets none."""
 STATES: dict[str, api.InstanceState] = {
     "PROVISIONING": "pending",
     "STARTING": "pending",
@@ -63,6 +67,8 @@ class RunPodProvider(HttpProvider):
     abilities = api.Abilities(
         container=True,
         user="root",
+        system=api.System("debian", "12"),  # of IMAGE
+        end_program=("end_pod", BASE, "/proc/1/environ"),
         boots_with="args",
         boot_s=1200,
     )
@@ -70,6 +76,8 @@ class RunPodProvider(HttpProvider):
     def __init__(self, account: api.ProviderLogin) -> None:
         super().__init__(account, ApiClient(account, BASE, read_error=read_error, interval=0.5))
         self._cloud = account.settings.get("cloud", "SECURE").upper()
+        if self._cloud == "COMMUNITY":  # some of its hosts have no public address, and bill all the same
+            self.abilities = replace(self.abilities, address_timeout_s=ADDRESS_TIMEOUT_S)
 
     async def offers(self, query: api.Query) -> list[api.Offer]:
         counts = sorted({split_type(one)[1] for one in query.types} or set(COUNTS))
@@ -92,10 +100,17 @@ class RunPodProvider(HttpProvider):
 
     async def _create(self, order: api.RentalOrder) -> api.RequestOutcome:
         gpu, count = split_type(order.offer.type)
+        cpus = max(CPUS_AT_LEAST, math.ceil(order.cpus / count))
+        memory_gb = max(MEMORY_GB_AT_LEAST, math.ceil(order.memory_mb / 1024 / count))
+        placement = {
+            "minVcpuCountPerGpu": cpus,
+            "minRamPerGpu": memory_gb,
+            "minCudaVersion": self._account.settings.get("cuda", CUDA_AT_LEAST),
+        }
         request = {
             "name": f"{order.cluster}--{order.node}--{order.token}",
             "image": order.image or self._account.settings.get("image", IMAGE),
-            "gpu": {"id": gpu, "count": count},
+            "gpu": {"id": gpu, "count": count, **placement},
             "cloud": self._cloud,
             "disk": order.disk_gb,
             "ports": ["22/tcp"],
@@ -105,11 +120,16 @@ class RunPodProvider(HttpProvider):
                 TOKEN: order.token,
                 "PUBLIC_KEY": order.public_key.strip(),
             },
-            "args": boot_args(order.user_data),
+            "entrypoint": ["bash", "-c"],
+            "cmd": [boot_command(order.user_data)],
             "dataCenterIds": None if order.offer.region in ("", ANYWHERE) else [order.offer.region],
         }
         body = await self._api.request("POST", "/pods", json=drop_none(request), creates=True)
-        return api.RequestOutcome(body.text("id"), usd_hour=body.number_or_none("cost") or None)  # 0 means no price
+        id = body.text("id")
+        lacks = _missing_resources(body.object_or_empty("gpu"), cpus * count, memory_gb * count)
+        if lacks and (await self._api.remove(f"/pods/{id}", id)).ok:
+            return api.RequestOutcome(failure=FailureKind.CAPACITY, message=f"RunPod granted {lacks}")
+        return api.RequestOutcome(id, usd_hour=body.number_or_none("cost") or None)  # 0 means no price
 
     def _offers(self, gpu: Body, count: int) -> Iterator[api.Offer]:
         cloud = self._cloud.lower()
@@ -142,8 +162,17 @@ def joined_type(gpu: str, count: int) -> str:
     return gpu if count == 1 else f"{count}x {gpu}"
 
 
-def boot_args(user_data: str) -> str:
-    """The container's command: runs the order's script, then ours, then waits.
+def _missing_resources(granted: Body, cpus: int, memory_gb: int) -> str:
+    """What a pod has less than requested, as text. The minimums choose a host; the answer tells what the pod got."""
+    has_cpus, has_memory = granted.number_or_none("vcpuCount"), granted.number_or_none("memory")
+    lacks = [f"{has_cpus:.0f} CPUs of {cpus}"] if has_cpus is not None and has_cpus < cpus else []
+    if has_memory is not None and has_memory < memory_gb:
+        lacks.append(f"{has_memory:.0f} GB of memory of {memory_gb}")
+    return " and ".join(lacks)
+
+
+def boot_command(user_data: str) -> str:
+    """The container's command: runs the order's script, then ours, then waits. An image's own entrypoint is not run.
 
     The order's script comes first: it installs the host key before sshd makes one, and leaves a process that ends a pod
     that never joins, such as one that cannot install sshd. It has a secret, so only root may read it.
@@ -153,8 +182,7 @@ def boot_args(user_data: str) -> str:
         f"(umask 077; echo {encoded} | base64 -d > /run/user-data) && setsid sh /run/user-data\n" if user_data else ""
     )
     script = base64.b64encode(f"{TRAP}{background}{BOOT}{WAIT}".encode()).decode()
-    write = f"(umask 077; echo {script} | base64 -d > /run/shoal-boot)"
-    return shlex.join(["bash", "-c", f"{write}; exec bash /run/shoal-boot"])
+    return f"(umask 077; echo {script} | base64 -d > /run/shoal-boot); exec bash /run/shoal-boot"
 
 
 def read_error(status: int, answer: Body) -> Refusal | None:

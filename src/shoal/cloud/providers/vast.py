@@ -80,6 +80,7 @@ class VastProvider(HttpProvider):
     abilities = api.Abilities(
         container=True,
         user="root",
+        system=api.System("debian", "12"),  # of IMAGE
         boots_with="args",
         create_interval=4.5,
         boot_s=900,
