@@ -30,7 +30,8 @@ controller: {{provider: sandbox, memory: 1G}}
 providers:
   gcp: {{url: "URL-OF-gcp", key: "env:GCP_KEY", project: p}}
 nodesets:
-  burst: {{provider: gcp, type: a2-highgpu-1g, zone: us-central1-a, max: {most}, idle: 30m,
+  burst: {{provider: gcp, type: a2-highgpu-1g, zone: us-central1-a, image: debian-cloud/debian-12, max: {most},
+          idle: 30m,
           cpus: 1, memory: 1G, gpus: 1}}
 """
 CLOUD = Cloud("gcp", "key-of-the-bench", ("--boot-seconds", "0", "--no-limits"))

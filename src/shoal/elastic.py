@@ -8,11 +8,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin, RentalProvider, RentedInstance
+from shoal.cloud.rental import OrderBlock
 from shoal.cloud.service.context import ServiceContext
 from shoal.cloud.service.job_file_copier import create_job_file_copier
 from shoal.cloud.service.join import LiveJoiner
@@ -27,19 +28,24 @@ from shoal.cloud.service.slurm import LiveSlurm
 from shoal.cloud.service.slurm_requests import JobStarter, RequestQueue
 from shoal.cloud.status_file import PUBLIC_REPORT, STATUS
 from shoal.errors import ProviderError, ShoalError
-from shoal.hosts.api import Target
+from shoal.hosts.api import Host, Target
 from shoal.hosts.local import LocalHost
 from shoal.roles.elastic import HOLD, SUPERSEDED
+from shoal.roles.rented import rented_ports
+from shoal.roles.rented_images import unfit_offers
+from shoal.slurm.versions import ONE_SLURM, Version
 from shoal.spec.cluster_record import RECORD_PATH, parse_record
 from shoal.spec.members import members, rented_sets
+from shoal.spec.model import Spec
 
 CLEANUP_INTERVAL_S = 15.0
+VERSION_TIMEOUT_S = 30.0
 UPDATE_CHECK_INTERVAL_S = 60.0
 """The interval between attempts to update permanent hosts that failed."""
 
 
-def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
-    """The service with its real parts."""
+def make_service(settings: ServiceSettings, ledger: Ledger, version: Version | None = None) -> RentalService:
+    """The service with its real parts. `version` is the controller's Slurm, if known."""
     spec, clock = settings.spec, SystemClock()
     accounts = {
         name: AccountClient(name, _provider(account), spec.cluster, ledger, clock)
@@ -64,11 +70,36 @@ def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
         joiner=LiveJoiner(settings, list_joined, record_host_key=ledger.record_host_key),
         clock=clock,
         public_key=settings.public_key,
+        ports=rented_ports(spec),
+        unfit_offers=blocks_of_unfit_offers(spec, version) if version else (),
         budget=spec.budget,
         leadership=Leadership(settings.since, Path(SUPERSEDED)),
         pause_file=Path(HOLD),
     )
     return RentalService(context, requests=RequestQueue(), status_file=STATUS)
+
+
+def blocks_of_unfit_offers(spec: Spec, version: Version) -> list[OrderBlock]:
+    """What is never rented, because the Slurm of its image cannot talk to the controller's."""
+    return [
+        OrderBlock(
+            account=unfit.choice.provider,
+            type=unfit.choice.type or "",
+            place=unfit.choice.zone or unfit.choice.region or "",
+            market=unfit.choice.market,
+            why=f"{unfit.why} ({ONE_SLURM})",
+            nodeset=unfit.nodeset,
+        )
+        for unfit in unfit_offers(spec, version)
+    ]
+
+
+async def controller_version(controller: Host) -> Version | None:
+    """The controller's Slurm; None where it does not tell."""
+    try:
+        return Version.parse((await controller.run(("scontrol", "--version"), timeout=VERSION_TIMEOUT_S)).text)
+    except (ShoalError, ValueError):
+        return None
 
 
 def _provider(account: ProviderLogin) -> RentalProvider:
@@ -83,7 +114,7 @@ def _provider(account: ProviderLogin) -> RentalProvider:
 async def run() -> None:
     ledger = Ledger.open()
     settings, controller = read_settings(), LocalHost(Target("controller"))
-    service = make_service(settings, ledger)
+    service = make_service(settings, ledger, await controller_version(controller))
     work = asyncio.ensure_future(service.run())
     copier = create_job_file_copier(settings.spec, ledger, controller)
     kinds = {name: account.kind for name, account in settings.accounts.items()}
@@ -124,34 +155,41 @@ def report_files(record: Path = Path(RECORD_PATH)) -> list[Path]:
 
 async def remove_departed(running: RentalService) -> None:
     """Remove nodes that are gone from the cluster, forever: another machine may get their addresses."""
-    joiner, problem = running.context.joiner, ""
+    joiner = running.context.joiner
     assert isinstance(joiner, LiveJoiner)
-    while True:
+
+    async def remove() -> None:
         await asyncio.sleep(CLEANUP_INTERVAL_S)
-        try:
-            if not running.context.joins_paused:
-                await joiner.remove_departed()
-            problem = ""
-        except Exception as error:  # retried, and nothing else waits for it
-            if problem != str(error):
-                logging.getLogger("shoal.elastic").warning("cannot remove departed nodes yet: %s", error)
-            problem = str(error)
+        if not running.context.joins_paused:
+            await joiner.remove_departed()
+
+    await repeat(remove, "remove departed nodes")
 
 
 async def update_permanent_hosts(running: RentalService) -> None:
     """Give permanent hosts the names and keys of rented nodes when these change, forever."""
-    joiner, problem = running.context.joiner, ""
+    joiner = running.context.joiner
     assert isinstance(joiner, LiveJoiner)
-    while True:
+
+    async def update() -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UPDATE_CHECK_INTERVAL_S):
                 await joiner.members_changed.wait()
+        await joiner.update_permanent_hosts()
+
+    await repeat(update, "update permanent hosts")
+
+
+async def repeat(work: Callable[[], Awaitable[None]], what: str) -> None:
+    """Do something again and again, forever. An error is logged once, and nothing else waits for it."""
+    problem = ""
+    while True:
         try:
-            await joiner.update_permanent_hosts()
+            await work()
             problem = ""
-        except Exception as error:  # retried, and nothing else waits for it
+        except Exception as error:
             if problem != str(error):
-                logging.getLogger("shoal.elastic").warning("cannot update permanent hosts yet: %s", error)
+                logging.getLogger("shoal.elastic").warning("cannot %s yet: %s", what, error)
             problem = str(error)
 
 

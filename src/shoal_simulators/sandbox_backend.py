@@ -22,8 +22,10 @@ from typing import Any
 
 import asyncssh
 
+from shoal.cloud.providers.api import System
 from shoal.errors import ProviderError
 from shoal.local_files import cache_dir, locked
+from shoal.roles.rented_images import image_system
 from shoal.sandbox import images, lifecycle, network, nspawn, seed
 from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, site_of
 from shoal.sandbox.programs import call
@@ -83,10 +85,31 @@ NO_DEVICE = os.makedev(240, 0)
 """A device number without a driver: opening it fails with ENXIO, as for a GPU that fell off its bus."""
 
 
+STAND_INS = {
+    System("debian", "11"): "debian11",
+    System("debian", "12"): "debian12",
+    System("debian", "13"): "debian13",
+    System("ubuntu", "20.04"): "debian11",
+    System("ubuntu", "22.04"): "debian12",
+    System("ubuntu", "24.04"): "debian13",
+    System("ubuntu", "26.04"): "sid",
+}
+"""The sandbox's image for the system of a provider's: Debian with a Slurm and glibc like those of an Ubuntu."""
+DEFAULT_IMAGE = "debian12"
+
+
+def host_image(image: str) -> str:
+    """The sandbox's image for an image of a provider; Debian 12 where its name does not tell the system."""
+    system = image_system(image)
+    stand_in = STAND_INS.get(system, DEFAULT_IMAGE) if system else DEFAULT_IMAGE
+    return stand_in if stand_in in images.SUITES else DEFAULT_IMAGE
+
+
 class SandboxBackend:
     """Implements `shoal_simulators.backend.HostBackend` with the hosts of a sandbox cluster."""
 
-    def __init__(self, kind: str, cluster: str, *, image: str = "debian12", cache: Path | None = None) -> None:
+    def __init__(self, kind: str, cluster: str, *, image: str = "", cache: Path | None = None) -> None:
+        """`image` is that of all hosts; without it each host has the system of the image it was ordered with."""
         self.kind, self.image = kind, image
         self.layout = Layout(cache or cache_dir(), cluster)
         self._provider = SandboxProvider(self.layout.cache)
@@ -110,7 +133,7 @@ class SandboxBackend:
 
         Raises ProviderError while another process runs this cloud.
         """
-        images.require(self.image)
+        images.require(self.image or DEFAULT_IMAGE)
         if os.geteuid() != 0:
             raise ProviderError("sandbox hosts need root", hint="run the command with sudo, or leave --cluster out")
         async with self.layout.locked():
@@ -227,14 +250,15 @@ class SandboxBackend:
             self._status[ordered.id] = HostStatus("dead")
 
     async def _boot(self, ordered: SimulatedInstance, type: MachineType, profile: Profile) -> HostRecord:
+        image = self.image or host_image(ordered.order.image)
         shape = Shape(
-            image=self.image,
+            image=image,
             cpus=min(type.cpus, os.cpu_count() or 1),
             memory_mb=type.memory_gb * 1024,
             gpus=type.gpus,
             container=profile.container,
         )
-        built = await images.ensure(self.layout.cache, self.image, _silent)
+        built = await images.ensure(self.layout.cache, image, _silent)
         async with self.layout.locked():
             sites = await network.ensure_sites(self.layout, [OPEN_SITE, site_of(shape)])
             known = self.layout.hosts().values()

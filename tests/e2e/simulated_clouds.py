@@ -17,6 +17,10 @@ from typing import Any
 from tests.e2e.cluster import IMAGE, Cluster
 from tests.e2e.leftovers import TAG, noted
 
+GOOGLE_IMAGE = {"debian13": "debian-cloud/debian-13", "sid": "sid"}.get(IMAGE, "debian-cloud/debian-12")
+"""What Google's machines run in tests with packages: the system of the controller. Its default is Ubuntu 24.04."""
+POD_IMAGE = {"debian13": "debian:13", "sid": "debian:sid"}.get(IMAGE, "")
+"""The same for RunPod's pods, whose default is Debian 12."""
 CENT = 0.01
 LATE_S = 10.0
 """So much later than the cloud itself we may know that a machine is up, or ended: lists are asked every few seconds."""
@@ -50,6 +54,8 @@ def renting(
         urls = {cloud.kind: stack.enter_context(simulated(name, cloud)) for cloud in clouds}
         for cloud, url in urls.items():
             spec = spec.replace(f"URL-OF-{cloud}", url)
+        if POD_IMAGE:
+            spec = spec.replace("{provider: runpod,", f"{{provider: runpod, image: {POD_IMAGE},")
         cluster = kind(directory, spec)
         cluster.env |= {each.variable: each.key for each in clouds}
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.simulated_clouds import (
+    GOOGLE_IMAGE,
     LATE_S,
     UNFINISHED,
     Cloud,
@@ -58,12 +59,18 @@ class Case:
 
 CASES = (
     # Lambda bills started minutes and does not tell when the first began: one more or less, and it is below a cent.
-    Case("lambda", "type: cpu_4x_general, region: us-west-1", slack=60.0),
-    Case("gcp", "type: a2-highgpu-1g, zone: us-central1-a", gpus=1, settings=", project: p"),
-    Case("aws", "type: g4dn.xlarge, region: us-east-1, zone: us-east-1a", gpus=1),
+    Case("lambda", "type: cpu_4x_general, region: us-west-1, image: debian-12", slack=60.0),
+    Case(
+        "gcp",
+        f"type: a2-highgpu-1g, zone: us-central1-a, image: {GOOGLE_IMAGE}",
+        gpus=1,
+        settings=", project: p",
+    ),
+    Case("aws", "type: g4dn.xlarge, region: us-east-1, zone: us-east-1a, image: ami-0123456789abcdef0", gpus=1),
     Case("digitalocean", "type: gpu-l40sx1-48gb, region: tor1", gpus=1),
     Case("vast", "type: RTX 4090, region: DE", gpus=1, container=True),
-    Case("paperspace", "type: A4000, region: NY2", gpus=1, slack=0.0),  # started hours: to the last millionth
+    # Started hours: to the last millionth. A template that is named is not known to be too old.
+    Case("paperspace", "type: A4000, region: NY2", gpus=1, slack=0.0, settings=", settings: {template: twnlo3zj}"),
 )
 BY_KIND = {case.kind: case for case in CASES}
 

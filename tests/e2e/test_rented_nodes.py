@@ -213,3 +213,22 @@ def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
     cluster.on("controller", "scancel", job)
     with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", b"[]", method="PUT"), timeout=30):
         pass
+
+
+@ON_DEBIAN_12
+def test_rental_that_cannot_join_is_rejected_before_a_host_is_made(tmp_path: Path) -> None:
+    text = f"""\
+cluster: {NAME}-none
+controller: {{provider: sandbox}}
+providers:
+  lambda: {{url: "http://127.0.0.1:9", key: "env:LAMBDA_KEY"}}
+nodesets:
+  burst: {{provider: lambda, type: gpu_1x_a10, max: 1}}
+"""
+    cluster = Cluster(tmp_path, text)
+    cluster.env["LAMBDA_KEY"] = KEY
+    said = "its machines cannot join, found lambda rents Ubuntu 24.04 with Slurm 23.11.4, and the controller's 22.05.8"
+    for verb in ("plan", "up"):
+        refused = " ".join(cluster.shoal(verb, status=1).stderr.split())
+        assert said in refused and "write `slurm: {from: shoal}` into the file" in refused
+    assert said in " ".join(cluster.shoal("check", status=1).stdout.split()) and cluster.instances() == {}

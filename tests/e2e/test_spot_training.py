@@ -1,4 +1,4 @@
-"""A training job on a spot machine that its provider preempts, with Google's notice of 30 seconds.
+"""A training job on a spot machine that Google preempts: only the machine itself reads the notice, then it is off.
 
 The job is submitted with `shoal run`, and its script uses the training library. It saves only when it is warned: steps
 that it did not save in time run again on the next rented machine.
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster
-from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, ended, preempt, renting, shown
+from tests.e2e.simulated_clouds import GOOGLE_IMAGE, UNFINISHED, Cloud, bill, ended, preempt, renting, shown
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 from tests.matrix.stopped_jobs import Cell, Stopped
 
@@ -38,7 +38,7 @@ providers:
   gcp: {{url: "URL-OF-gcp", key: "env:GCP_KEY", project: p}}
 nodesets:
   spot:
-    {{provider: gcp, type: a3-highgpu-1g, zone: us-central1-a, market: spot, max: 2, idle: 10s,
+    {{provider: gcp, type: a3-highgpu-1g, zone: us-central1-a, market: spot, image: {GOOGLE_IMAGE}, max: 2, idle: 10s,
      cpus: 1, memory: 2G, gpus: 0}}
 """
 JOBS = "/shared/jobs"

@@ -66,7 +66,7 @@ class Rental:
     reason: str = ""
     """Why it is released, or why the order failed."""
     trouble: str = ""
-    """The kind of failure of an order: a value of `FailureKind`."""
+    """The kind of failure of an order, a value of `FailureKind`; or `rejected`: its machine did not become a node."""
     billing: Billing = BY_THE_SECOND
     """How its provider bills time: `provider.abilities.billing`."""
     billed_from: float | None = None

@@ -12,6 +12,7 @@ from shoal.hostlist import compress
 from shoal.plan.nodes import LEAVING_REASON, NOT_READY
 from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.auth import auth_skew
+from shoal.roles.rented_images import offer_findings
 from shoal.slurm.conf import STATE_DIRECTORY
 from shoal.slurm.state import NodeState
 from shoal.slurm.versions import Version, packaged_version, version_findings
@@ -113,6 +114,7 @@ def member_version_findings(spec: Spec, versions: Mapping[str, Version]) -> list
         *version_findings((controller, versions[controller]), others),
         *slurmdbd_skew(spec, versions),
         *auth_skew(spec, versions),
+        *offer_findings(spec, versions[controller]),
     ]
 
 

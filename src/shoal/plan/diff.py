@@ -121,6 +121,7 @@ async def make_plan(
         user_secrets=user_secrets(spec),
         findings=(
             *clock_findings(observed.facts),
+            *member_version_findings(spec, goal.now.versions),  # errors were raised before
             *goal.now.findings,
             *component_findings(goal.now),
             *user_findings,

@@ -13,7 +13,7 @@ from shoal.cloud.providers.api import Abilities
 from shoal.cloud.providers.prices import InstanceShape, known_types, shape_of
 from shoal.remote import program_text
 from shoal.roles.current_conf import CurrentConf
-from shoal.slurm.conf import gpu_type
+from shoal.slurm.conf import PORTS, gpu_type
 from shoal.slurm.model import Node, NodeGpu, PowerSaving
 from shoal.spec.finding import Finding, Level, closest
 from shoal.spec.member import Member
@@ -30,6 +30,10 @@ SIMILARITY = 0.75
 """Above this ratio two words count as a misspelling of each other: `edgegpu` and `megagpu` do not."""
 WATCHDOG = "/usr/local/lib/shoal/watchdog"
 TIMER = "shoal-watchdog.timer"
+END = "/usr/local/lib/shoal/end-machine"
+NOTICE, NOTICE_UNIT = "/usr/local/lib/shoal/preemption-notice", "shoal-notice.service"
+NOTICE_REASON = "the provider takes this machine away"
+"""The reason of a node that its machine drained: the service warns its jobs."""
 UNITS = "/etc/systemd/system"
 CONTROLLER_TIMEOUT_S = 3600
 """After this silence of the controller the machine shuts down."""
@@ -90,6 +94,14 @@ def power_saving(spec: Spec) -> PowerSaving | None:
     kinds = {provider_accounts(spec)[name].kind or name for nodeset in sets.values() for name in nodeset.accounts}
     boots = [kind_abilities.boot_s if (kind_abilities := _abilities(kind)) else UNKNOWN_BOOT_S for kind in kinds]
     return PowerSaving(PROGRAMS, max(boots))
+
+
+def rented_ports(spec: Spec) -> tuple[str, ...]:
+    """What a provider's firewall must admit to rented nodes: SSH, and the network's port or Slurm's."""
+    kind = spec.network.kind
+    if kind == "wireguard":
+        return "tcp:22", f"udp:{spec.network.port}"
+    return ("tcp:22", *(f"tcp:{port}" for port in PORTS)) if kind == "lan" else ("tcp:22",)
 
 
 def suspend_time(spec: Spec, partition: str) -> int | None:
@@ -205,13 +217,48 @@ def _abilities(kind: str) -> Abilities | None:
         return None
 
 
-def watchdog(node: str, until: int, *, systemd: bool = True) -> Document:
+def notice_url(spec: Spec, nodeset: RentedSet) -> str:
+    """Where spot machines of a nodeset read that they are taken away; empty where only the provider's API tells."""
+    kinds = (_abilities(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts)
+    return next((kind.notice_url for kind in kinds if kind and kind.notice_url), "")
+
+
+def notice_watcher(node: str, url: str) -> Document:
+    """Drains the node of a spot machine when its provider takes it away: lists of machines show that too late."""
+    unit = render_unit(
+        Unit={"Description": "Waits for the provider's notice that it takes this machine away"},
+        Service={
+            "ExecStart": f"/usr/bin/python3 -I -B {NOTICE} {url} {node} '{NOTICE_REASON}'",
+            "Restart": "on-failure",
+            "RestartSec": 5,
+        },
+        Install={"WantedBy": "multi-user.target"},
+    )
+    return (
+        Directory("/usr/local/lib/shoal"),
+        File(NOTICE, program_text("preemption_notice"), mode=0o755, restarts=(NOTICE_UNIT,)),
+        File(f"{UNITS}/{NOTICE_UNIT}", unit, restarts=(NOTICE_UNIT,)),
+        Service(NOTICE_UNIT),
+    )
+
+
+def end_program(spec: Spec, nodeset: RentedSet) -> tuple[str, ...]:
+    """The program that ends the bill of a nodeset's machines from inside; empty where there is none."""
+    kinds = (_abilities(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts)
+    return next((kind.end_program for kind in kinds if kind and kind.end_program), ())
+
+
+def watchdog(node: str, until: int, *, systemd: bool = True, end: tuple[str, ...] = ()) -> Document:
     """Shuts a machine down when the controller is gone, Slurm has released the node, or its time is over.
 
-    `until` is when its time is over, as a Unix time; 0 is never. Some providers still bill a machine that is shut down.
+    `until` is when its time is over, as a Unix time; 0 is never. Some providers still bill a machine that is shut down;
+    `end` is the program that ends the bill, and its arguments. Where it may not, the machine is shut down all the same.
     """
     off = POWEROFF if systemd else CONTAINER_POWEROFF
-    program = (Directory("/usr/local/lib/shoal"), File(WATCHDOG, script(node, until, off), mode=0o755))
+    if end:
+        off = f"python3 -I -B {END} {' '.join(end[1:])} || {off}"
+    program: Document = (Directory("/usr/local/lib/shoal"), File(WATCHDOG, script(node, until, off), mode=0o755))
+    program += (File(END, program_text(end[0]), mode=0o755),) if end else ()
     if not systemd:
         loop = f"while :; do sleep 60; {WATCHDOG}; done"
         return (*program, Service("shoal-watchdog", command=("/bin/sh", "-c", loop)))

@@ -85,13 +85,18 @@ _OLDEST_COMPATIBLE: dict[tuple[int, int], tuple[int, int]] = {
 }
 
 _PACKAGED: dict[tuple[str, str], str] = {
+    ("debian", "11"): "20.11.7",
     ("debian", "12"): "22.05.8",
     ("debian", "13"): "24.11.5",
     ("debian", "sid"): "26.05.5",
+    ("ubuntu", "20.04"): "19.05.5",
     ("ubuntu", "22.04"): "21.08.5",
     ("ubuntu", "24.04"): "23.11.4",
     ("ubuntu", "26.04"): "25.11.2",
 }
+
+ONE_SLURM = "write `slurm: {from: shoal}` into the file, for the same Slurm on all hosts"
+"""The fix for hosts whose packages cannot work together."""
 
 _VERSION = re.compile(r"(?:^|[\s:])(\d\d)\.(\d\d)(?:\.(\d+))?(?![\d.])")
 
@@ -154,7 +159,7 @@ def version_findings(controller: tuple[str, Version], others: Mapping[str, Versi
     ]
     if not version.supports("supported"):
         return findings  # compatibility with such a controller does not matter yet
-    window = _window(version.release)
+    window = compatible_releases(version.release)
     for host, its_version in others.items():
         if not its_version.supports("supported") or is_compatible(version, its_version):
             continue
@@ -177,7 +182,8 @@ def _controller_fix(controller: str, everyone: Mapping[str, Version]) -> str:
     return "bring all hosts to one release, as no Slurm talks to all of these"
 
 
-def _window(release: SlurmRelease) -> str:
+def compatible_releases(release: SlurmRelease) -> str:
+    """The releases that a controller takes, as text: `22.05 to 23.11`."""
     oldest = max(release.oldest_compatible, SlurmRelease(*_FEATURES["supported"][0]))
     return f"{oldest} to {release}" if oldest != release else str(release)
 

@@ -24,6 +24,7 @@ from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
 from shoal.verbs.env import environment_states
 from shoal.verbs.health import accounting_findings, tracking_health
+from shoal.verbs.provider_accounts import account_findings
 from shoal.verbs.shares import share_probes, share_ways, unservable_share_findings
 from shoal.verbs.slurmctld import slurm_output, slurmctld_fix
 from shoal.verbs.up import Survey, creation_version_findings, survey
@@ -39,6 +40,7 @@ async def check(context: Context) -> list[Finding]:
         findings += context.providers(name).check(requests(context.members, name))
     stock = await survey(context)
     findings += stock.findings
+    findings += await account_findings(context.spec)
     instances = await context.instances()
     missing = [m.name for m in context.members if m.provider and m.name not in instances]
     if missing:

@@ -9,22 +9,37 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal.cloud.providers import rental_provider
-from shoal.cloud.providers.api import Offer, ProviderLogin, Query, RentalProvider
+from shoal.cloud.providers.api import FailureKind, HasFirewall, HasQuotas, Offer, ProviderLogin, Query, RentalProvider
+from shoal.cloud.providers.http import ApiError
 from shoal.cloud.providers.prices import prices, store_prices
 from shoal.errors import ProviderError, ShoalError, UsageError
-from shoal.spec.finding import Finding
+from shoal.roles.rented import rented_ports
+from shoal.spec.finding import Finding, Level
 from shoal.spec.local_files import resolve_secret
 from shoal.spec.members import provider_accounts as accounts_of
 from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
-from shoal.spec.rental import account_settings
+from shoal.spec.rental import OfferChoice, RentedSet, account_settings
 from shoal.verbs.context import Context
 from shoal.verbs.rentals import read_public_report
 
 PROVIDER_TIMEOUT_S = 90.0
 """For one question, however many pages the answer has."""
 
+MAX_REGIONS = 12
+"""So many regions are asked for their quotas where the file names none."""
+ERROR: Level = "error"
+WARNING: Level = "warning"
+UNCERTAIN = (FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, FailureKind.RATE, FailureKind.CAPACITY)
+"""Failures that say nothing about an account."""
+
 T = TypeVar("T")
+
+
+class UnansweredError(ProviderError):
+    """A provider did not answer in time."""
+
+
 Open = Callable[[ProviderLogin], RentalProvider]
 """Opens the client of a provider account."""
 
@@ -83,7 +98,7 @@ async def ask_all(
             finally:
                 await client.close()
         except TimeoutError:
-            return ProviderError(f"{account.name} does not answer within {timeout:.0f} s", hint="try again later")
+            return UnansweredError(f"{account.name} does not answer within {timeout:.0f} s", hint="try again later")
         except ShoalError as error:
             return error
         except Exception as error:  # a bug in one client must not affect the others
@@ -116,6 +131,80 @@ async def release_findings(spec: Spec, opened: Open = rental_provider) -> list[F
             if login.name in used:
                 findings.append(Finding("error", what, fix=error.hint, path=f"providers.{login.name}"))
     return findings
+
+
+async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[Finding]:
+    """What provider accounts answer before anything is rented: to the key, the types and places named, and quotas."""
+    choices: dict[str, list[tuple[RentedSet, OfferChoice]]] = {}
+    for nodeset in rented_sets(spec).values():
+        for choice in nodeset.offers:
+            choices.setdefault(choice.provider, []).append((nodeset, choice))
+    if not choices:
+        return []
+    accounts = open_accounts(spec)
+    used = OpenAccounts(tuple(login for login in accounts.usable if login.name in choices))
+
+    async def question(login: ProviderLogin, client: RentalProvider) -> list[Finding]:
+        answers = [await _ask(client, nodeset, choice) for nodeset, choice in choices[login.name]]
+        if isinstance(client, HasFirewall):
+            what = "the first rental makes rules of its firewall, if the key may; otherwise run these commands"
+            commands = await client.firewall_commands(spec.cluster, rented_ports(spec))
+            found = [Finding("info", what, fix="\n".join(commands), path=f"providers.{login.name}")] if commands else []
+            answers.append(found)
+        return [finding for findings in answers for finding in findings]
+
+    answers, failures = await ask_all(used, question, opened)
+    findings = [finding for account in answers.values() for finding in account]
+    for name in (name for name in choices if name in accounts.failures):
+        what = "its key is not on this machine, so it was not asked"
+        findings.append(Finding("info", what, accounts.failures[name].message, path=f"providers.{name}"))
+    for name, error in failures.items():
+        if isinstance(error, ApiError) and error.failure not in UNCERTAIN:
+            level, what = ERROR, "it rejects our question, and would reject every order"
+        elif isinstance(error, ApiError | UnansweredError):
+            level, what = WARNING, "it does not answer, so its key, types and quotas are not checked"
+        else:
+            continue  # its client cannot be made, which `release_findings` reports
+        findings.append(Finding(level, what, error.message, error.hint, path=f"providers.{name}"))
+    return findings
+
+
+async def _ask(client: RentalProvider, nodeset: RentedSet, choice: OfferChoice) -> list[Finding]:
+    """What a provider answers to one of a nodeset's `offers`."""
+    account, path = choice.provider, f"nodesets.{nodeset.name}"
+    query = Query(
+        types=(choice.type,) if choice.type else (),
+        regions=(choice.region,) if choice.region else (),
+        zones=(choice.zone,) if choice.zone else (),
+        market=choice.market,
+    )
+    offers = await client.offers(query)
+    market = "" if choice.market == "on-demand" else choice.market
+    name = " ".join(filter(None, (choice.type, choice.zone or choice.region, market)))
+    if not offers:
+        what = f"{account} lists no {name}: there is no such type or place, or it is sold out everywhere"
+        return [Finding("warning", what, fix=f"`shoal offers --provider {account}` lists them", path=path)]
+    if all(offer.note for offer in offers):
+        return [Finding("error", offers[0].note, path=path)]
+    if all(offer.available == "no" for offer in offers):
+        return [Finding("info", f"{account} has no {name} now; jobs for it wait", path=path)]
+    if not isinstance(client, HasQuotas):
+        return []
+    by_region = {offer.region: offer for offer in offers}
+    quotas = [await client.quotas(offer) for offer in list(by_region.values())[:MAX_REGIONS]]
+    most = max(quotas, key=lambda some: min((quota.machines for quota in some), default=nodeset.max))
+    fix = "ask the provider for a higher quota, or name another type or place"
+    return [
+        Finding(
+            "warning" if quota.machines else "error",
+            f"the quota {quota.name} of {account} allows {quota.machines} more {choice.type}",
+            f"limit {quota.limit:g}, in use {quota.usage:g}; one needs {quota.need:g}, and `max` is {nodeset.max}",
+            fix,
+            path=path,
+        )
+        for quota in most
+        if quota.machines < nodeset.max
+    ]
 
 
 @dataclass(frozen=True)

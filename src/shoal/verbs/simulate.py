@@ -31,7 +31,7 @@ async def simulate(
     opened: Callable[[Simulated], None],
     port: int = 0,
     cluster: str = "",
-    image: str = "debian12",
+    image: str = "",
     faults: Path | None = None,
     boot_s: float | None = None,
     limited: bool = True,

@@ -16,7 +16,7 @@ from shoal.agent.loader import COMMAND
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join as joining
 from shoal.cloud.service import join_checks as node_checks
-from shoal.cloud.service.context import UNFIT_PREFIX
+from shoal.cloud.service.context import UNFIT_IMAGE_PREFIX, UNFIT_PREFIX, UNFIT_TYPE_PREFIX
 from shoal.cloud.service.join import LiveJoiner
 from shoal.cloud.service.membership import without_peers
 from shoal.cloud.service.settings import ServiceSettings
@@ -242,7 +242,8 @@ async def test_machine_that_slurm_would_not_use_is_unfit_before_packages_are_ins
     agent = reef.world.agents["cloud1"]
     agent.facts = replace(agent.facts, **facts)
     errors = await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)})
-    assert errors == {"cloud1": f"{UNFIT_PREFIX}{said}", "cloud2": ""}
+    prefix = UNFIT_IMAGE_PREFIX if "cgroup" in facts else UNFIT_TYPE_PREFIX
+    assert errors == {"cloud1": f"{prefix}{said}", "cloud2": ""}
     assert not [key for key in reef.asked("cloud1") if key.startswith(("package", "service"))]
 
 
@@ -269,7 +270,7 @@ async def test_machine_with_newer_slurm_than_the_controller_is_unfit(tmp_path: P
     agent.facts = replace(agent.facts, packages=slurm_package("24.11.5-4"))
     said = await reef.joiner.join({"cloud1": machine(1)})
     assert said == {
-        "cloud1": f"{UNFIT_PREFIX}Slurm newer than the controller's: "
+        "cloud1": f"{UNFIT_IMAGE_PREFIX}Slurm newer than the controller's: "
         "Slurm 24.11.5; the controller c1 has 22.05.8 and talks to 22.05"
     }
 

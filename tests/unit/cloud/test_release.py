@@ -18,6 +18,7 @@ from shoal.cloud.service.slurm_requests import RequestQueue
 from shoal.cloud.status_file import ServiceStatus, read_status
 from shoal.errors import UsageError
 from shoal.remote import power_request as request
+from shoal.roles.rented import NOTICE_REASON
 from shoal.slurm.state import NodeState
 from shoal.spec.rental import Budget
 
@@ -30,7 +31,33 @@ async def running(it: Scene, job: str = "1") -> None:
 # ---- spot
 
 
-@pytest.mark.parametrize("kind", ["gcp", "sandbox"])  # Google shows a machine as stopping while it still has its notice
+async def test_notice_that_only_the_machine_reads_warns_the_job(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        job = it.slurm.submit("1", 2, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.passes(10, every=2)
+        assert job.warned == 0, "Google lists the machine as running"
+        await it.slurm.drain(["burst1"], NOTICE_REASON)  # what preemption_notice.py does there
+        await it.until(lambda: job.warned == 1, seconds=20, every=2)
+        assert job.state == "RUNNING"  # it has time to save
+        await it.until(lambda: job.restarts == 1, seconds=130, every=2)
+        await running(it)
+        assert job.warned == 1
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+        assert it.machines() == []
+
+
+async def test_machine_that_is_powered_off_unheard_costs_only_the_time_since_the_last_save(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        job = it.slurm.submit("1", 2, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.restarts == 1, seconds=300, every=2)
+        await running(it)
+
+
+@pytest.mark.parametrize("kind", ["sandbox"])
 async def test_preemption_notice_warns_the_job_and_requeues_elsewhere(tmp_path: Path, kind: str) -> None:
     async with scene(tmp_path, kind) as it:
         job = it.slurm.submit("1", 2, seconds=600)

@@ -51,12 +51,12 @@ NETWORK
 controller: {host: {name: c1, address: 10.0.0.1}}
 nodesets:
   lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-  cloud: {provider: lambda, type: gpu_1x_a10, max: 3, idle: 5m, features: [rented], weight: 10}
+  cloud: {provider: lambda, type: gpu_1x_a10, max: 3, image: debian-12, idle: 5m, features: [rented], weight: 10}
   any:
     max: 2
     offers:
-      - {provider: lambda, type: gpu_1x_a10, region: us-west-1}
-      - {provider: gcp, type: a2-highgpu-1g, zone: us-central1-b, market: spot}
+      - {provider: lambda, type: gpu_1x_a10, region: us-west-1, image: debian-12}
+      - {provider: gcp, type: a2-highgpu-1g, zone: us-central1-b, market: spot, image: debian-12}
 partitions:
   main: {nodesets: [lab, cloud, any], default: true}
   cloud: {nodesets: [cloud]}

@@ -31,7 +31,7 @@ cluster: reef
 network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}
 controller: {host: c1}
 nodesets:
-  cloud: {provider: lambda, type: gpu_1x_a10, max: 2}
+  cloud: {provider: lambda, type: gpu_1x_a10, max: 2, image: debian-12}
   pods: {provider: runpod, type: NVIDIA A40, max: 2, cpus: 2, memory: 8G, gpus: 1}
 providers: {lambda: {key: env:K}, runpod: {key: env:R}}
 """
@@ -124,7 +124,7 @@ def test_machine_joins_as_ephemeral_without_the_key_in_an_argument() -> None:
 def test_containers_do_not_join_and_need_no_key() -> None:
     assert rented_machines(SPEC) == ("cloud1", "cloud2")
     pods = spec_of(
-        TEXT.replace("  cloud: {provider: lambda, type: gpu_1x_a10, max: 2}\n", "").replace(
+        TEXT.replace("  cloud: {provider: lambda, type: gpu_1x_a10, max: 2, image: debian-12}\n", "").replace(
             ", auth_key: env:TS_AUTHKEY", ""
         )
     )

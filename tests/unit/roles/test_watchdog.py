@@ -6,13 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from shoal.agent.document import File, Service
-from shoal.remote import python_command
-from shoal.roles.rented import CONTROLLER_TIMEOUT_S, RELEASE_TIMEOUT_S, TIMER, script, watchdog
+from shoal.remote import program_text, python_command
+from shoal.roles.rented import (
+    CONTROLLER_TIMEOUT_S,
+    NOTICE_REASON,
+    RELEASE_TIMEOUT_S,
+    TIMER,
+    notice_watcher,
+    script,
+    watchdog,
+)
 
 IDLE = "NodeName=cloud1 State=IDLE+CLOUD ThreadsPerCore=1"
 ASLEEP = "NodeName=cloud1 State=IDLE+CLOUD+POWERED_DOWN ThreadsPerCore=1"
@@ -94,6 +104,76 @@ def test_watchdog_runs_every_minute() -> None:
     assert Service(TIMER) in document
     [timer] = [item for item in document if isinstance(item, File) and item.path.endswith(TIMER)]
     assert isinstance(timer.content, str) and "OnUnitActiveSec=60\n" in timer.content
+
+
+# The end of a pod
+
+
+@pytest.mark.parametrize(("status", "ended"), [(204, 0), (403, 1)])
+def test_pod_ends_its_bill_with_its_own_key_where_it_may(tmp_path: Path, status: int, ended: int) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    class Api(BaseHTTPRequestHandler):
+        def do_DELETE(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "environ").write_text("PATH=/bin\0RUNPOD_POD_ID=pod1\0RUNPOD_API_KEY=k-1\0")
+    with HTTPServer(("127.0.0.1", 0), Api) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}/v2"
+        line = [sys.executable, "-I", "-c", program_text("end_pod"), base, str(tmp_path / "environ")]
+        assert subprocess.run(line, timeout=60).returncode == ended
+        server.shutdown()
+    assert asked == [("/v2/pods/pod1", "Bearer k-1")]
+
+
+def test_container_is_ended_by_its_provider_first_and_then_by_itself() -> None:
+    document = watchdog("pods1", 0, systemd=False, end=("end_pod", "https://api.runpod.io/v2", "/proc/1/environ"))
+    [text] = [item.content for item in document if isinstance(item, File) and item.path.endswith("watchdog")]
+    end = "python3 -I -B /usr/local/lib/shoal/end-machine https://api.runpod.io/v2 /proc/1/environ || kill -TERM 1\n"
+    assert end in str(text)
+
+
+# The notice of preemption
+
+
+def test_machine_that_reads_its_notice_drains_its_node(tmp_path: Path) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["Metadata-Flavor"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"TRUE" if len(asked) > 1 else b"FALSE")
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/told\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    server = HTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/preempted"
+        program = [sys.executable, "-I", "-c", program_text("preemption_notice"), url, "cloud1", NOTICE_REASON]
+        subprocess.run(program, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert asked == [("/preempted?wait_for_change=true&timeout_sec=60", "Google")] * 2
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == ["update", "nodename=cloud1", "state=drain", f"reason={NOTICE_REASON}"]
+
+
+def test_watcher_is_a_service_that_starts_again() -> None:
+    document = notice_watcher("cloud1", "http://169.254.169.254/preempted")
+    assert Service("shoal-notice.service") in document
+    [unit] = [item for item in document if isinstance(item, File) and item.path.endswith("shoal-notice.service")]
+    assert isinstance(unit.content, str) and "Restart=on-failure\n" in unit.content
 
 
 # The check of GPUs

@@ -31,8 +31,9 @@ READ_LEDGER = python_command("rental_ledger")
 RENTING = (
     LAB.replace(
         "partitions:\n",
-        "  burst: {offers: [{provider: lambda, type: gpu_1x_a10}, {provider: cloud, type: "
-        "g2-standard-4}], max: 4}\npartitions:\n  burst: {nodesets: [burst]}\n",
+        "  burst: {offers: [{provider: lambda, type: gpu_1x_a10, image: debian-12}, "
+        "{provider: cloud, type: g2-standard-4, image: debian-12}], max: 4}\n"
+        "partitions:\n  burst: {nodesets: [burst]}\n",
     )
     + """
 providers:

@@ -32,7 +32,7 @@ from shoal_simulators.fake_host import Call
 
 BOOKS = LAB + "accounting: true\n"
 RENTS = BOOKS.replace("[lab]", "[lab, cloud]").replace(
-    "partitions:", "  cloud: {provider: lambda, type: gpu_1x_a10, max: 2, price: 0.75}\npartitions:"
+    "partitions:", "  cloud: {provider: lambda, type: gpu_1x_a10, max: 2, image: debian-12, price: 0.75}\npartitions:"
 )
 LIST = b"slurm_acct_db-2-daily.sql.gz 2048 2000.5\nslurm_acct_db-1-change.sql.gz 1024 1000.5\n"
 OLD = (

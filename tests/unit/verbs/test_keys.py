@@ -178,7 +178,7 @@ async def test_unknown_key_is_rejected_with_the_existing_names() -> None:
 
 # ---- rented nodes
 
-CLOUD = "  cloud: {provider: lambda, type: gpu_1x_a10, max: 3}\n"
+CLOUD = "  cloud: {provider: lambda, type: gpu_1x_a10, max: 3, image: debian-12}\n"
 RENTING = LAB.replace("partitions:", CLOUD + "partitions:") + "providers: {lambda: {key: env:LAMBDA_API_KEY}}\n"
 
 

@@ -16,7 +16,7 @@ from shoal.verbs.context import Context
 from shoal.verbs.up import plan, up
 
 KEY = "secret_abcdef0123"
-CLOUD = "  cloud: {provider: lambda, type: gpu_1x_a10, max: 3}\n"
+CLOUD = "  cloud: {provider: lambda, type: gpu_1x_a10, max: 3, image: debian-12}\n"
 PROVIDERS = "providers: {lambda: {key: env:LAMBDA_API_KEY}}\n"
 RENTING = LAB.replace("partitions:", CLOUD + "partitions:") + PROVIDERS
 CHANGED = RENTING.replace("default: true", "default: true, max_time: 60")

@@ -83,7 +83,6 @@ class AwsProvider(HttpProvider):
 
     abilities = api.Abilities(
         user="ubuntu",
-        system=api.System("ubuntu", "24.04"),  # of IMAGE and GPU_IMAGE
         notice_s=120,
         idempotent="token",
         create_interval=0.5,

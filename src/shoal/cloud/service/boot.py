@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from shoal.cloud.providers.api import Abilities, RentedInstance
 from shoal.cloud.rental import Rental
-from shoal.cloud.service.context import UNFIT_PREFIX, ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log, read_unfit
 from shoal.cloud.service.machine_keys import CONTAINER_RELOAD, RELOAD, MachineKey, install_script
 from shoal.cloud.service.scheduling import is_due
 from shoal.cloud.service.slurm import wants_machine
@@ -130,7 +130,13 @@ class NodeBooter:
 
     def _late(self, rental: Rental, now: float) -> bool:
         account = self.context.accounts.get(rental.account)
-        if account is None or now < rental.intended_at + account.abilities.boot_s:
+        if account is None:
+            return False
+        limit, machine = account.abilities.address_timeout_s, account.machine(rental)
+        if limit and machine is not None and not machine.host and now >= rental.begun + limit:
+            self.context.reject(rental, f"{rental.id} of {rental.account} has no address after {limit} s")
+            return True
+        if now < rental.intended_at + account.abilities.boot_s:
             return False
         cause = self._errors.get(rental.token) or (
             "the machine is not up" if self._up(rental) is None else "not joined"
@@ -156,8 +162,9 @@ class NodeBooter:
         if not problem:
             log.info("%s: %s of %s takes jobs", rental.node, rental.id, rental.account)
             self.context.ledger.record_join(rental.token, now)
-        elif problem.startswith(UNFIT_PREFIX):
-            self.context.reject(rental, f"{rental.id} of {rental.account}: {problem.removeprefix(UNFIT_PREFIX)}")
+        elif unfit := read_unfit(problem):
+            scope, cause = unfit
+            self.context.reject(rental, f"{rental.id} of {rental.account}: {cause}", scope)
         else:
             log.info("%s: %s has not joined yet: %s", rental.node, rental.id, problem)
             self._errors[rental.token], self._retry_at[rental.token] = problem, now + JOIN_RETRY_S

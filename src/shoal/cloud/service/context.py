@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Hashable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shoal.cloud.providers.api import RentedInstance
-from shoal.cloud.rental import Rental
+from shoal.cloud.rental import OrderBlock, Rental, cost, format_known_cost
 from shoal.cloud.service.leader import Leadership
 from shoal.cloud.service.ledger import Ledger
 from shoal.cloud.service.provider_account import AccountClient
@@ -25,6 +25,8 @@ log = logging.getLogger("shoal.elastic")
 
 REJECTED_OFFER_BLOCK_S = 600.0
 """How long an offer is blocked for a nodeset after one of its machines did not become a working node."""
+REJECTED = "rejected"
+"""The `trouble` of a rental whose machine did not become a working node."""
 
 
 class Joiner(Protocol):
@@ -34,7 +36,7 @@ class Joiner(Protocol):
         """Join machines that are up, concurrently, until slurmd has registered and the GPUs work.
 
         Returns the error of every node, `""` for one that takes jobs now. It may be called again for the same machine.
-        An error that begins with `UNFIT_PREFIX` is final: the machine itself is defective.
+        An error that begins with a prefix of `UNFIT_SCOPES` is final: the machine cannot become a node.
         """
 
     async def leave(self, nodes: Mapping[str, RentedInstance]) -> None:
@@ -46,6 +48,24 @@ class Joiner(Protocol):
 
 UNFIT_PREFIX = "unfit: "
 """The prefix of a joiner's error for a machine that is up but defective, for example with a broken GPU."""
+UNFIT_TYPE_PREFIX = "unfit type: "
+"""The same where all machines of its type are: too small for the nodeset."""
+UNFIT_IMAGE_PREFIX = "unfit image: "
+"""The same where all machines of the account are: their system has another Slurm, or no cgroups."""
+RejectionScope = Literal["place", "type", "account"]
+UNFIT_SCOPES: Mapping[str, RejectionScope] = {
+    UNFIT_PREFIX: "place",
+    UNFIT_TYPE_PREFIX: "type",
+    UNFIT_IMAGE_PREFIX: "account",
+}
+
+
+def read_unfit(problem: str) -> tuple[RejectionScope, str] | None:
+    """What to block because of a joiner's error, and the cause; None where a retry may help."""
+    for prefix, scope in UNFIT_SCOPES.items():
+        if problem.startswith(prefix):
+            return scope, problem.removeprefix(prefix)
+    return None
 
 
 @dataclass
@@ -71,6 +91,10 @@ class ServiceContext:
     """While this file exists and is recent, no machine joins."""
     job_comments: dict[str, str] = field(default_factory=dict)
     """The last comment that was set on each job."""
+    ports: tuple[str, ...] = ()
+    """What the firewalls of providers must admit to rented nodes: `tcp:22`."""
+    unfit_offers: Sequence[OrderBlock] = ()
+    """What is never rented: the Slurm of its image cannot talk to the controller's."""
     affordable_nodes: frozenset[str] = frozenset()
     """Nodes that are down because of a budget which now allows their machines: they are retried at once."""
     set_by_node: dict[str, RentedSet] = field(init=False)
@@ -102,21 +126,50 @@ class ServiceContext:
                 log.exception("%s: cannot update it; the next step retries", node)
             self._problems.add((node, repr(error)))
 
-    def release(self, rental: Rental, why: str) -> None:
+    def blocks(self, nodeset: str) -> list[OrderBlock]:
+        """What must not be ordered now for a nodeset."""
+        unfit = [block for block in self.unfit_offers if block.nodeset == nodeset]
+        return [*unfit, *self.ledger.blocks(self.clock.now(), nodeset)]
+
+    def release(self, rental: Rental, why: str, trouble: str = "") -> None:
         """Mark a rental for release; the next step deletes its machine."""
         if rental.state != "releasing":
             log.info("%s: releasing %s of %s: %s", rental.node, rental.id or "the order", rental.account, why)
-            self.ledger.record_release(rental.token, why, self.clock.now())
+            self.ledger.record_release(rental.token, why, self.clock.now(), trouble)
 
-    def reject(self, rental: Rental, why: str) -> None:
-        """Release a machine that did not become a working node, and block its offer for its nodeset for a while.
+    def reject(self, rental: Rental, why: str, scope: RejectionScope = "place") -> None:
+        """Release a machine that did not become a working node, and block what is like it for its nodeset.
 
-        Other nodesets may need less: fewer CPUs, a higher price.
+        Other nodesets may need less: fewer CPUs, a higher price. A machine of the same type may work elsewhere, and
+        there later; a type or an image stays as it is until `shoal up`.
         """
         offer, now = rental.offer, self.clock.now()
-        until = now + REJECTED_OFFER_BLOCK_S
-        self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why, rental.nodeset)
-        self.release(rental, why)
+        if scope == "place":
+            until = now + REJECTED_OFFER_BLOCK_S
+            self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why, rental.nodeset)
+        else:
+            type = offer.type if scope == "type" else ""
+            again = f"{why}; nothing more of it is rented until `shoal up`"
+            self.ledger.block(rental.account, type, "", "", None, again, rental.nodeset)
+        self.release(rental, why, REJECTED)
+
+    def rejected_machines(self, job: str, nodes: Iterable[str]) -> tuple[str, int]:
+        """What the machines that did not become nodes of a job cost, and why the last did not; and their number."""
+        now = self.clock.now()
+        rejected = [
+            rental
+            for node in nodes
+            for rental in self.ledger.of_node(node)
+            if rental.trouble == REJECTED and job in rental.jobs and rental.intended_at >= self.leadership.since
+        ]
+        if not rejected:
+            return "", 0
+        last = max(rejected, key=lambda rental: rental.intended_at)
+        price = format_known_cost(
+            sum(cost(rental, now) for rental in rejected), sum(rental.usd_hour is None for rental in rejected)
+        )
+        count = "a machine was" if len(rejected) == 1 else f"{len(rejected)} machines were"
+        return f"{count} rejected ({price}): {last.reason}", len(rejected)
 
     async def update_slurm(self, update: Awaitable[None]) -> bool:
         """Apply a change in Slurm. If it is rejected, the next step retries: one node must not block the others."""

@@ -25,6 +25,7 @@ from shoal.cloud.service.connections import MachineConnector, connect_to
 from shoal.cloud.service.context import UNFIT_PREFIX, log
 from shoal.cloud.service.machine_keys import REPLACE
 from shoal.cloud.service.membership import (
+    T,
     cluster_with_rented_nodes,
     membership_change,
     permanent_changes,
@@ -44,7 +45,7 @@ from shoal.roles.base import installation, munge_secret
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents
 from shoal.roles.registry import shared_secrets
-from shoal.roles.rented import watchdog
+from shoal.roles.rented import end_program, notice_url, notice_watcher, watchdog
 from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines
 from shoal.spec.members import members, rented_sets
 
@@ -153,7 +154,7 @@ class LiveJoiner:
     async def update_permanent_hosts(self) -> None:
         """Give permanent hosts the names, addresses and host keys of the rented nodes. Raises ShoalError."""
         self.members_changed.clear()
-        cluster, now, controller = self._cluster, time.monotonic(), self._controller.name
+        cluster, now = self._cluster, time.monotonic()
         targets = {
             name: target
             for name, target in (permanent_targets(cluster) if cluster else {}).items()
@@ -162,13 +163,10 @@ class LiveJoiner:
         if cluster is None or not targets:
             return
         async with self._connector.fleet(self._neighbours(), targets) as fleet:
-            observed = await observe(fleet, self._spec, reachability=False)
-            fleet.require(controller)
-            documents = without_faulty_machines(
+            documents = await self._build(
                 fleet,
-                controller,
-                observed.facts,
                 lambda facts: permanent_changes(self._spec, fleet, facts, self._known(), targets),
+                reachability=False,
             )
             await self._converge(fleet, documents)
         for name in targets:
@@ -337,14 +335,7 @@ class LiveJoiner:
     async def _change_membership(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
         """Change the membership on the controller, the rented nodes and the new machines."""
         controller = self._controller.name
-        observed = await observe(fleet, self._spec)
-        fleet.require(controller)
-        change = without_faulty_machines(
-            fleet,
-            controller,
-            observed.facts,
-            lambda facts: membership_change(self._spec, fleet, facts, self._known(), new),
-        )
+        change = await self._build(fleet, lambda facts: membership_change(self._spec, fleet, facts, self._known(), new))
         stages = change.stages
         first = {name: by_stage.get(Stage.BASE, ()) for name, by_stage in stages.items()}
         await self._converge(fleet, {**change.others, **first})
@@ -354,6 +345,12 @@ class LiveJoiner:
         self._cluster = change.cluster
         self.members_changed.set()
         return change.cluster, {**failed, **change.refused}
+
+    async def _build(self, fleet: Fleet, build: Callable[[Mapping[str, Facts]], T], *, reachability: bool = True) -> T:
+        """Build something from the facts of the controller and of all machines that do not make it fail."""
+        observed = await observe(fleet, self._spec, reachability=reachability)
+        fleet.require(self._controller.name)
+        return without_faulty_machines(fleet, self._controller.name, observed.facts, build)
 
     async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, RentedInstance]) -> dict[str, str]:
         """Check the GPUs, start slurmd, and wait for its registration."""
@@ -396,4 +393,7 @@ class LiveJoiner:
 
     def _watchdog(self, name: str, machine: RentedInstance, systemd: bool) -> Document:
         nodeset = next(one for one in rented_sets(self._spec).values() if name in one.nodes)
-        return watchdog(name, int((machine.created or time.time()) + nodeset.lifetime), systemd=systemd)
+        until = int((machine.created or time.time()) + nodeset.lifetime)
+        url = notice_url(self._spec, nodeset) if systemd and machine.market == "spot" else ""
+        ends = watchdog(name, until, systemd=systemd, end=end_program(self._spec, nodeset))
+        return (*ends, *(notice_watcher(name, url) if url else ()))

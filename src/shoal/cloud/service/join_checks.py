@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.agent.facts import Facts
-from shoal.cloud.service.context import UNFIT_PREFIX
+from shoal.cloud.service.context import UNFIT_IMAGE_PREFIX, UNFIT_PREFIX, UNFIT_TYPE_PREFIX
 from shoal.hosts.api import Host
 from shoal.plan.connections import Fleet
 from shoal.remote import python_command
@@ -41,10 +41,12 @@ def unfit_machines(spec: Spec, facts: Mapping[str, Facts], controller: str, new:
                 lacks.append(f"{memory_mb} MB of memory and nodeset {nodeset.name} says {shape.memory_mb} MB")
             if lacks:
                 fitting = f"`cpus: {min(cpus, shape.cpus)}`, `memory: {min(memory_mb, shape.memory_mb)}M`"
-                errors[name] = f"{UNFIT_PREFIX}it has {', '.join(lacks)} (set {fitting} there, or rent a larger type)"
+                errors[name] = (
+                    f"{UNFIT_TYPE_PREFIX}it has {', '.join(lacks)} (set {fitting} there, or rent a larger type)"
+                )
             elif missing := [*_missing_cgroups(required, confinement((fact,), ()))]:
                 errors[name] = (
-                    f"{UNFIT_PREFIX}Slurm confines jobs with cgroups here, and this machine has no writable"
+                    f"{UNFIT_IMAGE_PREFIX}Slurm confines jobs with cgroups here, and this machine has no writable"
                     f" {', '.join(missing)} (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)"
                 )
     return errors
@@ -65,7 +67,9 @@ def incompatible_versions(cluster: Cluster, new: Iterable[str]) -> dict[str, str
     others = {name: version for name, version in cluster.versions.items() if name in new}
     findings = version_findings((controller, cluster.versions[controller]), others)
     return {
-        finding.host: f"{UNFIT_PREFIX}{finding.what}: {finding.found}" for finding in findings if finding.host in new
+        finding.host: f"{UNFIT_IMAGE_PREFIX}{finding.what}: {finding.found}"
+        for finding in findings
+        if finding.host in new
     }
 
 

@@ -141,9 +141,10 @@ class Ledger:
         """The node takes jobs."""
         self._advance(token, "joined", joined_at=at)
 
-    def record_release(self, token: str, why: str, at: float) -> None:
+    def record_release(self, token: str, why: str, at: float, trouble: str = "") -> None:
         """The machine must go. Call it before the delete. The first reason and time stay."""
-        self._advance(token, "releasing", released_at=at, reason=why, gone_at=None, billed_until=None)
+        times = {"released_at": at, "gone_at": None, "billed_until": None}
+        self._advance(token, "releasing", reason=why, trouble=trouble, **times)
 
     def record_end(self, token: str, at: float) -> None:
         """The provider no longer lists it: it costs nothing more."""

@@ -58,6 +58,11 @@ def candidates(nodeset: RentedSet, listed: ListedOffers, blocks: Sequence[OrderB
     return [offer for _, offer in sorted(ranked.values(), key=lambda one: (one[0], one[1].place))][:MAX_OFFERS]
 
 
+def image_of(nodeset: RentedSet, offer: Offer) -> str:
+    """The image that the spec names for an offer; empty for the provider's default."""
+    return next((choice.image or "" for choice in nodeset.offers if _fits(choice, offer)), "")
+
+
 def block_for(offer: Offer, outcome: RequestOutcome, now: float) -> OrderBlock | None:
     """What to block after a failed order; None if the order can be repeated."""
     account = offer.provider

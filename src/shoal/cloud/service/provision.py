@@ -67,7 +67,7 @@ CONFLICT_RETRY_S = 15.0
 MAX_CONFLICTS = 3
 """How often an order with a taken name is retried: the other machine may be ending."""
 MAX_REPLACEMENTS = 2
-"""How often a machine that fails beside others of the same job is replaced in the same place."""
+"""How many machines of a job that did not become nodes are replaced: each of them cost money."""
 
 
 class Provisioner:
@@ -183,12 +183,16 @@ class Provisioner:
     async def _serve(self, group: NodeGroup) -> None:
         """Order until the group is complete, must wait, or no offer is left."""
         context = self._context
+        group.last_refusal, rejected = context.rejected_machines(group.job, group.nodes)
+        if rejected > MAX_REPLACEMENTS and self._needs_machines(group):
+            why = f"{group.last_refusal}; no more are rented for this job: solve that, then submit it again"
+            return await self._give_up(group, why, None)
         while self._needs_machines(group):
             listed = await self.catalog.offers(group.nodeset)
             if not self._needs_machines(group):  # listing offers may take long
                 break
             now = context.clock.now()
-            blocks = context.ledger.blocks(now, group.nodeset.name)
+            blocks = context.blocks(group.nodeset.name)
             offers = self._near_joined(group, choose.candidates(group.nodeset, listed, blocks))
             if not offers and self.catalog.unsure(group.nodeset, blocks):
                 return  # list again before the job is requeued
@@ -338,7 +342,11 @@ class Provisioner:
             public_key=self._context.public_key,
             key_name=key_name,
             user_data=boot_script(self._context.accounts[rental.account].abilities, nodeset.lifetime, host_key),
+            image=choose.image_of(nodeset, rental.offer),
             disk_gb=nodeset.disk_gb,
+            cpus=nodeset.cpus or 0,
+            memory_mb=nodeset.memory_mb or 0,
+            ports=self._context.ports,
             lifetime=nodeset.lifetime,
         )
 

@@ -23,7 +23,11 @@ from shoal.cloud.service.provider_account import DELETE_RETRY_S, AccountClient
 from shoal.cloud.service.scheduling import BackgroundCalls, is_due
 from shoal.cloud.service.slurm import QueuedJob, format_reason, is_registered, reason_text, retry_time, set_by_us
 from shoal.contract import GRACE_S
+from shoal.roles.rented import NOTICE_REASON
+from shoal.slurm.state import NodeState
 
+STOP_S = 30.0
+"""How long a machine that its provider already stops goes on, at most."""
 REQUEUE_MARGIN_S = 5.0
 """How long before the end jobs that still run are requeued."""
 
@@ -45,7 +49,7 @@ async def _end_machine(
     if "DRAIN" in node.state and set_by_us(node):
         if not jobs or snapshot.now >= retry_time(node):
             await _take_node_down(context, rental, jobs, reason_text(node), snapshot.now)
-    elif termination := _termination(context, rental, snapshot.now, spent):
+    elif termination := _termination(context, rental, node, snapshot.now, spent):
         await _warn(context, rental, jobs, *termination, snapshot.now)
 
 
@@ -72,13 +76,15 @@ async def _take_node_down(
 
 
 def _termination(
-    context: ServiceContext, rental: Rental, now: float, spent: Mapping[str, str]
+    context: ServiceContext, rental: Rental, node: NodeState, now: float, spent: Mapping[str, str]
 ) -> tuple[str, float] | None:
     """Why a machine ends, and how many seconds its jobs have."""
     account = context.accounts.get(rental.account)
     machine = account.machine(rental) if account else None
-    if account is not None and machine is not None and machine.ending:
+    if account is not None and node.reason == NOTICE_REASON:  # its machine read that, at the start of the notice
         return f"{rental.account} takes {rental.id} away", account.abilities.notice_s
+    if account is not None and machine is not None and machine.ending:
+        return f"{rental.account} takes {rental.id} away", min(account.abilities.notice_s, STOP_S)
     nodeset = context.sets.get(rental.nodeset)
     if nodeset is not None and nodeset.lifetime and (left := rental.begun + nodeset.lifetime - now) <= GRACE_S:
         return f"its lifetime of {nodeset.lifetime} s is over", max(0.0, left)

@@ -1,0 +1,93 @@
+"""Machines that cannot become nodes: what is not rented again, how often one is replaced, what a job's owner reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+
+from shoal.cloud.rental import OrderBlock
+from shoal.cloud.service.context import UNFIT_IMAGE_PREFIX, UNFIT_TYPE_PREFIX
+from shoal.cloud.service.provision import MAX_REPLACEMENTS
+
+PLACES = tuple(choice(CASES["lambda"], region=region) for region in ("us-west-1", "us-east-1", "europe-central-1"))
+
+
+async def given_up(it: Scene, job: str = "1") -> str:
+    """Let hours pass: the job's last comment."""
+    await it.passes(4 * 3600, every=30)
+    assert it.slurm.job_by_id[job].state == "PENDING"
+    assert it.machines() == []
+    return str(it.slurm.job_by_id[job].comment)
+
+
+async def test_job_gets_at_most_two_replacements_of_bad_machines_and_its_owner_reads_the_cost(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 1, *PLACES),)) as it:
+        it.fault("bad-gpu", -1)
+        it.slurm.submit("1", 1)
+        comment = await given_up(it)
+        billed = it.market().bill()
+        assert len(billed) == 1 + MAX_REPLACEMENTS
+        assert comment.startswith(f"3 machines were rejected (${sum(one['usd'] for one in billed):.2f}): ")
+        assert comment.endswith(
+            "CUDA error 802: system not yet initialized; no more are rented for this job: "
+            "solve that, then submit it again"
+        )
+
+        it.market().faults.clear()
+        it.slurm.cancel("1")
+        it.slurm.submit("2", 1)
+        await it.until(lambda: it.slurm.job_by_id["2"].state == "RUNNING")
+
+
+@pytest.mark.parametrize("prefix", [UNFIT_IMAGE_PREFIX, UNFIT_TYPE_PREFIX])
+async def test_image_or_type_that_does_not_fit_is_rented_once(tmp_path: Path, prefix: str) -> None:
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 1, *PLACES),)) as it:
+        it.joiner.judge = lambda machine: f"{prefix}Slurm newer than the controller's"
+        it.slurm.submit("1", 1)
+        comment = await given_up(it)
+        assert len(it.market().bill()) == 1, "no other region is tried: its machines are the same"
+        assert "Slurm newer than the controller's; nothing more of it is rented until `shoal up`" in comment
+        [block] = it.ledger.blocks(it.clock.now())
+        assert (block.account, block.place, block.until) == ("lambda", "", None)
+        assert block.type == ("" if prefix == UNFIT_IMAGE_PREFIX else PLACES[0].type)
+
+
+async def test_offer_that_cannot_join_is_never_rented(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        why = "lambda rents Ubuntu 24.04 with Slurm 23.11.4"
+        it.context.unfit_offers = [OrderBlock("lambda", why=why, nodeset="burst")]
+        it.slurm.submit("1", 1)
+        assert await given_up(it) == why
+        assert it.market().bill() == []
+
+
+async def test_machine_is_ordered_with_the_image_of_its_offer(tmp_path: Path) -> None:
+    case = CASES["runpod"]
+    sets = (rented_set("burst", 1, choice(case, image="ubuntu:24.04")),)
+    async with scene(tmp_path, "runpod", sets=sets) as it:
+        it.slurm.submit("1", 1)
+        await it.until(lambda: bool(it.machines()))
+        assert [machine.order.image for machine in it.machines()] == ["ubuntu:24.04"]
+
+
+async def test_pod_without_an_address_is_released_after_three_minutes(tmp_path: Path) -> None:
+    async with scene(tmp_path, "runpod") as it:
+        provider = it.context.accounts["runpod"].provider
+        provider.abilities = replace(provider.abilities, address_timeout_s=180)
+        it.fault("late-address", seconds=1e6)
+        it.slurm.submit("1", 1, seconds=600)
+        await it.until(lambda: bool(it.rentals("gone")), seconds=400)
+        [bad] = it.rentals("gone")
+        assert bad.reason.endswith("of runpod has no address after 180 s")
+        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+
+
+async def test_late_address_is_waited_for(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        it.fault("late-address", seconds=300)
+        it.slurm.submit("1", 1, seconds=600)
+        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+        assert len(it.market().bill()) == 1

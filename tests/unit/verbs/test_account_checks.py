@@ -1,0 +1,124 @@
+"""`shoal check` asks every provider account before anything is rented: its key, types and places, and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.contract.rental_providers import CASES, Trial, account, saying, trial
+from tests.unit.plan.fake_world import spec_of
+
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import ProviderLogin, RentalProvider
+from shoal.verbs.provider_accounts import account_findings
+
+TEXT = """
+cluster: reef
+controller: {host: c1}
+nodesets: {pool: {provider: KIND, max: 4, cpus: 4, memory: 8G, LINE}}
+providers: {KIND: {key: env:PATH, url: "http://127.0.0.1:1"MORE}}
+"""
+LINES = {
+    kind: f"type: {case.offer.type}, region: {case.offer.region}, market: {case.offer.market}"
+    for kind, case in CASES.items()
+}
+
+
+def spec(kind: str, line: str = "") -> Any:
+    more = ", project: p" if kind == "gcp" else ""
+    return spec_of(TEXT.replace("KIND", kind).replace("LINE", line or LINES[kind]).replace("MORE", more))
+
+
+def opened(kind: str, url: str) -> Callable[[ProviderLogin], RentalProvider]:
+    return lambda login: rental_provider(replace(account(CASES[kind], url), name=login.name))
+
+
+async def findings(it: Trial, line: str = "") -> list[str]:
+    kind = it.case.kind
+    found = await account_findings(spec(kind, line), opened(kind, it.url))
+    return [f"{one.level}: {one}" for one in found if "firewall" not in one.what]
+
+
+@pytest.fixture(params=sorted({*CASES} & {"gcp", "lambda", "paperspace", "runpod"}))
+async def it(request: pytest.FixtureRequest) -> AsyncIterator[Trial]:
+    async with trial(CASES[request.param]) as made:
+        yield made
+
+
+async def test_account_that_has_all_that_is_named_is_silent(it: Trial) -> None:
+    assert await findings(it) == []
+    assert it.made == 0
+
+
+async def test_rejected_key_is_an_error(it: Trial) -> None:
+    it.fault("auth", -1)
+    [text] = await findings(it)
+    assert text.startswith(f"error: providers.{it.case.kind}: it rejects our question, and would reject every order")
+
+
+async def test_type_that_nobody_lists_is_named(it: Trial) -> None:
+    if it.case.kind == "paperspace":
+        pytest.skip("Paperspace has no list of types")
+    [text] = await findings(it, "type: no-such-type")
+    assert text.startswith(f"warning: nodesets.pool: {it.case.kind} lists no no-such-type: there is no such type")
+
+
+async def test_provider_that_does_not_answer_is_a_warning() -> None:
+    async with saying(b"") as url:
+        found = await account_findings(spec("lambda"), opened("lambda", url))
+    assert [(one.level, one.what) for one in found] == [
+        ("warning", "it does not answer, so its key, types and quotas are not checked")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"NVIDIA_A100_GPUS": 4}, []),
+        (
+            {"NVIDIA_A100_GPUS": 2},
+            ["warning: nodesets.pool: the quota NVIDIA_A100_GPUS in us-central1 of gcp allows 2 more a2-highgpu-1g, "
+             "found limit 2, in use 0; one needs 1, and `max` is 4, ask the provider for a higher quota, or name "
+             "another type or place"],
+        ),
+        (
+            {"NVIDIA_A100_GPUS": 8, "GPUS_ALL_REGIONS": 0},
+            ["error: nodesets.pool: the quota GPUS_ALL_REGIONS in all regions of gcp allows 0 more a2-highgpu-1g, "
+             "found limit 0, in use 0; one needs 1, and `max` is 4, ask the provider for a higher quota, or name "
+             "another type or place"],
+        ),
+    ],
+)  # fmt: skip
+async def test_quota_that_does_not_cover_the_nodeset_is_named(limits: dict[str, float], expected: list[str]) -> None:
+    async with trial(CASES["gcp"]) as it:
+        it.simulation.simulator.quota_limits |= limits  # type: ignore[attr-defined]
+        assert await findings(it, "type: a2-highgpu-1g, zone: us-central1-a") == expected
+
+
+async def test_key_that_is_not_here_is_only_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    text = TEXT.replace("KIND", "lambda").replace("LINE", LINES["lambda"]).replace("MORE", "")
+    [finding] = await account_findings(spec_of(text.replace("env:PATH", "env:NO_SUCH_KEY")))
+    assert (finding.level, finding.what) == ("info", "its key is not on this machine, so it was not asked")
+
+
+async def test_type_that_is_not_sold_on_demand_says_how_it_is_sold() -> None:
+    async with trial(CASES["gcp"]) as it:
+        assert await findings(it, "type: a3-highgpu-1g, zone: us-central1-a") == [
+            "error: nodesets.pool: Google does not sell a3-highgpu-1g on demand: use `market: spot`, or for the "
+            "account `settings: {provisioning: flex-start}` or `{reservation: NAME}`"
+        ]
+
+
+async def test_firewall_rules_that_are_missing_are_printed_as_commands() -> None:
+    async with trial(CASES["gcp"]) as it:
+        found = await account_findings(spec("gcp"), opened("gcp", it.url))
+        [fix] = [one.fix for one in found if "firewall" in one.what]
+        assert fix.splitlines() == [
+            "gcloud compute firewall-rules create shoal-reef-ports --project=reefs --network=default "
+            "--target-tags=shoal-reef --source-ranges=0.0.0.0/0 --allow=tcp:22,tcp:6817,tcp:6818,tcp:60001-63000",
+            "gcloud compute firewall-rules create shoal-reef-inside --project=reefs --network=default "
+            "--target-tags=shoal-reef --source-tags=shoal-reef --allow=tcp,udp,icmp",
+        ]
