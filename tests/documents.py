@@ -27,6 +27,7 @@ BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the
 TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page_run_as_they_stand"
 SITES = "as it stands, on two sites joined by WireGuard, by test_the_command_of_the_page_spans_the_sites"
 MONEY = "as it stands, with simulated clouds, by test_the_commands_of_the_page_on_budgets_run_as_they_stand"
+TRIAL = "at a simulated Amazon, with --yes, by hand (-m matrix), by test_provider_trial.py"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 LAB = "as it stands, by the first user of test_lab.py"
 STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
@@ -84,6 +85,7 @@ COMMANDS = {
     "shoal cost": MONEY,
     "shoal cost --month 2026-10": MONEY,
     "shoal reap --yes": MONEY,
+    "shoal try lambda --max-cost 1": TRIAL,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

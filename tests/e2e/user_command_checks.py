@@ -14,7 +14,18 @@ from tests.e2e.cluster import LIMIT, Cluster
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 
 PROGRAM = "/usr/local/bin/shoal"
-OPERATORS = ("check", "plan", "up", "down", "restore", "reap", "keys rotate munge", "node drain fish1", "bench links")
+OPERATORS = (
+    "check",
+    "plan",
+    "up",
+    "down",
+    "restore",
+    "reap",
+    "try lambda",
+    "keys rotate munge",
+    "node drain fish1",
+    "bench links",
+)
 
 
 class Person(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 from typing import Annotated
 
@@ -48,11 +49,15 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Rent": {
         "offers": "rental_commands",
         "cost": "rental_commands",
+        "try": "rental_commands",
         "reap": "rental_commands",
         "simulate": "server_commands",
     },
 }
-"""The commands under their headings in `shoal --help`, each with its module in this package, which has its name."""
+"""The commands under their headings in `shoal --help`, each with its module in this package.
+
+The function has its name; `try_` that of a Python keyword.
+"""
 RUNS_PROGRAM = ("run", "ssh", "exec")
 """What follows the first argument of these is for the program that they run."""
 
@@ -83,7 +88,8 @@ def make_app(command: str = "") -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_main_options)
     for name in [command] if command in _MODULES else _MODULES:
-        entry = getattr(importlib.import_module(f"shoal.cli.{_MODULES[name]}"), name)
+        module = importlib.import_module(f"shoal.cli.{_MODULES[name]}")
+        entry = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
         if isinstance(entry, typer.Typer):
             app.add_typer(entry, name=name)
         else:

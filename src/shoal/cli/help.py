@@ -47,6 +47,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "keys rotate": ("shoal keys rotate munge", "shoal keys rotate all"),
     "offers": ("shoal offers --gpu H100 --count 8", "shoal offers --provider lambda --market on-demand"),
     "cost": ("shoal cost", "shoal cost --month 2026-10"),
+    "try": ("shoal try lambda", "shoal try aws --max-cost 0.50 --type g4dn.xlarge"),
     "reap": ("shoal reap", "shoal reap --yes"),
     "bench links": ("shoal bench links", "shoal bench links --hosts gpu01,gpu02 --seconds 2"),
     "env build": ("shoal env build torch", "shoal env build mine --requirements requirements.txt"),

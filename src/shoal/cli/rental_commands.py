@@ -1,14 +1,15 @@
-"""The commands about rented machines and their money: offers, cost, reap."""
+"""The commands about rented machines and their money: offers, cost, try, reap."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from shoal import __version__
 from shoal.cli.options import Yes, suggest, with_session
 from shoal.cli.output import plain
 from shoal.cli.screen import Columns, count, escape_text, group_by, print_fix, show_findings
@@ -20,6 +21,9 @@ from shoal.spec.rental import Budget
 from shoal.verbs.cost import CostResult
 from shoal.verbs.provider_accounts import OffersResult
 from shoal.verbs.reap import ReapPreview, ReapResult
+
+if TYPE_CHECKING:
+    from shoal.verbs.provider_trial import TryResult  # it imports all of `up`
 
 ROWS = 40
 """So many offers, and so many jobs, are shown; --json has all of them."""
@@ -81,6 +85,36 @@ def cost(
 
 
 @with_session
+def try_(
+    provider: Annotated[str, typer.Argument(metavar="PROVIDER", help="The provider or provider account of the file.")],
+    max_cost: Annotated[
+        float, typer.Option(metavar="DOLLARS", help="The most that the trial may cost, in US dollars.", min=0.01)
+    ] = 1.0,
+    type_: Annotated[
+        str, typer.Option("--type", metavar="NAME", help="This type of machine. Default: the cheapest with a GPU.")
+    ] = "",
+    yes: Yes = False,
+    *,
+    session: Session,
+) -> None:
+    """Rent one machine of a provider for minutes, and report how every step went.
+
+    It becomes a node of your running cluster, which gets a nodeset `try` meanwhile, runs a job and is released. Ctrl-C
+    releases it, too. The report has no key and no address: you can paste it into an issue.
+    """
+    from shoal.verbs.provider_trial import plan_trial, try_provider
+
+    context = session.open(operator=True)
+    plan = session.run(plan_trial(context, provider, max_cost, type_))
+    offer = plan.offer
+    effect = f"rents {offer.type} in {offer.place} for ${offer.usd_hour:.2f} an hour, at most ${plan.most_usd:.2f}"
+    confirm(effect, f"This {effect}. Continue?", yes)
+    result = session.run(try_provider(context, plan))
+    if not session.finish(result, 0 if result.passed else 1):
+        show_trial(session.console, result)
+
+
+@with_session
 def reap(
     yes: Yes = False,
     force: Annotated[
@@ -117,6 +151,23 @@ def reap(
     result = session.run(verb(context, force=force))
     if not session.finish(_reap_json(result, result.gone, result.remaining), 0 if result.clean else PARTLY):
         show_reap(session.console, result)
+
+
+def show_trial(console: Console, result: TryResult) -> None:
+    """The report of a trial, as plain lines that can be pasted."""
+    console.print(
+        f"shoal {__version__} at {result.provider}: {result.type} in {result.place}, {result.market},"
+        f" ${result.usd_hour:.4f} an hour",
+        markup=False,
+        soft_wrap=True,
+    )
+    for step in result.steps:
+        mark, error = ("failed", f": {step.error}") if step.error else ("ok", "")
+        console.print(f"{mark:7}{step.seconds:7.1f} s  {step.name}{error}", markup=False, soft_wrap=True)
+    for name, value in result.node.items():
+        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+    cost = "unknown" if result.usd is None else f"${result.usd:.6f} by the ledger; compare it with the provider's bill"
+    console.print(f"cost: {cost}", markup=False, soft_wrap=True)
 
 
 def show_offers(console: Console, result: OffersResult) -> None:

@@ -37,6 +37,7 @@ from shoal.verbs.keys import KeysResult
 from shoal.verbs.links import LinksResult
 from shoal.verbs.logs import LogsResult
 from shoal.verbs.provider_accounts import OffersResult
+from shoal.verbs.provider_trial import TryResult
 from shoal.verbs.reap import ReapResult
 from shoal.verbs.restore import Backup, RestoreResult
 from shoal.verbs.simulate import Simulated
@@ -66,6 +67,7 @@ COMMANDS = {
     "keys rotate": of(KeysResult),
     "offers": of(OffersResult),
     "cost": set(cost_json(CostResult("reef", CostReport(0, "2026-11", 0, 0, 0, 0)))),
+    "try": of(TryResult),
     "reap": of(ReapResult),
     "bench links": of(LinksResult, "whole"),
     "env build": of(BuildResult),

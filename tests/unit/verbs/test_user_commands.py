@@ -284,7 +284,7 @@ async def test_login_host_without_slurmctld_does_not_say_that_it_is_down() -> No
         await running_version(down)
 
 
-OPERATORS = ("check", "plan", "up", "down", "restore", "reap", "bench links", "keys rotate munge")
+OPERATORS = ("check", "plan", "up", "down", "restore", "reap", "try lambda", "bench links", "keys rotate munge")
 NODES = ("node drain n1", "node resume n1", "node remove n1")
 
 
