@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import ProviderError
 from shoal.sandbox.layout import Layout, Site
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
-from shoal_simulators.sandbox_backend import SandboxBackend, metadata_rules
+from shoal_simulators.sandbox_backend import SandboxBackend, host_image, metadata_rules
 
 MACHINE = SimulatedInstance("m1", InstanceOrder("n1", "gpu", "here"), 1.0, 0.0, 0.0)
 
@@ -66,6 +66,21 @@ async def test_unopened_backend_removes_nothing_at_close(tmp_path: Path) -> None
     backend.store.write_text("{}")
     await backend.close()
     assert backend.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("image", "system"),
+    [
+        ("", "debian12"),
+        ("lambda-stack-24-04", "debian13"),
+        ("projects/debian-cloud/global/images/family/debian-12", "debian12"),
+        ("debian:13", "debian13"),
+        ("Ubuntu 22.04", "debian12"),
+        ("ami-0123456789abcdef0", "debian12"),
+    ],
+)
+def test_machine_runs_the_system_of_its_image(image: str, system: str) -> None:
+    assert host_image(image) == system
 
 
 async def test_unknown_image_is_rejected_before_any_creation(tmp_path: Path) -> None:
