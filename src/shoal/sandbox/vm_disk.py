@@ -41,6 +41,9 @@ SNAPSHOT = "shoal.snapshot"
 SEED_PORT = "shoal.seed"
 """The serial port on which a resumed host gets its seed."""
 
+PLACEHOLDER_ID = "5ea0" * 8
+"""The machine ID of a disk that no host has got yet. Without any, systemd takes a boot for the very first one, and
+enables every service that is installed."""
 NETWORK_UNIT = f"""\
 [Unit]
 Description=The address of this sandbox host
@@ -79,6 +82,8 @@ WantedBy=multi-user.target
 SEED_PROGRAM = f"""\
 set -eu
 systemctl is-system-running --wait > /dev/null || true
+# A boot does not wait for udev, which may still be busy with the drivers of other devices.
+until [ -c /dev/virtio-ports/{SEED_PORT} ]; do sleep 0.1; done
 exec 3<> /dev/virtio-ports/{SEED_PORT}
 sync
 echo ready >&3
@@ -112,6 +117,7 @@ FILES = {
     "etc/systemd/system/shoal-seed.service": SEED_UNIT,
     "usr/local/lib/shoal-seed": SEED_PROGRAM,
     "etc/fstab": FSTAB,
+    "etc/machine-id": f"{PLACEHOLDER_ID}\n",
 }
 INIT = f"""\
 #!/bin/busybox sh

@@ -1,6 +1,6 @@
 """Snapshots of booted virtual machines, so that emulated hosts start in seconds.
 
-    <boot files of the image>/booted/<key>/disk.qcow2, state
+    <boot files of the image>/booted/<key>/disk.qcow2, state, sums
 
 A machine without seed and network card boots once for each number of CPUs and size of memory, and its state is kept. A
 new host continues from it over a disk layer of its own: its network card and /shared are plugged in, then it gets its
@@ -25,7 +25,7 @@ from typing import Any
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
-from shoal.local_files import locked
+from shoal.local_files import locked, write_atomic
 from shoal.sandbox.images import remove_tree
 from shoal.sandbox.programs import call, last_lines
 from shoal.sandbox.qemu import guest_options, resumable_options
@@ -56,6 +56,18 @@ class Snapshot:
         return self.place / "state"
 
     @property
+    def sums(self) -> Path:
+        """The checksums of both, written last: without it the snapshot is not finished."""
+        return self.place / "sums"
+
+    async def is_whole(self) -> bool:
+        """Whether both files are as they were written. A damaged state would end or corrupt a host that runs."""
+        try:
+            return self.sums.read_text() == await asyncio.to_thread(_checksums, self.disk, self.state)
+        except (OSError, ValueError):
+            return False
+
+    @property
     def was_discarded(self) -> bool:
         """Whether it failed not long ago: then hosts boot, and do not wait for another one to be made."""
         mark = self.place / "discarded"
@@ -64,6 +76,7 @@ class Snapshot:
     def discard(self) -> None:
         """Remove it: no host continues from it."""
         (self.place / "discarded").touch()
+        self.sums.unlink(missing_ok=True)
         self.state.unlink(missing_ok=True)
 
 
@@ -83,13 +96,26 @@ async def ensure(boot: BootFiles, cpus: int, memory_mb: int, progress: Progress)
     snapshot = find(boot, cpus, memory_mb, version)
     snapshot.place.mkdir(parents=True, exist_ok=True)
     async with locked(snapshot.place):
-        if not snapshot.state.exists() and not snapshot.was_discarded:
+        if snapshot.was_discarded:
+            return None
+        if not await snapshot.is_whole():
+            if snapshot.sums.exists():
+                progress("the snapshot of a booted virtual machine is damaged, and is made anew", 0.0)
             try:
                 await _make(boot, snapshot, cpus, memory_mb, progress)
             except (ProviderError, OSError, TimeoutError, json.JSONDecodeError) as error:
                 progress(f"cannot make a snapshot of a booted virtual machine: {error}", 0.0)
                 snapshot.discard()
-    return snapshot if snapshot.state.exists() else None
+                return None
+    return snapshot
+
+
+def _checksums(*files: Path) -> str:
+    lines = []
+    for file in files:
+        with file.open("rb") as source:
+            lines.append(f"{hashlib.file_digest(source, 'sha256').hexdigest()}  {file.name}\n")
+    return "".join(lines)
 
 
 async def _make(boot: BootFiles, snapshot: Snapshot, cpus: int, memory_mb: int, progress: Progress) -> None:
@@ -130,6 +156,7 @@ async def _make(boot: BootFiles, snapshot: Snapshot, cpus: int, memory_mb: int, 
         await process.wait()
     (work / "disk.qcow2").rename(snapshot.disk)
     (work / "state").rename(snapshot.state)
+    write_atomic(snapshot.sums, await asyncio.to_thread(_checksums, snapshot.disk, snapshot.state))
     await remove_tree(work)
 
 

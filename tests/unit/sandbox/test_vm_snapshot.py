@@ -69,12 +69,51 @@ async def test_failed_snapshot_is_not_made_again_the_same_day(tmp_path: Path, mo
     assert len(attempts) == 2
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed", "lost", "unfinished", "disk"])
+async def test_damaged_snapshot_is_made_anew_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    snapshot = Snapshot(tmp_path)
+    snapshot.state.write_bytes(b"state" * 1000)
+    snapshot.disk.write_bytes(b"disk" * 1000)
+    snapshot.sums.write_text(vm_snapshot._checksums(snapshot.disk, snapshot.state))
+    made = []
+
+    async def version(*argv: Any) -> str:
+        return "7.2"
+
+    async def make(boot: BootFiles, snapshot: Snapshot, *arguments: Any) -> None:
+        made.append(snapshot)
+
+    monkeypatch.setattr(vm_snapshot, "call", version)
+    monkeypatch.setattr(vm_snapshot, "_make", make)
+    monkeypatch.setattr(vm_snapshot, "find", lambda *arguments: snapshot)
+    messages: list[str] = []
+    assert await vm_snapshot.ensure(BOOT, 1, 1024, lambda text, part: messages.append(text)) == snapshot
+    assert not made and not messages
+    match damage:
+        case "cut":
+            snapshot.state.write_bytes(snapshot.state.read_bytes()[:-1])
+        case "changed":
+            snapshot.state.write_bytes(b"stale" + snapshot.state.read_bytes()[5:])
+        case "lost":
+            snapshot.state.unlink()
+        case "unfinished":
+            snapshot.sums.unlink()
+        case "disk":
+            snapshot.disk.write_bytes(b"")
+    assert await vm_snapshot.ensure(BOOT, 1, 1024, lambda text, part: messages.append(text)) == snapshot
+    assert made == [snapshot]
+    assert [text for text in messages if "damaged" in text] or damage == "unfinished", messages
+
+
 def test_discarded_snapshot_has_no_state(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path)
     snapshot.state.write_bytes(b"state")
+    snapshot.sums.write_text("sums")
     assert not snapshot.was_discarded
     snapshot.discard()
-    assert snapshot.was_discarded and not snapshot.state.exists()
+    assert snapshot.was_discarded and not snapshot.state.exists() and not snapshot.sums.exists()
 
 
 def test_seed_of_a_resumed_host_has_fresh_random_numbers(tmp_path: Path) -> None:
