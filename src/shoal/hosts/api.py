@@ -21,6 +21,8 @@ class Target:
     identity: Path | None = None
     host_key: str | None = None
     """The host's public key, where the provider reports it; otherwise the key is trusted on first use."""
+    slowness: int = 1
+    """How many times as long as others it may take to answer: more than 1 for emulated machines."""
 
 
 @dataclass(frozen=True)

@@ -68,30 +68,37 @@ class SshConnector:
     async def connect(self, target: Target) -> SshHost:
         route = self._config.route(target)
         if not route.jumps:
-            return SshHost(target, route.user, await self._log_in(route, target.host_key), may_sudo=self._may_sudo)
+            connection = await self._log_in(route, target.host_key, slowness=target.slowness)
+            return SshHost(target, route.user, connection, may_sudo=self._may_sudo)
         jump = self._jumps.setdefault(route.jumps, _Jump(route.jumps))
         tunnel = await jump.take(self)
         try:
-            connection = await self._log_in(route, target.host_key, tunnel, via=jump.name)
+            connection = await self._log_in(route, target.host_key, tunnel, via=jump.name, slowness=target.slowness)
         except BaseException:
             await jump.release()
             raise
         return SshHost(target, route.user, connection, jump.release, may_sudo=self._may_sudo)
 
     async def _log_in(
-        self, route: Route, pinned: str | None = None, tunnel: Connection | None = None, *, via: str = ""
+        self,
+        route: Route,
+        pinned: str | None = None,
+        tunnel: Connection | None = None,
+        *,
+        via: str = "",
+        slowness: int = 1,
     ) -> Connection:
         known_key = pinned_key(route.name, pinned) if pinned else self._host_keys.find(route.name)
         client = SshClient(route, self._keys.files(route), known_key)
         try:
-            connection = await self._connect(client, tunnel)
+            connection = await self._connect(client, tunnel, slowness)
         except (*FOREIGN_ERRORS, TimeoutError) as error:
             if client.shown and known_key and client.shown != known_key:
                 path = self._host_keys.path
                 raise host_key_changed(route.name, known_key, client.shown, path, pinned=bool(pinned)) from error
             proxy_error = client.end_proxy()
             raise cannot_connect(
-                route, error, client.tried, timeout=self._timeout, via=via, proxy_error=proxy_error
+                route, error, client.tried, timeout=self._timeout * slowness, via=via, proxy_error=proxy_error
             ) from error
         except BaseException:
             client.end_proxy()
@@ -106,10 +113,10 @@ class SshConnector:
             raise
         return connection
 
-    async def _connect(self, client: SshClient, tunnel: Connection | None) -> Connection:
+    async def _connect(self, client: SshClient, tunnel: Connection | None, slowness: int) -> Connection:
         route = client.route
         sock = client.start_proxy() if route.proxy_command else ()
-        async with asyncio.timeout(self._timeout):
+        async with asyncio.timeout(self._timeout * slowness):
             return await asyncssh.connect(
                 route.host,
                 route.port,
@@ -126,7 +133,7 @@ class SshConnector:
                 x509_trusted_certs=None,
                 gss_host=None,
                 preferred_auth=["publickey"],
-                keepalive_interval=self._keepalive,
+                keepalive_interval=self._keepalive * slowness,
                 keepalive_count_max=_KEEPALIVE_MISSED,
                 **_ALGORITHMS,
             )

@@ -17,12 +17,15 @@ from shoal.sandbox.images import remove_tree
 from shoal.sandbox.layout import HostRecord, Layout
 from shoal.sandbox.network import outer_address
 from shoal.sandbox.programs import last_lines
+from shoal.sandbox.qemu import recorded_accelerator
 from shoal.sandbox.seed import write_file
 
 BOOT_TIMEOUT_S = 120.0
 BANNER_TIMEOUT_S = 2.0
 VM_BANNER_TIMEOUT_S = 30.0
 """An emulated host on a busy machine takes seconds to answer a connection. Each that is given up costs it as many."""
+EMULATED_SLOWNESS = 6
+"""Such a host took more than the 10 seconds that others have for a login: at load 20, on two cores."""
 ENTER = """\
 set -eu
 while read -r group; do echo 0 > "$group/cgroup.procs"; done < "$1"
@@ -41,9 +44,20 @@ def instance(layout: Layout, host: HostRecord) -> Instance:
     """The host as the rest of Shoal sees it."""
     address, port = (outer_address(layout), host.outer_port) if host.shape.container else (host.address, 22)
     target = Target(
-        name=host.name, address=address, port=port, user="root", identity=layout.identity, host_key=host.host_key
+        name=host.name,
+        address=address,
+        port=port,
+        user="root",
+        identity=layout.identity,
+        host_key=host.host_key,
+        slowness=EMULATED_SLOWNESS if is_emulated(layout.cache, host) else 1,
     )
     return Instance(name=host.name, state=state(layout, host.name), target=target, shape=host.shape)
+
+
+def is_emulated(cache: Path, host: HostRecord) -> bool:
+    """Whether the host is a virtual machine without KVM."""
+    return host.shape.vm and recorded_accelerator(cache) != "kvm"
 
 
 def state(layout: Layout, name: str) -> str:

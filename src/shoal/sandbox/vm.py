@@ -15,7 +15,7 @@ from shoal.errors import ProviderError
 from shoal.hosts.provider import Progress
 from shoal.sandbox import vm_disk, vm_snapshot
 from shoal.sandbox.layout import HostRecord, Layout
-from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, ENTER, cpus_of, group, stop
+from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, ENTER, cpus_of, group, is_emulated, stop
 from shoal.sandbox.network import gateway, hardware_address
 from shoal.sandbox.programs import call
 from shoal.sandbox.qemu import (
@@ -23,7 +23,6 @@ from shoal.sandbox.qemu import (
     choose_accelerator,
     find_virtiofsd,
     guest_options,
-    recorded_accelerator,
     resumable_options,
 )
 from shoal.sandbox.seed import write_file, write_resolver
@@ -58,8 +57,7 @@ def memory_mb(shape: Shape) -> int:
 
 def boot_timeout(cache: Path, host: HostRecord) -> float:
     """Seconds that the host may take until SSH answers."""
-    emulated = host.shape.vm and recorded_accelerator(cache) != "kvm"
-    return EMULATED_BOOT_TIMEOUT_S if emulated else BOOT_TIMEOUT_S
+    return EMULATED_BOOT_TIMEOUT_S if is_emulated(cache, host) else BOOT_TIMEOUT_S
 
 
 async def start(layout: Layout, host: HostRecord, progress: Progress) -> None:

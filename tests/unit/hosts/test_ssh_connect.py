@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -374,6 +375,9 @@ async def test_silent_host_times_out(known_hosts: Path, no_config: Path) -> None
         target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
         with pytest.raises(Unreachable, match=r"does not answer within 0\.3 s"):
             await SshConnector(known_hosts, ssh_config=no_config, connect_timeout=0.3).connect(target)
+        slow = replace(target, slowness=3)
+        with pytest.raises(Unreachable, match=r"does not answer within 0\.6 s"):
+            await SshConnector(known_hosts, ssh_config=no_config, connect_timeout=0.2).connect(slow)
 
 
 @pytest.mark.parametrize(

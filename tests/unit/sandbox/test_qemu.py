@@ -10,6 +10,7 @@ from tests.unit.sandbox.test_checks import GOOD, texts
 
 from shoal.sandbox import qemu, vm, vm_disk
 from shoal.sandbox.layout import HostRecord, Layout
+from shoal.sandbox.lifecycle import EMULATED_SLOWNESS, instance
 from shoal.sandbox.seed import render_gpu_devices
 from shoal.spec.hosts import Controller, NodeSet, Sandbox
 from shoal.spec.member import Shape
@@ -136,4 +137,9 @@ def test_accelerator_is_decided_for_one_boot_of_the_machine(tmp_path: Path, monk
     monkeypatch.setenv("SHOAL_VM_ACCELERATOR", "tcg")
     assert qemu.recorded_accelerator(tmp_path) == "tcg"
     host = HostRecord("n1", 0, "10.70.1.2", "/image", "", VM)
-    assert vm.boot_timeout(tmp_path, host) > vm.boot_timeout(tmp_path, replace(host, shape=Shape()))
+    box = replace(host, shape=Shape())
+    assert vm.boot_timeout(tmp_path, host) > vm.boot_timeout(tmp_path, box)
+    layout = Layout(tmp_path, "reef")
+    slowness = [instance(layout, one).target.slowness for one in (host, box)]
+    monkeypatch.setenv("SHOAL_VM_ACCELERATOR", "kvm")
+    assert [*slowness, instance(layout, host).target.slowness] == [EMULATED_SLOWNESS, 1, 1]
