@@ -157,12 +157,14 @@ tree=$work/tree
 rm -f "$tree/etc/resolv.conf"
 cp /etc/resolv.conf "$tree/etc/resolv.conf"
 # Lists of its own: those of the image fit the packages in its cache.
-mkdir -p "$tree/kernel/lists/partial"
+mkdir -p "$tree/kernel/lists/partial" "$tree/kernel/archives/partial"
 options="-q -o Dir::State::lists=/kernel/lists -o Dir::Cache=/kernel"
 apt() { chroot "$tree" sh -c 'cd /kernel && exec "$@"' sh "$@"; }
 apt apt-get $options update
 kernel=$(apt apt-cache $options depends --important "$package" | awk '/Depends: linux-image-/ { print $2 }')
 [ -n "$kernel" ] || { echo "the package sources have no $package"; exit 3; }
+# Debian 13 does without it. A host's disk is larger than the one it is made of.
+[ -x "$tree/sbin/resize2fs" ] || apt apt-get $options -y install --no-install-recommends e2fsprogs
 apt apt-get $options download "$kernel" busybox-static
 for package in "$tree"/kernel/*.deb; do chroot "$tree" dpkg-deb -x "/kernel/${package##*/}" /kernel/unpacked; done
 for modules in "$tree"/kernel/unpacked/lib/modules/* "$tree"/kernel/unpacked/usr/lib/modules/*; do
