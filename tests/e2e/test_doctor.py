@@ -5,28 +5,36 @@ The tests share the cluster and run in the order of this file. Each leaves it he
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests import nvml
 from tests.e2e.cluster import Cluster, login_keys, taken_down
 
 pytestmark = pytest.mark.sandbox
+HEALTH = "/var/lib/shoal/health"
 
 SPEC = """\
 cluster: doctor
 controller: {provider: sandbox, memory: 1G}
 nodesets:
-  fish: {provider: sandbox, count: 2, memory: 1G}
+  fish: {provider: sandbox, count: 2, memory: 1G, gpus: 1}
 users:
   alice: {uid: 2001, keys: ["file:KEYS/alice.pub"]}
 files:
   /etc/slurm/prolog.sh: {source: prolog.sh, mode: "0755"}
   /etc/slurm/epilog.sh: {source: epilog.sh, mode: "0755"}
+  /etc/slurm/nhc.sh: {source: nhc.sh, mode: "0755"}
 slurm:
-  options: {Prolog: /etc/slurm/prolog.sh, Epilog: /etc/slurm/epilog.sh}
+  options:
+    Prolog: /etc/slurm/prolog.sh
+    Epilog: /etc/slurm/epilog.sh
+    HealthCheckProgram: /etc/slurm/nhc.sh
+    HealthCheckInterval: 3
 """
 SCRIPT = "#!/bin/sh\n[ ! -e /run/fail-{0} ] || {{ echo 'the {0} cannot find its license' >&2; exit 3; }}\n"
 SUBMIT = "sbatch --parsable --output=/dev/null --chdir=/ --wrap true -w"
@@ -37,6 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("doctor")
     for name in ("prolog", "epilog"):
         (place / f"{name}.sh").write_text(SCRIPT.format(name))
+    (place / "nhc.sh").write_text('#!/bin/sh\necho "$SLURMD_NODENAME" > /run/nhc.log\n')
     with login_keys("alice") as keys:
         made = Cluster(place, SPEC.replace("KEYS", str(keys)))
         with taken_down(made):
@@ -231,3 +240,94 @@ def test_history_has_every_fix(cluster: Cluster) -> None:
         *["low-memory"] * 2,
     ]
     assert "fixed low-memory, fish2 (register)" in cluster.shoal("doctor", "--history").stdout
+
+
+# ---- the health program of nodes
+
+
+@pytest.fixture(scope="module")
+def gpus(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """fish1 has a simulated NVML, and is past its first day. Its timer stays off: the tests run the program."""
+    library = base64.b64encode(nvml.build(tmp_path_factory.mktemp("nvml")).read_bytes()).decode()
+    put = f"echo {library} | base64 -d > /usr/lib/$(uname -m)-linux-gnu/libnvidia-ml.so.1; ldconfig"
+    shell(cluster, "fish1", f"{put}; systemctl stop shoal-health.timer")
+    assert check_node(cluster) == {}
+    shell(cluster, "fish1", f'sed -i \'s/"since": [0-9.]*/"since": 1000/\' {HEALTH}/baseline.json')
+
+
+def check_node(cluster: Cluster, *, runs: int = 1, **gpu: object) -> dict[str, list[str]]:
+    """Run the health program on fish1, whose GPU answers so."""
+    run = "; ".join(["systemctl start shoal-health"] * runs)
+    text = shell(cluster, "fish1", f"echo '{nvml.answers(gpu)}' > /etc/shoal-nvml; {run}; cat {HEALTH}/result.json")
+    return {one["id"]: one["evidence"] for one in json.loads(text)["findings"]}
+
+
+def reason_of(cluster: Cluster) -> str:
+    """The state and the reason of fish1."""
+    return cluster.on("controller", "sinfo", "-h", "-N", "-n", "fish1", "-o", "%T %E").strip().replace("*", "")
+
+
+def test_health_program_lifts_its_own_drain_and_no_other(cluster: Cluster, gpus: None) -> None:
+    assert check_node(cluster, ecc=2) == {"gpu-ecc": ["GPU 0 (0000:41:00): 2 errors that could not be corrected"]}
+    ours = "drained shoal: health: gpu-ecc: GPU 0 (0000:41:00): 2 errors that could not be corrected"
+    cluster.wait("its hook drains the node", lambda: reason_of(cluster) == ours)
+    assert set(examine(cluster)) == {("gpu-ecc", "fish1"), ("health-drain", "fish1")}
+    assert check_node(cluster) == {}
+    cluster.wait("the drain is lifted", lambda: reason_of(cluster) == "idle none")
+    # A person's drain stays, before and after; the operator's own program still runs.
+    cluster.shoal("node", "drain", "fish1", "--reason", "fan broken")
+    shell(cluster, "fish1", "rm -f /run/nhc.log")
+    for errors in (2, 0):
+        check_node(cluster, ecc=errors)
+        cluster.on("fish1", "rm", "-f", "/run/nhc.log")
+        cluster.wait("the hook has run", lambda: cluster.on("fish1", "cat", "/run/nhc.log", status=None) == "fish1\n")
+        assert reason_of(cluster) == "drained fan broken"
+    cluster.shoal("node", "resume", "fish1")
+    assert_healthy(cluster)
+
+
+FROZEN = """
+import ctypes, os, time
+os.makedirs("/mnt/frozen", exist_ok=True)
+options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % os.open("/dev/fuse", os.O_RDWR)
+assert ctypes.CDLL(None).mount(b"frozen", b"/mnt/frozen", b"fuse", 0, options) == 0
+time.sleep(3600)
+"""
+LEAVE = "#!/bin/sh\nsetsid nohup sleep 500 > /dev/null 2>&1 < /dev/null &\nsleep 1\n"
+
+
+@pytest.mark.matrix
+def test_share_that_hangs_drains_its_node_until_it_is_gone(cluster: Cluster, gpus: None) -> None:
+    start = f"systemd-run -q --unit=frozen python3 -c {shlex.quote(FROZEN)}"
+    shell(cluster, "fish1", f"{start}; until grep -q frozen /proc/mounts; do sleep 0.1; done")
+    assert check_node(cluster) == {"share-hangs": ["/mnt/frozen (fuse) does not answer within 5 s"]}
+    assert check_node(cluster) != {} and examine(cluster)["share-hangs", "fish1"]["level"] == "error"
+    cluster.wait("its hook drains the node", lambda: "share-hangs" in reason_of(cluster))
+    shell(cluster, "fish1", "umount -l /mnt/frozen; systemctl stop frozen")
+    assert check_node(cluster) == {}
+    cluster.wait("the drain is lifted", lambda: reason_of(cluster) == "idle none")
+
+
+@pytest.mark.matrix
+def test_leftovers_and_idle_gpus_are_found(cluster: Cluster, gpus: None) -> None:
+    as_alice(cluster, f"printf '{LEAVE}' > left.sh; sbatch --wait -w fish1 -o /dev/null left.sh")
+    cluster.wait("the job has ended", lambda: cluster.on("controller", "squeue", "-h") == "")
+    [text] = check_node(cluster, runs=2)["step-left"]
+    assert text.startswith("sleep (pid ") and "user alice) of job " in text
+    pid = text.partition("(pid ")[2].partition(",")[0]
+    assert check_node(cluster, runs=2, pid=pid)["gpu-process-left"][0].startswith(
+        f"GPU 0 (0000:41:00): sleep (pid {pid}"
+    )
+    # What the file says reaches the program with the next `up`.
+    cluster.edit("users:\n", "health: {leftovers: kill, idle_gpus: cancel, idle_after: 10s}\nusers:\n")
+    cluster.json("up")
+    assert check_node(cluster)["step-left"][0].endswith(", killed")
+    assert check_node(cluster, runs=2) == {}
+    job = as_alice(cluster, "sbatch --parsable -w fish1 --gres=gpu:1 -o idle.log --wrap 'sleep 300'").strip()
+    cluster.wait("it runs", lambda: "R" in cluster.on("controller", "squeue", "-h", "-o", "%t"))
+    shell(cluster, "fish1", "sleep 1")
+    check_node(cluster)
+    cluster.wait("it has been idle long enough", lambda: "gpu-idle" in check_node(cluster))
+    cluster.wait("it is cancelled", lambda: cluster.on("controller", "squeue", "-h") == "")
+    log = cluster.on("fish1", "cat", "/home/alice/idle.log")
+    assert f"the GPUs of job {job} have been idle since " in log and "so it is cancelled" in log

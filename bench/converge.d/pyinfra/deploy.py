@@ -158,6 +158,22 @@ if role == "compute":
     directory("/etc/systemd/system/slurmd.service.d")
     directory("/var/log/slurm", "slurm")
     directory("/var/lib/slurm/slurmd")
+    for path in ("/var/lib/shoal", "/var/lib/shoal/health", "/usr/local/lib/shoal", "/usr/local/lib/shoal/node_health"):
+        directory(path)
+    for name in ("node", "host_checks", "gpu_checks", "leftovers", "main"):
+        put(f"The health program: {name}", f"/usr/local/lib/shoal/node_health/{name}.py")
+    put("The hook of the health program", "/usr/local/lib/shoal/health-hook", mode="755")
+    put("The configuration of the health program", "/etc/shoal/health.json")
+    unit = put("The unit of the health program", "/etc/systemd/system/shoal-health.service")
+    timer = put("The timer of the health program", "/etc/systemd/system/shoal-health.timer")
+    systemd.service(
+        name="Restart the timer of the health program",
+        service="shoal-health.timer",
+        restarted=True,
+        daemon_reload=True,
+        _if=any_changed(unit, timer),
+    )
+    systemd.service(name="The health program runs", service="shoal-health.timer", running=True, enabled=True)
     defaults = put("Options of slurmd", "/etc/default/slurmd")
     drop_in = put("Additions to its unit", "/etc/systemd/system/slurmd.service.d/shoal.conf")
     address = put("slurmd waits for the address", "/etc/systemd/system/slurmd.service.d/shoal-address.conf", host.name)

@@ -5,29 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from datetime import datetime
 
 from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, RESUME, UNEXPLAINED, Fault
+from shoal.health.node_faults import NODE_FAULTS
 from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
+from shoal.health.reliability import unreliable_nodes
+from shoal.health.report import CHANGE_OF_NODE, HostReport
 from shoal.hostlist import expand
 from shoal.plan.model import Cost
 from shoal.plan.nodes import LEAVING_REASON, NOT_READY
+from shoal.remote.node_health.node import INTERVAL_S
 from shoal.slurm.state import JobState, NodeState
 from shoal.spec.finding import Level
 
-MAX_EVIDENCE = 3
-"""So many lines of a log are shown."""
 MIN_FREE_PERCENT = 2
 """A file system with less free space, or free inodes, is full."""
 RECENT_S = 900
 """A host fault is shown with lines of logs that are not older."""
+MAX_HEALTH_AGE_S = 3 * INTERVAL_S
+"""The health program of a node does not run if its last result is older."""
+NODE_FAULT_IDS = frozenset(fault.id for fault in NODE_FAULTS)
 CHANGING = {"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"}
 """States of a rented node without a machine, or whose machine comes or goes: the rental service watches that."""
 DECODED = "Success"
 REJECTED = "Invalid credential"
 """What munge says to a credential of its own key, and of another."""
 Key = tuple[str, str, str]
-_REASON_SET = re.compile(r"update_node: node (\S+) (reason|state) set to:? (.*)")
 
 
 @dataclass(frozen=True)
@@ -62,82 +66,6 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Space:
-    """A directory, and the file system that it is on."""
-
-    path: str
-    mount: str
-    total_mb: int
-    free_mb: int
-    files: int
-    free_files: int
-    problem: str = ""
-    """Why nothing can be written there."""
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(number, int) for number in (self.total_mb, self.free_mb, self.files, self.free_files)):
-            raise TypeError("a size that is no number")
-
-
-@dataclass(frozen=True)
-class LogEntry:
-    """A line of a log of Slurm's."""
-
-    text: str
-    age_s: float | None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.age_s, float | int | None):
-            raise TypeError("an age that is no number")
-
-
-@dataclass(frozen=True)
-class HostReport:
-    """What `remote/health_probe.py` reports of a host. A check that did not end is empty, and `unfinished` names it."""
-
-    services: Mapping[str, str] = field(default_factory=dict)
-    directories: Sequence[Space] = ()
-    names: Sequence[str] = ()
-    """Names of members that do not resolve there."""
-    users: Mapping[str, int | None] = field(default_factory=dict)
-    steps: Sequence[str] = ()
-    """Job steps that have processes there."""
-    logs: Sequence[LogEntry] = ()
-    munge: Mapping[str, str] = field(default_factory=dict)
-    unfinished: Sequence[str] = ()
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> HostReport:
-        """Raises ValueError for what no program of ours reports."""
-        try:
-            return cls(
-                {str(name): str(state) for name, state in values.get("services", {}).items()},
-                [Space(**space) for space in values.get("directories", ())],
-                tuple(map(str, values.get("names", ()))),
-                {
-                    str(name): number if number is None else int(number)
-                    for name, number in values.get("users", {}).items()
-                },
-                tuple(map(str, values.get("steps", ()))),
-                [LogEntry(str(line["text"]), line["age_s"]) for line in values.get("logs", ())],
-                {str(key): str(text) for key, text in values.get("munge", {}).items()},
-                tuple(map(str, values.get("unfinished", ()))),
-            )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(str(error)) from error
-
-    def log_lines(self, pattern: str, max_age_s: float | None = None) -> tuple[str, ...]:
-        """The newest lines of Slurm's logs there that match."""
-        lines = [
-            line.text
-            for line in self.logs
-            if re.search(pattern, line.text) and not _REASON_SET.search(line.text)
-            if max_age_s is None or (line.age_s is not None and line.age_s <= max_age_s)
-        ]
-        return tuple(lines[-MAX_EVIDENCE:])
-
-
-@dataclass(frozen=True)
 class ClusterView:
     """A cluster as Slurm and its hosts report it."""
 
@@ -165,6 +93,10 @@ def diagnose(view: ClusterView) -> list[Diagnosis]:
     # A host that cannot be checked explains why Slurm does not hear of it.
     silent_hosts = {diagnosis.host for diagnosis in host_diagnoses if diagnosis.id in ("unreachable", "slurmd-stopped")}
     nodes = [diagnosis for diagnosis in nodes if diagnosis.id != "not-responding" or diagnosis.host not in silent_hosts]
+    records = view.reports.get(view.controller, HostReport()).records
+    for name, numbers in unreliable_nodes(records):
+        if name in view.nodes:
+            nodes.append(_diagnosis("node-unreliable", name, evidence=(numbers,)))
     jobs = [diagnosis for job in view.jobs for diagnosis in _job_faults(job)]
     return sorted(
         [*host_diagnoses, *nodes, *jobs],
@@ -216,9 +148,22 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
     ]
     if wrong_users:
         yield _diagnosis("user-missing", host, evidence=tuple(wrong_users))
+    yield from _health_faults(host, report)
     if report.unfinished:
         checks = ", ".join(report.unfinished)
         yield _diagnosis("unreachable", host, evidence=(f"these checks did not end: {checks}",))
+
+
+def _health_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:
+    """What the node's own program found, except what was just checked again."""
+    if report.health is None:
+        return
+    if report.health.age_s > MAX_HEALTH_AGE_S:
+        yield _diagnosis("health-stale", host, evidence=(f"its last result is {report.health.age_s / 60:.0f} min old",))
+    for entry in report.health.findings:
+        if entry.id in NODE_FAULT_IDS:  # a node may have a newer program
+            since = f"{datetime.fromtimestamp(entry.since):%Y-%m-%dT%H:%M:%S}"
+            yield _diagnosis(entry.id, host, evidence=entry.evidence, since=since)
 
 
 def _space_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:
@@ -286,7 +231,7 @@ def earlier_note(view: ClusterView, node: str) -> str:
     controller = view.reports.get(view.controller, HostReport())
     note = ""
     for line in controller.logs:
-        match = _REASON_SET.search(line.text)
+        match = CHANGE_OF_NODE.search(line.text)
         if match and match[1] == node:
             if match[2] == "state" and match[3].startswith(("IDLE", "ALLOC", "MIXED")):
                 note = ""

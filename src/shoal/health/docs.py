@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RELEASE, RESUME, UNEXPLAINED, UP, Fault
+from shoal.health.node_faults import FORGET, NODE_FAULTS
 from shoal.health.reasons import REASONS
 
 _INTRODUCTION = """\
@@ -37,12 +38,28 @@ applies the fix of one finding; name several, or add `--node`. It asks before a 
   own, the finding shows the note, and a person must resume the node.
 
 `shoal status` and `shoal jobs` show in one line what the doctor knows of a node or a job.
+
+## On the nodes
+
+A small program checks each node every five minutes: disks, shares, memory, links, and GPUs through the driver's own
+library. It asks nobody and holds up no job. Slurm's HealthCheckProgram only reads its last result, in milliseconds; a
+HealthCheckProgram of your own (`slurm.options`) runs right after it.
+
+    health: drain                            # the default; or warn, or off
+    health: {mode: warn, skip: [gpu-clock]}  # or in full
+
+- With `drain`, a serious fault takes the node out of service: these have the level *error* below. The reason begins
+  with `shoal: health:`, and the node is resumed when the check passes again. A new node only warns for its first day.
+- A drain or a note of a person is never changed, and a node that a person resumes stays in service.
+- Each node learns its own baseline: GPUs, NVLinks, PCIe lanes, speeds of links. What is worse than it was is a finding,
+  on any model of GPU.
 """
 _ACTIONS = {
     UP: "`shoal up`",
     REGISTER: "`shoal up`, restart of slurmd, resume",
     RESUME: "resume",
     RELEASE: "release of the job",
+    FORGET: "learn the baseline again",
     "": "by hand",
 }
 
@@ -52,7 +69,18 @@ def doctor_markdown() -> str:
     return "\n".join(
         [
             _INTRODUCTION,
-            _section("On hosts", "Found by a check of each host.", HOST_FAULTS, "Shoal checks"),
+            _section(
+                "On hosts",
+                "Found by a check of each host, and in the controller's record of ended jobs.",
+                HOST_FAULTS,
+                "Shoal checks",
+            ),
+            _section(
+                "On nodes, by the health program",
+                "Found by the node itself, every five minutes.",
+                NODE_FAULTS,
+                "Shoal checks",
+            ),
             _section(
                 "Reasons of nodes",
                 "Found in the reason that `sinfo -R` shows, in the words of Slurm 22.05, 24.11 and 26.05.",

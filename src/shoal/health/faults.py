@@ -140,6 +140,14 @@ HOST_FAULTS = (
         UP,
         Cost.RESTART,
     ),
+    Fault(
+        "node-unreliable",
+        "warning",
+        "many more jobs fail on the node than on others",
+        "a part of it fails now and then, or something on it differs from the other nodes",
+        "compare it with a good node (`shoal exec -- COMMAND`), test its memory and GPUs; until then `shoal node drain "
+        "{host}`",
+    ),
 )
 """What is found on the hosts, and sets no reason in Slurm."""
 

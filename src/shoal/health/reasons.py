@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 
 from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, Fault
+from shoal.health.node_faults import NODE_FAULTS
 from shoal.plan.model import Cost
 from shoal.plan.nodes import LEAVING_REASON
+from shoal.remote.node_health.node import PREFIX
 from shoal.spec.finding import Level
 
 _REGISTER = (
@@ -271,10 +273,18 @@ REASONS = (
         (LEAVING_REASON,),
         "run `shoal up` again when its jobs have ended; if the file names it again, that resumes it",
     ),
+    _unresumed(
+        "health-drain",
+        "error",
+        "the health program of the node took it out of service",
+        "a check that the reason names failed (`health: drain` in the cluster's file)",
+        (f"{PREFIX}*",),
+        "see the other findings of the host; when the check passes again, the node is resumed within ten minutes",
+    ),
 )
 """What Slurm and Shoal write as the reason of a node."""
 
-FAULTS = {fault.id: fault for fault in (*HOST_FAULTS, *REASONS, UNEXPLAINED, *JOB_FAULTS, PERSON_DRAIN)}
+FAULTS = {fault.id: fault for fault in (*HOST_FAULTS, *NODE_FAULTS, *REASONS, UNEXPLAINED, *JOB_FAULTS, PERSON_DRAIN)}
 
 LEVELS = ("error", "warning", "info")
 _SEPARATORS = re.compile(r"[\s,:]+")

@@ -1,4 +1,4 @@
-"""What `shoal doctor` reads from a host, as one JSON object: daemons, file systems, names, users, munge, logs.
+"""What `shoal doctor` reads from a host, as one JSON object: daemons, file systems, names, users, munge, logs, health.
 
 The request is a JSON object on standard input, with a list of arguments for each check. Each check runs in a thread of
 its own, and what has not ended in time is named: a dead share or name server must not hide the rest.
@@ -28,6 +28,11 @@ NOBODY = 65534
 PROCESSES = {"munge": "munged"}
 """The programs of services that have another name."""
 NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to")
+RECORD = re.compile(
+    rb"JobState=([A-Z_]+) Partition=\S* TimeLimit=\S* StartTime=\S* EndTime=(\S+) NodeList=([^\s(]+) NodeCnt="
+)
+ENDS = ("COMPLETED", "FAILED", "NODE_FAIL", "BOOT_FAIL", "TIMEOUT", "OUT_OF_MEMORY")
+"""Of jobs whose end says something of their nodes."""
 NOTABLE = re.compile(rb"error|fatal|[Pp]rolog|[Ee]pilog")
 
 
@@ -151,6 +156,34 @@ def age(line: str) -> float | None:
         return None
 
 
+def check_records(path: str, days: str) -> dict[str, list[int]]:
+    """How many jobs ended on each list of nodes in these days, how many failed, and how many were lost with a node."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - int(days) * 86400))
+    counts: dict[str, list[int]] = {}
+    for line in (*search(path + ".1", CHANGE_BYTES, RECORD), *search(path, CHANGE_BYTES, RECORD)):
+        # The last match: a job's name comes before, and is its user's.
+        for match in RECORD.finditer(line.encode()):
+            state, end, nodes = (part.decode() for part in match.groups())
+        if end >= since and state in ENDS:
+            count = counts.setdefault(nodes, [0, 0, 0])
+            lost = state in ("NODE_FAIL", "BOOT_FAIL")
+            for place, counted in enumerate((True, lost or state == "FAILED", lost)):
+                count[place] += counted
+    return counts
+
+
+def check_health(config: str, result: str) -> dict[str, Any]:
+    """The last result of the node's health program, with its age in seconds; empty before its first run."""
+    text = read_text(result)
+    if text:
+        values = json.loads(text)
+        return {"age_s": time.time() - values["time"], "findings": values["findings"]}
+    try:
+        return {"age_s": time.time() - os.stat(config).st_mtime, "findings": []}
+    except OSError:
+        return {}
+
+
 def check_munge() -> dict[str, str]:
     """A credential of a user without rights, for the controller to decode; or the error."""
     result = run(["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "munge", "-n"])
@@ -201,6 +234,8 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "steps": check_steps,
     "logs": check_logs,
     "munge": check_munge,
+    "health": check_health,
+    "records": check_records,
 }
 
 

@@ -83,7 +83,7 @@ def assemble(
         nodes=all_nodes,
         partitions=_partitions(spec, all_members, all_nodes, before, leaving),
         switches=_switches(all_members, (node.name for node in all_nodes), before, facts),
-        options={key: str(value) for key, value in spec.slurm.options.items()},
+        options=_options(spec),
         confinement=_confinement(computes, facts, versions, before, meshed),
         pmix=_pmix(always, facts, versions, before),
         spanning=supports_spanning(spec, facts.get(controller.name), versions.get(controller.name)),
@@ -91,6 +91,7 @@ def assemble(
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
         power=rentals.power_saving(spec),
+        health=spec.health.mode != "off",
     )
     boxes = {name: facts[name] for name in tunneled if name in facts}
     return Cluster(
@@ -120,6 +121,12 @@ def slurm_version(facts: Facts) -> Version | None:
             if text:
                 return Version.parse(text)
     return packaged_version(facts.os_id, facts.os_version or facts.os_codename)
+
+
+def _options(spec: Spec) -> dict[str, str]:
+    """The user's settings. The hook of the health program runs the user's own program after itself."""
+    hooked = ("healthcheckprogram",) if spec.health.mode != "off" else ()
+    return {key: str(value) for key, value in spec.slurm.options.items() if key.lower() not in hooked}
 
 
 def _tunneled_members(

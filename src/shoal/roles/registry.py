@@ -19,6 +19,7 @@ from shoal.roles.controller import ReturnToServiceComponent
 from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
 from shoal.roles.files import FilesComponent
+from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
@@ -48,6 +49,7 @@ COMPONENTS: tuple[Component, ...] = (
     ElasticComponent(),
     ContainersComponent(),
     ReturnToServiceComponent(),
+    HealthComponent(),
 )
 
 

@@ -56,6 +56,9 @@ MAX_JOB_COUNT = 100_000
 """Each task of an array counts as a job. Slurm's default is 10,000."""
 JWKS = "/etc/slurm/slurm.jwks"
 """Where daemons read keys. A slurmd that finds it uses auth/slurm from its first message on."""
+HEALTH_HOOK = "/usr/local/lib/shoal/health-hook"
+HEALTH_INTERVAL_S = 300
+"""How often slurmctld has the hook run. A node that it cannot reach then is not responding, so not more often."""
 LUA_PLUGIN = "job_submit_lua.so"
 LUA_SCRIPT = "job_submit.lua"
 """The file beside slurm.conf that slurmctld's plugin reads, and reads again after a change."""
@@ -208,6 +211,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         settings["MpiDefault"] = "pmix"
     if c.power:
         settings |= _power_saving(c, c.power)
+    if c.health:
+        settings |= {"HealthCheckProgram": HEALTH_HOOK, "HealthCheckInterval": str(HEALTH_INTERVAL_S)}
     return settings
 
 

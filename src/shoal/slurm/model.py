@@ -149,3 +149,5 @@ class ClusterConf:
     """What signs messages: munged, or Slurm itself."""
     power: PowerSaving | None = None
     """None without rented nodes."""
+    health: bool = False
+    """Nodes have the health program, and slurmd runs its hook."""

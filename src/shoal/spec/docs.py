@@ -11,6 +11,7 @@ from typing import Any
 from shoal.spec.accounting import Account, Accounting, Qos, Share
 from shoal.spec.environments import Environment, Proxy
 from shoal.spec.files import ShippedFile
+from shoal.spec.health import Health
 from shoal.spec.hosts import (
     Controller,
     HasSite,
@@ -78,6 +79,7 @@ _SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("proxy", Proxy),
     ("tracking", Tracking),
     ("files", ShippedFile),
+    ("health", Health),
     ("slurm", SlurmOptions),
 )
 

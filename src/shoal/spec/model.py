@@ -16,6 +16,7 @@ from shoal.spec.accounting import Accounting, accounting_problems, unless_false
 from shoal.spec.environments import Environment, EnvironmentName, Proxy, environment_problems
 from shoal.spec.files import Destination, ShippedFile, file_problems
 from shoal.spec.finding import Problem
+from shoal.spec.health import Health
 from shoal.spec.hosts import Controller, Login, NodeSet, Sandbox, host_problems, located_members, rental_names
 from shoal.spec.network import Network, network_problems
 from shoal.spec.partitions import Partition, partition_account_problems, partition_problems
@@ -72,6 +73,8 @@ class Spec(SpecModel):
     """Synchronizes the hosts' clocks: `chrony`, or `none` for your own service. Containers use their host's clock."""
     files: dict[Destination, ShippedFile] = Field(default_factory=dict)
     """Your files on the hosts, by their path there: `{/etc/slurm/prolog.sh: scripts/prolog.sh}`."""
+    health: Health = Field(default_factory=Health)
+    """What the health program on the nodes does: `drain`, `warn`, `off`, or a mapping."""
     slurm: SlurmOptions = Field(default_factory=SlurmOptions)
     """Further keys of slurm.conf."""
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.errors import AgentFailed, CommandTimeout, SlurmError, UsageError
-from shoal.health.diagnosis import ClusterView, Diagnosis, HostReport, concerning_jobs, diagnose
+from shoal.health.diagnosis import ClusterView, Diagnosis, concerning_jobs, diagnose
+from shoal.health.reliability import RECORD_DAYS
+from shoal.health.report import HostReport
 from shoal.hostlist import HostlistError, expand
 from shoal.hosts.api import Host
 from shoal.plan.observe import SLURM_DIRECTORIES
 from shoal.remote import python_command
+from shoal.remote.node_health.node import CONFIG, RESULT, STATE
 from shoal.slurm.conf import LOG_DIRECTORY
-from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
+from shoal.slurm.state import JOBCOMP, JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.member import Member
 from shoal.verbs.context import Context
 from shoal.verbs.health import existing_members
@@ -126,14 +129,17 @@ def _request(context: Context, member: Member) -> dict[str, list[str]]:
     """What to check on a member."""
     daemons = [name for name, role in (("slurmctld", "controller"), ("slurmd", "compute")) if role in member.roles]
     munge = ["munge"] if context.spec.auth == "munge" else []
+    runs_jobs = "compute" in member.roles
     return {
         "services": [*munge, *daemons],
         "directories": [*JOB_DIRECTORIES, *SLURM_DIRECTORIES],
         "names": [other.name for other in context.members],
         "users": [*context.spec.users],
         "steps": [],
+        **({"records": [JOBCOMP, str(RECORD_DAYS)]} if "controller" in member.roles else {}),
         "logs": [f"{LOG_DIRECTORY}/{name}.log" for name in daemons],
         **({"munge": []} if munge else {}),
+        **({"health": [CONFIG, f"{STATE}/{RESULT}"]} if context.spec.health.mode != "off" and runs_jobs else {}),
     }
 
 

@@ -17,11 +17,13 @@ from shoal.agent.loader import STATE
 from shoal.errors import HostError, ShoalError, SlurmError, UsageError
 from shoal.health.diagnosis import Diagnosis, Key, diagnose
 from shoal.health.faults import REGISTER, RELEASE, RESUME, UP
+from shoal.health.node_faults import FORGET
 from shoal.health.reasons import FAULTS
 from shoal.hosts.api import Host
 from shoal.plan.nodes import resume_nodes
 from shoal.plan.progress import NoProgress
 from shoal.remote import shell_command
+from shoal.roles.node_health import FORGET_COMMAND
 from shoal.slurm.state import parse_nodes
 from shoal.spec.finding import nearest, printable
 from shoal.verbs.context import Context
@@ -30,7 +32,7 @@ from shoal.verbs.slurmctld import slurm_output
 from shoal.verbs.up import up
 
 START = "start"
-ORDER = (START, UP, REGISTER, RESUME, RELEASE)
+ORDER = (START, FORGET, UP, REGISTER, RESUME, RELEASE)
 """What is wrong with a host comes before the state of its node, and nodes before the jobs that wait for them."""
 VERIFY_TIMEOUT_S = 90.0
 """For the cluster to show that a fix has worked: a node registers when slurmd has read its configuration."""
@@ -116,6 +118,8 @@ async def _act(context: Context, kind: str, ready: Sequence[Diagnosis]) -> dict[
             try:
                 if kind == START:
                     await _start(await fleet.host(diagnosis.host), diagnosis.action.split()[1])
+                elif kind == FORGET:
+                    await _forget_baseline(await fleet.host(diagnosis.host))
                 elif kind == REGISTER:
                     await _start(await fleet.host(diagnosis.host), "slurmd")
                     await _await_registration(controller, diagnosis.host)
@@ -147,6 +151,13 @@ async def _start(host: Host, service: str) -> None:
     if result.status != 0:
         output = (result.error_text.strip().splitlines() or [f"status {result.status}"])[0]
         raise HostError(host.name, f"{service} does not start: {output}")
+
+
+async def _forget_baseline(host: Host) -> None:
+    result = await host.run(FORGET_COMMAND, timeout=SERVICE_TIMEOUT_S)
+    if result.status != 0:
+        output = (result.error_text.strip().splitlines() or [f"status {result.status}"])[-1]
+        raise HostError(host.name, f"its health program fails: {output}")
 
 
 async def _await_registration(controller: Host, node: str) -> None:

@@ -17,7 +17,8 @@ from shoal.cli.doctor_command import finish_doctor
 from shoal.cli.doctor_screen import show_doctor, show_history
 from shoal.cli.job_screens import show_jobs
 from shoal.cli.session import Session
-from shoal.health.diagnosis import ClusterView, Diagnosis, HostReport, diagnose
+from shoal.health.diagnosis import ClusterView, Diagnosis, diagnose
+from shoal.health.report import HostReport
 from shoal.jobs.record import JobRecord
 from shoal.slurm.state import JobState, NodeState
 from shoal.verbs.doctor import DoctorResult, FixOutcome

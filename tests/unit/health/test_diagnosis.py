@@ -10,14 +10,13 @@ import pytest
 from shoal.health.diagnosis import (
     ClusterView,
     Diagnosis,
-    HostReport,
-    LogEntry,
-    Space,
     concerning_jobs,
     diagnose,
     hint,
     job_hint,
 )
+from shoal.health.reliability import JobCounts
+from shoal.health.report import HealthReport, HostReport, LogEntry, NodeFinding, Space
 from shoal.slurm.state import JobState, NodeState
 
 WELL = HostReport(services={"munge": "active", "slurmd": "active"}, users={"alice": 2001})
@@ -228,3 +227,67 @@ def test_report_is_read_as_it_is_sent() -> None:
     }
     expected = HostReport(users={"alice": 2001, "bob": None}, directories=[SPACE], logs=[LogEntry("x", None)])
     assert HostReport.parse(values) == expected
+
+
+# ---- the health program of a node
+
+
+def test_findings_of_the_health_program_are_shown_with_their_time() -> None:
+    entry = NodeFinding("gpu-lost", 0.0, ("GPU-1 is gone",))
+    one = only(diagnose(view(report=replace(WELL, health=HealthReport(60.0, (entry,))))))
+    assert (one.id, one.level, one.host, one.evidence) == ("gpu-lost", "error", "n1", ("GPU-1 is gone",))
+    assert one.since.startswith("19") and (one.action, one.explicit) == ("forget", True)
+
+
+def test_finding_of_a_newer_program_and_what_was_checked_again_are_left_out() -> None:
+    entries = tuple(NodeFinding(name, 0.0, ("x",)) for name in ("unheard-of", "disk-full"))
+    assert diagnose(view(report=replace(WELL, health=HealthReport(60.0, entries)))) == []
+
+
+def test_health_program_that_does_not_run_is_a_finding() -> None:
+    assert diagnose(view(report=replace(WELL, health=HealthReport(600.0)))) == []
+    one = only(diagnose(view(report=replace(WELL, health=HealthReport(1200.0)))))
+    assert (one.id, one.evidence) == ("health-stale", ("its last result is 20 min old",))
+
+
+def test_drain_of_the_health_program_is_left_to_it() -> None:
+    one = only(diagnose(view(node("shoal: health: gpu-lost: GPU-1 is gone"))))
+    assert (one.id, one.level, one.action) == ("health-drain", "error", "")
+
+
+@pytest.mark.parametrize("values", [{"findings": []}, {"age_s": "old", "findings": []}, {"age_s": 1, "findings": [{}]}])
+def test_health_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        HostReport.parse({"health": values})
+
+
+def test_health_is_read_as_it_is_sent() -> None:
+    sent = {"age_s": 5, "findings": [{"id": "gpu-lost", "since": 1.5, "evidence": ["gone"]}]}
+    assert HostReport.parse({"health": sent}).health == HealthReport(5.0, (NodeFinding("gpu-lost", 1.5, ("gone",)),))
+
+
+# ---- unreliable nodes
+
+
+@pytest.mark.parametrize(
+    ("counts", "unreliable"),
+    [
+        ({"n1": (20, 8, 0), "n2": (100, 4, 0)}, ["n1"]),
+        ({"n1": (20, 8, 0), "n2": (100, 40, 0)}, []),
+        ({"n1": (20, 4, 0), "n2": (100, 0, 0)}, []),
+        ({"n1": (20, 8, 0)}, []),
+        ({"n1": (50, 2, 2), "n2": (50, 0, 0)}, ["n1"]),
+        ({"n[1-2]": (3, 2, 1), "n1": (3, 1, 1)}, ["n1"]),
+        ({"n[": (20, 20, 20)}, []),
+    ],
+)
+def test_node_on_which_more_jobs_fail_is_found_with_the_numbers(
+    counts: dict[str, tuple[int, int, int]], unreliable: list[str]
+) -> None:
+    records = {nodes: JobCounts(*numbers) for nodes, numbers in counts.items()}
+    nodes = {name: node("", "IDLE", name=name) for name in ("n1", "n2")}
+    found = diagnose(ClusterView("c1", nodes, reports={"c1": replace(WELL, records=records)}))
+    assert [(one.id, one.host) for one in found] == [("node-unreliable", name) for name in unreliable]
+    if counts.get("n1") == (20, 8, 0) and found:
+        expected = "in 7 days 8 of 20 jobs failed here, 0 were lost with the node; on other nodes 4 of 100 failed"
+        assert found[0].evidence == (expected,)

@@ -77,6 +77,36 @@ def test_check_that_hangs_is_named_and_hides_no_other(monkeypatch: pytest.Monkey
     end.set()
 
 
+def test_ended_jobs_are_counted_by_their_nodes(tmp_path: Path) -> None:
+    def line(state: str, nodes: str, end: str, name: str = "train") -> str:
+        return (
+            f"JobId=3 UserId=ann(1001) GroupId=ann(1001) Name={name} JobState={state} Partition=main TimeLimit=30 "
+            f"StartTime={end} EndTime={end} NodeList={nodes} NodeCnt=1 ProcCnt=1 WorkDir=/tmp\n"
+        )
+
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    forged = "x JobState=NODE_FAIL Partition=main TimeLimit=1 StartTime=1 EndTime=9 NodeList=n9 NodeCnt=1"
+    (tmp_path / "jobcomp.log.1").write_text(line("FAILED", "n1", now) + line("FAILED", "n1", "2020-01-01T00:00:00"))
+    (tmp_path / "jobcomp.log").write_text(
+        line("COMPLETED", "n1", now, forged)
+        + line("NODE_FAIL", "n[1-2]", now)
+        + line("CANCELLED", "n1", now)
+        + line("COMPLETED", "(null)", now)
+    )
+    answer = ask(records=[str(tmp_path / "jobcomp.log"), "7"])
+    assert answer["records"] == {"n1": [2, 1, 0], "n[1-2]": [1, 1, 1]}
+
+
+def test_last_result_of_the_health_program_is_reported(tmp_path: Path) -> None:
+    config, result = tmp_path / "health.json", tmp_path / "result.json"
+    assert ask(health=[str(config), str(result)])["health"] == {}
+    config.write_text("{}")
+    assert ask(health=[str(config), str(result)])["health"]["findings"] == []
+    result.write_text(json.dumps({"time": time.time() - 100, "findings": [{"id": "gpu-lost"}], "memory": {}}))
+    health = ask(health=[str(config), str(result)])["health"]
+    assert health["findings"] == [{"id": "gpu-lost"}] and 99 < health["age_s"] < 200
+
+
 def test_host_without_munge_reports_the_error() -> None:
     munge = ask(munge=[])["munge"]
     assert munge["credential"] or munge["error"]

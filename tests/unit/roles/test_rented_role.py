@@ -289,7 +289,7 @@ def test_old_python_on_the_controller_is_reported(python: str, refused: bool) ->
 def test_programs_of_slurmctld_exist_before_slurmctld_starts() -> None:
     paths = [item.path for item in controller_document(Stage.SERVICES) if isinstance(item, File)]
     conf = slurm_conf(assemble(SPEC_LAN, FACTS, ADDRESSES).conf)
-    started = [line.partition("=")[2] for line in conf.splitlines() if "=/usr/local/lib/shoal/" in line]
+    started = [line.partition("=")[2] for line in conf.splitlines() if "=/usr/local/lib/shoal/elastic/" in line]
     assert len(started) == 4 and set(started) <= set(paths)
 
 

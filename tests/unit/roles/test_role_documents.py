@@ -15,6 +15,7 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import READ_CONF, advice
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.roles.documents import documents, removal
+from shoal.roles.node_health import PACKAGE
 
 REEF = """
 cluster: reef
@@ -52,7 +53,10 @@ def shown(stages: dict[Stage, Document]) -> str:
             for field in fields(item):
                 value = getattr(item, field.name)
                 if field.name == "content" and isinstance(value, str):
-                    lines += [f"   | {line}" for line in value.splitlines()]
+                    text = value.splitlines()
+                    # A program has tests of its own.
+                    is_program = getattr(item, "path", "").startswith(PACKAGE)
+                    lines += [f"   | {line}" for line in (text[:1] if is_program else text)]
                 elif field.name == "mode":
                     lines.append(f"   mode: {value:04o}")
                 elif isinstance(value, SecretRef):

@@ -1,0 +1,60 @@
+"""Nodes on which far more jobs fail than on others, by Slurm's file of ended jobs: no accounting is needed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shoal.hostlist import expand
+
+RECORD_DAYS = 7
+MIN_LOST = 2
+"""So many jobs that Slurm lost with the node (NODE_FAIL) make it unreliable."""
+MIN_FAILED, MIN_RATE, MIN_RATIO = 5, 0.3, 3.0
+"""So do so many failed jobs, if they are this part of its jobs, and this many times the part on the other nodes."""
+
+
+@dataclass(frozen=True)
+class JobCounts:
+    """Ended jobs: all, those that failed, and those that Slurm lost with a node."""
+
+    jobs: int = 0
+    failed: int = 0
+    lost: int = 0
+
+    def __add__(self, other: JobCounts) -> JobCounts:
+        return JobCounts(self.jobs + other.jobs, self.failed + other.failed, self.lost + other.lost)
+
+    def __sub__(self, other: JobCounts) -> JobCounts:
+        return JobCounts(self.jobs - other.jobs, self.failed - other.failed, self.lost - other.lost)
+
+    @property
+    def rate(self) -> float:
+        return self.failed / self.jobs if self.jobs else 0.0
+
+
+def count_by_node(records: Mapping[str, JobCounts]) -> dict[str, JobCounts]:
+    """The counts of each node. A job of several nodes counts for each of them."""
+    counts: dict[str, JobCounts] = {}
+    for nodes, record in records.items():
+        try:
+            names = expand(nodes)
+        except ValueError:
+            continue
+        for name in names:
+            counts[name] = counts.get(name, JobCounts()) + record
+    return counts
+
+
+def unreliable_nodes(records: Mapping[str, JobCounts]) -> Iterator[tuple[str, str]]:
+    """The nodes, each with its numbers."""
+    counts = count_by_node(records)
+    total = JobCounts()
+    for count in counts.values():
+        total += count
+    for name, count in sorted(counts.items()):
+        others = total - count
+        often = count.failed >= MIN_FAILED and count.rate >= max(MIN_RATE, MIN_RATIO * others.rate) and others.jobs > 0
+        if often or count.lost >= MIN_LOST:
+            here = f"{count.failed} of {count.jobs} jobs failed here, {count.lost} were lost with the node"
+            yield name, f"in {RECORD_DAYS} days {here}; on other nodes {others.failed} of {others.jobs} failed"

@@ -1,0 +1,52 @@
+#!/bin/sh
+# Written by shoal; changes here are lost.
+# Slurm's HealthCheckProgram. It only reads what the health program of this node has found, and asks Slurm only when the
+# node must be drained, or its own drain is over. A reason that others wrote, or that cannot be read, is not changed.
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+export PATH
+state=@STATE@
+wanted='' own=''
+[ ! -r $state/drain ] || read -r wanted < $state/drain
+[ ! -r $state/drained ] || read -r own < $state/drained
+
+record() {
+    if [ -n "$1" ]; then printf '%s\n' "$1" > $state/drained; else rm -f $state/drained; fi
+}
+
+update() {
+    timeout 10 scontrol update "nodename=$SLURMD_NODENAME" "$@"
+}
+
+change() {
+    reason=$(timeout 10 sinfo --all --noheader --Node --nodes="$SLURMD_NODENAME" --format=%E) || return 0
+    [ -n "$reason" ] || return 0
+    reason=${reason%%
+*}
+    if [ -n "$own" ] && [ "$reason" != "$own" ]; then
+        # A person, or Slurm, has decided otherwise since. What was found then is not acted on again.
+        record "$wanted"
+    elif [ -n "$own" ] && [ -n "$wanted" ]; then
+        update "reason=$wanted" && record "$wanted"
+    elif [ -n "$own" ]; then
+        update state=resume && record ''
+    elif [ "$reason" = none ]; then
+        record "$wanted"
+        update state=drain "reason=$wanted" || record ''
+    fi
+}
+
+follow_orders() {
+    mv $state/orders $state/orders.read
+    while read -r verb job text; do
+        case $verb in
+        notify) timeout 10 scontrol notify "$job" "$text" ;;
+        cancel) timeout 10 scancel "$job" ;;
+        esac
+    done < $state/orders.read
+    rm -f $state/orders.read
+}
+
+[ "$wanted" = "$own" ] || change
+[ ! -s $state/orders ] || follow_orders
+program='@PROGRAM@'
+[ -z "$program" ] || exec "$program"

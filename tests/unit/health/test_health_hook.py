@@ -1,0 +1,124 @@
+"""Slurm's HealthCheckProgram, with stand-ins for Slurm's commands: it changes only what is its own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shoal.remote import program_text
+
+WANTED = "shoal: health: gpu-lost: GPU-1 is gone"
+
+
+class Hook:
+    """The program with a node whose reason is `reason`; empty where Slurm does not answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.reason = folder, "none"
+        (folder / "bin").mkdir()
+        for name, text in (
+            ("sinfo", 'echo "sinfo $*" >> "$0.calls"; cat "${0%/*}/../reason"; [ -s "${0%/*}/../reason" ]'),
+            ("scontrol", 'printf "%s\\n" "$*" >> "${0%/*}/../updates"; [ ! -e "${0%/*}/../rejects" ]'),
+        ):
+            program = folder / "bin" / name
+            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.chmod(0o755)
+
+    def run(self, wanted: str = "", program: str = "") -> list[str]:
+        """What it asks Slurm to change."""
+        (self.folder / "drain").write_text(f"{wanted}\n" if wanted else "")
+        (self.folder / "reason").write_text(f"{self.reason}\n{self.reason}\n" if self.reason else "")
+        (self.folder / "updates").unlink(missing_ok=True)
+        text = program_text("health_hook.sh", STATE=self.folder, PROGRAM=program)
+        text = text.replace("PATH=/usr/sbin", f"PATH={self.folder}/bin:/usr/sbin", 1)
+        done = subprocess.run(
+            ["sh", "-c", text], env={"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, timeout=30
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        self.output = done.stdout
+        updates = self.folder / "updates"
+        changes = updates.read_text().splitlines() if updates.exists() else []
+        for change in changes if not (self.folder / "rejects").exists() else ():
+            if "state=resume" in change:
+                self.reason = "none"
+            elif "reason=" in change:
+                self.reason = change.partition("reason=")[2]
+        return changes
+
+    @property
+    def asked(self) -> bool:
+        return (self.folder / "bin/sinfo.calls").exists()
+
+
+@pytest.fixture
+def hook(tmp_path: Path) -> Hook:
+    return Hook(tmp_path)
+
+
+def test_node_that_is_well_is_not_asked_about(hook: Hook) -> None:
+    assert hook.run() == [] and not hook.asked
+
+
+def test_drain_and_resume(hook: Hook) -> None:
+    assert hook.run(WANTED) == [f"update nodename=n1 state=drain reason={WANTED}"]
+    (hook.folder / "bin/sinfo.calls").unlink()
+    assert hook.run(WANTED) == [] and not hook.asked, "it is drained already"
+    assert hook.run() == ["update nodename=n1 state=resume"]
+    assert hook.run() == [] and hook.reason == "none"
+
+
+def test_new_finding_changes_the_reason_of_its_own_drain(hook: Hook) -> None:
+    hook.run(WANTED)
+    assert hook.run(f"{WANTED} too") == [f"update nodename=n1 reason={WANTED} too"]
+    assert hook.run() == ["update nodename=n1 state=resume"]
+
+
+@pytest.mark.parametrize("reason", ["fan broken", "Kill task failed", f"{WANTED}; Anna looks at it"])
+def test_drain_of_others_is_never_changed(hook: Hook, reason: str) -> None:
+    hook.reason = reason
+    assert hook.run(WANTED) == [] and hook.run() == [] and hook.reason == reason
+
+
+@pytest.mark.parametrize("reason", ["fan broken", "Kill task failed", f"{WANTED}; Anna looks at it"])
+def test_reason_that_others_wrote_over_its_own_stays(hook: Hook, reason: str) -> None:
+    hook.run(WANTED)
+    hook.reason = reason
+    assert hook.run(WANTED) == [] and hook.run() == [] and hook.run() == [] and hook.reason == reason
+
+
+def test_node_that_a_person_resumed_is_not_drained_for_the_same_again(hook: Hook) -> None:
+    hook.run(WANTED)
+    hook.reason = "none"
+    assert hook.run(f"{WANTED} still") == hook.run(f"{WANTED} yet") == []
+    assert hook.run() == []
+    assert hook.run(WANTED) != [], "when it was well in between"
+
+
+def test_reason_that_cannot_be_read_changes_nothing(hook: Hook) -> None:
+    hook.reason = ""
+    assert hook.run(WANTED) == []
+    hook.reason = "none"
+    hook.run(WANTED)
+    hook.reason = ""
+    assert hook.run() == []
+    hook.reason = WANTED
+    assert hook.run() == ["update nodename=n1 state=resume"], "it tries again"
+
+
+def test_drain_that_slurm_rejects_is_tried_again(hook: Hook) -> None:
+    (hook.folder / "rejects").touch()
+    assert hook.run(WANTED) == hook.run(WANTED) != []
+    (hook.folder / "rejects").unlink()
+    assert hook.run(WANTED) != [] and hook.run(WANTED) == []
+
+
+def test_program_of_the_operator_runs_after_it(hook: Hook) -> None:
+    own = hook.folder / "nhc"
+    own.write_text('#!/bin/sh\necho "checked $SLURMD_NODENAME"\n')
+    own.chmod(0o755)
+    hook.run(WANTED, str(own))
+    assert hook.output == "checked n1\n"
+    hook.run(WANTED, str(own))
+    assert hook.output == "checked n1\n"

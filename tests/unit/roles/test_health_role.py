@@ -1,0 +1,123 @@
+"""The health program on nodes: who gets it, in what order, and the operator's own program beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Directory, File, Item, Service
+from shoal.agent.facts import FileFact
+from shoal.roles.assembly import assemble
+from shoal.roles.component import Stage
+from shoal.roles.documents import documents
+from shoal.roles.node_health import COMMAND, CONFIG, FORGET_COMMAND, TIMER
+from shoal.slurm.conf import HEALTH_HOOK, slurm_conf
+from shoal.spec.model import Spec
+
+REEF = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+"""
+OWN = "slurm: {options: {HealthCheckProgram: /usr/sbin/nhc, HealthCheckInterval: 90}}\n"
+
+
+def items(text: str, name: str = "n1", *, init: str = "systemd", had: bool = False) -> dict[Stage, list[Item]]:
+    """What concerns the health program in a host's documents."""
+    files = {CONFIG: FileFact(there=had), "/usr/sbin/nhc": FileFact(there=True)}
+    facts = {
+        host: replace(host_facts(host, address), init=init if host == "n1" else "systemd", files=files)
+        for host, address in (("c1", "10.0.0.1"), ("n1", "10.0.0.11"))
+    }
+    cluster = assemble(spec_of(text), facts, {})
+    member = next(member for member in cluster.members if member.name == name)
+    stages = documents(cluster, member)
+    return {stage: [item for item in stages[stage] if "health" in item.key] for stage in stages}
+
+
+def conf(text: str) -> str:
+    facts = {host: host_facts(host, address) for host, address in (("c1", "10.0.0.1"), ("n1", "10.0.0.11"))}
+    return slurm_conf(assemble(spec_of(text), facts, {}).conf)
+
+
+def test_nodes_have_the_program_before_slurm_reads_of_its_hook() -> None:
+    stages = items(REEF)
+    assert [stage for stage, found in stages.items() if found] == [Stage.BASE]
+    files = {item.path: item for item in stages[Stage.BASE] if isinstance(item, File)}
+    assert files[HEALTH_HOOK].mode == 0o755 and json.loads(str(files[CONFIG].content))["mode"] == "drain"
+    assert stages[Stage.BASE][-1] == Service(TIMER)
+    assert f"HealthCheckProgram={HEALTH_HOOK}\nHealthCheckInterval=300\n" in conf(REEF)
+
+
+def test_controller_without_jobs_has_none() -> None:
+    assert not any(items(REEF, "c1").values())
+    assert any(items(REEF.replace("controller: {", "controller: {compute: true, "), "c1").values())
+
+
+def test_host_without_systemd_runs_it_under_the_supervisor() -> None:
+    *files, service = items(REEF, init="none")[Stage.BASE]
+    assert isinstance(service, Service) and service.command[:2] == ("/bin/sh", "-c")
+    assert service.command[2].startswith("while :; do python3 -I -S -B -c '") and "sleep 300" in service.command[2]
+    assert not [item for item in files if isinstance(item, File) and item.path.startswith("/etc/systemd")]
+
+
+@pytest.mark.parametrize("mode", ["warn", "drain"])
+def test_modes_and_switches_reach_the_program(mode: str) -> None:
+    found = items(f"{REEF}health: {{mode: {mode}, skip: [gpu-clock, disk-full]}}\n")[Stage.BASE]
+    [config] = [item for item in found if isinstance(item, File) and item.path == CONFIG]
+    assert json.loads(str(config.content)) == {
+        "mode": mode,
+        "skip": ["disk-full", "gpu-clock"],
+        "leftovers": "warn",
+        "idle_gpus": "warn",
+        "idle_after_s": 3600,
+    }
+
+
+def test_off_removes_it() -> None:
+    assert not any(items(f"{REEF}health: off\n").values())
+    stages = items(f"{REEF}health: off\n", had=True)
+    assert stages[Stage.NODES][0] == Service(TIMER, enabled=False, running=False)
+    assert File(HEALTH_HOOK) in stages[Stage.NODES] and stages[Stage.NODES][-1] == File(CONFIG)
+    assert "HealthCheck" not in conf(f"{REEF}health: off\n")
+
+
+def test_program_of_the_operator_runs_beside_it() -> None:
+    found = items(REEF + OWN)[Stage.BASE]
+    [hook] = [item for item in found if isinstance(item, File) and item.path == HEALTH_HOOK]
+    assert "program='/usr/sbin/nhc'\n" in str(hook.content)
+    assert f"HealthCheckProgram={HEALTH_HOOK}\nHealthCheckInterval=90\n" in conf(REEF + OWN)
+    assert "HealthCheckProgram=/usr/sbin/nhc\n" in conf(REEF + OWN + "health: off\n")
+
+
+def test_directories_exist_before_their_files() -> None:
+    places: set[str] = set()
+    for item in items(REEF)[Stage.BASE]:
+        if isinstance(item, Directory):
+            places.add(item.path)
+        elif isinstance(item, File) and not item.path.startswith("/etc"):
+            folder = item.path.rpartition("/")[0]
+            assert folder in places or folder == "/usr/local/lib/shoal"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("health: loud", "unknown mode"),
+        ("health: 3", "not a mode of the health program"),
+        ("health: {skip: [gpu-clok]}", "no check has this name"),
+    ],
+)
+def test_wrong_values_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(Exception, match=problem):
+        spec_of(f"{REEF}{text}\n")
+
+
+def test_default_is_to_drain() -> None:
+    spec: Spec = spec_of(REEF)
+    assert (spec.health.mode, spec.health.skip) == ("drain", ())
+    assert FORGET_COMMAND[:-1] == COMMAND[:-1] and FORGET_COMMAND[-1].endswith("main(forget=True)")
