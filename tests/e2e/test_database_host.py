@@ -1,20 +1,27 @@
-"""Accounting on a host that is not the controller: its records, and what happens when that host fails."""
+"""Accounting, a share and the hub of WireGuard on a host that is not the controller.
+
+Its records, what happens when that host fails, and when another cluster's file names it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import LIMIT, Cluster, running
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\
 cluster: ac-elsewhere
+network: {kind: wireguard, hub: login1}
 controller: {provider: sandbox, memory: 1G}
 login: {provider: sandbox, count: 1, memory: 1G}
 nodesets:
   gpu: {provider: sandbox, count: 1, gpus: 2, memory: 512M, price: 3600}
+storage:
+  /data: {kind: sshfs, host: login1}
 accounting:
   host: login1
   accounts:
@@ -102,3 +109,31 @@ def test_jobs_run_and_records_are_kept_while_the_database_host_is_down(cluster: 
     cluster.fault("reboot", BOOKS)
     other = sbatch(cluster)
     cluster.wait("a record after the reboot", lambda: state_of(cluster, other) == "COMPLETED")
+
+
+def test_host_that_the_cluster_needs_is_taken_over_only_from_a_dead_controller(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The last test: it takes the host away."""
+    target = cluster.instances()[BOOKS]
+    entry = f"{{name: {BOOKS}, address: {target.address}}}, user: root, identity: {target.identity}"
+    reach = "storage:\n  /data: {kind: sshfs}\naccounting: true\nnetwork: wireguard\n"
+    other = Cluster(tmp_path, f"cluster: ac-other\ncontroller: {{host: {entry}, compute: true}}\n{reach}")
+    job = sbatch(cluster, "--begin=now")
+    cluster.wait("its record", lambda: state_of(cluster, job) == "COMPLETED")
+    needs = f"{BOOKS}: has the hub of its network, the share /data, the accounting database of cluster"
+    for words in (("check",), ("plan", "--take-over"), ("up", "--take-over")):
+        done = other.shoal(*words, status=1)
+        assert needs in " ".join((done.stdout + done.stderr).split()), done
+    assert cluster.json("up")["unchanged"]
+    cluster.on(CONTROLLER, "systemctl", "stop", "slurmctld")
+    planned = " ".join(other.shoal("plan", "--take-over").stdout.split())
+    assert "its controller does not answer: jobs may run there, and it loses the hub of its network" in planned
+    assert other.json("up", "--take-over", timeout=LIMIT)["whole"]
+    try:
+        assert other.on(BOOKS, "srun", "hostname").strip() == BOOKS
+        assert "-last.sql.gz" in other.on(BOOKS, "ls", BACKUPS), "the records of the other cluster are kept"
+        assert other.json("up")["unchanged"]
+        assert f"{BOOKS}: is the controller of cluster ac-other" in cluster.shoal("up", status=1).stderr
+    finally:
+        other.shoal("down", "--yes")

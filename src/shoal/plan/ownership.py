@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.agent.client import FactsRequest
+from shoal.agent.document import File
+from shoal.agent.facts import FileFact
 from shoal.errors import HostError, ShoalError
 from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost
@@ -13,6 +15,7 @@ from shoal.plan.observe import Observation, slurm_view
 from shoal.plan.progress import ProgressReporter
 from shoal.roles.documents import removal
 from shoal.roles.host_record import RECORD_FILES, HostRecord, foreign_records, is_controller, read_host_record
+from shoal.roles.registry import cluster_services
 from shoal.slurm.state import ACTIVE_STATES, JobState
 from shoal.spec.finding import Finding
 from shoal.spec.members import members
@@ -38,12 +41,15 @@ class ForeignHost:
     node: str = ""
     """Its name in that cluster."""
     jobs: tuple[JobState, ...] = ()
-    """The jobs that run on it; on a controller all that run."""
+    """The jobs that run on it; all that run, where all need it."""
+    services: tuple[str, ...] = ()
+    """What the other hosts of that cluster need it for."""
 
     @property
     def jobs_text(self) -> str:
         if not self.answers:
-            return "its controller does not answer: jobs may run there"
+            lost = f", and it loses {', '.join(self.services)}" if self.services else ""
+            return f"its controller does not answer: jobs may run there{lost}"
         if not self.jobs:
             return "no job runs there"
         return f"running: job {', '.join(f'{job.id} ({job.user})' for job in self.jobs)}"
@@ -61,6 +67,13 @@ class ForeignHost:
         if self.controls:
             fix = f"run `shoal down` with the file of {old} first, or take {self.name} out of this file"
             return Finding("error", f"is the controller of cluster {self.record}", self.jobs_text, fix, host=self.name)
+        if self.services and self.answers:
+            what = f"has {', '.join(self.services)} of cluster {self.record}"
+            fix = (
+                f"name another host for it in the file of {old} and run `shoal up` there, or run `shoal down` with "
+                f"that file; or take {self.name} out of this file"
+            )
+            return Finding("error", what, self.jobs_text, fix, host=self.name)
         if take_over:
             return Finding("warning", f"is taken over from cluster {self.record}", self.jobs_text, host=self.name)
         fix = (
@@ -86,10 +99,11 @@ async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tupl
         fact, record = facts[name], records[name]
         view = await slurm_view(await fleet.host(name))
         node = next((node.name for node in view.nodes.values() if node.hostname == fact.hostname), "")
-        controls = is_controller(fact)
-        jobs = [job for job in view.jobs if job.state in ACTIVE_STATES and (controls or node in job.node_names)]
+        controls, services = is_controller(fact), cluster_services(fact)
+        all_need_it = controls or services
+        jobs = [job for job in view.jobs if job.state in ACTIVE_STATES and (all_need_it or node in job.node_names)]
         renamed = controls and name == controller
-        return ForeignHost(name, spec.cluster, record, controls, renamed, view.running, node, tuple(jobs))
+        return ForeignHost(name, spec.cluster, record, controls, renamed, view.running, node, tuple(jobs), services)
 
     hosts = tuple((await fleet.each(records, inspect)).values())
     if any(host.renamed for host in hosts):
@@ -104,6 +118,16 @@ def reject_foreign(hosts: Iterable[ForeignHost], take_over: bool) -> None:
         problems = "\n".join(f"{finding.host}: {finding.what} ({finding.found})" for finding in findings)
         fixes = dict.fromkeys(finding.fix for finding in findings)
         raise ShoalError(f"{problems}\nnothing was changed", hint="\n".join(fixes))
+
+
+def without_other_clusters(observed: Observation, hosts: Iterable[ForeignHost]) -> Observation:
+    """The hosts as they are once they are taken over: their former clusters decide nothing about this one."""
+    removed = {item.path for item in removal() if isinstance(item, File)}
+    facts = dict(observed.facts)
+    for host in hosts:
+        files = {path: FileFact() if path in removed else file for path, file in facts[host.name].files.items()}
+        facts[host.name] = replace(facts[host.name], files=files)
+    return replace(observed, facts=facts)
 
 
 async def take_over_hosts(hosts: Sequence[ForeignHost], fleet: Fleet, progress: ProgressReporter) -> None:

@@ -61,6 +61,9 @@ class AccountingComponent(Component):
     def removal(self) -> Document:
         return (File(SLURMCTLD_DROP_IN), *database_removal())
 
+    def cluster_services(self, facts: Facts) -> tuple[str, ...]:
+        return ("the accounting database",) if has_records(facts) else ()
+
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         finding = moved_database_finding(cluster.spec, cluster.facts)
         return (finding,) if finding else ()

@@ -177,6 +177,10 @@ class Component:
         """What to remove from a host that leaves, before Slurm is removed."""
         return ()
 
+    def cluster_services(self, facts: Facts) -> tuple[str, ...]:
+        """What the other hosts of its cluster need this host for, in words."""
+        return ()
+
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         """Problems that the user must solve."""
         return ()

@@ -76,6 +76,11 @@ def component_files(spec: Spec) -> dict[str, FileQuery]:
     return {path: query for c in COMPONENTS for path, query in {**c.files, **c.fact_files(spec)}.items()}
 
 
+def cluster_services(facts: Facts) -> tuple[str, ...]:
+    """What the other hosts of its cluster need a host for, in words."""
+    return tuple(service for component in COMPONENTS for service in component.cluster_services(facts))
+
+
 def shared_secrets(spec: Spec) -> dict[str, SharedSecret]:
     return {name: secret for component in COMPONENTS for name, secret in component.shared_secrets(spec).items()}
 

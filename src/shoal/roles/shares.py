@@ -69,13 +69,18 @@ def moved_share_findings(spec: Spec, facts: Mapping[str, Facts]) -> tuple[Findin
     )
     findings = []
     for name, fact in facts.items():
-        lines = [line.split(" ") for line in fact.text(RECORD).splitlines()]
-        paths = {fields[1]: fields[2] for fields in lines if fields[0] == SERVED_RECORD and len(fields) == 3}
+        paths = recorded_shares(fact)
         for share in shares(spec):
             if share.where in paths and (name, paths[share.where]) != (share.server, share.path):
                 what = f"{share.where} is in {paths[share.where]} here, and the file has {share.path} of {share.server}"
                 findings.append(Finding("error", what, fix=fix, host=name))
     return tuple(findings)
+
+
+def recorded_shares(facts: Facts) -> dict[str, str]:
+    """The shares that a host serves by its record: their directories by mount point."""
+    lines = [line.split(" ") for line in facts.text(RECORD).splitlines()]
+    return {fields[1]: fields[2] for fields in lines if fields[0] == SERVED_RECORD and len(fields) == 3}
 
 
 def access_kind(cluster: Cluster, share: ServedShare, member: str) -> AccessKind:

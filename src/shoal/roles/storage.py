@@ -23,6 +23,7 @@ from shoal.roles.shares import (
     has_foreign_exports,
     moved_share_findings,
     nfs_server_removal,
+    recorded_shares,
     rpcbind_removal,
     server_items,
     shares,
@@ -101,6 +102,9 @@ class StorageComponent(Component):
             *copy_removal(),
             *map(File, (sshfs.KEY, sshfs.PUBLIC_KEY, sshfs.KNOWN_HOSTS, sshfs.PROXY_PROGRAM, RECORD)),
         )
+
+    def cluster_services(self, facts: Facts) -> tuple[str, ...]:
+        return tuple(f"the share {mount_point}" for mount_point in recorded_shares(facts))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         return (*moved_share_findings(cluster.spec, cluster.facts), *dict.fromkeys(_findings(cluster)))

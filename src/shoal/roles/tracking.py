@@ -74,6 +74,9 @@ class TrackingComponent(Component):
         """The records stay, and so do the accounts and their passwords."""
         return (*SERVER_REMOVAL, File(login.ADDRESS), *tracking_logins.REMOVAL)
 
+    def cluster_services(self, facts: Facts) -> tuple[str, ...]:
+        return ("the MLflow server",) if facts.has_file(mlflow.UNIT) else ()
+
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         host = server_host(cluster.spec)
         return tuple(artifacts_findings(cluster, host)) if host else ()

@@ -22,7 +22,7 @@ SYNC = "wireguard peers"
 class WireGuardComponent(Component):
     """The network `wireguard`."""
 
-    files: Mapping[str, FileQuery] = {wg.UNIT: "there"}
+    files: Mapping[str, FileQuery] = {wg.UNIT: "there", wg.HUB_RULES: "there"}
     services = (wg.KNOCK_SERVICE, wg.SERVICE)
     changes_with_members = True
 
@@ -76,6 +76,9 @@ class WireGuardComponent(Component):
                 "unreachable subnet", ("ip", "route", "flush", *wg.UNREACHABLE), unless=("sh", "-c", wg.NO_UNREACHABLE)
             ),
         )
+
+    def cluster_services(self, facts: Facts) -> tuple[str, ...]:
+        return ("the hub of its network",) if facts.has_file(wg.HUB_RULES) else ()
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         return tuple(_findings(cluster)) if cluster.spec.network.kind == "wireguard" else ()

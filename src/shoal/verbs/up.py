@@ -16,7 +16,7 @@ from shoal.plan.connections import Fleet
 from shoal.plan.diff import cluster_goal, make_plan, network_addresses, reject_versions
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
-from shoal.plan.ownership import foreign_hosts, reject_foreign, take_over_hosts
+from shoal.plan.ownership import foreign_hosts, reject_foreign, take_over_hosts, without_other_clusters
 from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.plan.secret_values import missing_secrets, require_secrets, unavailable_secrets
 from shoal.roles.accounting import moved_database_finding
@@ -88,6 +88,7 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
         observed = await _observe(context, fleet)
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
+        observed = without_other_clusters(observed, others)
         preparation_changes = await preparations(context.spec, observed.facts, fleet)
         cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
         return replace(
@@ -121,6 +122,7 @@ async def up(
         observed = await _observe(context, fleet)
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
+        observed = without_other_clusters(observed, others)
         _reject_unwritable_state(context, observed)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)

@@ -12,8 +12,12 @@ from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 from shoal.agent.facts import FileFact
 from shoal.errors import ShoalError
 from shoal.hosts.api import Result
+from shoal.network import wireguard
 from shoal.plan.model import Cost
+from shoal.roles.accounting import SACCTMGR_CONF
 from shoal.roles.host_record import HOST_RECORD, STATE_OWNER, read_host_record
+from shoal.roles.shares import RECORD as SHARES_RECORD
+from shoal.tracking import mlflow
 from shoal.verbs.check import check
 from shoal.verbs.down import down
 from shoal.verbs.keys import rotate
@@ -26,6 +30,15 @@ BELONGS = (
     "  fix: take n1 out of this file; or run `shoal node remove gpu1` with the file of {0}; or use "
     "`shoal up --take-over`, which ends the jobs on it"
 )
+
+
+SERVICES = (
+    (wireguard.HUB_RULES, FileFact(there=True), "the hub of its network"),
+    (SHARES_RECORD, FileFact(text="keeps /data /srv/data\n"), "the share /data"),
+    (mlflow.UNIT, FileFact(there=True), "the MLflow server"),
+    (SACCTMGR_CONF, FileFact(there=True), "the accounting database"),
+)
+"""The traces of what other hosts of a cluster need a host for."""
 
 
 def occupy(world: World, cluster: str, *, answers: bool = True) -> None:
@@ -44,8 +57,12 @@ def occupy(world: World, cluster: str, *, answers: bool = True) -> None:
 
 
 def set_text(world: World, name: str, path: str, text: str) -> None:
+    set_file(world, name, path, FileFact(text=text))
+
+
+def set_file(world: World, name: str, path: str, file: FileFact) -> None:
     agent = world.agents[name]
-    agent.facts = replace(agent.facts, files={**agent.facts.files, path: FileFact(text=text)})
+    agent.facts = replace(agent.facts, files={**agent.facts.files, path: file})
 
 
 @pytest.mark.parametrize("cluster", ["atoll", "reef"], ids=["another name", "the same name"])
@@ -87,6 +104,44 @@ async def test_silent_cluster_keeps_its_hosts_unless_it_has_this_name() -> None:
         await up(context_of(world), AT_ONCE)
     occupy(world, "reef", answers=False)  # its controller is gone, and the file has another
     assert (await up(context_of(world), AT_ONCE)).whole
+
+
+@pytest.mark.parametrize(("path", "file", "service"), SERVICES)
+async def test_host_that_a_live_cluster_needs_is_never_taken_over(path: str, file: FileFact, service: str) -> None:
+    world = lab()
+    occupy(world, "atoll")
+    set_file(world, "n1", path, file)
+    for verb in (up, plan):
+        with pytest.raises(ShoalError) as caught:
+            await verb(context_of(world), take_over=True)
+        assert str(caught.value) == (
+            f"n1: has {service} of cluster atoll (controller desk, 10.0.0.99) (running: job 17 (alice), 18 (bob))\n"
+            "nothing was changed\n  fix: name another host for it in the file of atoll and run `shoal up` there, or "
+            "run `shoal down` with that file; or take n1 out of this file"
+        )
+    assert world.applied() == []
+    [finding] = [finding for finding in await check(context_of(world)) if finding.level == "error"]
+    assert finding.what == f"has {service} of cluster atoll (controller desk, 10.0.0.99)"
+
+
+async def test_services_of_a_silent_cluster_are_named_and_decide_nothing_about_this_one() -> None:
+    text = f"{LAB}storage: {{/data: {{kind: nfs}}}}\naccounting: true\nnetwork: wireguard\n"
+    world = lab(text)
+    for name in world.agents:
+        set_text(world, name, wireguard.PUBLIC_KEY, f"public key of {name}\n")
+        world.agents[name].facts = replace(world.agents[name].facts, tun=True)
+    occupy(world, "atoll", answers=False)
+    for path, file, _ in SERVICES:
+        set_file(world, "n1", path, file)
+    planned = await plan(context_of(world), take_over=True)
+    assert [finding.what for finding in planned.findings if finding.level == "error"] == []
+    [change] = planned.take_over
+    assert change.action == (
+        "take over from cluster atoll (controller desk, 10.0.0.99); its controller does not answer: jobs may run "
+        "there, and it loses the hub of its network, the share /data, the MLflow server, the accounting database"
+    )
+    with_records = context_of(world, f"{LAB}accounting: true\n")
+    assert "n1" in (await up(with_records, AT_ONCE, take_over=True)).changed
 
 
 async def test_controller_may_move_to_a_node_and_get_a_new_host_key() -> None:
