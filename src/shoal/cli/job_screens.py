@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -28,17 +27,7 @@ if TYPE_CHECKING:
 
 STATE_STYLE = {"RUNNING": "cyan", "COMPLETED": "green", "PENDING": "yellow", "CANCELLED": "magenta"}
 MAX_SHOWN_NAMES = 5
-RUN_OPTIONS = ("--wait", "--now", "--dry-run", "--launcher", "--env", "--nodes", "--partition", "--gpus-per-node")
-"""Options of `shoal run` that scripts rarely have."""
 RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
-
-
-def show_script_options(console: Console, script: str, args: Iterable[str]) -> None:
-    """Say that options of `shoal run` behind the script are the script's own: they are often meant otherwise."""
-    words = [word for word in args if word.partition("=")[0] in RUN_OPTIONS or re.fullmatch("-N[0-9]+", word)]
-    if words:
-        text = f"note: {' '.join(words)} goes to {script}; options of `shoal run` come before the script"
-        console.print(escape_text(text), soft_wrap=True)
 
 
 def show_submitted(console: Console, job: SubmittedJob) -> None:

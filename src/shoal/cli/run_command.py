@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from shoal.cli.job_commands import finish_log, keep_running, live_output
 from shoal.cli.options import Cluster, File, Json, suggest
 from shoal.cli.output import escape_controls
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
-from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, load_job, option_name
+from shoal.jobs.model import (
+    JOB_FIELDS,
+    LAUNCHER_NAMES,
+    PROFILER_NAMES,
+    JobSpec,
+    job_from_options,
+    load_job,
+    option_name,
+)
 
 if TYPE_CHECKING:
     from shoal.jobs.logs import LogLine
@@ -60,10 +70,8 @@ def run(
         context = session.open(phases=False)
         limit = max_size * 1024 * 1024
         spec = _job_spec(script, args, job, options)
-        if not json:
-            from shoal.cli.job_screens import show_script_options
-
-            show_script_options(session.errors, spec.script, spec.args)
+        if not json and spec.args:
+            _show_script_options(session, spec)
         if now:
             return _run_now(session, context, spec, limit, dry_run)
         if dry_run:
@@ -73,7 +81,7 @@ def run(
             value = {
                 "script": prepared_job.script,
                 "code": prepared_job.tree.hash,
-                "job": prepared_job.job.spec.model_dump(),
+                "job": prepared_job.job.spec.as_dict(),
             }
             if not session.finish(value):
                 print(escape_controls(prepared_job.script), end="")
@@ -105,7 +113,7 @@ def _run_now(session: Session, context: Context, spec: JobSpec, limit: int, dry_
 
     if dry_run:
         command = session.run(show_command(context, spec, Path.cwd(), limit))
-        if not session.finish({"command": command, "job": spec.model_dump()}):
+        if not session.finish({"command": command, "job": spec.as_dict()}):
             print(escape_controls(shlex.join(command)))
         return
     if session.json:
@@ -158,6 +166,37 @@ def _wait_for_array(session: Session, context: Context, job: SubmittedJob) -> No
         session.status = 1
 
 
+def _show_script_options(session: Session, spec: JobSpec) -> None:
+    """Say that options of `shoal run` behind the script are the script's own: they are often meant otherwise."""
+    try:
+        words = misplaced_options(spec.args, Path(spec.script).read_text(errors="ignore"))
+    except OSError:
+        return  # reported where it is read
+    if words:
+        note = f"note: {' '.join(words)} goes to {spec.script}; options of `shoal run` come before the script"
+        session.errors.print(escape_controls(note), markup=False, soft_wrap=True)
+
+
+def misplaced_options(args: Iterable[str], script: str) -> list[str]:
+    """Arguments that are options of `shoal run`, and none that the script's text names."""
+    text, own = script.replace("_", "-"), _run_options()
+    names = {word: word.partition("=")[0] for word in args}
+    return [
+        word for word, name in names.items() if (name in own and name not in text) or re.fullmatch("-N[0-9]+", word)
+    ]
+
+
+def _run_options() -> set[str]:
+    """The long options of `shoal run`."""
+    names: set[str] = set()
+    for parameter in inspect.signature(run).parameters.values():
+        option = get_args(parameter.annotation)[-1]
+        if isinstance(option, OptionInfo):
+            words = [str(word) for word in (option.default, *(option.param_decls or ())) if word not in (None, ...)]
+            names |= {part for word in words or [f"--{parameter.name.replace('_', '-')}"] for part in word.split("/")}
+    return {name for name in names if name.startswith("--")}
+
+
 def _job_spec(script: str | None, args: list[str] | None, file: Path | None, options: dict[str, Any]) -> JobSpec:
     from shoal.verbs.submission import check_secrets
 
@@ -203,26 +242,26 @@ def finish_wait(session: Session, job: SubmittedJob, result: LogsResult) -> None
 
 def _job_options() -> Iterator[inspect.Parameter]:
     """The options for the fields of a job. None stands for one that is not given: the job's file may have it."""
-    for name, field in JobSpec.model_fields.items():
-        spelling: Any = field.json_schema_extra
-        if spelling is None:
-            continue
-        names = "/".join(filter(None, (option_name(name), spelling["negative"])))
+    types = get_type_hints(JobSpec)
+    for name, spelling in JOB_FIELDS.items():
+        if not spelling.help:
+            continue  # the script and its arguments
+        names = "/".join(filter(None, (option_name(name), spelling.negative)))
         option = typer.Option(
-            *filter(None, (names, spelling["short"])),
-            help=field.description,
-            metavar=spelling["metavar"] or None,
+            *filter(None, (names, spelling.short)),
+            help=spelling.help,
+            metavar=spelling.metavar or None,
             autocompletion=suggest(*CHOICES[name]) if name in CHOICES else None,
         )
         annotation: Any = Annotated[Any, option]  # its type is known only now
-        annotation = annotation.copy_with((_option_type(field.annotation) | None,))
+        annotation = annotation.copy_with((_option_type(types[name]) | None,))
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _option_type(annotation: Any) -> Any:
     """What the command line hands over for a field: text, a number, a flag, or many texts for a mapping or a list."""
     while args := get_args(annotation):
-        if get_origin(annotation) in (dict, tuple):
+        if get_origin(annotation) in (Mapping, tuple):
             return list[str]
         annotation = args[0]
     return annotation

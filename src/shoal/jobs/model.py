@@ -1,244 +1,187 @@
-"""What a job is: the fields of `job.yaml` and of `shoal run`, spelled as sbatch spells them."""
+"""What a job is: the fields of `job.yaml` and of `shoal run`, spelled as sbatch spells them.
+
+Its models need no pydantic, which takes a third of the CPU time of `shoal run` to load.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BeforeValidator, Field, StrictBool, ValidationError, WithJsonSchema
-
-from shoal import hostlist
 from shoal.contract import WARNING
 from shoal.errors import SpecError
+from shoal.jobs import field_checks as checks
+from shoal.jobs.field_checks import Check, ListOf, MappingOf, mistake, read_value
 from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.jobs.sbatch_options import parse_options
+from shoal.spec.checks import InvalidValue, choice, whole_number
 from shoal.spec.finding import Finding, nearest, show
-from shoal.spec.values import Between, SpecModel, choice, refusal, slurm_time
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 RENAMED_FIELDS = {"env": "write `export:` for variables, or `environment:` for a Python environment"}
 """Fields of earlier releases, and what to write instead."""
 LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "pmix", "mpirun", "python")
 PROFILER_NAMES = ("torch", "nsys", "line")
-SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-"""Variables of the operator's that go to a job with a tracker, and never into its script: anybody may read that."""
 
-_DEPENDENCY = r"(singleton|after(any|burstbuffer|corr|notok|ok)?(:[0-9]+(_[0-9]+)?(\+[0-9]+)?)+)"
-_SIGNAL = re.compile(r"(R?B?R?:)?(SIG)?([A-Z][A-Z0-9]*|[0-9]+)(@([0-9]{1,5}))?", re.IGNORECASE)
+_count = whole_number(1, 65533)
 
 
-def _word(kind: str, pattern: str, fix: str, limit: int = 512) -> Callable[[object], str]:
-    """A check for text that goes on an #SBATCH line: nothing in it can end the line, the word or the quotes."""
-    shape = re.compile(pattern)
+@dataclass(frozen=True)
+class JobOption:
+    """A field of a job: the check of its values, and how it is spelled as an option of `shoal run`."""
 
-    def check(value: object) -> str:
-        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        if not isinstance(text, str) or len(text) > limit or not shape.fullmatch(text):
-            raise refusal(f"not a {kind}", fix)
-        return text
-
-    return check
-
-
-def _signal(value: object) -> str:
-    match = _SIGNAL.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[5] is None:
-        raise refusal("not a signal", "write it like USR1@120: the signal, and how many seconds before the end")
-    if match[1]:
-        fix = f"leave it out: {match[3].upper()}@{match[5]}"
-        if "B" not in match[1].upper():
-            raise refusal("`R:` is about a reservation, and `shoal run` asks for none", fix)
-        raise refusal("`B:` sends the signal to the batch shell alone", fix)
-    if match[3].upper() in ("KILL", "9", "STOP", "19"):
-        raise refusal("a process cannot catch this signal, so it cannot save its work", f"use USR1@{match[5]}")
-    return f"{match[3].upper()}@{match[5]}"
-
-
-def _time(value: object) -> str:
-    """A time limit as sbatch reads it, so `1:30` is 90 seconds. The spec refuses that spelling."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}:[0-5][0-9]", value) and value.strip("0:"):
-        return value
-    return slurm_time(value)
-
-
-def _nodelist(value: object) -> str:
-    try:
-        if isinstance(value, str) and hostlist.expand(value):
-            return _word("hostlist", r"[A-Za-z0-9.,\[\]_-]+", "write it like gpu[01-04]", 4096)(value)
-    except ValueError as error:
-        raise refusal("not a hostlist", f"{error}; write it like gpu[01-04]") from None
-    raise refusal("not a hostlist", "write it like gpu[01-04]")
-
-
-def _variable(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", value):
-        raise refusal("not the name of a variable", "use letters, digits and `_`")
-    if value.startswith(("SLURM_", "SHOAL_")):
-        raise refusal("Slurm and Shoal set this variable themselves", "give it another name")
-    if value in SECRETS:
-        fix = "set it where you run `shoal run` with --tracking-uri: it takes it from there, past the script"
-        raise refusal("this variable is a secret, and every user can read a batch script", fix, value)
-    return value
-
-
-def _value(value: object) -> str:
-    text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or "\0" in text:
-        raise refusal("not text", "put it in quotes")
-    return text
-
-
-def _tracking_uri(value: object) -> str:
-    fix = "write it like http://tracking.example:5000"
-    if isinstance(value, str) and "@" in value:
-        raise refusal(
-            "the address has a password in it, and every user can read a batch script",
-            "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where you run `shoal run`",
-            "...@" + value.rpartition("@")[2],
-        )
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[!-~]{1,500}", value):
-        raise refusal("not the address of a tracking server", fix)
-    return value
-
-
-def _experiment(value: object) -> str:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > 200:
-        raise refusal("not the name of an experiment", "give one line of text")
-    return value
-
-
-_dependency = _word(
-    "dependency", f"{_DEPENDENCY}([,?]{_DEPENDENCY})*", "write it like afterok:17, afterany:17:18 or singleton", 4096
-)
-_size = _word("size", r"[0-9]{1,12}[KMGTkmgt]?", "write a number and K, M, G or T: 512M, 16G; 0 is the whole node")
-_array = _word("range of an array", r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?", "as 0-9%2")
-_name = _word("name", r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", "use letters, digits, `-`, `_`, `.` and `+`", 64)
-_constraint = _word("constraint", r"[A-Za-z0-9_.&|()\[\]*,:=-]+", "write features and & | ( ) [ ] *, without blanks")
-_path = _word("path", r"[A-Za-z0-9_.%/+=@:,~-]+", "use letters, digits and _ . % / + = @ : , ~ -, without blanks", 1024)
-_directory = _word("directory", r"(/[A-Za-z0-9_.+=@-]+)+", "give an absolute path without blanks", 512)
-
-
-def _patterns(value: object) -> tuple[str, ...]:
-    patterns = [value] if isinstance(value, str) else value
-    if not isinstance(patterns, list | tuple) or not all(isinstance(text, str) and text for text in patterns):
-        raise refusal("not patterns of files", "give a list: ['*.bin', data/]")
-    return tuple(patterns)
-
-
-def _python(value: object) -> str:
-    if not isinstance(value, str) or not value or not value.isprintable() or value[0] == "-":
-        raise refusal("not a Python", "give a program, such as python3 or /opt/env/bin/python")
-    return value
-
-
-_SBATCH_SCHEMA: dict[str, Any] = {"type": ["array", "object"], "items": {"type": "string"}, "title": "sbatch options"}
-
-Count = Annotated[int, Between(1, 65533)]
-Name = Annotated[str, BeforeValidator(_name)]
-OutputPath = Annotated[str, BeforeValidator(_path)]
-Text = Annotated[str, BeforeValidator(_value)]
-NodeList = Annotated[str, BeforeValidator(_nodelist)]
-JobTime = Annotated[str, BeforeValidator(_time), WithJsonSchema({"type": ["string", "integer"], "title": "time"})]
-Experiment = Annotated[str, BeforeValidator(_experiment)]
-Python = Annotated[str, BeforeValidator(_python)]
-Constraint = Annotated[str, BeforeValidator(_constraint)]
+    check: Check | ListOf | MappingOf
+    help: str = ""
+    metavar: str = ""
+    """Stands behind the option in its help; empty for a flag."""
+    short: str = ""
+    name: str = ""
+    """The option where it is not spelled as the field is."""
+    negative: str = ""
+    """Turns the flag off."""
 
 
 def option(
-    help: str, metavar: str = "", short: str = "", *, name: str = "", negative: str = "", default: Any = None
+    check: Check | ListOf | MappingOf,
+    help: str,
+    metavar: str = "",
+    short: str = "",
+    *,
+    name: str = "",
+    negative: str = "",
+    default: Any = None,
 ) -> Any:
-    """A field that is also an option of `shoal run`, whose command line is made from these.
-
-    `metavar` stands behind the option in its help, and is empty for a flag; `negative` turns the flag off. `name` is
-    the option where it is not spelled as the field is.
-    """
-    spelling: dict[str, Any] = {"metavar": metavar, "short": short, "name": name, "negative": negative}
-    return Field(default=default, description=help, json_schema_extra=spelling)
+    """A field that is also an option of `shoal run`, whose command line is made from these."""
+    metadata = {"option": JobOption(check, help, metavar, short, name, negative)}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-class JobSpec(SpecModel):
+@dataclass(frozen=True)
+class JobSpec:
     """A job as a user asks for it: the fields of `job.yaml`, and the options of `shoal run`.
 
     What is left out comes from the cluster: `nodes: 2` alone uses all GPUs of two nodes.
     """
 
-    script: Text
+    script: str = field(metadata={"option": JobOption(checks.text_value)})
     """The program: a Python script, or any executable of your working tree."""
-    args: tuple[Text, ...] = ()
+    args: tuple[str, ...] = field(default=(), metadata={"option": JobOption(ListOf(checks.text_value))})
     """Its arguments."""
-    launcher: Annotated[str, BeforeValidator(choice("launcher", LAUNCHER_NAMES))] = option(
+    launcher: str = option(
+        choice("launcher", LAUNCHER_NAMES),
         f"What starts the processes: {', '.join(LAUNCHER_NAMES[:-1])} or {LAUNCHER_NAMES[-1]}. Default: srun.",
         "WORD",
         default="srun",
     )
-    nodes: Count | None = option("How many nodes. Default: 1, or as many as --nodelist names.", "NUMBER", "-N")
-    gpus_per_node: Annotated[int, Between(0, 1024)] | None = option(
-        "GPUs of each node. Default: all they have; 0 for none.", "NUMBER"
+    nodes: int | None = option(_count, "How many nodes. Default: 1, or as many as --nodelist names.", "NUMBER", "-N")
+    gpus_per_node: int | None = option(
+        whole_number(0, 1024), "GPUs of each node. Default: all they have; 0 for none.", "NUMBER"
     )
-    ntasks_per_node: Count | None = option("Processes of the script on each node. Default: one per GPU.", "NUMBER")
-    cpus_per_task: Count | None = option("CPUs of each process. Default: an equal share of the node.", "NUMBER", "-c")
-    mem: Annotated[str, BeforeValidator(_size)] | None = option(
-        "Memory of each node, as 16G; 0 for all of it. Default: in proportion to the CPUs.", "SIZE"
+    ntasks_per_node: int | None = option(
+        _count, "Processes of the script on each node. Default: one per GPU.", "NUMBER"
     )
-    time: JobTime | None = option(
-        "The time limit as for sbatch: minutes, MM:SS or [D-]HH:MM:SS. Default: the partition's.", "TIME", "-t"
+    cpus_per_task: int | None = option(
+        _count, "CPUs of each process. Default: an equal share of the node.", "NUMBER", "-c"
     )
-    partition: Name | None = option("The partition. Default: the cluster's default.", "NAME", "-p")
-    constraint: Constraint | None = option("Features the nodes must have.", "FEATURES", "-C")
-    account: Name | None = option("The account to charge.", "NAME", "-A")
-    qos: Name | None = option("The quality of service.", "NAME", "-q")
-    array: Annotated[str, BeforeValidator(_array)] | None = option(
-        "Run it many times: 0-9 or 0-99%10. SLURM_ARRAY_TASK_ID tells the script which one it is.", "RANGE", "-a"
+    mem: str | None = option(
+        checks.memory_size,
+        "Memory of each node, as 16G; 0 for all of it. Default: in proportion to the CPUs.",
+        "SIZE",
     )
-    dependency: Annotated[str, BeforeValidator(_dependency)] | None = option(
-        "Wait for other jobs: afterok:17, or singleton for those of the same name.", "JOBS", "-d"
+    time: str | None = option(
+        checks.time_limit,
+        "The time limit as for sbatch: minutes, MM:SS or [D-]HH:MM:SS. Default: the partition's.",
+        "TIME",
+        "-t",
     )
-    nodelist: NodeList | None = option("Exactly these nodes: gpu[01-02].", "HOSTS", "-w")
-    switches: Count | None = option("How many sites it may span. Default: one.", "NUMBER")
-    exclusive: StrictBool = option("Share the nodes with no other job.", default=False)
-    requeue: StrictBool = option(
+    partition: str | None = option(checks.job_word, "The partition. Default: the cluster's default.", "NAME", "-p")
+    constraint: str | None = option(checks.constraint, "Features the nodes must have.", "FEATURES", "-C")
+    account: str | None = option(checks.job_word, "The account to charge.", "NAME", "-A")
+    qos: str | None = option(checks.job_word, "The quality of service.", "NAME", "-q")
+    array: str | None = option(
+        checks.array_range,
+        "Run it many times: 0-9 or 0-99%10. SLURM_ARRAY_TASK_ID tells the script which one it is.",
+        "RANGE",
+        "-a",
+    )
+    dependency: str | None = option(
+        checks.dependency, "Wait for other jobs: afterok:17, or singleton for those of the same name.", "JOBS", "-d"
+    )
+    nodelist: str | None = option(checks.node_list, "Exactly these nodes: gpu[01-02].", "HOSTS", "-w")
+    switches: int | None = option(_count, "How many sites it may span. Default: one.", "NUMBER")
+    exclusive: bool = option(checks.true_or_false, "Share the nodes with no other job.", default=False)
+    requeue: bool = option(
+        checks.true_or_false,
         "Queue it again after a node failure or a preemption, or when the script asks. Default: --requeue.",
         default=True,
         negative="--no-requeue",
     )
-    signal: Annotated[str, BeforeValidator(_signal)] = option(
+    signal: str = option(
+        checks.warning_signal,
         "The warning before the end, and how many seconds before it. Scripts that do not handle it do not notice it."
         f" Default: {WARNING}.",
         "SIGNAL@SECONDS",
         default=WARNING,
     )
-    output: OutputPath | None = option(
-        "A file on the first node for all output, named as sbatch names it. `shoal logs` needs none.", "FILE", "-o"
+    output: str | None = option(
+        checks.output_path,
+        "A file on the first node for all output, named as sbatch names it. `shoal logs` needs none.",
+        "FILE",
+        "-o",
     )
-    error: OutputPath | None = option("The same for the error output of srun and the launcher.", "FILE", "-e")
-    job_name: Name | None = option("The job's name. Default: the script's.", "NAME", "-J")
-    profile: Annotated[str, BeforeValidator(choice("profiler", PROFILER_NAMES))] | None = option(
-        "Profile every rank with torch, nsys or line. `shoal logs` prints where the files are.", "WORD"
+    error: str | None = option(
+        checks.output_path, "The same for the error output of srun and the launcher.", "FILE", "-e"
     )
-    tracking_uri: Annotated[str, BeforeValidator(_tracking_uri)] | None = option(
-        "The MLflow server. MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN are passed on from your environment.", "URL"
+    job_name: str | None = option(checks.job_word, "The job's name. Default: the script's.", "NAME", "-J")
+    profile: str | None = option(
+        choice("profiler", PROFILER_NAMES),
+        "Profile every rank with torch, nsys or line. `shoal logs` prints where the files are.",
+        "WORD",
     )
-    experiment: Experiment | None = option("The MLflow experiment. Default: the job's name.", "NAME")
-    export: dict[Annotated[str, BeforeValidator(_variable)], Text] = option(
+    tracking_uri: str | None = option(
+        checks.tracking_address,
+        "The MLflow server. MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN are passed on from your environment.",
+        "URL",
+    )
+    experiment: str | None = option(checks.experiment_name, "The MLflow experiment. Default: the job's name.", "NAME")
+    export: Mapping[str, str] = option(
+        MappingOf(checks.variable_name, checks.text_value),
         "A variable for the script's environment; may be repeated. The batch script contains it: set no password here.",
         "NAME=VALUE",
         default={},
     )
-    include: Annotated[tuple[Text, ...], BeforeValidator(_patterns)] = option(
-        "Send files that .gitignore excludes: '*.bin' or data/; may be repeated.", "PATTERN", default=()
+    include: tuple[str, ...] = option(
+        checks.file_patterns,
+        "Send files that .gitignore excludes: '*.bin' or data/; may be repeated.",
+        "PATTERN",
+        default=(),
     )
-    sbatch: Annotated[tuple[str, ...], BeforeValidator(parse_options), WithJsonSchema(_SBATCH_SCHEMA)] = option(
-        "Any other option of sbatch, such as --hold; may be repeated.", "OPTION", default=()
+    sbatch: tuple[str, ...] = option(
+        parse_options, "Any other option of sbatch, such as --hold; may be repeated.", "OPTION", default=()
     )
-    environment: Name | None = option(
-        "The environment in the file that runs the script. `shoal env build` makes it.", "NAME", name="--env"
+    environment: str | None = option(
+        checks.job_word,
+        "The environment in the file that runs the script. `shoal env build` makes it.",
+        "NAME",
+        name="--env",
     )
-    python: Python = option("The Python on the nodes. Default: python3.", "PROGRAM", default="python3")
-    directory: Annotated[str, BeforeValidator(_directory)] | None = option(
-        "Where the hosts keep code and logs. Default: /var/lib/shoal/jobs/CLUSTER; of users, their own.", "DIRECTORY"
+    python: str = option(
+        checks.python_program, "The Python on the nodes. Default: python3.", "PROGRAM", default="python3"
     )
+    directory: str | None = option(
+        checks.directory,
+        "Where the hosts keep code and logs. Default: /var/lib/shoal/jobs/CLUSTER; of users, their own.",
+        "DIRECTORY",
+    )
+    set_fields: frozenset[str] = field(default=frozenset(), compare=False)
+    """The fields that the file or the options name."""
 
     @property
     def name(self) -> str:
@@ -249,6 +192,16 @@ class JobSpec(SpecModel):
     def grace(self) -> int:
         """Seconds between the warning and the end."""
         return int(self.signal.rpartition("@")[2])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as in `job.yaml`."""
+        return {name: value for name, value in asdict(self).items() if name in JOB_FIELDS}
+
+
+JOB_FIELDS: Mapping[str, JobOption] = {
+    entry.name: entry.metadata["option"] for entry in fields(JobSpec) if "option" in entry.metadata
+}
+"""The fields of `job.yaml`, by name."""
 
 
 @dataclass(frozen=True)
@@ -311,28 +264,42 @@ class JobPaths:
 
 def job_from_options(values: Mapping[str, Any]) -> JobSpec:
     """The job of a command line or a Python call. Raises SpecError with every finding, spelled as options."""
-    try:
-        return JobSpec.model_validate(dict(values))
-    except ValidationError as error:
-        raise SpecError(tuple(_option_finding(detail) for detail in error.errors(include_url=False))) from None
+    fields_read, mistakes = _read_fields(values)
+    if mistakes:
+        raise SpecError(tuple(map(_option_finding, mistakes)))
+    return JobSpec(**fields_read, set_fields=frozenset(values))
 
 
-def _option_finding(detail: Any) -> Finding:
-    name = str(detail["loc"][0]) if detail["loc"] else ""
+def _read_fields(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[ErrorDetails]]:
+    """The values as a job has them, and what is wrong with them."""
+    mistakes = [] if "script" in values else [mistake("missing", ("script",), None)]
+    fields_read: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in JOB_FIELDS:
+            mistakes.append(mistake("extra_forbidden", (name,), value))
+        elif value is None and getattr(JobSpec, name, "") is None:
+            fields_read[name] = None
+        else:
+            fields_read[name] = read_value(JOB_FIELDS[name].check, value, (name,), mistakes)
+    return fields_read, mistakes
+
+
+def _option_finding(detail: ErrorDetails) -> Finding:
+    name = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
-        fix = RENAMED_FIELDS.get(name) or nearest(name, list(JobSpec.model_fields))
+        fix = RENAMED_FIELDS.get(name) or nearest(name, list(JOB_FIELDS))
         return Finding("error", "unknown field", show(name), fix)
     if detail["type"] == "missing":
         return Finding("error", "no script is named", fix="shoal run train.py, or `script:` in the job's file")
-    context = detail.get("ctx", {})
-    what, fix = context.get("what", "not a value that can stand here"), context.get("fix", "")
-    return Finding("error", what, context.get("found", show(detail["input"])), fix, path=option_name(name))
+    error = detail["ctx"]["error"]
+    if not isinstance(error, InvalidValue):
+        return Finding("error", "not a value that can stand here", show(detail["input"]), path=option_name(name))
+    return Finding("error", error.what, error.found or show(detail["input"]), error.fix, path=option_name(name))
 
 
 def option_name(field: str) -> str:
     """The option of `shoal run` for a field."""
-    extra = JobSpec.model_fields[field].json_schema_extra
-    return str((isinstance(extra, dict) and extra["name"]) or f"--{field.replace('_', '-')}")
+    return JOB_FIELDS[field].name or f"--{field.replace('_', '-')}"
 
 
 def job_root(spec: JobSpec, cluster: str) -> str:
@@ -359,10 +326,8 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
         findings.append(tree.finding((), "renamed key", show(name), RENAMED_FIELDS[name], place=place))
     # File and options are validated apart, so that each finding names its own place.
     values = {name: value for name, value in tree.data.items() if name not in over and name not in RENAMED_FIELDS}
-    try:
-        JobSpec.model_validate({**values, **({"script": "x"} if "script" in over else {})})
-    except ValidationError as error:
-        findings += explain(error, tree, JobSpec)
+    _, mistakes = _read_fields({**values, **({"script": "x"} if "script" in over else {})})
+    findings += explain(mistakes, tree, lambda _: list(JOB_FIELDS))
     try:
         job_from_options({"script": "x", **over})
     except SpecError as error:
@@ -370,4 +335,4 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
     if findings:
         findings.sort(key=reader.by_place)
         raise SpecError(tuple(findings))
-    return JobSpec.model_validate({**values, **over})
+    return job_from_options({**values, **over})

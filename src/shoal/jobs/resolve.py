@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
@@ -11,8 +12,8 @@ from shoal.jobs.launchers import LAUNCHERS, PROFILERS, JobLauncher
 from shoal.jobs.model import JobSpec, ResolvedJob
 from shoal.jobs.sbatch_options import FEWER_CPUS, SbatchRequest, read_request
 from shoal.slurm.state import NodeState, PartitionState
+from shoal.spec.checks import minutes
 from shoal.spec.finding import nearest, printable
-from shoal.spec.values import minutes
 
 _GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")
 _UNREACHABLE_STATES = {"DOWN", "NOT_RESPONDING", "UNKNOWN"}
@@ -179,7 +180,7 @@ def _count_totals(job: JobSpec, request: SbatchRequest, launcher: JobLauncher, c
         raise UsageError(
             f"--gres asks for parts of GPUs, and {next(iter(asked))} for whole ones", hint="leave out one of them"
         )
-    return job.model_copy(update={"ntasks_per_node": tasks, "gpus_per_node": next(iter(asked.values()), None)})
+    return replace(job, ntasks_per_node=tasks, gpus_per_node=next(iter(asked.values()), None))
 
 
 def _divide(option: str, total: int, nodes: str, count: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shoal.hostlist import expand
-from shoal.spec.values import refusal
+from shoal.spec.checks import refusal
 
 SHORT_OPTIONS = {
     **{"A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus"},

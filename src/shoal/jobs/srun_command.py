@@ -43,7 +43,7 @@ BATCH_OPTIONS = {
 def require_no_batch_options(job: JobSpec) -> None:
     """Raise UsageError for an option that needs a batch script."""
     for name, why in BATCH_OPTIONS.items():
-        if name in job.model_fields_set and getattr(job, name) not in (None, False):
+        if name in job.set_fields and getattr(job, name) not in (None, False):
             raise UsageError(f"--now cannot have {option_name(name)}: {why}", hint="leave out one of the two")
     if LAUNCHERS[job.launcher].mpirun:
         raise UsageError("--now cannot have --launcher mpirun: a batch script runs it", hint="use --launcher pmix")

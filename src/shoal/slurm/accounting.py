@@ -14,8 +14,8 @@ from shoal.remote import program_text
 from shoal.slurm.model import AccountingConf
 from shoal.slurm.state import JOBCOMP
 from shoal.spec.accounting import Account, Accounting, Limits, Qos, Share
+from shoal.spec.checks import minutes, slurm_time
 from shoal.spec.qos_options import QOS_OPTIONS, tres_counts
-from shoal.spec.values import minutes, slurm_time
 
 SLURMDBD_PORT = 6819
 DATABASE = "slurm_acct_db"

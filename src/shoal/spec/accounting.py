@@ -8,19 +8,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema
 
+from shoal.spec.checks import matching, refusal
 from shoal.spec.finding import Path, Problem, nearest, show
 from shoal.spec.qos_options import QosOptionName, QosOptionValue, preempt_problems, qos_option_problems
-from shoal.spec.values import (
-    Between,
-    MemberName,
-    ShortForm,
-    SlurmTime,
-    SpecModel,
-    UserName,
-    matching,
-    refusal,
-    text_schema,
-)
+from shoal.spec.values import Between, MemberName, ShortForm, SlurmTime, SpecModel, UserName, text_schema
 
 ROOT = "root"
 """Slurm's own account, the parent of all others, and its administrator."""

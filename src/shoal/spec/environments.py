@@ -9,8 +9,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, PrivateAttr, WithJsonSchema
 
+from shoal.spec.checks import choice, matching, refusal
 from shoal.spec.finding import Problem
-from shoal.spec.values import FilePath, SpecModel, choice, matching, refusal, text_schema
+from shoal.spec.values import FilePath, SpecModel, text_schema
 
 SOURCES = ("requirements", "lock", "pyproject")
 """The fields that say what is in an environment: each of them has one."""

@@ -15,10 +15,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, PrivateAttr, WithJsonSchema
 
+from shoal.spec.checks import matching, refusal
 from shoal.spec.finding import Problem, nearest, show
 from shoal.spec.local_files import read_regular_file
 from shoal.spec.member import Member
-from shoal.spec.values import FilePath, SetName, ShortForm, matching, refusal, text_schema
+from shoal.spec.values import FilePath, SetName, ShortForm, text_schema
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_ALL_FILES_BYTES = 4 * MAX_FILE_BYTES

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, StrictBool, WithJsonSchema, model_validato
 from shoal import hostlist
 from shoal.spec import values
 from shoal.spec.accounting import Price
+from shoal.spec.checks import choice, refusal, size_mb
 from shoal.spec.finding import Path as FilePlace
 from shoal.spec.finding import Problem, path_text, show
 from shoal.spec.member import Member, Role, Shape
@@ -30,18 +31,7 @@ from shoal.spec.rental import (
     Region,
     Zone,
 )
-from shoal.spec.values import (
-    Between,
-    Duration,
-    FilePath,
-    Port,
-    ShortForm,
-    SpecModel,
-    UserName,
-    choice,
-    refusal,
-    size_mb,
-)
+from shoal.spec.values import Between, Duration, FilePath, Port, ShortForm, SpecModel, UserName
 
 IMAGES = ("debian12", "debian13", "sid")
 DEFAULT_IMAGE = "debian12"

@@ -6,7 +6,7 @@ text → reader.read → data with places → Spec, or errors and a partial Spec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.errors import SpecError
 from shoal.spec import reader
+from shoal.spec.checks import InvalidValue
 from shoal.spec.files import read_sources
 from shoal.spec.finding import Finding, closest, nearest, show
 from shoal.spec.finding import Path as FilePlace
@@ -65,7 +66,7 @@ def load_text_all(text: str, file: str, base: Path | None = None) -> tuple[Spec,
         spec = Spec.model_validate(tree.data, context=UNCHECKED)
     except ValidationError as error:
         failure = str(error)
-        findings += explain(error, tree)
+        findings += explain(error.errors(include_url=False), tree, lambda path: list(_model_at(path).model_fields))
     readable = spec or partial(Spec, tree.data)
     problems = readable.problems()
     if base is not None and readable.files:
@@ -102,11 +103,10 @@ def read_text(path: Path, *, missing: str = "`shoal init` writes one") -> str:
     raise SpecError((finding,))
 
 
-def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) -> list[Finding]:
-    """A finding for each error, except where the reader has made one. `root` is the file's model."""
+def explain(details: Sequence[ErrorDetails], tree: Tree, keys_at: Callable[[FilePlace], list[str]]) -> list[Finding]:
+    """A finding for each error, except where the reader has made one. `keys_at` has the keys of a mapping."""
     findings = []
-    details = error.errors(include_url=False)
-    misspelt = _intended_keys(details, root)
+    misspelt = _intended_keys(details, keys_at)
     for detail in details:
         path: FilePlace = detail["loc"]
         if detail["type"] == "missing" and path in misspelt:
@@ -114,7 +114,7 @@ def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) ->
         unreadable = any(path[:end] in tree.unreadable for end in range(len(path) + 1))
         if unreadable and detail["type"] != "extra_forbidden":
             continue
-        findings.append(_explain(detail, tree, root))
+        findings.append(_explain(detail, tree, keys_at))
     return findings
 
 
@@ -169,14 +169,14 @@ def _field_adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotation)
 
 
-def _intended_keys(details: list[ErrorDetails], root: type[BaseModel]) -> set[FilePlace]:
+def _intended_keys(details: Sequence[ErrorDetails], keys_at: Callable[[FilePlace], list[str]]) -> set[FilePlace]:
     """The keys that unknown ones were probably meant to be."""
     unknown: list[FilePlace] = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
-    near = ((path[:-1], closest(str(path[-1]), list(_model_at(path[:-1], root).model_fields))) for path in unknown)
+    near = ((path[:-1], closest(str(path[-1]), keys_at(path[:-1]))) for path in unknown)
     return {(*path, key) for path, key in near if key}
 
 
-def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding:
+def _explain(detail: ErrorDetails, tree: Tree, keys_at: Callable[[FilePlace], list[str]]) -> Finding:
     path: FilePlace = detail["loc"]
     if detail["type"] == "missing":
         line = _example_line(path)
@@ -184,7 +184,7 @@ def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding
         return tree.finding(path[:-1], f"missing key `{path[-1]}`", "", fix)
     if detail["type"] == "extra_forbidden":
         key = str(path[-1])
-        fix = nearest(key, list(_model_at(path[:-1], root).model_fields))
+        fix = nearest(key, keys_at(path[:-1]))
         return tree.finding(path[:-1], "unknown key", show(key), fix, place=tree.keys.get(path))
     if path[-1:] == ("[key]",):
         path, place = path[:-1], tree.keys.get(path[:-1])
@@ -194,9 +194,9 @@ def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding
             path = path[:-1]
         place = None
         evidence = show(reduce(getitem, path, tree.data)) if path not in tree.source else tree.source[path][:40]
-    context: dict[str, Any] = detail.get("ctx", {})
-    if detail["type"] == "shoal":
-        return tree.finding(path, context["what"], context.get("found", evidence), context["fix"], place=place)
+    error = detail.get("ctx", {}).get("error")
+    if isinstance(error, InvalidValue):
+        return tree.finding(path, error.what, error.found or evidence, error.fix, place=place)
     what, fix = _WRONG_TYPE.get(detail["type"], ("not a value that can stand here", ""))
     if what == "not a mapping" and (line := _example_line(path)):
         fix = f"write it as `{line}`"
@@ -218,9 +218,9 @@ def _as_list(text: str) -> str:
     return "[" + ", ".join(item if re.fullmatch(r"[\w.-]+", item) else show(item) for item in items if item) + "]"
 
 
-def _model_at(path: FilePlace, root: type[BaseModel]) -> type[BaseModel]:
+def _model_at(path: FilePlace) -> type[BaseModel]:
     """The model that the value at a path is read into."""
-    model = root
+    model: type[BaseModel] = Spec
     inside = False  # a mapping by name or a list: its next part is a name or an index, not a field
     for part in path:
         if inside:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from shoal.spec.checks import seconds, size_mb
 from shoal.spec.hosts import Controller, NodeSet, located_members
 from shoal.spec.member import Member, Shape
 from shoal.spec.model import Spec
 from shoal.spec.partitions import Partition
 from shoal.spec.rental import DEFAULT_IDLE_TIME, DISK_GB, LIFETIME, OfferChoice, ProviderAccount, RentedSet
-from shoal.spec.values import seconds, size_mb
 
 
 def members(spec: Spec) -> tuple[Member, ...]:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, StrictBool, ValidationInfo, model_v
 from pydantic_core import PydanticCustomError
 
 from shoal.spec.accounting import Accounting, accounting_problems, unless_false
+from shoal.spec.checks import choice
 from shoal.spec.environments import Environment, EnvironmentName, Proxy, environment_problems
 from shoal.spec.files import Destination, ShippedFile, file_problems
 from shoal.spec.finding import Problem
@@ -26,7 +27,7 @@ from shoal.spec.slurm_options import SlurmOptions, option_problems
 from shoal.spec.storage import SharedDirectory, SharePath, storage_problems
 from shoal.spec.tracking import Tracking, tracking_problems
 from shoal.spec.users import ClusterUser, UserName, user_problems
-from shoal.spec.values import ClusterName, NodesetName, PartitionName, SpecModel, choice
+from shoal.spec.values import ClusterName, NodesetName, PartitionName, SpecModel
 
 UNCHECKED = "unchecked"
 """The validation context of the loader, which asks for the problems itself, the warnings too."""

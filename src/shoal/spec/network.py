@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
 
+from shoal.spec.checks import InvalidValue, address, choice, refusal
 from shoal.spec.finding import Problem, nearest, show
 from shoal.spec.member import WIREGUARD_PORT, WIREGUARD_SUBNET
-from shoal.spec.values import MemberName, Port, SecretReference, ShortForm, address, choice, refusal, text_schema
+from shoal.spec.values import MemberName, Port, SecretReference, ShortForm, text_schema
 
 KINDS = ("lan", "wireguard", "tailscale")
 _OWN_FIELDS = {"wireguard": ("subnet", "port", "hub"), "tailscale": ("auth_key", "login_server", "tags")}
@@ -43,7 +43,7 @@ def _endpoint(value: object) -> str:
         raise refusal("not a port", fix)
     try:
         address(name)
-    except PydanticCustomError:
+    except InvalidValue:
         raise refusal("not an endpoint", fix) from None
     return value
 

@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from shoal.contract import GRACE_S
 from shoal.spec.accounting import NORMAL, ROOT, Accounting
+from shoal.spec.checks import minutes
 from shoal.spec.finding import Path, Problem, nearest, show
 from shoal.spec.slurm_options import OptionValue, duplicate_keys, option_key
-from shoal.spec.values import Between, SetName, SlurmTime, SpecModel, minutes
+from shoal.spec.values import Between, SetName, SlurmTime, SpecModel
 
 ALL = "ALL"
 """In place of a list of nodesets: every nodeset, and the controller if it computes."""

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from shoal.spec.checks import InvalidValue, refusal, slurm_time
 from shoal.spec.finding import Path, Problem, nearest, show
 from shoal.spec.slurm_options import OptionValue, duplicate_keys, option_key
-from shoal.spec.values import refusal, slurm_time
 
 Form = Literal["count", "factor", "seconds", "time", "tres", "words"]
 
@@ -130,8 +130,8 @@ def _form_problem(form: Form, value: str) -> str:
     if form == "time":
         try:
             slurm_time(value)
-        except ValueError as error:
-            return str(getattr(error, "context", {}).get("fix", ""))
+        except InvalidValue as error:
+            return error.fix
         return ""
     pattern, fix = _FORMS[form]
     return "" if re.fullmatch(pattern, value) else fix

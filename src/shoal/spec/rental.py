@@ -10,17 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shoal.spec.values import (
-    Duration,
-    SecretReference,
-    SpecModel,
-    choice,
-    matching,
-    refusal,
-    seconds,
-    text_schema,
-    web_address,
-)
+from shoal.spec.checks import choice, matching, refusal, seconds, web_address
+from shoal.spec.values import Duration, SecretReference, SpecModel, text_schema
 
 KINDS = ("aws", "digitalocean", "gcp", "lambda", "paperspace", "runpod", "sandbox", "vast")
 """The providers that come with Shoal. A package that is installed beside it may add more, by entry point."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from shoal.spec.checks import minutes, seconds
 from shoal.spec.finding import Path, Problem, nearest, show
 from shoal.spec.hosts import NodeSet, NodeSets
 from shoal.spec.network import Network
@@ -22,7 +23,6 @@ from shoal.spec.rental import (
     ProviderAccount,
     kinds,
 )
-from shoal.spec.values import minutes, seconds
 
 Accounts = Mapping[str, ProviderAccount | None]
 """None stands for an entry of the file that is not an account."""

@@ -8,8 +8,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from shoal.spec.checks import matching, refusal
 from shoal.spec.finding import Path, Problem, show
-from shoal.spec.values import SpecModel, matching, refusal
+from shoal.spec.values import SpecModel
 
 MANAGED_SLURM_KEYS = (
     *("AuthInfo", "AuthType", "ClusterName", "CommunicationParameters", "ControlAddr", "ControlMachine"),

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, StrictBool
 
+from shoal.spec.checks import choice, matching, refusal
 from shoal.spec.finding import Problem, nearest, show
-from shoal.spec.values import Between, MemberName, SpecModel, choice, matching, refusal, text_schema
+from shoal.spec.values import Between, MemberName, SpecModel, text_schema
 
 KINDS = ("nfs", "sshfs", "stage")
 CONTROLLER = "controller"

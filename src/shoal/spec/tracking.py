@@ -7,10 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from shoal.spec.checks import choice, web_address
 from shoal.spec.environments import HostDirectory
 from shoal.spec.finding import Problem, nearest, show
 from shoal.spec.storage import Shares
-from shoal.spec.values import MemberName, Port, ShortForm, choice, text_schema, web_address
+from shoal.spec.values import MemberName, Port, ShortForm, text_schema
 
 KINDS = ("mlflow",)
 DATABASES = ("sqlite", "postgresql")

@@ -11,9 +11,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, StrictBool
 
+from shoal.spec.checks import matching, refusal
 from shoal.spec.finding import Problem, show
 from shoal.spec.local_files import MAX_KEY_BYTES, read_regular_file
-from shoal.spec.values import Between, SpecModel, matching, refusal, text_schema
+from shoal.spec.values import Between, SpecModel, text_schema
 
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NAME_FIX = "use a lower-case letter, then lower-case letters, digits, `_` and `-`"

@@ -1,39 +1,36 @@
-"""The values of the spec: which names, times, sizes, numbers and references to secrets it may have.
-
-Every name ends up in slurm.conf, in a host's files and on command lines. So the rules are narrow: a name that passes
-here needs no quoting anywhere, and is quoted all the same.
-"""
+"""The types of the spec's values, and what all of its models have in common. `checks.py` has the rules."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, GetJsonSchemaHandler, WithJsonSchema
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
-from shoal import hostlist
-from shoal.spec.finding import show
-
-RESERVED = ("all", "default")
-"""Words that mean something else to Slurm where a node's or a partition's name is expected."""
-
-_SHORT = "a lower-case letter, then lower-case letters, digits and `-`"
-_USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
-_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
-_DNS_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
-_SIZE = re.compile(r"([1-9][0-9]{0,6})([MGT])")
-_DAYS = re.compile(r"([0-9]{1,4})-([0-9]{1,2})(?::([0-9]{1,2})(?::([0-9]{1,2}))?)?")
-_CLOCK = re.compile(r"([0-9]{1,4}):([0-9]{1,2}):([0-9]{1,2})")
-_MINUTES = re.compile(r"[0-9]{1,7}")
-_UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
-_DURATION = re.compile(r"([1-9][0-9]{0,5})([smhd])")
-_REFERENCE = re.compile(r"(env):[A-Za-z_][A-Za-z0-9_]{0,127}|(file):[^\x00-\x1f]{1,1024}")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+from shoal.spec.checks import (
+    DURATION,
+    SIZE,
+    USER_NAME,
+    address,
+    cluster_name,
+    duration,
+    feature_name,
+    file_path,
+    host_name,
+    host_names,
+    nodeset_name,
+    partition_name,
+    refusal,
+    secret_reference,
+    site_name,
+    size,
+    slurm_time,
+    user_name,
+    whole_number,
+)
 
 
 class SpecModel(BaseModel):
@@ -52,14 +49,6 @@ class SpecModel(BaseModel):
     def set_among(self, names: Iterable[str]) -> list[str]:
         """Those of the fields that the file sets."""
         return [name for name in names if self.is_set(name)]
-
-
-def refusal(what: str, fix: str, found: object = None) -> PydanticCustomError:
-    """An error with its fix; the loader adds the place and the value."""
-    context: dict[str, Any] = {"what": what, "fix": fix}
-    if found is not None:
-        context["found"] = show(found)
-    return PydanticCustomError("shoal", "{what}, {fix}", context)
 
 
 class ShortForm(SpecModel):
@@ -97,232 +86,12 @@ class Between:
     high: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, core_schema.int_schema(strict=True))
+        return core_schema.no_info_before_validator_function(
+            whole_number(self.low, self.high), core_schema.int_schema(strict=True)
+        )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"type": "integer", "minimum": self.low, "maximum": self.high}
-
-    def _check(self, value: object) -> object:
-        fix = f"give one from {self.low} to {self.high}"
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise refusal("not a whole number", fix)
-        if not self.low <= value <= self.high:
-            raise refusal("out of range", fix)
-        return value
-
-
-def matching(
-    pattern: re.Pattern[str] | str, what: str, fix: str, reserved: Collection[str] = (), why: tuple[str, str] = ("", "")
-) -> Callable[[object], str]:
-    """A check for text of one form. `why` is what is wrong with a reserved word, and the fix."""
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise refusal(what, fix)
-        if value in reserved:
-            raise refusal(*why)
-        return value
-
-    return check
-
-
-def web_address(what: str, example: str, password_fix: str) -> Callable[[object], str]:
-    """A check for an http address without a password."""
-    check_form = matching(r"https?://[!-~]{1,500}", f"not the address of {what}", f"write it like {example}")
-
-    def check(value: object) -> str:
-        if isinstance(value, str) and "@" in value:
-            raise refusal("an address with a password in it", password_fix, "(hidden)")
-        return check_form(value).rstrip("/")
-
-    return check
-
-
-def host_name(value: object) -> str:
-    """A single host's name: DNS labels, and not an address."""
-    text = _text(value)
-    if _is_address(text):
-        raise refusal("an address is not a name", f"give the host a name: {{name: node1, address: {_plain(text)}}}")
-    if not _DNS_NAME.fullmatch(text) or len(text) > 63 or text[0] == "-":
-        raise refusal("not a host name", "use letters, digits, `-` and `.`, at most 63 characters")
-    if text.rpartition(".")[2].isdigit():
-        raise refusal("not a host name", "its last part must have a letter")
-    if text.lower() in (*RESERVED, "localhost"):
-        raise refusal("this name is reserved", "give the host another: {name: node1, address: 127.0.0.1}")
-    return text
-
-
-def host_names(value: object) -> str:
-    """One host's name, or a hostlist such as `gpu[01-16]`."""
-    text = _text(value)
-    if not re.search(r"[\[\],]", text) or _is_address(text):
-        return host_name(text)
-    try:
-        names = hostlist.expand(text)
-    except ValueError as error:
-        problem = error.problem if isinstance(error, hostlist.HostlistError) else str(error)
-        raise refusal("not a hostlist", f"{problem}; write it like gpu[01-16]") from None
-    for name in names:
-        try:
-            host_name(name)
-        except PydanticCustomError as error:
-            context = error.context or {}
-            raise refusal(f"{context['what']} in this hostlist", context["fix"], name) from None
-    return text
-
-
-def address(value: object) -> str:
-    """Where a host answers: a DNS name or an IP address."""
-    text = _text(value)
-    if not _is_address(text) and (not _DNS_NAME.fullmatch(text) or len(text) > 253):
-        raise refusal("not an address", "give an IP address or a DNS name")
-    return text.strip("[]")
-
-
-def user_name(value: object) -> str:
-    """The user to log in as."""
-    fix = "use letters, digits, `_`, `-` and `.`, at most 32 characters"
-    return matching(_USER, "not a user name", fix)(_text(value))
-
-
-def file_path(value: object) -> str:
-    """A path on the operator's machine."""
-    text = _text(value)
-    if not text or not text.isprintable() or text[0] == "-" or (text[0] == "~" and text[1:2] != "/"):
-        raise refusal("not a path", "give a file's path, such as ~/.ssh/id_ed25519")
-    return text
-
-
-def size(minimum: str, maximum: str) -> Callable[[object], str]:
-    """A check for sizes such as `512M` and `2G`."""
-
-    def check(value: object) -> str:
-        text = matching(_SIZE, "not a size", "write a number and M, G or T: 512M, 2G")(value)
-        if not size_mb(minimum) <= size_mb(text) <= size_mb(maximum):
-            raise refusal("out of range", f"give one from {minimum} to {maximum}")
-        return text
-
-    return check
-
-
-def size_mb(text: str) -> int:
-    """A size in MiB, as Slurm counts memory."""
-    return int(text[:-1]) * _UNITS[text[-1]]
-
-
-def slurm_time(value: object) -> str:
-    """A time limit in one of Slurm's spellings, as text. `MM:SS` is refused: people read it as hours and minutes."""
-    fix = "write minutes (90), HH:MM:SS (01:30:00), D-HH:MM:SS (1-12:00:00) or infinite"
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str):
-        raise refusal("not a time", fix)
-    if text.lower() in ("infinite", "unlimited"):
-        return "INFINITE"
-    minutes = _minutes(text)
-    if minutes is None:
-        raise refusal("not a time", fix)
-    if not 0 < minutes <= 366 * 24 * 60:
-        raise refusal("out of range", "give at least one minute and at most 366 days, or infinite")
-    return text
-
-
-def minutes(text: str) -> float:
-    """How many minutes a time of the spec is; without end for `infinite`."""
-    number = _minutes(text)
-    return float("inf") if number is None else number
-
-
-def _minutes(text: str) -> float | None:
-    if _MINUTES.fullmatch(text):
-        return int(text)
-    if match := _CLOCK.fullmatch(text):
-        hours, mins, secs = (int(part) for part in match.groups())
-        days = 0
-    elif match := _DAYS.fullmatch(text):
-        days, hours, mins, secs = (int(part or 0) for part in match.groups())
-        if hours > 23:
-            return None
-    else:
-        return None
-    if mins > 59 or secs > 59:
-        return None
-    return ((days * 24 + hours) * 60) + mins + secs / 60
-
-
-def duration(value: object) -> str:
-    """A span of time with its unit: `90s`, `10m`, `2h`, `1d`. A bare number is rejected: its unit would be a guess."""
-    text = matching(_DURATION, "not a span of time", "write a number and s, m, h or d: 10m, 2h")(value)
-    if not 10 <= seconds(text) <= 366 * 86400:
-        raise refusal("out of range", "give at least 10s and at most 366d")
-    return text
-
-
-def seconds(text: str) -> int:
-    """How many seconds a span of time is."""
-    return int(text[:-1]) * _UNIT_S[text[-1]]
-
-
-def choice(what: str, options: tuple[str, ...]) -> Callable[[object], str]:
-    """A check for one word out of a few."""
-    fix = f"only `{options[0]}` is supported" if len(options) == 1 else f"choose one of {', '.join(options)}"
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or value not in options:
-            raise refusal(f"unknown {what}", fix)
-        return value
-
-    return check
-
-
-def secret_reference(value: object) -> str:
-    """`env:NAME` or `file:PATH`. Anything else is refused without showing it: it could be the secret itself."""
-    if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
-        raise refusal("not a reference to a secret", "write env:NAME or file:PATH, never the secret itself", "(hidden)")
-    return value
-
-
-def _name(kind: str, pattern: str, limit: int, characters: str, reserved: tuple[str, ...]) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        text = matching(pattern, f"not a {kind} name", f"use {characters}")(_text(value))
-        if len(text) > limit:
-            raise refusal(f"this {kind} name is too long", f"use at most {limit} characters")
-        if text.lower() in reserved:
-            raise refusal("this name is reserved", f"give the {kind} another")
-        return text
-
-    return check
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        raise refusal("not text", f'put it in quotes: "{str(value).lower()[:40]}"')
-    raise refusal("not text", "write a plain word")
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.strip("[]"))
-    except ValueError:
-        return False
-    return re.fullmatch(r"\[?[0-9A-Fa-f.:]+(%[A-Za-z0-9.-]+)?\]?", text) is not None
-
-
-def _plain(text: str) -> str:
-    bare = text.strip("[]")
-    return f'"{bare}"' if ":" in bare else bare
-
-
-_cluster = _name("cluster", r"[a-z]([a-z0-9-]*[a-z0-9])?", 24, _SHORT, RESERVED)
-_nodeset = _name("nodeset", r"[a-z]([a-z0-9-]*[a-z0-9])?", 32, _SHORT, (*RESERVED, "controller", "login"))
-_partition = _name(
-    "partition", r"[a-z]([a-z0-9_-]*[a-z0-9])?", 32, "a lower-case letter, then letters, digits, `-` and `_`", RESERVED
-)
-_feature = _name(
-    "feature", r"[A-Za-z][A-Za-z0-9_.-]*", 32, "a letter, then letters, digits, `-`, `_` and `.`", RESERVED
-)
-_site = _name("site", r"[a-z][a-z0-9]*", 8, "a lower-case letter, then lower-case letters and digits", ())
 
 
 def text_schema(title: str, **rest: object) -> WithJsonSchema:
@@ -330,25 +99,29 @@ def text_schema(title: str, **rest: object) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "title": title, **rest})
 
 
-ClusterName = Annotated[str, BeforeValidator(_cluster), text_schema("name", pattern="^[a-z][a-z0-9-]*$", maxLength=24)]
-NodesetName = Annotated[str, BeforeValidator(_nodeset), text_schema("name", pattern="^[a-z][a-z0-9-]*$", maxLength=32)]
-PartitionName = Annotated[
-    str, BeforeValidator(_partition), text_schema("name", pattern="^[a-z][a-z0-9_-]*$", maxLength=32)
+ClusterName = Annotated[
+    str, BeforeValidator(cluster_name), text_schema("name", pattern="^[a-z][a-z0-9-]*$", maxLength=24)
 ]
-FeatureName = Annotated[str, BeforeValidator(_feature), text_schema("name", pattern="^[A-Za-z][A-Za-z0-9_.-]*$")]
-SiteName = Annotated[str, BeforeValidator(_site), text_schema("name", pattern="^[a-z][a-z0-9]*$", maxLength=8)]
+NodesetName = Annotated[
+    str, BeforeValidator(nodeset_name), text_schema("name", pattern="^[a-z][a-z0-9-]*$", maxLength=32)
+]
+PartitionName = Annotated[
+    str, BeforeValidator(partition_name), text_schema("name", pattern="^[a-z][a-z0-9_-]*$", maxLength=32)
+]
+FeatureName = Annotated[str, BeforeValidator(feature_name), text_schema("name", pattern="^[A-Za-z][A-Za-z0-9_.-]*$")]
+SiteName = Annotated[str, BeforeValidator(site_name), text_schema("name", pattern="^[a-z][a-z0-9]*$", maxLength=8)]
 SetName = Annotated[str, text_schema("name")]
 HostNames = Annotated[str, BeforeValidator(host_names), text_schema("host name or hostlist")]
 MemberName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
 Address = Annotated[str, BeforeValidator(address), text_schema("IP address or DNS name")]
-UserName = Annotated[str, BeforeValidator(user_name), text_schema("user name", pattern=f"^{_USER.pattern}$")]
+UserName = Annotated[str, BeforeValidator(user_name), text_schema("user name", pattern=f"^{USER_NAME.pattern}$")]
 FilePath = Annotated[str, BeforeValidator(file_path), text_schema("path")]
-Memory = Annotated[str, BeforeValidator(size("256M", "16T")), text_schema("size", pattern=f"^{_SIZE.pattern}$")]
-Disk = Annotated[str, BeforeValidator(size("256M", "64T")), text_schema("size", pattern=f"^{_SIZE.pattern}$")]
+Memory = Annotated[str, BeforeValidator(size("256M", "16T")), text_schema("size", pattern=f"^{SIZE.pattern}$")]
+Disk = Annotated[str, BeforeValidator(size("256M", "64T")), text_schema("size", pattern=f"^{SIZE.pattern}$")]
 SlurmTime = Annotated[
     str, BeforeValidator(slurm_time), WithJsonSchema({"type": ["string", "integer"], "title": "time"})
 ]
-Duration = Annotated[str, BeforeValidator(duration), text_schema("10m, 2h", pattern=f"^{_DURATION.pattern}$")]
+Duration = Annotated[str, BeforeValidator(duration), text_schema("10m, 2h", pattern=f"^{DURATION.pattern}$")]
 Port = Annotated[int, Between(1, 65535)]
 SecretReference = Annotated[
     str, BeforeValidator(secret_reference), text_schema("env:NAME or file:PATH", pattern="^(env|file):.+$")

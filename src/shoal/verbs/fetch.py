@@ -27,8 +27,8 @@ from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase
 from shoal.remote import python_command
 from shoal.slurm.state import PARTITIONS_COMMAND, parse_partitions
+from shoal.spec.checks import minutes
 from shoal.spec.finding import printable
-from shoal.spec.values import minutes
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.logs import check_job, check_owner, files_of, find_record
 from shoal.verbs.node_files import cancel_short_job, nodes_with_files, reader_command, short_job_command

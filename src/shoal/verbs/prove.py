@@ -11,6 +11,7 @@ import re
 import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from shoal.errors import CommandFailed, PartialFailure, ShoalError, UsageError
@@ -27,7 +28,7 @@ from shoal.proof.compare import compare
 from shoal.proof.records import RunRecord, describe_missing_record, read_run
 from shoal.proof.types import ProofResult, ProofRow, ProofRun, ProofSettings, Runner, ScriptFailed
 from shoal.remote import shell_command
-from shoal.spec.values import minutes
+from shoal.spec.checks import minutes
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.jobs import cancel
 from shoal.verbs.logs import logs, wait_for_job
@@ -165,18 +166,17 @@ class ClusterRunner:
         is_single = proof_run.processes == 1
         # Slurm rejects a job whose warning would come before its start.
         minutes_needed = max(math.ceil(self._settings.timeout / 60), self._job.grace // 60 + 1)
-        # model_copy does not validate: the variables are Shoal's own, which a job file may not set.
-        return self._job.model_copy(
-            update={
-                "launcher": proof_run.launcher,
-                "nodes": 1 if is_single else nodes,
-                "nodelist": None if is_single else self._job.nodelist,
-                "ntasks_per_node": proof_run.processes if is_single else proof_run.processes // nodes,
-                "requeue": False,
-                "time": self._job.time or str(minutes_needed),
-                "job_name": self._job.job_name or f"prove-{self._job.name}"[:64],
-                "export": {**self._job.export, **proof_run.variables(self._settings, RECORDS)},
-            }
+        # `replace` does not check: the variables are Shoal's own, which a job file may not set.
+        return replace(
+            self._job,
+            launcher=proof_run.launcher,
+            nodes=1 if is_single else nodes,
+            nodelist=None if is_single else self._job.nodelist,
+            ntasks_per_node=proof_run.processes if is_single else proof_run.processes // nodes,
+            requeue=False,
+            time=self._job.time or str(minutes_needed),
+            job_name=self._job.job_name or f"prove-{self._job.name}"[:64],
+            export={**self._job.export, **proof_run.variables(self._settings, RECORDS)},
         )
 
     def _with_proof_options(self, error: UsageError) -> UsageError:

@@ -213,7 +213,7 @@ async def _resolve(
         from shoal.verbs.env import job_environment  # it reads the whole spec, which no other job needs
 
         environment = await job_environment(context, connections.fleet, job.environment)
-        job = job.model_copy(update={"python": environment.program})
+        job = replace(job, python=environment.program)
     node_text, partition_text = await connections.slurm
     nodes, partitions = parse_nodes(node_text), parse_partitions(partition_text)
     root, place = job_root(job, context.cluster), environment.path if environment else ""

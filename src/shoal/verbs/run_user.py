@@ -125,13 +125,13 @@ async def prepare_as_user(
         from shoal.verbs.env_user import user_job_environment  # it imports what builds clusters
 
         environment = await user_job_environment(host, record, job.environment)
-        job = job.model_copy(update={"python": environment.program})
+        job = replace(job, python=environment.program)
     node_text, partition_text = await connections.slurm
     resolved = _resolve(record, job, storage, parse_nodes(node_text), parse_partitions(partition_text))
     if resolved.containers:
         await _require_transferable(host, record, resolved, environment)
         if not storage.on_each_host:
-            local = job.model_copy(update={"directory": f"{USER_JOBS_DIRECTORY}/{storage.user}"})
+            local = replace(job, directory=f"{USER_JOBS_DIRECTORY}/{storage.user}")
             storage = await _own_storage(host, record, local, tree.hash, runtime.hash)
     is_carried = storage.on_each_host and bool(resolved.hosts or resolved.rented)
     if not storage.shared and not storage.on_each_host and resolved.hosts != (record.controller,):
@@ -194,7 +194,7 @@ def _resolve(
     """
     boxes = {node.name for node in nodes if node.name in record.containers}
     if storage.shared or storage.on_each_host:
-        job = job.model_copy(update={"directory": storage.root})  # rented machines have it, or get the code
+        job = replace(job, directory=storage.root)  # rented machines have it, or get the code
     if boxes and not storage.shared:
         return resolve(job, nodes, partitions, boxes)
     try:

@@ -15,7 +15,8 @@ from shoal.errors import SlurmError, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle, runtime, working_tree
 from shoal.jobs.delivery import encode_code
-from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob
+from shoal.jobs.field_checks import SECRETS
+from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
 from shoal.jobs.tree_files import NOTHING, LeftOut
 from shoal.plan.connections import Connections
 from shoal.remote.runner.node import SUBMISSION

@@ -19,10 +19,9 @@ from shoal.cli.job_screens import (
     show_job_end,
     show_jobs,
     show_line,
-    show_script_options,
     show_submitted,
 )
-from shoal.cli.run_command import finish_wait
+from shoal.cli.run_command import finish_wait, misplaced_options
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, Unreachable
 from shoal.jobs.failure import FailureReason
@@ -53,13 +52,12 @@ def test_log_line_can_start_with_its_time() -> None:
     assert out.getvalue().endswith(":01.250000 [0] a\n")
 
 
-def test_option_of_run_behind_the_script_is_noted() -> None:
-    console, out = screen()
-    show_script_options(console, "train.py", ("--lr", "0.1", "--wait", "-N2", "--launcher=spawn", "--time", "3"))
-    show_script_options(console, "train.py", ("--lr", "0.1", "--output", "x"))
-    assert out.getvalue() == (
-        "note: --wait -N2 --launcher=spawn goes to train.py; options of `shoal run` come before the script\n"
-    )
+def test_option_of_run_behind_a_script_without_it_is_noted() -> None:
+    words = ("--lr", "0.1", "--wait", "-N2", "--launcher=spawn", "--gpus-per-node", "3", "--no-requeue", "--max-size=9")
+    shown = ["--wait", "-N2", "--launcher=spawn", "--gpus-per-node", "--no-requeue", "--max-size=9"]
+    assert misplaced_options(words, "import sys") == shown
+    script = 'parser.add_argument("--gpus_per_node"); parser.add_argument("--wait")'
+    assert misplaced_options(("--gpus-per-node", "--wait", "--now"), script) == ["--now"]
 
 
 def test_job_list_shows_progress_or_the_reason() -> None:
