@@ -56,6 +56,7 @@ def check_files_and_options(cluster: Cluster, alice: Any) -> None:
         check_ignored_files(alice)
         check_sbatch_options(cluster, alice)
         check_results(cluster, alice)
+        check_limits_and_numbers(cluster, alice)
         check_progress_bars(cluster, alice)
     finally:
         shutil.rmtree(alice.tree)
@@ -84,6 +85,24 @@ def check_sbatch_options(cluster: Cluster, alice: Any) -> None:
     assert "sbatch rejected the job" in absent and "node configuration is not available" in absent
     own = alice.shoal("run", "--sbatch", "--time=5", "read.py", status=2).stderr
     assert "`shoal run` has this option itself" in own and "leave out --sbatch: --time=5" in own
+
+
+def check_limits_and_numbers(cluster: Cluster, alice: Any) -> None:
+    """Times, dependencies and arrays as sbatch has them, jobs by their numbers, and one that Slurm rejected."""
+    done = alice.json("run", "--wait", "--time", "1:30", "--signal", "USR1@10", "--include", "data", "read.py")
+    assert "TimeLimit=00:02:00" in cluster.on("controller", "scontrol", "show", "job", done["id"]), "Slurm rounds"
+    [view] = alice.json("jobs", done["id"])["jobs"]
+    assert view["record"]["id"] == done["id"]
+    absent = alice.shoal("run", "--dependency", "afterok:99999", "read.py", status=2).stderr
+    assert "--dependency afterok:99999: there is no job 99999" in absent
+    array = alice.json("run", "--wait", "--array", "0-1", "--include", "data", "read.py")
+    assert [view["record"]["state"] for view in array["jobs"]] == ["COMPLETED"] * 2
+    rejected = alice.shoal("run", "--constraint", "unheard-of", "read.py", status=None)
+    assert rejected.returncode != 0, rejected
+    submit = ("runuser", "-u", alice.user, "--", "sbatch", "-N99", "-o/dev/null", "--chdir=/tmp", "--wrap", "true")
+    cluster.on("controller", *submit, status=None)
+    shown = alice.shoal("jobs", "--all").stdout
+    assert "SIGHUP" not in shown and " rejected " in shown, shown
 
 
 def check_results(cluster: Cluster, alice: Any) -> None:

@@ -228,4 +228,5 @@ def _condition_text(view: JobView) -> str:
 
 def _format_state(record: JobRecord) -> str:
     restart_text = f", restart {record.restarts}" if record.restarts else ""
-    return record.state.lower().replace("_", " ") + restart_text
+    state = "rejected" if record.rejected else record.state.lower().replace("_", " ")
+    return state + restart_text

@@ -81,6 +81,9 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
     lines = [line for line in logs.lines if line.restart == restart and line.rank != BATCH]
     batch = [line.text for line in logs.lines if line.rank == BATCH]
     first = first_failure(ends)
+    if record.rejected:
+        text = "Slurm rejected the job when it was submitted, and told who submitted it why"
+        return FailureReason("start", text, fix="submit it again: `shoal run` prints the reason")
     if record.state == "CANCELLED":
         return FailureReason("cancelled", "the job was cancelled")
     if record.state == "PREEMPTED":

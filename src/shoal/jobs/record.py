@@ -111,6 +111,12 @@ class JobRecord:
         return not self.active and self.state != "COMPLETED"
 
     @property
+    def rejected(self) -> bool:
+        """Whether Slurm never queued it. It records such a job as failed, without nodes, and with 1 as its status,
+        which reads as SIGHUP."""
+        return self.state == "FAILED" and not self.nodes and (self.exit_code, self.exit_signal) == (0, 1)
+
+    @property
     def note(self) -> JobComment | None:
         """What `shoal run` noted of it; None for a job that came by another way."""
         return JobComment.parse(self.comment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -424,3 +425,13 @@ def test_last_output_of_a_killed_rank_is_its_own() -> None:
     said = printed(0, "epoch 3", "tracking: no answer; records stay on disk, training continues")
     reason = explain_failure(FAILED, JobLogs(tuple(said), (ended(0, -9, 2.0),)))
     assert reason is not None and reason.details == ("epoch 3",)
+
+
+def test_job_that_slurm_never_queued_is_reported_as_rejected() -> None:
+    rejected = JobRecord("17", "FAILED", exit_signal=1, start="2026-01-01T10:00:00", end="2026-01-01T10:00:00")
+    reason = explain_failure(rejected, JobLogs())
+    assert rejected.rejected and reason is not None
+    assert reason.text == "Slurm rejected the job when it was submitted, and told who submitted it why"
+    ran = replace(rejected, nodes="n1")
+    reason = explain_failure(ran, JobLogs())
+    assert not ran.rejected and reason is not None and "it ended with signal SIGHUP" in reason.text
