@@ -14,6 +14,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,8 @@ _ASK = f"echo {ANSWER}; {{command}} < /dev/null 2> /dev/null; status=$?; echo; e
 _STAY = "exec cat > /dev/null"
 # A shell waits for the program: `ssh` reports one that a signal ended as a lost connection.
 _REPORT_STATUS = ("sh", "-c", '"$@"; exit $?', "sh")
+# `ssh` ends with our process, which removes the directory of the sockets, unless it was killed.
+_REMOVE_DIRECTORY = ("sh", "-c", '"$@"; kill -0 "$PPID" 2> /dev/null || rm -rf "$0"')
 
 _logins: dict[tuple[Target, Path], _Login] = {}
 """Those that have begun and that no host uses yet."""
@@ -203,8 +206,9 @@ class _Login:
         command += [f"-o{name}={value}" for name, value in options.items()]
         asked = (("$as_root " if question.root else "") + shlex.join(question.argv) for question in questions)
         program = "\n".join([_FIRST, *(_ASK.format(command=text) for text in asked), _STAY])
+        command += ["--", target.address or target.name, shlex.join(["sh", "-c", program])]
         self._process = subprocess.Popen(
-            [*command, "--", target.address or target.name, shlex.join(["sh", "-c", program])],
+            [*_REMOVE_DIRECTORY, _directory(), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -259,7 +263,8 @@ class _Login:
     def close(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
-        self._process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
         for stream in (self._process.stdin, self._output or self._process.stdout):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]

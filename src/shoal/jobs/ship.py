@@ -15,6 +15,7 @@ from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle
 from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.remote import program_text, shell_command
+from shoal.remote.log_reader import SENT_TIME
 
 KEEP_NEWEST, KEEP_DAYS = 20, 7
 """Code that no job uses is kept while it is among the newest, or young."""
@@ -101,7 +102,8 @@ async def _transfer(host: Host, verb: str, place: str, data: bytes, as_root: boo
 
 
 def _command(verb: str, *arguments: str) -> tuple[str, ...]:
-    program = program_text("job_code.sh", KEEP_DAYS=KEEP_DAYS, KEEP_NEWEST=KEEP_NEWEST, JOBS=JOBS_DIRECTORY)
+    words = {"KEEP_DAYS": KEEP_DAYS, "KEEP_NEWEST": KEEP_NEWEST, "JOBS": JOBS_DIRECTORY, "SENT_TIME": SENT_TIME}
+    program = program_text("job_code.sh", **words)
     return shell_command(program, verb, *arguments)
 
 

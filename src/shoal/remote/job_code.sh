@@ -140,7 +140,7 @@ clean_trees() {
     ls -t ./*/tree.lock 2> /dev/null | tail -n "+$((newest + 1))" | while IFS=/ read -r _ job _; do
         case $used in *" $job "*) continue ;; esac
         [ -O "$job/tree.lock" ] && [ -n "$(find "$job/tree.lock" -mtime "+$days")" ] || continue
-        find "$job/tree" -type f ! -newermt @1 -delete
+        find "$job/tree" -type f ! -newermt @@SENT_TIME@ -delete
         find "$job/tree" -depth -type d -empty -delete
         rm -f "$job/tree.lock"
     done

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 EXIT_WITH_CAUSE = 3
 READY, FAILED = "sent/.ready", "sent/.failed"
 """In the job's directory in the container: the batch script waits for one of them."""
+SENT_TIME = 1
+"""The time of files that were sent, as in `log_reader.py`."""
 BATCH_SCRIPT_TIMEOUT_S = 120
 MAX_CHUNK_BYTES, MAX_LINE_BYTES = 1 << 20, 1 << 20
 SMALL_FILE_BYTES, SETTLE_S = 1 << 20, 3.0
@@ -279,7 +281,7 @@ def is_local(name: str, path: str) -> bool:
     inside = name.split("/")[1:]
     if inside[:1] == ["tree"]:
         with contextlib.suppress(OSError):
-            return os.lstat(path).st_mtime <= 1  # SENT_TIME of log_reader.py
+            return os.lstat(path).st_mtime <= SENT_TIME
     return bool(inside) and (inside[0] == "tree.lock" or inside[0].startswith(("pids.", "tree.")))
 
 

@@ -4,7 +4,12 @@ What both have in common is in tests/contract/test_hosts.py."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,7 +115,7 @@ async def test_lost_connection_is_named(sshd: Sshd, known_hosts: Path) -> None:
     begin_login(target, known_hosts)
     async with await connector(known_hosts).connect(target) as host:
         assert isinstance(host, OpenSshHost)
-        host._login._process.kill()
+        os.killpg(host._login._process.pid, signal.SIGKILL)
         with pytest.raises(ConnectionLost, match="node: the connection was lost while `true` ran"):
             await host.run(["true"], root=False)
 
@@ -121,3 +126,28 @@ async def test_login_that_nobody_takes_ends(sshd: Sshd, known_hosts: Path) -> No
     login = openssh._logins.pop((target, known_hosts))
     login.close()
     assert login.has_ended()
+
+
+KILLED = """\
+import os, pathlib, sys, tempfile, time
+from shoal.hosts.api import Target
+from shoal.hosts.openssh import begin_login
+tempfile.tempdir = sys.argv[1]
+begin_login(Target("node", "127.0.0.1", int(sys.argv[2]), None, pathlib.Path(sys.argv[3])), pathlib.Path(sys.argv[4]))
+while not list(pathlib.Path(sys.argv[1]).glob("shoal-ssh-*/0")):
+    time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_killed_command_leaves_no_directory(sshd: Sshd, known_hosts: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:  # a socket's path is short
+        place = Path(name)
+        arguments = (name, str(sshd.port), str(sshd.identity), str(known_hosts))
+        ended = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=60)
+        assert ended.returncode == -signal.SIGKILL
+        for _ in range(600):
+            if not list(place.iterdir()):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{list(place.iterdir())} is left")
