@@ -142,6 +142,16 @@ class Client:
         return str(self.record(job)["state"])
 
 
+def joined_clients(cluster: Cluster, keys: Path, *users: str) -> list[Client]:
+    """Users who have joined the cluster, with homes beside their keys."""
+    homes = keys / "homes"
+    homes.mkdir(mode=0o755)
+    clients = [Client(cluster, homes, user, keys / user) for user in users]
+    for client in clients:
+        assert client.json("join", f"{client.user}@desktop")["cluster"] == cluster.name
+    return clients
+
+
 PATHS = [path for path in sys.path if path.endswith("src")]
 
 
@@ -154,11 +164,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (place / "tools.txt").write_text(f"{INDEX}herring==1.0\n")
     with login_keys("alice", "bob") as keys, renting(place, SPEC.replace("KEYS", str(keys)), *CLOUDS) as (made, _):
         give_wheels(made)
-        homes = keys / "homes"
-        homes.mkdir(mode=0o755)
-        alice, bob = (Client(made, homes, user, keys / user) for user in ("alice", "bob"))
-        for client in (alice, bob):
-            assert client.json("join", f"{client.user}@desktop")["cluster"] == "st-guide"
+        alice, bob = joined_clients(made, keys, "alice", "bob")
         yield made, alice, bob
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import Cluster, login_keys, taken_down
-from tests.e2e.test_lab import Client
+from tests.e2e.cluster import Cluster, login_keys, running
+from tests.e2e.test_lab import Client, joined_clients
 from tests.e2e.test_wireguard import DDP
 from tests.e2e.torch_env import give_torch
 
@@ -85,19 +85,14 @@ Lab = tuple[Cluster, Client]
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with login_keys("alice") as keys:
-        made = Cluster(tmp_path_factory.mktemp("mpi"), SPEC.replace("KEYS", str(keys)))
-        with taken_down(made):
-            made.json("up", timeout=600)
-            homes = keys / "homes"
-            homes.mkdir(mode=0o755)
-            alice = Client(made, homes, "alice", keys / "alice")
-            alice.json("join", "alice@desktop")
-            for name, text in {"warned.py": WARNED, "fail.py": FAIL, "place.py": PLACE, "ddp.py": DDP}.items():
-                (alice.tree / name).write_text(text)
-            for node in NODES:
-                made.on(node, "sh", "-c", BRIDGE)
-            yield made, alice
+    place = tmp_path_factory.mktemp("mpi")
+    with login_keys("alice") as keys, running(place, SPEC.replace("KEYS", str(keys))) as made:
+        [alice] = joined_clients(made, keys, "alice")
+        for name, text in {"warned.py": WARNED, "fail.py": FAIL, "place.py": PLACE, "ddp.py": DDP}.items():
+            (alice.tree / name).write_text(text)
+        for node in NODES:
+            made.on(node, "sh", "-c", BRIDGE)
+        yield made, alice
 
 
 @pytest.fixture(scope="module")

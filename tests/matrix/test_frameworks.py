@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster, login_keys, running
-from tests.e2e.test_lab import Client
+from tests.e2e.test_lab import joined_clients
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
@@ -138,10 +138,7 @@ class Site:
     """The cluster, and an ordinary user of it."""
 
     def __init__(self, cluster: Cluster, keys: Path) -> None:
-        homes = keys / "homes"
-        homes.mkdir(mode=0o755)
-        self.cluster, self.alice = cluster, Client(cluster, homes, "alice", keys / "alice")
-        assert self.alice.json("join", "alice@desktop")["cluster"] == cluster.name
+        self.cluster, [self.alice] = cluster, joined_clients(cluster, keys, "alice")
         requirements = keys / "frameworks.txt"
         requirements.write_text(PACKAGES)
         line = [sys.executable, ROOT / "scripts/environment", cluster.name, requirements, "frameworks"]
