@@ -10,9 +10,9 @@ from shoal.remote import program_text
 from shoal.remote.node_health.node import CONFIG, INTERVAL_S, STATE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.slurm.conf import HEALTH_HOOK
+from shoal.spec.checks import seconds
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
-from shoal.spec.values import seconds
 
 DIRECTORY = "/usr/local/lib/shoal"
 PACKAGE = f"{DIRECTORY}/node_health"

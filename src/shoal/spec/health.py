@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from shoal.remote.node_health.node import CHECK_NAMES
+from shoal.spec.checks import choice, refusal
 from shoal.spec.finding import nearest
-from shoal.spec.values import Duration, ShortForm, choice, refusal
+from shoal.spec.values import Duration, ShortForm
 
 MODES = ("drain", "warn", "off")
 
