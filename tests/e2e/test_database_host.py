@@ -1,7 +1,5 @@
-"""Accounting, a share and the hub of WireGuard on a host that is not the controller.
-
-Its records, what happens when that host fails, and when another cluster's file names it.
-"""
+"""Accounting on a host that is not the controller: its records, what happens when that host fails, and when the file of
+another cluster names it, which needs it for a share and WireGuard as well."""
 
 from __future__ import annotations
 
@@ -15,19 +13,29 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\
 cluster: ac-elsewhere
-network: {kind: wireguard, hub: login1}
 controller: {provider: sandbox, memory: 1G}
 login: {provider: sandbox, count: 1, memory: 1G}
 nodesets:
   gpu: {provider: sandbox, count: 1, gpus: 2, memory: 512M, price: 3600}
-storage:
-  /data: {kind: sshfs, host: login1}
 accounting:
   host: login1
   accounts:
     lab: {users: [ann], qos: [normal, fast]}
   qos:
     fast: {priority: 10}
+users:
+  ann: {uid: 2001}
+"""
+NEEDED = """\
+cluster: ac-needed
+network: {kind: wireguard, hub: login1}
+controller: {provider: sandbox, memory: 1G}
+login: {provider: sandbox, count: 1, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 2, memory: 1G}
+storage:
+  /data: {kind: sshfs, host: login1}
+accounting: {host: login1}
 users:
   ann: {uid: 2001}
 """
@@ -111,10 +119,15 @@ def test_jobs_run_and_records_are_kept_while_the_database_host_is_down(cluster: 
     cluster.wait("a record after the reboot", lambda: state_of(cluster, other) == "COMPLETED")
 
 
-def test_host_that_the_cluster_needs_is_taken_over_only_from_a_dead_controller(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """The last test: it takes the host away."""
+@pytest.fixture
+def needed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster that a test takes a host away from."""
+    with running(tmp_path_factory.mktemp("needed"), NEEDED) as made:
+        yield made
+
+
+def test_host_that_the_cluster_needs_is_taken_over_only_from_a_dead_controller(needed: Cluster, tmp_path: Path) -> None:
+    cluster = needed
     target = cluster.instances()[BOOKS]
     entry = f"{{name: {BOOKS}, address: {target.address}}}, user: root, identity: {target.identity}"
     reach = "storage:\n  /data: {kind: sshfs}\naccounting: true\nnetwork: wireguard\n"
