@@ -196,6 +196,7 @@ class AwsSimulator(Simulator):
             keys,
             script,
             {"tags": tags, "image": form["ImageId"], "request": f"sir-{uuid.uuid4().hex[:8]}" if spot else ""},
+            image=form["ImageId"],
         )
 
     def _terminate(self, region: str, form: dict[str, str]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class DigitalOceanSimulator(Simulator):
             public_keys=keys,
             user_data=asked.get("user_data", ""),
             marks={"tags": asked.get("tags", []), "image": asked["image"]},
+            image=asked["image"],
         )
         machine = self.market.order(order, str(10**7 + secrets.randbelow(9 * 10**7)))
         action = str(1 + secrets.randbelow(10**9))

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -158,7 +158,10 @@ class SimulatorApp:
                 seen["status"] = message["status"]
             await send(message)
 
-        body = request.state.body = await request.body()
+        try:
+            body = request.state.body = await request.body()
+        except ClientDisconnect:
+            return None
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:

@@ -155,6 +155,7 @@ class VastSimulator(Simulator):
             market="on-demand" if bid is None else "spot",
             user_data=asked["args"][-1],
             marks={"order": {**asked, "args": None}},
+            image=asked["image"],
         )
         try:
             machine = self.market.order(order, str(10**7 + secrets.randbelow(9 * 10**7)))

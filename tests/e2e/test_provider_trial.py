@@ -18,7 +18,7 @@ cluster: {NAME}
 controller: {{provider: sandbox, memory: 1G, compute: true}}
 budget: {{per_hour: 5}}
 providers:
-  aws: {{url: "URL-OF-aws", key: "env:AWS_KEY"}}
+  aws: {{url: "URL-OF-aws", key: "env:AWS_KEY", settings: {{image: ami-0123456789abcdef0}}}}
 """
 
 

@@ -15,6 +15,7 @@ from shoal.cloud.providers import aws, rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
 from shoal.cloud.providers.aws_query import Credentials, flatten, parse_credentials, read_xml, sign
 from shoal.cloud.providers.responses import ApiError, read_refusal
+from shoal.roles.rented_images import image_system
 
 CASE = CASES["aws"]
 ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho me\n", disk_gb=120)
@@ -136,6 +137,9 @@ def test_capacity_block_is_named_by_its_reservation() -> None:
 )
 def test_default_image_is_ubuntu_of_the_architecture(offer: Offer, image: str) -> None:
     assert aws.default_image(offer).startswith(image)
+    assert (
+        image_system(aws.default_image(offer).replace("ubuntu/server/", "ubuntu-")) == aws.AwsProvider.abilities.system
+    )
 
 
 async def test_machine_has_the_key_and_runs_the_script(it: Trial) -> None:
@@ -161,7 +165,15 @@ async def test_security_group_is_made_once_with_its_rules(it: Trial) -> None:
         await again.close()
     [group] = it.market.notes["groups"].values()
     assert group["groupName"] == "shoal-reef"
-    assert [rule.get("IpPermissions.1.FromPort") for rule in group["rules"]] == ["22", "51820", None]
+    assert [rule.get("IpPermissions.1.FromPort") for rule in group["rules"]] == [None, "22"]
+
+
+def test_security_group_admits_the_ports_of_the_cluster() -> None:
+    group, ssh, wireguard = aws.ingress("sg-1", ("tcp:22", "udp:51000"), "203.0.113.0/24")
+    assert group == {"IpProtocol": "-1", "Groups": [{"GroupId": "sg-1"}]}
+    assert (ssh["FromPort"], ssh["IpRanges"]) == ("22", [{"CidrIp": "203.0.113.0/24"}])
+    assert (wireguard["IpProtocol"], wireguard["ToPort"]) == ("udp", "51000")
+    assert wireguard["IpRanges"] == [{"CidrIp": "0.0.0.0/0"}]
 
 
 async def test_region_outside_of_the_settings_is_never_ordered_or_listed(it: Trial) -> None:

@@ -31,8 +31,8 @@ ROOT_DEVICE = "/dev/sda1"
 GPU_IMAGE = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{arch}/hvm/ebs-gp3/ami-id"
 """Public parameters with the newest image of a region; RunInstances resolves them itself."""
+SSH, ANYWHERE = "tcp:22", "0.0.0.0/0"
 CLUSTER, NODE, TOKEN = "shoal-cluster", "shoal-node", "shoal-token"
-WIREGUARD_PORT = 51820
 MARKETS: dict[str, api.Market] = {"on-demand": "on-demand", "spot": "spot"}
 """Amazon's usage classes that are offers; a capacity block is bought in advance."""
 CAPACITY_BLOCK = "capacity-block"
@@ -83,6 +83,7 @@ class AwsProvider(HttpProvider):
 
     abilities = api.Abilities(
         user="ubuntu",
+        system=api.System("ubuntu", "24.04"),  # of IMAGE and GPU_IMAGE
         notice_s=120,
         idempotent="token",
         create_interval=0.5,
@@ -221,7 +222,7 @@ class AwsProvider(HttpProvider):
         region, zone = order.offer.region, order.offer.zone
         self._check(region)
         async with self._preparing:
-            network = await self._network(region, order.cluster)
+            network = await self._network(region, order.cluster, order.ports)
         subnet = network.subnets.get(zone) if zone else next(iter(network.subnets.values()), None)
         if subnet is None:
             message = f"{self._account.name}: no subnet in {zone or region}: name one in settings: subnets"
@@ -246,7 +247,7 @@ class AwsProvider(HttpProvider):
         answer = await self._ec2.call(order.offer.region, "DescribeImages", ImageId=[image])
         return image, answer.first("imagesSet").text("rootDeviceName", ROOT_DEVICE)
 
-    async def _network(self, region: str, cluster: str) -> RegionNetwork:
+    async def _network(self, region: str, cluster: str, ports: Sequence[str]) -> RegionNetwork:
         """The subnets and the security group of a region, looked up or made once per process."""
         if (region, cluster) in self._networks:
             return self._networks[region, cluster]
@@ -259,12 +260,12 @@ class AwsProvider(HttpProvider):
             raise ApiError(problem, FailureKind.INVALID, scope="region", hint=hint)
         subnets = {row.text("availabilityZone"): row.text("subnetId") for row in rows}
         group = self._account.settings.get("security_group") or await self._security_group(
-            region, rows[0].text("vpcId"), f"shoal-{cluster}"
+            region, rows[0].text("vpcId"), f"shoal-{cluster}", ports
         )
         self._networks[region, cluster] = RegionNetwork(subnets, group)
         return self._networks[region, cluster]
 
-    async def _security_group(self, region: str, vpc: str, name: str) -> str:
+    async def _security_group(self, region: str, vpc: str, name: str, ports: Sequence[str]) -> str:
         named = [{"Name": "group-name", "Value": [name]}, {"Name": "vpc-id", "Value": [vpc]}]
         groups = self._ec2.items(region, "DescribeSecurityGroups", "securityGroupInfo", Filter=named)
         group = next(iter([one.text("groupId") async for one in groups]), "")
@@ -272,7 +273,7 @@ class AwsProvider(HttpProvider):
             text = "Machines that Shoal rents"
             made = await self._ec2.call(region, "CreateSecurityGroup", GroupName=name, GroupDescription=text, VpcId=vpc)
             group = made.text("groupId")
-        for rule in ingress(group, self._account.settings.get("ssh_from", "0.0.0.0/0")):
+        for rule in ingress(group, ports, self._account.settings.get("ssh_from", ANYWHERE)):
             try:
                 await self._ec2.call(region, "AuthorizeSecurityGroupIngress", GroupId=group, IpPermissions=[rule])
             except ApiError as error:
@@ -330,18 +331,14 @@ def machine_order(
     }
 
 
-def ingress(group: str, ssh_from: str) -> list[dict[str, Any]]:
-    """What may reach a machine: SSH, WireGuard, and the other machines of the group."""
-    return [
-        {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": ssh_from}]},
-        {
-            "IpProtocol": "udp",
-            "FromPort": WIREGUARD_PORT,
-            "ToPort": WIREGUARD_PORT,
-            "IpRanges": [{"CidrIp": "0.0.0.0/0"}],
-        },
-        {"IpProtocol": "-1", "Groups": [{"GroupId": group}]},
-    ]
+def ingress(group: str, ports: Sequence[str], ssh_from: str) -> list[dict[str, Any]]:
+    """What may reach a machine: SSH, the cluster's ports, and the other machines of the group."""
+    rules: list[dict[str, Any]] = [{"IpProtocol": "-1", "Groups": [{"GroupId": group}]}]
+    for name in dict.fromkeys((SSH, *ports)):
+        protocol, _, port = name.partition(":")
+        source = ssh_from if name == SSH else ANYWHERE
+        rules.append({"IpProtocol": protocol, "FromPort": port, "ToPort": port, "IpRanges": [{"CidrIp": source}]})
+    return rules
 
 
 def default_image(offer: api.Offer) -> str:

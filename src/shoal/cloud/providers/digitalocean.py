@@ -47,6 +47,7 @@ class DigitalOceanProvider(HttpProvider):
 
     abilities = api.Abilities(
         user="root",
+        system=api.System("ubuntu", "22.04"),  # of GPU_IMAGES, in September 2026
         create_interval=0.3,
         billing=api.Billing(step=1, least=60),
         boot_s=900,
