@@ -33,7 +33,7 @@ from shoal.hosts.local import LocalHost
 from shoal.roles.elastic import HOLD, SUPERSEDED
 from shoal.roles.rented import rented_ports
 from shoal.roles.rented_images import unfit_offers
-from shoal.slurm.versions import ONE_SLURM, Version
+from shoal.slurm.versions import Version
 from shoal.spec.cluster_record import RECORD_PATH, parse_record
 from shoal.spec.members import members, rented_sets
 from shoal.spec.model import Spec
@@ -87,7 +87,7 @@ def blocks_of_unfit_offers(spec: Spec, version: Version) -> list[OrderBlock]:
             type=unfit.choice.type or "",
             place=unfit.choice.zone or unfit.choice.region or "",
             market=unfit.choice.market,
-            why=f"{unfit.why} ({ONE_SLURM})",
+            why=unfit.why,
             nodeset=unfit.nodeset,
         )
         for unfit in unfit_offers(spec, version)

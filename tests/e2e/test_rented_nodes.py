@@ -230,5 +230,5 @@ nodesets:
     said = "its machines cannot join, found lambda rents Ubuntu 24.04 with Slurm 23.11.4, and the controller's 22.05.8"
     for verb in ("plan", "up"):
         refused = " ".join(cluster.shoal(verb, status=1).stderr.split())
-        assert said in refused and "write `slurm: {from: shoal}` into the file" in refused
+        assert said in refused and "name another `image` there" in refused
     assert said in " ".join(cluster.shoal("check", status=1).stdout.split()) and cluster.instances() == {}

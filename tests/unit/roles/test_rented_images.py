@@ -8,7 +8,7 @@ from tests.unit.plan.fake_world import spec_of
 from shoal.cloud.providers.api import System
 from shoal.elastic import blocks_of_unfit_offers
 from shoal.plan.cluster_findings import member_version_findings
-from shoal.roles.rented_images import image_system, offer_findings
+from shoal.roles.rented_images import ONE_SLURM_FIX, image_system, offer_findings
 from shoal.slurm.versions import Version
 from shoal.spec.slurm_options import SlurmOptions
 
@@ -53,8 +53,8 @@ def test_rejection_names_both_releases_and_the_line_to_write() -> None:
     [text] = findings("provider: lambda, type: gpu_1x_a10", Version(22, 5, 8))
     assert text == (
         "error: nodesets.pool: nodeset `pool`: its machines cannot join, found lambda rents Ubuntu 24.04 with Slurm "
-        "23.11.4, and the controller's 22.05.8 takes 22.05, write `slurm: {from: shoal}` into the file, for the same "
-        "Slurm on all hosts; or name another `image` there; or take a controller with another Slurm"
+        "23.11.4, and the controller's 22.05.8 takes 22.05, "
+        f"{ONE_SLURM_FIX}name another `image` there, or take a controller with another Slurm"
     )
 
 
@@ -87,7 +87,7 @@ def test_service_rents_no_offer_that_cannot_join() -> None:
         "pool",
         None,
     )
-    assert "write `slurm: {from: shoal}` into the file" in block.why
+    assert block.why.startswith("lambda rents Ubuntu 24.04 with Slurm 23.11.4")
 
 
 @pytest.mark.parametrize(
