@@ -32,6 +32,7 @@ CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests 
 LAB = "as it stands, by the first user of test_lab.py"
 STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
+JOB_IMAGES = "with an image of its own, by hand (-m matrix), by tests/e2e/test_images.py"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {
@@ -69,6 +70,10 @@ COMMANDS = {
     "shoal env build mine --requirements requirements.txt": OWN_ENVIRONMENT,
     "shoal run --env mine -N2 --wait train.py": OWN_ENVIRONMENT,
     "shoal env remove mine": OWN_ENVIRONMENT,
+    "shoal image pull docker.io/library/debian:12 --name debian": JOB_IMAGES,
+    "shoal run -N2 --image debian --mount /data:/data:ro train.py": JOB_IMAGES,
+    "shoal image list": JOB_IMAGES,
+    "shoal image prune": JOB_IMAGES,
     "shoal ui mlflow": TUNNEL,
     "shoal usage --by user": BOOKS,
     "shoal usage --by nodeset --since 7d": BOOKS,

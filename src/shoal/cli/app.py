@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "fetch": "job_commands",
         "cancel": "job_commands",
         "env": "env_commands",
+        "image": "image_commands",
         "prove": "prove_commands",
     },
     "Observe": {

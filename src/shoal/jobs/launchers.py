@@ -32,6 +32,8 @@ class LaunchParameters:
     """Shoal's program on the node."""
     command: tuple[str, ...]
     """The script and its arguments."""
+    runner_python: str
+    """What runs Shoal's program outside of an image."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,14 @@ class JobLauncher:
 
 def _rank(rank_from: str) -> Callable[[LaunchParameters], list[str | ShellText]]:
     def command(launch: LaunchParameters) -> list[str | ShellText]:
-        return [launch.python, "-I", "-S", launch.runner, "rank", "--rank-from", rank_from, "--", *launch.command]
+        runner: list[str | ShellText] = [launch.runner_python, "-I", "-S", launch.runner]
+        return [*runner, "rank", "--rank-from", rank_from, "--", *launch.command]
 
     return command
 
 
 def _spawn(launch: LaunchParameters) -> list[str | ShellText]:
-    runner: list[str | ShellText] = [launch.python, "-I", "-S", launch.runner]
+    runner: list[str | ShellText] = [launch.runner_python, "-I", "-S", launch.runner]
     return [*runner, "spawn", "--nproc", str(launch.ranks_per_node), "--", *launch.command]
 
 
@@ -65,7 +68,7 @@ def _torchrun(launch: LaunchParameters) -> list[str | ShellText]:
     # agent` starts it with these signals ignored, and forwards them to the ranks itself.
     runner: list[str | ShellText] = [launch.python, "-I", "-S", launch.runner]
     return [
-        *(*runner, "agent", "--"),
+        *(launch.runner_python, *runner[1:], "agent", "--"),
         *(launch.python, "-m", "torch.distributed.run", "--no-python", "--max-restarts=0"),
         *(f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.ranks_per_node}"),
         *("--rdzv-backend=c10d", ShellText('--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"')),

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from shoal.containers.images import JobImage, image_name, mount_list
 from shoal.contract import WARNING
 from shoal.errors import SpecError
 from shoal.jobs import field_checks as checks
@@ -172,6 +173,31 @@ class JobSpec:
         "NAME",
         name="--env",
     )
+    image: str | None = option(
+        image_name,
+        "The image to run in: a name of `shoal image list`, a reference as debian:12, or a path on the hosts.",
+        "IMAGE",
+    )
+    mount: tuple[str, ...] = option(
+        mount_list,
+        "A directory or file of the nodes in the image; may be repeated.",
+        "SOURCE:DESTINATION[:ro]",
+        default=(),
+    )
+    workdir: str | None = option(
+        checks.directory, "Where in the image the script starts. Default: in your working tree.", "DIRECTORY"
+    )
+    container_name: str | None = option(
+        checks.job_word,
+        "Run in a copy of the image that jobs may change. Each node keeps it under this name.",
+        "NAME",
+    )
+    home: str = option(
+        choice("word for the home", ("on", "off")),
+        "Whether the image has your home, or an empty one: on or off. Default: off.",
+        "WORD",
+        default="off",
+    )
     python: str = option(
         checks.python_program, "The Python on the nodes. Default: python3.", "PROGRAM", default="python3"
     )
@@ -187,6 +213,11 @@ class JobSpec:
     def name(self) -> str:
         stem = PurePosixPath(self.script).name.removesuffix(".py")
         return self.job_name or re.sub(r"[^A-Za-z0-9_.+-]", "_", stem)[:64].lstrip(".+-") or "job"
+
+    @property
+    def runner_python(self) -> str:
+        """The Python that starts the ranks: that of the node, also where the script has one in an image."""
+        return "python3" if self.image or self.container_name else self.python
 
     @property
     def grace(self) -> int:
@@ -258,6 +289,8 @@ class JobPaths:
     """The directory on each node that the code runs from, where that is not `root`."""
     own_tree: bool = False
     """Whether each node unpacks the code there as well: others may write below `root`."""
+    image: JobImage | None = None
+    """What the ranks run in; None where that is the node."""
     owner: int = 0
     """Who root is below `root` on some of the nodes, where it is root on others (NFS)."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
 from shoal.jobs.launchers import LAUNCHERS, PROFILERS, JobLauncher
-from shoal.jobs.model import JobSpec, ResolvedJob
+from shoal.jobs.model import JobSpec, ResolvedJob, option_name
 from shoal.jobs.sbatch_options import FEWER_CPUS, SbatchRequest, read_request
 from shoal.slurm.state import NodeState, PartitionState
 from shoal.spec.checks import minutes
@@ -29,6 +29,7 @@ def resolve(
     """
     launcher, request = LAUNCHERS[job.launcher], read_request(job.sbatch)
     _check_profile(job)
+    _check_image_options(job)
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
     excluded = tuple(node.name for node in inside if node.name in request.exclude)
@@ -300,6 +301,14 @@ def _check_profile(job: JobSpec) -> None:
             f"--profile {job.profile} reads Python, and {printable(job.script)} is no Python script",
             hint="use --profile nsys, or profile the Python script that it starts",
         )
+
+
+def _check_image_options(job: JobSpec) -> None:
+    if job.image or job.container_name:
+        return
+    given = [option_name(name) for name in ("mount", "workdir", "home") if name in job.set_fields]
+    if given:
+        raise UsageError(f"{given[0]} is for jobs in images", hint="name one with --image, or leave it out")
 
 
 def _check_time(job: JobSpec, partition: PartitionState) -> None:

@@ -12,7 +12,7 @@ from shoal.jobs.launchers import LAUNCHERS, MPIRUN, JobLauncher, LaunchParameter
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
-from shoal.remote.runner.node import SUBMISSION, WARNING_SIGNALS
+from shoal.remote.runner.node import IMAGE, SUBMISSION, WARNING_SIGNALS
 
 FIRST_PORT, PORTS, NEXT_PORT = 10000, 20000, 7919
 """Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this. One
@@ -192,6 +192,9 @@ def rank_variables(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
         yield f"export {contract.SHOAL_EXPERIMENT}={shlex.quote(spec.experiment)}"
     if shipped.environment:
         yield f"export VIRTUAL_ENV={shipped.environment} PATH={shipped.environment}/bin:$PATH"
+    if shipped.image:
+        binds = dict.fromkeys(filter(None, (shipped.root, shipped.code_root)))
+        yield f"export {IMAGE}={shlex.quote(shipped.image.as_json(binds))}"
     if spec.gpus_per_node == 0:
         yield "export CUDA_VISIBLE_DEVICES=  # where no cgroup hides them, it would see those of other jobs"
     for name, value in spec.export.items():
@@ -235,7 +238,8 @@ def task_command(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> 
     runner = ShellText(_runner_path(shipped))
     program = spec.script if "/" in spec.script else f"./{spec.script}"
     command = (spec.python, spec.script) if spec.script.endswith(".py") else (program,)
-    launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
+    words = (*command, *spec.args)
+    launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, words, spec.runner_python)
     return " ".join(
         argument.text if isinstance(argument, ShellText) else shlex.quote(argument)
         for argument in launcher.command(launch)
@@ -244,7 +248,7 @@ def task_command(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> 
 
 def _watch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     yield "ranks=$!"
-    program = f"{shlex.quote(job.spec.python)} -I -S {_runner_path(shipped)}"
+    program = f"{shlex.quote(job.spec.runner_python)} -I -S {_runner_path(shipped)}"
     watched = '"$ranks"'
     if launcher.mpirun:
         yield "# mpirun gives its standard input to one rank. So beside it, a program on each node hands warnings on."

@@ -19,6 +19,7 @@ from shoal.roles.component import Cluster, choose_ids
 from shoal.roles.containers import separate_containers, tunnels
 from shoal.roles.current_conf import CurrentConf, confinement, limit_confinement
 from shoal.roles.host_address import address_findings, can_listen_at_one_address
+from shoal.roles.images import image_features
 from shoal.roles.plugins import all_have_pmix, supports_spanning
 from shoal.roles.rented import rented_containers, suspend_time
 from shoal.roles.user_ids import choose_user_ids
@@ -68,7 +69,7 @@ def assemble(
     computes = [m.name for m in permanent if "compute" in m.roles] or [always[0].name]
     controller = members[0]
     all_nodes = (
-        *_permanent_nodes(always, facts, addresses, ports, before),
+        *_permanent_nodes(spec, always, facts, addresses, ports, before),
         *_rented_nodes(spec, rented_boxes, ports),
         *(before.nodes[name] for name in leaving),
     )
@@ -92,6 +93,7 @@ def assemble(
         auth=spec.auth,
         power=rentals.power_saving(spec),
         health=spec.health.mode != "off",
+        oci=spec.containers is not None,
     )
     boxes = {name: facts[name] for name in tunneled if name in facts}
     return Cluster(
@@ -149,6 +151,7 @@ def _ports(tunneled: Iterable[str], rented_boxes: Collection[str], before: Curre
 
 
 def _permanent_nodes(
+    spec: Spec,
     members: Iterable[Member],
     facts: Mapping[str, Facts],
     addresses: Mapping[str, str],
@@ -160,7 +163,9 @@ def _permanent_nodes(
         if "compute" not in member.roles:
             continue
         if member.name in facts:
-            yield _node(member, facts[member.name], addresses, ports.get(member.name))
+            node = _node(member, facts[member.name], addresses, ports.get(member.name))
+            images = () if node.port else image_features(spec, facts[member.name])
+            yield replace(node, features=(*node.features, *images))
         elif member.name in before.nodes:
             yield before.nodes[member.name]
 

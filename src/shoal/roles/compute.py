@@ -11,7 +11,7 @@ from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.controller import slurm_conf_file
 from shoal.roles.current_conf import CONF_FILES
 from shoal.roles.host_address import address_wait_file
-from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_settings
+from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, oci_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
 
@@ -56,7 +56,8 @@ def device_rules() -> str:
 
 def slurmd_defaults(options: str, conf: ClusterConf) -> str:
     """slurmd's options, and a mark that changes with the settings that slurmd reads only when it starts."""
-    mark = hashlib.sha256((slurm_settings(conf) + cgroup_conf(conf)).encode()).hexdigest()[:16]
+    settings = slurm_settings(conf) + cgroup_conf(conf) + (oci_conf() if conf.oci else "")
+    mark = hashlib.sha256(settings.encode()).hexdigest()[:16]
     return f'{HEADER}# Settings that slurmd reads when it starts: {mark}\nSLURMD_OPTIONS="{options}"\n'
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shoal.agent.document import Command, Directory, Document, File, Service, daemon_unit
 from shoal.remote import program_text
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
-from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
+from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, OCI_CONF, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.host_address import address_wait_file
 from shoal.roles.host_record import state_of_other_cluster
 from shoal.slurm.accounting import jobcomp_rotation
@@ -18,10 +18,11 @@ from shoal.slurm.conf import (
     cgroup_conf,
     gres_conf,
     job_submit_lua,
+    oci_conf,
     slurm_conf,
     topology_conf,
 )
-from shoal.slurm.parsed_conf import change_cost
+from shoal.slurm.parsed_conf import change_cost, is_written_by_shoal
 from shoal.slurm.state import NOT_RESPONDING_REASON
 from shoal.spec.member import Member
 
@@ -48,6 +49,7 @@ def controller(cluster: Cluster) -> Document:
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads, keep=True),
+        *_oci_file(cluster),
         *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
         replace(slurm_conf_file(cluster), restarts=restarts, reloads=reloads),
         address_wait_file(cluster, cluster.controller, "slurmctld"),
@@ -55,6 +57,16 @@ def controller(cluster: Cluster) -> Document:
         # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
+
+
+def _oci_file(cluster: Cluster) -> Document:
+    """oci.conf where the spec asks for containers, and its removal. One of the operator's own, in `files`, stays."""
+    if OCI_CONF in cluster.spec.files:
+        return ()
+    if cluster.conf.oci:
+        return (File(OCI_CONF, oci_conf(), restarts=("slurmctld",), keep=True),)
+    is_ours = is_written_by_shoal(cluster.controller_facts.text(OCI_CONF))
+    return (File(OCI_CONF, restarts=("slurmctld",)),) if is_ours else ()
 
 
 def _old_state(cluster: Cluster) -> Document:

@@ -16,6 +16,7 @@ SLURM_CONF = "/etc/slurm/slurm.conf"
 GRES_CONF = "/etc/slurm/gres.conf"
 CGROUP_CONF = "/etc/slurm/cgroup.conf"
 TOPOLOGY_CONF = "/etc/slurm/topology.conf"
+OCI_CONF = "/etc/slurm/oci.conf"
 JOB_SUBMIT = f"/etc/slurm/{LUA_SCRIPT}"
 CONF_FILES = (SLURM_CONF, GRES_CONF, CGROUP_CONF, TOPOLOGY_CONF)
 HOSTS = "/etc/hosts"

@@ -19,6 +19,7 @@ from shoal.roles.controller import ReturnToServiceComponent
 from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
 from shoal.roles.files import FilesComponent
+from shoal.roles.images import ImagesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.storage import StorageComponent
@@ -40,6 +41,7 @@ COMPONENTS: tuple[Component, ...] = (
     UsersComponent(),
     NodeLoginsComponent(),
     EnvironmentsComponent(),
+    ImagesComponent(),
     ClientComponent(),
     UserProgramComponent(),
     ClockComponent(),

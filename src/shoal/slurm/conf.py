@@ -120,6 +120,21 @@ def cgroup_conf(c: ClusterConf) -> str:
     )
 
 
+def oci_conf() -> str:
+    """oci.conf: `srun --container` runs an OCI bundle with crun, as the user and inside the job's cgroup.
+
+    Slurm 22.05 does not know `%U`. Some hosts, containers themselves, allow no new keyrings.
+    """
+    crun, job = "crun --rootless=true --root=/tmp/oci-%u/", "%n.%u.%j.%s.%t"
+    commands = {
+        "Query": f"state {job}",
+        "Kill": f"kill -a {job}",
+        "Delete": f"delete --force {job}",
+        "Run": f"run --no-new-keyring --bundle %b {job}",
+    }
+    return HEADER + "".join(f'RunTime{name}="{crun} {command}"\n' for name, command in commands.items())
+
+
 def topology_conf(c: ClusterConf) -> str:
     """topology.conf: one switch for each site. Without a switch above them no job spans two sites."""
     lines = [

@@ -151,3 +151,5 @@ class ClusterConf:
     """None without rented nodes."""
     health: bool = False
     """Nodes have the health program, and slurmd runs its hook."""
+    oci: bool = False
+    """Nodes fetch an oci.conf of ours, which slurmd reads when it starts."""

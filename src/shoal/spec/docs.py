@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from shoal.spec.accounting import Account, Accounting, Qos, Share
+from shoal.spec.containers import Containers
 from shoal.spec.environments import Environment, Proxy
 from shoal.spec.files import ShippedFile
 from shoal.spec.health import Health
@@ -76,6 +77,7 @@ _SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("storage", SharedDirectory),
     ("users", ClusterUser),
     ("environments", Environment),
+    ("containers", Containers),
     ("proxy", Proxy),
     ("tracking", Tracking),
     ("files", ShippedFile),

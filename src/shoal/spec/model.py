@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from shoal.spec.accounting import Accounting, accounting_problems, unless_false
 from shoal.spec.checks import choice
+from shoal.spec.containers import Containers
 from shoal.spec.environments import Environment, EnvironmentName, Proxy, environment_problems
 from shoal.spec.files import Destination, ShippedFile, file_problems
 from shoal.spec.finding import Problem
@@ -66,6 +67,8 @@ class Spec(SpecModel):
     """Users that log in and run jobs, by name; the same on all hosts."""
     environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""
+    containers: Containers | None = None
+    """The engine that runs jobs in images: `oci`. Without it, `shoal run --image` does not work."""
     proxy: Proxy | None = None
     """The proxies through which hosts get packages."""
     tracking: Tracking | None = None

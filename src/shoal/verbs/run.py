@@ -53,6 +53,7 @@ from shoal.verbs.submission import (
 )
 
 if TYPE_CHECKING:
+    from shoal.containers.images import JobImage
     from shoal.environments.store import BuiltEnvironment
 
 NFS_NOBODY = 65534
@@ -216,6 +217,13 @@ async def _resolve(
         job = replace(job, python=environment.program)
     node_text, partition_text = await connections.slurm
     nodes, partitions = parse_nodes(node_text), parse_partitions(partition_text)
+    image: JobImage | None = None
+    if job.image or job.container_name:
+        from shoal.verbs.images import job_image  # few jobs have one
+
+        controller, login = await connections.fleet.host(context.controller.name), await connections.login
+        image = await job_image(controller, login.record, job, nodes)
+        job = replace(job, constraint=image.constraint(job.constraint))
     root, place = job_root(job, context.cluster), environment.path if environment else ""
     if any(node.cloud for node in nodes):
         from shoal.verbs.run_rented import resolve_rented  # it reads the whole spec
@@ -225,7 +233,15 @@ async def _resolve(
         resolved_job = resolve(job, nodes, partitions)
     is_staged = bool(resolved_job.containers)
     paths = JobPaths(
-        context.cluster, root, tree.hash, runtime_bundle.hash, tree.workdir, place, context.shares, is_staged
+        context.cluster,
+        root,
+        tree.hash,
+        runtime_bundle.hash,
+        tree.workdir,
+        place,
+        context.shares,
+        is_staged,
+        image=image,
     )
     return PreparedJob(resolved_job, paths, tree, runtime_bundle, sbatch_script(resolved_job, paths), environment)
 

@@ -127,7 +127,13 @@ async def prepare_as_user(
         environment = await user_job_environment(host, record, job.environment)
         job = replace(job, python=environment.program)
     node_text, partition_text = await connections.slurm
-    resolved = _resolve(record, job, storage, parse_nodes(node_text), parse_partitions(partition_text))
+    nodes, image = parse_nodes(node_text), None
+    if job.image or job.container_name:
+        from shoal.verbs.images import job_image  # few jobs have one
+
+        image = await job_image(host, record, job, nodes)
+        job = replace(job, constraint=image.constraint(job.constraint))
+    resolved = _resolve(record, job, storage, nodes, parse_partitions(partition_text))
     if resolved.containers:
         await _require_transferable(host, record, resolved, environment)
         if not storage.on_each_host:
@@ -149,6 +155,7 @@ async def prepare_as_user(
         context.shares,
         bool(resolved.containers),
         is_carried,
+        image=image,
     )
     script = sbatch_script(resolved, shipped)
     return PreparedUserJob(PreparedJob(resolved, shipped, tree, runtime, script, environment), storage)

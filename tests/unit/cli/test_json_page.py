@@ -15,6 +15,7 @@ from shoal.cli.rental_commands import cost_json
 from shoal.cli.session import Session
 from shoal.cloud.providers.api import Offer
 from shoal.cloud.service.costs import CostReport
+from shoal.containers.images import StoredImage
 from shoal.health.diagnosis import Diagnosis
 from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import LogLine
@@ -73,6 +74,8 @@ COMMANDS = {
     "env build": of(BuildResult),
     "env remove": of(CleanResult),
     "env clean": of(CleanResult),
+    "image pull": of(StoredImage),
+    "image build": of(StoredImage),
     "ui": of(WebPage),
     "simulate": of(Simulated),
 }
@@ -96,6 +99,7 @@ PARTS = {
     "`offers` of `offers`": of(Offer),
     "`links` of `bench links`": of(LinkSpeed),
     "`environments` of `env list`": of(EnvironmentState),
+    "`images` of `image list`": of(StoredImage),
 }
 
 

@@ -497,7 +497,8 @@ def test_torchrun_on_two_nodes_lets_its_workers_save_after_a_warning(tmp_path: P
     for number, node in enumerate(nodes):
         node.env.update(SLURM_NODEID=str(number), SLURM_NNODES="2", SLURM_NTASKS="2", SLURMD_NODENAME="localhost")
         node.env.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SHOAL_JOB="17")
-        launch = LaunchParameters(sys.executable, 2, 1, ShellText(RUNNER), (sys.executable, "script.py"))
+        command = (sys.executable, "script.py")
+        launch = LaunchParameters(sys.executable, 2, 1, ShellText(RUNNER), command, sys.executable)
         words = [
             (word.text if isinstance(word, ShellText) else word).replace(
                 "$MASTER_ADDR:$MASTER_PORT", f"127.0.0.1:{port}"

@@ -3,6 +3,7 @@
     start.py rank --rank-from VARIABLE -- COMMAND    one rank: its log with time stamps, its signals, how it ended
     start.py spawn --nproc N -- COMMAND              one a node, starts N of the above
     start.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
+    start.py image -- COMMAND                        becomes the command, in the job's image
     start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
     start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
     start.py ended --                                after srun has failed: was it because a host was started again?
@@ -27,6 +28,10 @@ def main(argv: list[str]) -> int:
         if mode == "watch":
             return watch(*map(int, options[1::2]))
         return check_end() if mode == "ended" else print_lost(mode)
+    if mode == "image":
+        from .image import run_in_image
+
+        return run_in_image(command)
     from .launch import agent, relay, spawn
 
     if mode == "relay":

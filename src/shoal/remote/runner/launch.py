@@ -12,7 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from .node import STOP_SIGNALS, WARNING_SIGNALS, ignore_signals, note_warning, read_warnings, registered
+from .node import (
+    STOP_SIGNALS,
+    WARNING_SIGNALS,
+    contained,
+    ignore_signals,
+    note_warning,
+    read_warnings,
+    registered,
+)
 
 REPORT_AFTER_S = 8.0
 """As long as `shoal.train.init` waits before it explains."""
@@ -68,7 +76,8 @@ def agent(command: list[str]) -> int:
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     for number in STOP_SIGNALS:
         signal.signal(number, signal_ranks)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
+    line = contained(command)
+    child = subprocess.Popen(line, stdin=subprocess.DEVNULL, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
     read_warnings(signal_ranks)
     if not first:
         watch_arguments = (lambda: bool(registered(os.environ["SHOAL_JOB_DIR"])),)

@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,8 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*WARNING_SIGNALS, signal.SIGTERM, signal.SIGINT)
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
+IMAGE = "SHOAL_IMAGE"
+"""What the job's commands run in, as JSON; not set where that is the node itself."""
 ECHO_RANKS = "ranks"
 """SHOAL_ECHO of a job that a person watches: each rank prints its lines, and its unfinished line now and then, behind
 one of these marks and its number."""
@@ -24,6 +27,13 @@ ECHO_LINE, ECHO_BAR, ECHO_JOB = "\x02l", "\x02b", "\x02j"
 def ignore_signals(numbers: tuple[signal.Signals, ...]) -> None:
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+
+
+def contained(command: list[str]) -> list[str]:
+    """The command that runs a command in the job's image, where it has one."""
+    if IMAGE not in os.environ:
+        return command
+    return [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "image", "--", *command]
 
 
 def note_warning(number: int) -> None:

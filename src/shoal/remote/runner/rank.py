@@ -22,6 +22,7 @@ from .node import (
     STOP_SIGNALS,
     SUBMISSION,
     WARNING_SIGNALS,
+    contained,
     note_warning,
     out_of_memory_kills,
     own_directory,
@@ -102,7 +103,7 @@ class Rank:
             os.chdir(working_tree(self.directory))
             out_r, out_w = os.pipe()
             command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces, self.name + ".pid")
-            child = subprocess.Popen(command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL)
+            child = subprocess.Popen(contained(command), stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL)
             self.child = child
         except OSError as error:
             self._print("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
@@ -207,7 +208,7 @@ class Rank:
             # Here, where the script is: its lines are in the report, and a person can read it anywhere.
             with contextlib.suppress(OSError, subprocess.SubprocessError), open(self.traces + ".txt", "w") as report:
                 line = [self.command[0], "-m", "line_profiler", self.traces + ".lprof"]
-                subprocess.run(line, stdout=report, stdin=subprocess.DEVNULL, timeout=60, check=False)
+                subprocess.run(contained(line), stdout=report, stdin=subprocess.DEVNULL, timeout=60, check=False)
         with contextlib.suppress(OSError):
             left = [name for name in sorted(os.listdir(place)) if name.startswith(start + ".")] if kind else []
             for name in left:

@@ -1,0 +1,95 @@
+"""The commands about images: image pull, image build, image list, image remove, image prune."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import with_session
+from shoal.cli.screen import Columns
+from shoal.cli.session import Session
+
+image = typer.Typer(
+    help="Pull, build, list and remove images that jobs run in.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@image.command("pull")
+@with_session
+def image_pull(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="REGISTRY/IMAGE:TAG, or the path of an archive where you log in.")
+    ],
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="What to call it. Default: SOURCE.")] = None,
+    *,
+    session: Session,
+) -> None:
+    """Get an image, for all your jobs. A tag that moved since is pulled anew."""
+    from shoal.verbs.images import pull
+
+    pulled = session.run(pull(session.open(), source, name))
+    if not session.finish(pulled):
+        session.console.print(f"[green]✓[/] {pulled.name}: {pulled.digest}, {pulled.architecture}", soft_wrap=True)
+
+
+@image.command("build")
+@with_session
+def image_build(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call it.")],
+    source: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="A directory with a root file system, where you log in.")
+    ],
+    *,
+    session: Session,
+) -> None:
+    """Make an image of a directory, such as mmdebstrap makes."""
+    from shoal.verbs.images import build
+
+    built = session.run(build(session.open(), name, source))
+    if not session.finish(built):
+        session.console.print(f"[green]✓[/] {built.name}: {built.digest}, {built.architecture}", soft_wrap=True)
+
+
+@image.command("list")
+@with_session
+def image_list(session: Session) -> None:
+    """Show your images, with their digests."""
+    from shoal.verbs.images import list_images
+
+    images = session.run(list_images(session.open()))
+    if session.finish({"images": images}):
+        return
+    if not images:
+        session.console.print("no images; `shoal image pull REGISTRY/IMAGE:TAG` gets one")
+        return
+    table = Columns("image", "digest", "cpu type", "size", "since", wraps=("image",))
+    for entry in images:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made_at))
+        table.add_row(entry.name, entry.digest[:19], entry.architecture, f"{entry.bytes / 1e6:.0f} MB", since)
+    session.console.print(table)
+
+
+@image.command("remove")
+@with_session
+def image_remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of your images.")], *, session: Session
+) -> None:
+    """Remove an image. Nodes remove what they unpacked of it when no job has used it for 30 days."""
+    from shoal.verbs.images import remove
+
+    session.run(remove(session.open(), name))
+    if not session.finish({"removed": name}):
+        session.console.print(f"[green]✓[/] {name}: removed")
+
+
+@image.command("prune")
+@with_session
+def image_prune(session: Session) -> None:
+    """Remove images without a name: those that a later pull replaced."""
+    from shoal.verbs.images import prune
+
+    removed = session.run(prune(session.open()))
+    if not session.finish({"removed": removed}):
+        session.console.print("\n".join(f"removed {id[:12]}" for id in removed) or "nothing to remove")

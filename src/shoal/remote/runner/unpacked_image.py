@@ -1,0 +1,218 @@
+"""Images on a node, as the job's user: unpacked once, and containers with a name.
+
+    IMAGES/USER/ID/rootfs            an unpacked image, whole or absent; read-only for jobs
+    IMAGES/USER/containers/NAME      a container: a copy of an image that jobs may change
+    IMAGES/USER/*.lock               held by each process that runs in it
+
+A directory has its name only once all of it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+IMAGES = "/var/lib/shoal/images"
+TAG = "image"
+"""The name of an image in its OCI layout."""
+KEEP_DAYS = 30
+"""What no job has used for so long is removed when another image is unpacked."""
+DISK_FACTOR = 3
+"""So many times the size of the packed image must be free."""
+MESSAGE_END = 120
+"""The end of a program's message has the cause; paths stand before it."""
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class Problem(Exception):
+    """Why the command cannot run in the image, and what to do about it."""
+
+
+def own_store() -> str:
+    """The user's own directory on this node."""
+    path = os.path.join(IMAGES, pwd.getpwuid(os.getuid()).pw_name)
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+        status = os.lstat(path)
+    except OSError as error:
+        raise Problem("cannot use %s: %s; `shoal up` makes it" % (path, error.strerror)) from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise Problem("%s belongs to somebody else; ask the operator to remove it" % path)
+    os.makedirs(os.path.join(path, "containers"), 0o700, exist_ok=True)
+    return path
+
+
+def hold(path: str, how: int) -> int:
+    """A lock that lasts as long as this process, and the command that it becomes."""
+    lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, how)
+    os.set_inheritable(lock, True)
+    return lock
+
+
+def unpacked(store: str, settings: dict[str, Any]) -> str:
+    path = os.path.join(store, settings["id"])
+    lock = hold(path, fcntl.LOCK_SH)
+    os.utime(path + ".lock")
+    if not os.path.isdir(path):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.isdir(path):
+            evict(store)
+            unpack(path, settings)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    return os.path.join(path, "rootfs")
+
+
+def unpack(path: str, settings: dict[str, Any]) -> None:
+    new = path + ".new"
+    remove(new)
+    os.mkdir(new, 0o700)
+    try:
+        layout = settings["layout"]
+        if not os.path.isdir(layout):
+            layout = os.path.join(new, "layout")
+            pull(settings, layout)
+        require_space(layout, path, settings["name"])
+        sys.stderr.write("shoal: unpacking image %s\n" % settings["name"])
+        run(["umoci", "unpack", "--rootless", "--image", layout + ":" + TAG, new + "/bundle"], settings["name"])
+        repair(new + "/bundle/rootfs")
+        with open(new + "/bundle/image.json", "w") as file:
+            json.dump(image_config(layout), file)
+        os.rename(new + "/bundle", path)
+    finally:
+        remove(new)
+
+
+def pull(settings: dict[str, Any], layout: str) -> None:
+    if not settings["source"]:
+        text = "image %s is in %s, which this node does not have; put the jobs' directory on a share (`storage:`)"
+        raise Problem(text % (settings["name"], settings["layout"]))
+    policy = [] if os.path.exists("/etc/containers/policy.json") else ["--insecure-policy"]
+    line = ["skopeo", *policy, "copy", "--quiet", settings["source"], "oci:%s:%s" % (layout, TAG)]
+    run(line, settings["name"], settings["proxy"])
+
+
+def run(line: list[str], image: str, proxy: dict[str, str] | None = None) -> None:
+    variables = {"HOME": os.environ.get("HOME", "/"), "PATH": DEFAULT_PATH, **(proxy or {})}
+    try:
+        done = subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise Problem("%s is not installed; `containers:` in the file installs it" % line[0]) from None
+    if done.returncode != 0:
+        lines = done.stdout.decode(errors="replace").strip().splitlines() or ["status %d" % done.returncode]
+        raise Problem("cannot get image %s: %s: %s" % (image, line[0], lines[-1].strip()[-MESSAGE_END:]))
+
+
+def require_space(layout: str, path: str, name: str) -> None:
+    blobs = os.path.join(layout, "blobs", "sha256")
+    size = sum(os.stat(os.path.join(blobs, blob)).st_size for blob in os.listdir(blobs))
+    disk = os.statvfs(os.path.dirname(path))
+    free = disk.f_bavail * disk.f_frsize
+    if free < DISK_FACTOR * size:
+        text = "image %s needs about %d MB in %s, and %d MB are free; remove files there, or use another node"
+        raise Problem(text % (name, DISK_FACTOR * size // 1000000, os.path.dirname(path), free // 1000000))
+
+
+def repair(root: str) -> None:
+    """Let the user remove the image again, and give the host's files a place to be mounted at."""
+    open_directories(root)
+    etc = os.path.join(root, "etc")
+    if os.path.isdir(etc) and not os.path.islink(etc):
+        for name in ("hosts", "resolv.conf", "passwd", "group"):
+            path = os.path.join(etc, name)
+            if os.path.islink(path) and name in ("hosts", "resolv.conf"):
+                os.unlink(path)
+            if not os.path.lexists(path):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+
+
+def open_directories(root: str) -> None:
+    """Let the owner enter and change all directories, each before it is read."""
+    os.chmod(root, os.lstat(root).st_mode & 0o7777 | 0o700)
+    for place, names, _ in os.walk(root):
+        for path in (os.path.join(place, name) for name in names):
+            mode = os.lstat(path).st_mode
+            if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
+                os.chmod(path, mode & 0o7777 | 0o700)
+
+
+def image_config(layout: str) -> dict[str, Any]:
+    """What the image says of its variables and working directory."""
+
+    def blob(digest: str) -> dict[str, Any]:
+        with open(os.path.join(layout, "blobs", *digest.split(":"))) as file:
+            content: dict[str, Any] = json.load(file)
+        return content
+
+    with open(os.path.join(layout, "index.json")) as file:
+        manifest = blob(json.load(file)["manifests"][0]["digest"])
+    return blob(manifest["config"]["digest"]).get("config") or {}
+
+
+def find_container(store: str, settings: dict[str, Any]) -> str:
+    """The container of this name, made of the image where the node has none."""
+    name = settings["container"]
+    path = os.path.join(store, "containers", name)
+    lock = hold(path, fcntl.LOCK_SH)
+    os.utime(path + ".lock")
+    if not os.path.isdir(path):
+        if not settings["id"]:
+            raise Problem("there is no container %s here; give --image once to make it" % name)
+        image = os.path.dirname(unpacked(store, settings))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.isdir(path):
+            new = path + ".new"
+            remove(new)
+            sys.stderr.write("shoal: making container %s of image %s\n" % (name, settings["name"]))
+            try:
+                run(["cp", "-a", "--reflink=auto", image, new], settings["name"])
+                with open(new + "/image", "w") as file:
+                    file.write(settings["id"])
+                os.rename(new, path)
+            finally:
+                remove(new)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    with open(path + "/image") as file:
+        made_of = file.read()
+    if settings["id"] and made_of != settings["id"]:
+        raise Problem("container %s was made of another image; use another name" % name)
+    return os.path.join(path, "rootfs")
+
+
+def evict(store: str) -> None:
+    """Remove what no job has used for long, and what no process runs in."""
+    for place in (store, os.path.join(store, "containers")):
+        for name in os.listdir(place):
+            path = os.path.join(place, name[: -len(".lock")])
+            if not name.endswith(".lock") or os.stat(path + ".lock").st_mtime > time.time() - KEEP_DAYS * 86400:
+                continue
+            lock = os.open(path + ".lock", os.O_RDWR)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(path)
+            os.close(lock)
+
+
+def remove(path: str) -> None:
+    if os.path.lexists(path):
+        open_directories(path)
+        shutil.rmtree(path)

@@ -1,0 +1,95 @@
+"""Jobs in images: packages, the directory that nodes unpack images into, and which hosts cannot run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.agent.document import Command, Directory, Document
+from shoal.agent.facts import Facts
+from shoal.containers.images import node_features
+from shoal.remote.runner.unpacked_image import IMAGES
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.spec.finding import Finding
+from shoal.spec.member import Member
+from shoal.spec.model import Spec
+
+IMAGE_PACKAGES = ("skopeo", "umoci")
+"""On hosts where users log in, and on nodes, which unpack images."""
+RUNTIME_PACKAGE = "crun"
+"""What `srun --container` runs."""
+LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH = (
+    "/proc/sys/user/max_user_namespaces",
+    "/proc/sys/kernel/unprivileged_userns_clone",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+)
+REMOVAL_TIMEOUT_S = 1800.0
+REMOVE = rf"""
+cd {IMAGES} || exit 0
+for name in *; do
+    [ -d "$name" ] && [ ! -L "$name" ] || {{ rm -f "./$name"; continue; }}
+    timeout 600 setpriv --reuid="$(stat -c %u "$name")" --regid="$(stat -c %g "$name")" --clear-groups sh -c '
+        cd "$1" || exit
+        find . -maxdepth 2 -type f -name "*.lock" | while IFS= read -r lock; do
+            flock -n "$lock" rm -rf "${{lock%.lock}}" "$lock"
+        done
+        [ -z "$(find . -maxdepth 2 -name "*.lock")" ]' sh "$name" && rm -rf "./$name"
+done
+rmdir {IMAGES} 2> /dev/null || true
+"""
+"""Removes what no job runs in; the rest stays until the next time. As the user: root would follow a user's links."""
+
+
+class ImagesComponent(Component):
+    """The file's `containers`."""
+
+    files: Mapping[str, FileQuery] = {IMAGES: "there"}
+
+    def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
+        if spec.containers is None:
+            return ()
+        return (*IMAGE_PACKAGES, *((RUNTIME_PACKAGE,) if "compute" in member.roles else ()))
+
+    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
+        return dict.fromkeys((LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH), "text") if spec.containers else {}
+
+    def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
+        if cluster.spec.containers is not None and "compute" in member.roles:
+            return {Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+        return {Stage.SERVICES: self.removal()} if cluster.facts_of(member.name).has_file(IMAGES) else {}
+
+    def removal(self) -> Document:
+        absent = ("test", "!", "-e", IMAGES)
+        return (Command("remove unpacked images", ("sh", "-c", REMOVE), unless=absent, timeout=REMOVAL_TIMEOUT_S),)
+
+    def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
+        if cluster.spec.containers is None:
+            return ()
+        nodes = (member.name for member in cluster.members if "compute" in member.roles)
+        problems = {name: namespace_problem(cluster.facts[name]) for name in nodes if name in cluster.facts}
+        what = "jobs in images do not run here: user namespaces are off"
+        return tuple(
+            Finding("warning", what, problem, f"set {_fix(problem)} with sysctl, then run `shoal up`", host=name)
+            for name, problem in problems.items()
+            if problem
+        )
+
+
+def image_features(spec: Spec, facts: Facts) -> tuple[str, ...]:
+    """Slurm's features of a node that runs jobs in images; none where it does not."""
+    return node_features(facts.arch) if spec.containers is not None and not namespace_problem(facts) else ()
+
+
+def namespace_problem(facts: Facts) -> str:
+    """Why an ordinary user cannot make a user namespace on a host; empty where that is possible."""
+    if facts.text(LIMIT).strip() in ("", "0"):
+        return "user.max_user_namespaces is 0"
+    if facts.text(DEBIAN_SWITCH).strip() == "0":
+        return "kernel.unprivileged_userns_clone is 0"
+    if facts.text(APPARMOR_SWITCH).strip() == "1":
+        return "kernel.apparmor_restrict_unprivileged_userns is 1"
+    return ""
+
+
+def _fix(problem: str) -> str:
+    name, _, value = problem.partition(" is ")
+    return f"{name}={'10000' if 'max' in name else '0' if value == '1' else '1'}"

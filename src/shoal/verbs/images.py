@@ -1,0 +1,149 @@
+"""`shoal image`, and the image that a job runs in: a user's images, in the user's directory for jobs.
+
+Everything is done as the user, on the one host that they log in to; nodes unpack an image when a job first needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from shoal.containers.images import (
+    STORE,
+    JobImage,
+    StoredImage,
+    image_name,
+    is_reference,
+    parse_image,
+    parse_images,
+    require_nodes,
+    store_command,
+)
+from shoal.errors import CommandFailed, CommandTimeout, UsageError
+from shoal.hosts.api import Host
+from shoal.jobs.model import JobSpec
+from shoal.remote.image_store import EXIT_WITH_CAUSE
+from shoal.slurm.state import NodeState
+from shoal.spec.checks import InvalidValue
+from shoal.spec.cluster_record import ClusterRecord
+from shoal.verbs.context import Context
+from shoal.verbs.operator_login import read_login
+from shoal.verbs.run_user import make_user_directory
+
+PULL_TIMEOUT_S = 3600.0
+LIST_TIMEOUT_S = 60.0
+DIRECTORY_FIX = "ask the operator to repair it"
+
+
+@dataclass(frozen=True)
+class ImageStore:
+    """Where a user's images are."""
+
+    host: Host
+    directory: str
+    record: ClusterRecord
+
+    async def ask(self, verb: str, *words: str, what: str, timeout: float = LIST_TIMEOUT_S) -> str:
+        command = store_command(verb, self.directory, *words, proxy=self.record.proxy)
+        try:
+            result = await self.host.run(command, timeout=timeout, root=False)
+        except CommandTimeout:
+            fix = "check that the host reaches the registry, and that its disks answer"
+            raise CommandTimeout(self.host.name, f"cannot {what} within {timeout:g} s", hint=fix) from None
+        if result.status == EXIT_WITH_CAUSE:
+            raise UsageError(f"cannot {what}: {result.error_text.strip()}", hint="correct it and try again")
+        if result.status != 0:
+            raise CommandFailed(self.host.name, f"cannot {what}: {result.error_text.strip()}")
+        return result.text
+
+
+@asynccontextmanager
+async def open_store(context: Context) -> AsyncIterator[ImageStore]:
+    async with context.controller_host() as host:
+        record = context.joined.record if context.joined else (await read_login(host)).record
+        yield await store_on(host, record)
+
+
+async def store_on(host: Host, record: ClusterRecord | None) -> ImageStore:
+    if record is None:
+        raise UsageError(f"{host.name} does not describe the cluster yet", hint="run `shoal up`")
+    place = await make_user_directory(host, record, DIRECTORY_FIX)
+    return ImageStore(host, f"{place['root']}/{STORE}", record)
+
+
+async def pull(context: Context, source: str, name: str | None) -> StoredImage:
+    """Get an image from a registry, an archive or an OCI layout."""
+    return await _add(context, "pull", _checked(source), name or source)
+
+
+async def build(context: Context, name: str, source: str) -> StoredImage:
+    """Make an image of a directory with a root file system."""
+    return await _add(context, "build", _checked(source), name)
+
+
+async def _add(context: Context, verb: str, source: str, name: str) -> StoredImage:
+    async with open_store(context) as store:
+        with context.progress.phase(f"image {name}", 1) as phase:
+            image = await _store(store, verb, source, _checked(name))
+            phase.done(store.host.name)
+    return image
+
+
+async def _store(store: ImageStore, verb: str, source: str, name: str) -> StoredImage:
+    text = await store.ask(verb, source, name, what=f"{verb} image {source}", timeout=PULL_TIMEOUT_S)
+    image = parse_image(text)
+    assert image is not None
+    return image
+
+
+async def list_images(context: Context) -> list[StoredImage]:
+    async with open_store(context) as store:
+        return parse_images(await store.ask("list", what="list images"))
+
+
+async def remove(context: Context, name: str) -> None:
+    """Forget a name. The image goes too, unless it has another."""
+    async with open_store(context) as store:
+        await store.ask("remove", name, what=f"remove image {name}")
+
+
+async def prune(context: Context) -> list[str]:
+    """Remove images without a name. Returns their ids."""
+    async with open_store(context) as store:
+        ids: list[str] = json.loads(await store.ask("prune", what="remove images without a name"))
+        return ids
+
+
+async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, nodes: Iterable[NodeState]) -> JobImage:
+    """The image that a job names. One of a registry is pulled where the user does not have it yet."""
+    if job.environment:
+        raise UsageError("--env and --image exclude each other", hint="install the packages in the image")
+    image = StoredImage(job.container_name or "")
+    if job.image:
+        store = await store_on(host, record)
+        known = parse_image(await store.ask("find", job.image, what=f"find image {job.image}"))
+        if known is None and not (is_reference(job.image) or job.image.startswith("/")):
+            names = [stored.name for stored in parse_images(await store.ask("list", what="list images"))]
+            fix = f"yours are: {', '.join(names)}" if names else "`shoal image pull REGISTRY/IMAGE:TAG` gets one"
+            raise UsageError(f"you have no image {job.image}", hint=fix)
+        image = known or await _store(store, "pull", job.image, job.image)
+    require_nodes(image, [node.features for node in nodes])
+    return JobImage(
+        image,
+        job.container_name or "",
+        job.mount,
+        job.workdir or "",
+        job.home == "on",
+        job.script,
+        tuple(job.export),
+        record.proxy if record else {},
+    )
+
+
+def _checked(text: str) -> str:
+    try:
+        return image_name(text)
+    except InvalidValue as error:
+        raise UsageError(f"{text!r} is {error.what}", hint=error.fix) from None

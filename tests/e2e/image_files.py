@@ -1,0 +1,93 @@
+"""Images for tests, as archives that `docker save` or skopeo could have written: a small Debian, and hostile ones."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import platform
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.containers.images import ARCHITECTURES
+from shoal.sandbox.provider import SandboxProvider
+
+SUITE = "bookworm"
+ENTRY = "application/vnd.oci.image."
+HERE = ARCHITECTURES[platform.machine()]
+"""The CPU type of this machine, in the words of images."""
+OTHER = next(name for name in ARCHITECTURES.values() if name != HERE)
+
+
+def debian_layer() -> Path:
+    """The files of a small Debian with Python, about 100 MB: made once on this machine, in about a minute."""
+    place = SandboxProvider().cache / "tests"
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"{SUITE}-python3.tar"
+    with (place / f"{SUITE}-python3.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            new = path.with_suffix(".new.tar")
+            excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")]
+            options = ["--variant=essential", "--include=python3", *excluded]
+            subprocess.run(["mmdebstrap", "--quiet", *options, SUITE, new], check=True, timeout=900)
+            new.rename(path)
+    return path
+
+
+def layer_of(members: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for info, data in members:
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def file(name: str, data: str = "", mode: int = 0o644, **values: object) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.mode = mode
+    for key, value in values.items():
+        setattr(info, key, value)
+    return info, data.encode()
+
+
+HOSTILE = (
+    file("dev-sda", type=tarfile.BLKTYPE, devmajor=8, devminor=0, mode=0o666),
+    file("become-root", "#!/bin/sh\nid -u\n", 0o4755),
+    file("escape", type=tarfile.SYMTYPE, linkname="/etc"),
+    file("escape/shoal-was-here", "outside"),
+    file("../../../../../../tmp/shoal-was-here", "outside"),
+    file("climb", type=tarfile.SYMTYPE, linkname="../../../../../../.."),
+    file("etc/resolv.conf", type=tarfile.SYMTYPE, linkname="/etc/shadow"),
+)
+"""Files that try to get out of the image, or to give rights."""
+
+
+def write_archive(path: Path, *layers: Path | bytes, architecture: str = HERE, env: Iterable[str] = ()) -> None:
+    """An OCI archive of these layers, the first at the bottom."""
+    with tarfile.open(path, "w") as tar:
+
+        def add(name: str, data: bytes) -> None:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+        def add_blob(content: Path | bytes | object, kind: str) -> dict[str, object]:
+            if isinstance(content, Path):
+                content = content.read_bytes()
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            digest = hashlib.sha256(data).hexdigest()
+            add(f"blobs/sha256/{digest}", data)
+            return {"mediaType": f"{ENTRY}{kind}", "size": len(data), "digest": f"sha256:{digest}"}
+
+        entries = [add_blob(layer, "layer.v1.tar") for layer in layers]
+        system = {"type": "layers", "diff_ids": [entry["digest"] for entry in entries]}
+        config = {"architecture": architecture, "os": "linux", "config": {"Env": [*env]}, "rootfs": system}
+        manifest = {"schemaVersion": 2, "config": add_blob(config, "config.v1+json"), "layers": entries}
+        index = {"schemaVersion": 2, "manifests": [add_blob(manifest, "manifest.v1+json")]}
+        add("index.json", json.dumps(index).encode())
+        add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')

@@ -1,0 +1,197 @@
+"""A command in an image, in real namespaces on this machine: what it sees, what it cannot change, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal.remote
+from shoal.remote.runner import unpacked_image
+from shoal.remote.runner.image import EXIT_WITH_CAUSE
+from shoal.remote.runner.unpacked_image import Problem, find_container, require_space, unpacked
+
+START = Path(shoal.remote.__file__).with_name("start.py")
+PROGRAMS = ("sh", "ls", "cat", "id", "touch", "sleep")
+SETTINGS: dict[str, Any] = {
+    **{"name": "tiny", "directory": "", "container": "", "id": "", "layout": "", "source": "", "proxy": {}},
+    **{"home": False, "keep": [], "workdir": "", "script": "train.sh", "binds": [], "mounts": []},
+}
+ALLOWED = subprocess.run(["unshare", "--user", "--mount", "true"], capture_output=True).returncode == 0
+pytestmark = pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A root file system with a shell, a few programs, and traps: links that lead outside."""
+    place = tmp_path / "bundle" / "rootfs"
+    for name in PROGRAMS:
+        program = shutil.which(name)
+        assert program is not None
+        libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        files = [program, *(word for word in libraries.split() if word.startswith("/"))]
+        for file in files:
+            target = place / ("bin" if file == program else os.path.dirname(file)[1:]) / os.path.basename(file)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+    (place / "etc").mkdir()
+    (place / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nsshd:x:77:77::/:/bin/sh\n")
+    (place / "srv").mkdir()
+    (place / "outward").symlink_to("/srv")
+    (place / "up").symlink_to("../../../../../..")
+    yield place
+
+
+def run(root: Path, *command: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **{"PATH": os.environ["PATH"], "HOME": "/home/someone", "SLURMD_NODENAME": "n1", "RANK": "3"},
+        **settings.pop("variables", {}),
+        "SHOAL_IMAGE": json.dumps({**SETTINGS, "directory": str(root), **settings}),
+    }
+    line = [sys.executable, "-I", "-S", str(START), "image", "--", *command]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
+
+
+def test_command_is_the_user_and_ends_with_its_own_status(root: Path) -> None:
+    done = run(root, "sh", "-c", "id -u; echo $RANK $HOME; test -z $SHOAL_IMAGE && exit 7")
+    assert (done.stdout, done.stderr, done.returncode) == (f"{os.getuid()}\n3 /home/someone\n", "", 7)
+    assert run(root, "sh", "-c", "kill -USR1 $$").returncode == -signal.SIGUSR1
+    assert run(root, "cat", "/etc/passwd").stdout.count("sshd:x:77") == 1
+
+
+def test_image_is_read_only_and_its_links_lead_inside(root: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "file").write_text("hello")
+    mounts = [[str(data), "/data", True], [str(data), "/outward/in", False], [str(data), "/up/also", False]]
+    done = run(root, "sh", "-c", "cat /data/file; ls /also; touch /data/x; touch /x; touch /also/y", mounts=mounts)
+    assert done.stdout == "hellofile\n"
+    assert done.stderr.count("Read-only file system") == 2
+    assert sorted(path.name for path in data.iterdir()) == ["file", "y"]
+    assert not Path("/srv/in").exists() and not Path("/also").exists()
+
+
+def test_files_of_the_host_are_not_inside(root: Path, tmp_path: Path) -> None:
+    secret = tmp_path.parent / "secret"
+    secret.write_text("x")
+    for path in ("/root", "/var", "/usr/bin", "/home"):
+        inside = run(root, "sh", "-c", f"ls {path}").stdout
+        assert inside in ("", "someone\n"), path
+
+
+def test_variables_of_the_job_are_over_those_of_the_image(root: Path) -> None:
+    env = ["PATH=/bin", "NCCL_SOCKET_IFNAME=en", "GREETING=hello", "LD_LIBRARY_PATH=/opt/lib", "PYTHONPATH=/opt/py"]
+    (root.parent / "image.json").write_text(json.dumps({"Env": env}))
+    job = {"NCCL_SOCKET_IFNAME": "shoal0", "LD_LIBRARY_PATH": "/usr/cuda", "PYTHONPATH": "/jobs/lib"}
+    echo = "echo $PATH $NCCL_SOCKET_IFNAME $GREETING $LD_LIBRARY_PATH $PYTHONPATH"
+    assert run(root, "sh", "-c", echo, variables=job).stdout == "/bin shoal0 hello /opt/lib /jobs/lib:/opt/py\n"
+    kept = run(root, "sh", "-c", echo, variables=job, keep=["LD_LIBRARY_PATH"]).stdout
+    assert kept == "/bin shoal0 hello /usr/cuda /jobs/lib:/opt/py\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mounts": [["/nowhere", "/data", False]]}, "--mount: there is no /nowhere"),
+        ({"mounts": [["/etc", "/etc/passwd", False]]}, "/etc/passwd is a file in the image"),
+        ({"home": True}, "--home on: there is no /home/someone"),
+        ({"directory": "/nowhere"}, "there is no directory /nowhere; name one on a share"),
+    ],
+)
+def test_failure_names_the_node_and_the_cause(root: Path, settings: dict[str, Any], words: str) -> None:
+    done = run(root, "sh", "-c", "echo ran", **settings)
+    assert (done.returncode, done.stdout) == (EXIT_WITH_CAUSE, "")
+    assert f"shoal: error: n1: {words}" in done.stderr
+
+
+def test_program_that_the_image_lacks_is_named(root: Path) -> None:
+    assert "n1: image tiny has no python3" in run(root, "python3", "train.py").stderr
+
+
+def test_script_is_found_from_another_working_directory(root: Path) -> None:
+    script = Path("/tmp") / f"train-{os.getpid()}.sh"
+    script.write_text("#!/bin/sh\ncat ./hosts > /dev/null && echo ok\n")
+    script.chmod(0o755)
+    try:
+        done = run(root, f"./{script.name}", workdir="/etc", script=script.name)
+        assert (done.stdout, done.returncode) == ("ok\n", 0), done.stderr
+    finally:
+        script.unlink()
+
+
+@pytest.fixture
+def store(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an image whose unpacking is a copy of the root: umoci is on the hosts of a cluster only."""
+
+    def run_line(line: list[str], image: str, proxy: dict[str, str] | None = None) -> None:
+        if line[0] == "umoci":
+            shutil.copytree(root, Path(line[-1]) / "rootfs", symlinks=True)
+            (Path(line[-1]) / "rootfs/closed").mkdir(mode=0o500)
+        else:
+            subprocess.run(line, check=True)
+
+    layout = tmp_path / "layout"
+    (layout / "blobs/sha256").mkdir(parents=True)
+    for name, content in {"m": {"config": {"digest": "sha256:c"}}, "c": {"config": {"Env": ["A=b"]}}}.items():
+        (layout / "blobs/sha256" / name).write_text(json.dumps(content))
+    (layout / "index.json").write_text(json.dumps({"manifests": [{"digest": "sha256:m"}]}))
+    monkeypatch.setattr(unpacked_image, "run", run_line)
+    (tmp_path / "store/containers").mkdir(parents=True)
+    return {**SETTINGS, "id": "ab" * 32, "layout": str(layout), "place": str(tmp_path / "store")}
+
+
+def test_unpacked_image_is_whole_or_absent(store: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(store["place"])
+    half = place / f"{store['id']}.new" / "bundle"
+    half.mkdir(parents=True)  # of a run that was killed
+    root = Path(unpacked(str(place), store))
+    assert root == place / store["id"] / "rootfs" and (root / "bin/sh").exists()
+    assert json.loads((root.parent / "image.json").read_text()) == {"Env": ["A=b"]}
+    assert not half.exists() and os.stat(root / "closed").st_mode & 0o700 == 0o700
+
+    def fail(line: list[str], image: str, proxy: object = None) -> None:
+        Path(line[-1]).mkdir(parents=True)
+        raise Problem("no space left on device")
+
+    monkeypatch.setattr(unpacked_image, "run", fail)
+    with pytest.raises(Problem, match="no space left"):
+        unpacked(str(place), {**store, "id": "cd" * 32})
+    assert sorted(path.name for path in place.iterdir() if path.suffix != ".lock") == [store["id"], "containers"]
+    assert unpacked(str(place), store) == str(root)  # from the cache
+
+
+def test_image_that_the_disk_has_no_room_for_is_not_unpacked(store: dict[str, Any], tmp_path: Path) -> None:
+    blob = Path(store["layout"]) / "blobs/sha256/large"
+    with blob.open("wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(Problem, match=r"image tiny needs about \d+ MB in .*, and \d+ MB are free"):
+        require_space(store["layout"], str(tmp_path / "x"), "tiny")
+
+
+def test_container_is_a_copy_of_its_own_under_its_name(store: dict[str, Any]) -> None:
+    place = Path(store["place"])
+    root = Path(find_container(str(place), {**store, "container": "mine"}))
+    (root / "note").write_text("kept")
+    assert not (place / store["id"] / "rootfs/note").exists()
+    again = find_container(str(place), {**store, "container": "mine", "id": ""})
+    assert (Path(again) / "note").read_text() == "kept"
+    with pytest.raises(Problem, match="container mine was made of another image"):
+        find_container(str(place), {**store, "container": "mine", "id": "ef" * 32})
+    with pytest.raises(Problem, match="there is no container other here; give --image once"):
+        find_container(str(place), {**store, "container": "other", "id": ""})
+
+
+def test_image_that_no_job_used_for_long_is_removed(store: dict[str, Any]) -> None:
+    place = Path(store["place"])
+    unpacked(str(place), store)
+    os.utime(place / f"{store['id']}.lock", (0, 0))
+    unpacked_image.evict(str(place))
+    assert (place / store["id"]).exists()  # this process runs in it

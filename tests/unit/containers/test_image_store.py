@@ -1,0 +1,151 @@
+"""Images where a user logs in: names, archives, removal. Layouts are made by hand; the e2e tests have real ones."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.containers.images import StoredImage, parse_image, parse_images, store_command
+from shoal.remote import image_store
+from shoal.remote.image_store import Problem, directory_architecture, find, keep, repository, require_archive
+
+
+def make_layout(place: Path, text: str = "one", architecture: str = "arm64") -> Path:
+    """An OCI layout as skopeo leaves it."""
+    blobs = place / "blobs/sha256"
+    blobs.mkdir(parents=True)
+
+    def write(content: object) -> str:
+        data = json.dumps(content).encode()
+        name = hashlib.sha256(data).hexdigest()
+        (blobs / name).write_bytes(data)
+        return f"sha256:{name}"
+
+    config = write({"architecture": architecture, "config": {"Env": [f"TEXT={text}"]}})
+    (place / "index.json").write_text(json.dumps({"manifests": [{"digest": write({"config": {"digest": config}})}]}))
+    return place
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    (tmp_path / "store/names").mkdir(parents=True)
+    return tmp_path / "store"
+
+
+def kept(store: Path, name: str, text: str = "one", **values: Any) -> dict[str, Any]:
+    return keep(str(store), str(make_layout(store / f".new.{text}", text)), name, name, "", **values)
+
+
+def ask(*words: str, status: int = 0) -> str:
+    line = [sys.executable, *store_command(words[0], *words[1:])[1:]]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
+
+
+def test_image_is_found_by_its_name_with_digest_and_cpu_type(store: Path) -> None:
+    made = kept(store, "registry:5000/lab/mini:2")
+    image = parse_image(ask("find", str(store), "registry:5000/lab/mini:2"))
+    assert image == StoredImage.of(made)
+    assert image.architecture == "arm64" and image.digest == f"sha256:{image.id}" and image.bytes > 0
+    assert image.layout == str(store / image.id)
+    assert parse_image(ask("find", str(store), "mini")) is None
+    assert parse_images(ask("list", str(store))) == [image]
+
+
+def test_same_content_is_stored_once_and_goes_with_its_last_name(store: Path) -> None:
+    assert kept(store, "a")["id"] == kept(store, "b")["id"]
+    assert json.loads(ask("remove", str(store), "a")) == []
+    [image] = parse_images(ask("list", str(store)))
+    assert image.name == "b"
+    assert json.loads(ask("remove", str(store), "b")) == [image.id]
+    assert not Path(image.layout).exists()
+
+
+def test_prune_removes_what_a_later_pull_replaced_and_half_a_pull(store: Path) -> None:
+    before, after = kept(store, "a", "one")["id"], kept(store, "a", "two")["id"]
+    (store / ".new.controller.17").mkdir()
+    assert json.loads(ask("prune", str(store))) == [before]
+    assert sorted(path.name for path in store.iterdir()) == sorted([".lock", after, "names"])
+
+
+def test_unknown_name_is_an_error_that_lists_the_others(store: Path) -> None:
+    kept(store, "mini")
+    assert ask("remove", str(store), "maxi", status=3) == "you have no image maxi; yours are: mini\n"
+
+
+def test_archive_that_changed_is_read_again(store: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "x.tar"
+    write_tar(archive, "manifest.json")
+    kept(store, str(archive), stamp=image_store.stamp(str(archive)))
+    assert find(str(store), str(archive)) is not None
+    write_tar(archive, "manifest.json", "more")
+    assert find(str(store), str(archive)) is None
+
+
+def write_tar(path: Path, *names: str) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+
+
+def test_archive_gives_the_files_of_a_layout_and_no_others(tmp_path: Path) -> None:
+    blob = f"blobs/sha256/{'0' * 64}"
+    write_tar(tmp_path / "x.tar", "./oci-layout", "index.json", blob, "../outside", "/tmp/outside", "blobs/sha256/../x")
+    image_store.extract(str(tmp_path / "x.tar"), str(tmp_path / "new"))
+    files = [str(path.relative_to(tmp_path / "new")) for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert sorted(files) == [blob, "index.json", "oci-layout"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "x.tar"]
+
+
+def test_kinds_of_archives_are_told_apart(tmp_path: Path) -> None:
+    write_tar(tmp_path / "docker.tar", "manifest.json")
+    write_tar(tmp_path / "oci.tar", "./index.json", "./oci-layout")
+    write_tar(tmp_path / "plain.tar", "etc/passwd")
+    (tmp_path / "x.sqsh").write_bytes(b"hsqs....")
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout/oci-layout").touch()
+    kinds = {"docker.tar": "docker-archive", "oci.tar": "oci-archive", "layout": "oci"}
+    assert {name: require_archive(str(tmp_path / name)) for name in kinds} == kinds
+    with pytest.raises(
+        Problem, match=r"x\.sqsh is a squashfs file, which this engine does not take: run `unsquashfs -d"
+    ):
+        require_archive(str(tmp_path / "x.sqsh"))
+    with pytest.raises(Problem, match="is no archive of an image; unpack it, then `shoal image build"):
+        require_archive(str(tmp_path / "plain.tar"))
+
+
+def test_directory_is_used_as_it_is(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "usr/bin").mkdir(parents=True)
+    (root / "usr/bin/bash").write_bytes(b"\x7fELF" + bytes(14) + (62).to_bytes(2, "little"))
+    image = find(str(store), str(root))
+    assert image is not None and (image["directory"], image["architecture"], image["id"]) == (str(root), "amd64", "")
+    assert directory_architecture(str(tmp_path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("debian:12", "debian"),
+        ("host:5000/lab/mini:2", "host:5000/lab/mini"),
+        ("host:5000/mini", "host:5000/mini"),
+        ("a/b@sha256:00", "a/b"),
+    ],
+)
+def test_reference_without_its_tag(reference: str, name: str) -> None:
+    assert repository(reference) == name
+
+
+def test_missing_program_names_what_installs_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(Problem, match="skopeo is not installed; the operator adds `containers:` to the file"):
+        image_store.pull(str(store), "debian:12", "debian")

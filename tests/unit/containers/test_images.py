@@ -1,0 +1,187 @@
+"""`containers:` of the file, what `--image` and `--mount` accept, which nodes run an image, and what hosts get."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.jobs.job_clusters import NODES, PARTITIONS, SHIPPED, job
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Command, Directory, File
+from shoal.agent.facts import Facts, FileFact
+from shoal.containers.images import JobImage, StoredImage, is_reference, require_nodes
+from shoal.errors import SpecError, UsageError
+from shoal.jobs.resolve import resolve
+from shoal.jobs.script import sbatch_script
+from shoal.remote.runner.unpacked_image import IMAGES
+from shoal.roles.assembly import assemble
+from shoal.roles.component import Cluster, Stage
+from shoal.roles.controller import controller
+from shoal.roles.current_conf import OCI_CONF
+from shoal.roles.documents import fact_files
+from shoal.roles.images import APPARMOR_SWITCH, DEBIAN_SWITCH, LIMIT, REMOVE, ImagesComponent
+from shoal.slurm.conf import oci_conf, slurm_conf
+from shoal.spec.loader import load_text
+
+REEF = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
+"""
+NAMESPACES = {LIMIT: FileFact(text="7812\n")}
+DEBIAN = StoredImage("debian", id="ab" * 32, architecture="arm64", layout="/shared/images/ab")
+
+
+def cluster_of(more: str = "containers: oci\n", **files: dict[str, FileFact]) -> Cluster:
+    addresses = {"c1": "10.0.0.1", "n1": "10.0.0.11", "n2": "10.0.0.12"}
+
+    def facts(name: str) -> Facts:
+        known = host_facts(name, addresses[name])
+        return replace(known, arch="aarch64", files={**known.files, **NAMESPACES, **files.get(name, {})})
+
+    return assemble(spec_of(REEF + more), {name: facts(name) for name in addresses}, addresses)
+
+
+def test_section_is_a_word_or_a_mapping() -> None:
+    for text in ("containers: oci\n", "containers: {engine: oci}\n", "containers: {}\n"):
+        section = load_text(REEF + text, "shoal.yaml").containers
+        assert section is not None and section.engine == "oci"
+    assert load_text(REEF, "shoal.yaml").containers is None
+    with pytest.raises(SpecError, match="unknown engine"):
+        load_text(REEF + "containers: docker\n", "shoal.yaml")
+
+
+@pytest.mark.parametrize("image", ["debian", "debian:12", "host:5000/lab/mini:2", "a/b@sha256:" + "0" * 64, "/data/x"])
+def test_image_is_a_name_a_reference_or_a_path(image: str) -> None:
+    assert job(image=image).image == image
+
+
+@pytest.mark.parametrize("image", ["./x.tar", "../x", "~/x", "-v", "a b", "docker://x", "x;y", "/a/$HOME", ""])
+def test_other_images_are_rejected(image: str) -> None:
+    with pytest.raises(SpecError, match=r"not an image|not a path on the hosts"):
+        job(image=image)
+
+
+@pytest.mark.parametrize("mount", ["data:/data", "/data", "/a:/b:rw", "/a:b", "/a:/b:ro:ro"])
+def test_mount_has_two_absolute_paths(mount: str) -> None:
+    with pytest.raises(SpecError, match="not a mount"):
+        job(image="debian", mount=[mount])
+
+
+def test_options_of_images_need_one() -> None:
+    with pytest.raises(UsageError, match="--mount is for jobs in images"):
+        resolve(job(mount=["/a:/b"]), NODES, PARTITIONS)
+
+
+def test_only_names_with_a_tag_or_a_registry_are_pulled() -> None:
+    assert [is_reference(name) for name in ("debian", "debian:12", "lab/debian")] == [False, True, True]
+
+
+def test_image_of_another_cpu_type_is_rejected_before_the_job_starts() -> None:
+    amd64 = replace(DEBIAN, architecture="amd64")
+    with pytest.raises(UsageError, match="image debian is for amd64, and the nodes are arm64"):
+        require_nodes(amd64, [("lab", "images", "images-arm64")])
+    with pytest.raises(UsageError, match="no node of the cluster runs jobs in images"):
+        require_nodes(DEBIAN, [("lab",), ("imagesque",)])
+    require_nodes(DEBIAN, [("lab",), ("images", "images-arm64")])
+
+
+def test_job_asks_slurm_for_nodes_that_run_its_image() -> None:
+    image = JobImage(DEBIAN)
+    assert image.constraint(None) == "images-arm64"
+    assert image.constraint("fast&lab") == "images-arm64&fast&lab"
+    assert image.constraint("a|b") == "images-arm64&(a|b)"
+    assert JobImage(StoredImage("mine"), "mine").constraint(None) == "images"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn", "python"])
+def test_script_starts_ranks_with_the_python_of_the_node(launcher: str) -> None:
+    spec = job(image="debian", python="/opt/conda/bin/python", launcher=launcher, gpus_per_node=0, mount=["/d:/e:ro"])
+    image = JobImage(DEBIAN, mounts=spec.mount, script=spec.script, keep=("X",))
+    text = sbatch_script(resolve(spec, NODES, PARTITIONS), replace(SHIPPED, image=image, code_root="/var/code"))
+    [line] = [line for line in text.splitlines() if line.startswith("export SHOAL_IMAGE=")]
+    told = json.loads(line.partition("'")[2].rpartition("'")[0])
+    assert told["binds"] == ["/var/lib/shoal/jobs/reef", "/var/code"]
+    assert told["mounts"] == [["/d", "/e", True]] and told["keep"] == ["X"] and told["id"] == DEBIAN.id
+    [start] = [line for line in text.splitlines() if " rank --rank-from" in line or " spawn --nproc" in line]
+    assert start.split()[0] == "python3" and "/opt/conda/bin/python" in start
+
+
+def test_hosts_get_packages_directory_and_features() -> None:
+    cluster, component = cluster_of(), ImagesComponent()
+    c1, n1, _ = cluster.members
+    assert component.packages(cluster.spec, n1, None) == ("skopeo", "umoci", "crun")
+    assert component.packages(cluster.spec, c1, None) == ("skopeo", "umoci")
+    assert component.documents(cluster, n1) == {Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+    assert component.documents(cluster, c1) == {}
+    assert slurm_conf(cluster.conf).count("Feature=lab,images,images-arm64") >= 1
+    assert File(OCI_CONF, oci_conf(), restarts=("slurmctld",), keep=True) in controller(cluster)
+    assert component.findings(cluster) == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({LIMIT: FileFact(text="0\n")}, "user.max_user_namespaces is 0"),
+        ({LIMIT: FileFact()}, "user.max_user_namespaces is 0"),
+        ({DEBIAN_SWITCH: FileFact(text="0\n")}, "kernel.unprivileged_userns_clone is 0"),
+        ({APPARMOR_SWITCH: FileFact(text="1\n")}, "kernel.apparmor_restrict_unprivileged_userns is 1"),
+    ],
+)
+def test_host_without_user_namespaces_is_left_out_with_the_reason(files: dict[str, FileFact], words: str) -> None:
+    cluster = cluster_of(n2=files)
+    features = {node.name: node.features for node in cluster.conf.nodes}
+    assert features == {"n1": ("lab", "images", "images-arm64"), "n2": ("lab",)}
+    [finding] = ImagesComponent().findings(cluster)
+    assert (finding.host, finding.level) == ("n2", "warning")
+    assert words in str(finding) and "with sysctl" in finding.fix
+
+
+def test_removed_section_removes_everything() -> None:
+    left = {"c1": {OCI_CONF: FileFact(text=oci_conf())}, "n1": {IMAGES: FileFact(there=True)}}
+    cluster = cluster_of("", **left)
+    assert File(OCI_CONF, restarts=("slurmctld",)) in controller(cluster)
+    [command] = ImagesComponent().documents(cluster, cluster.members[1])[Stage.SERVICES]
+    assert isinstance(command, Command) and IMAGES in command.argv[-1]
+    assert "images" not in slurm_conf(cluster.conf)
+
+
+def test_cluster_without_the_section_has_no_items() -> None:
+    cluster, component = cluster_of(""), ImagesComponent()
+    for member in cluster.members:
+        assert component.documents(cluster, member) == {} and component.packages(cluster.spec, member, None) == ()
+    assert not any(isinstance(item, File) and item.path == OCI_CONF for item in controller(cluster))
+    assert LIMIT not in fact_files(cluster.spec)
+
+
+def test_oci_conf_of_the_operator_stays() -> None:
+    cluster = cluster_of("", c1={OCI_CONF: FileFact(text="RunTimeRun=mine\n")})
+    assert not any(isinstance(item, File) and item.path == OCI_CONF for item in controller(cluster))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it runs as the owners of directories")
+def test_removal_keeps_what_a_job_runs_in_and_follows_no_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "x.lock").touch()
+    images = tmp_path / "images"
+    for user in ("ann", "bob"):
+        for name in ("id", "containers/mine"):
+            (images / user / name / "rootfs").mkdir(parents=True)
+            (images / user / f"{name}.lock").touch()
+    (images / "evil").symlink_to(outside)
+    line = ["sh", "-c", REMOVE.replace(IMAGES, str(images))]
+    with (images / "bob/id.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        subprocess.run(line, check=True)
+    left = sorted(str(path.relative_to(images)) for path in images.rglob("*"))
+    assert left == ["bob", "bob/containers", "bob/id", "bob/id.lock", "bob/id/rootfs"]
+    subprocess.run(line, check=True)
+    assert not images.exists() and (outside / "x.lock").exists()
