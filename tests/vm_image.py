@@ -18,10 +18,12 @@ from shoal.sandbox import images
 from shoal.sandbox.programs import call_logged, last_lines
 
 PACKAGES = (
-    *("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpam-slurm-adopt", "libpmix2"),
+    *("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpam-slurm-adopt"),
     *("nftables", "chrony", "wireguard-tools", "nfs-kernel-server", "nfs-common", "netbase", "rsync", "sshfs"),
-    *("python3-venv", "quota", "dmsetup", "docker.io", "iptables"),
+    "python3-venv",
 )
+MORE_PACKAGES = {"debian12": ("libpmix2", "quota", "dmsetup", "docker.io", "iptables")}
+"""By image: what only its `up` installs, and what tests/e2e/test_vm.py needs for its faults."""
 STOPPED = (
     *("munge", "slurmctld", "slurmd", "chrony", "nfs-server", "rpcbind.service", "rpcbind.socket"),
     *("docker.service", "docker.socket", "containerd"),
@@ -40,6 +42,9 @@ chmod 755 "$tree/usr/sbin/policy-rc.d"
 chroot "$tree" apt-get -q update
 chroot "$tree" apt-get -qy install --no-install-recommends $packages
 for unit in $stopped; do chroot "$tree" systemctl disable "$unit" || true; done
+# Kernel NFS mounts a shared /home as a whole, and `up` refuses to hide what is there.
+chroot "$tree" usermod --home /var/lib/shoal-user shoal
+mv "$tree/home/shoal" "$tree/var/lib/shoal-user"
 umount "$tree/proc"
 # What tells one host from another comes with the host.
 rm -f "$tree/usr/sbin/policy-rc.d" "$tree/etc/resolv.conf" "$tree/etc/munge/munge.key" "$tree/etc/machine-id" \\
@@ -51,7 +56,7 @@ cp -a "$tree" "$work/image"
 def prepare(spec: str) -> Path:
     """The cache for a cluster of virtual machines, with the images that this text of a spec names."""
     named = set(re.findall(r"image: (\w+)", spec)) or {"debian12"}
-    recipe = hashlib.sha256("\n".join((*PACKAGES, *STOPPED, INSTALL)).encode()).hexdigest()[:12]
+    recipe = hashlib.sha256(repr((PACKAGES, MORE_PACKAGES, STOPPED, INSTALL)).encode()).hexdigest()[:12]
     shared, cache = cache_dir(), cache_dir() / "vm-tests" / recipe
     (cache / "vm").mkdir(parents=True, exist_ok=True)
     if not (cache / "environments").is_symlink():
@@ -75,7 +80,8 @@ async def _ensure(shared: Path, cache: Path, image: str) -> None:
         work, log = place.parent / f".preparing-{os.getpid()}", place.parent / "prepare.log"
         log.write_bytes(b"")
         alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]
-        arguments = ["sh", "-c", INSTALL, "sh", str(base), str(work), " ".join(PACKAGES), " ".join(STOPPED)]
+        packages = " ".join((*PACKAGES, *MORE_PACKAGES.get(image, ())))
+        arguments = ["sh", "-c", INSTALL, "sh", str(base), str(work), packages, " ".join(STOPPED)]
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         if await call_logged(*alone, *arguments, log=log, env=environment) != 0:
             raise ProviderError(f"cannot prepare image {image}: {last_lines(log.read_text(errors='replace'))}")

@@ -34,7 +34,10 @@ from shoal.sandbox.provider import SandboxProvider
 KIND = os.environ.get("SHOAL_TEST_KIND", "")
 """What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_confinement.py` uses virtual machines."""
 
-LIMIT = 5400.0 if KIND == "vm" else 600.0
+SLOWNESS = 9 if KIND == "vm" else 1
+"""How many times as long as on containers something may take: virtual machines may be emulated."""
+
+LIMIT = 600.0 * SLOWNESS
 """Seconds for whatever ends by itself. Generous: the machine may be busy. Reached only by what hangs."""
 
 
@@ -198,8 +201,9 @@ class Cluster:
         """The state flags of every node, by name."""
         return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
 
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = LIMIT) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 600.0) -> None:
         """Wait for something that Slurm or a host does in its own time. Who cannot be asked yet is asked again."""
+        seconds *= SLOWNESS
         end = time.monotonic() + seconds
         while True:
             asked, problem = time.monotonic(), ""

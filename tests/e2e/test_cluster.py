@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, Cluster, kill, read_until, taken_down
+from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, SLOWNESS, Cluster, kill, read_until, taken_down
 
 from shoal.sandbox.layout import Layout
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.sandbox
 
 RELEASES = {"debian12": "22.05", "debian13": "24.11", "sid": "26.05"}
 
-READY = ("timeout", "60", "srun", "-N2", "--immediate=20", "hostname")
+READY = ("timeout", str(60 * SLOWNESS), "srun", "-N2", f"--immediate={20 * SLOWNESS}", "hostname")
 
 SPEC = """\
 cluster: t-{image}
@@ -66,7 +66,7 @@ def test_next_up_continues_after_a_kill_at_any_phase(cluster: Cluster) -> None:
             break
         killed += 1
     assert killed >= 3, "up was killed at too few points to mean something"
-    result = cluster.json("up", timeout=600)
+    result = cluster.json("up")
     assert result["whole"], result
 
 

@@ -40,6 +40,11 @@ def settings(cluster: Cluster, file: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
 
 
+def nodes(cluster: Cluster) -> list[str]:
+    """The nodes that take jobs; a cluster of virtual machines may have one."""
+    return cluster.on("controller", "sinfo", "-h", "-N", "-o", "%n").split()
+
+
 def test_jobs_are_tracked_and_confined_by_cgroups(cluster: Cluster) -> None:
     conf = settings(cluster, "slurm.conf")
     assert conf["ProctrackType"] == "proctrack/cgroup"
@@ -51,7 +56,7 @@ def test_jobs_are_tracked_and_confined_by_cgroups(cluster: Cluster) -> None:
 
 def test_job_opens_only_its_own_gpus(cluster: Cluster) -> None:
     say = "echo own $CUDA_VISIBLE_DEVICES; " + OPEN_BOTH
-    for node in ("fish1", "fish2"):
+    for node in nodes(cluster):
         output = cluster.on("controller", "srun", "-w", node, "--gpus=1", "bash", "-c", f"exec 2>&1; {say}")
         assert "open 0" in output and "open 1" not in output, output
         assert "/dev/nvidia1: Operation not permitted" in output
@@ -84,9 +89,10 @@ def test_background_processes_end_with_their_job(cluster: Cluster) -> None:
     leave = (
         "setsid --fork sleep 77777 < /dev/null > /dev/null 2>&1; until pgrep -x -f 'sleep 77777'; do sleep 0.1; done"
     )
-    assert cluster.on("controller", "srun", "-w", "fish2", "bash", "-c", leave).strip().isdecimal()
+    node = nodes(cluster)[-1]
+    assert cluster.on("controller", "srun", "-w", node, "bash", "-c", leave).strip().isdecimal()
     gone = ["sh", "-c", "pgrep -x -f 'sleep 77777' || true"]
-    cluster.wait("it is gone", lambda: cluster.on("fish2", *gone) == "")
+    cluster.wait("it is gone", lambda: cluster.on(node, *gone) == "")
 
 
 @pytest.mark.skipif(KIND == "vm", reason="every virtual machine has cgroups")

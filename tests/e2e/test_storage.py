@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, SLOWNESS, Cluster, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -65,7 +65,7 @@ class Lab(Cluster):
             f"{user}@{self.instances()[host].address}",
             "bash -s",
         ]
-        return subprocess.run(line, input=script, capture_output=True, text=True, timeout=120)
+        return subprocess.run(line, input=script, capture_output=True, text=True, timeout=120 * SLOWNESS)
 
     def says(self, user: str, host: str, script: str) -> str:
         done = self.login(user, host, script)
@@ -160,12 +160,15 @@ def test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab: L
     lab.fault("kill", "fish2")
     promised = synced()
     # Nothing that asks about the cluster touches the share.
-    assert lab.json("status", timeout=100)["nodes"]
+    assert lab.json("status", timeout=100 * SLOWNESS)["nodes"]
     # What looks at it has an end, although no signal ends who waits in the kernel.
-    findings = {(finding["host"], finding["what"]) for finding in lab.json("check", timeout=100, status=1)["findings"]}
+    findings = {
+        (finding["host"], finding["what"])
+        for finding in lab.json("check", timeout=100 * SLOWNESS, status=1)["findings"]
+    }
     assert {("controller", "/data does not answer"), ("fish1", "/data does not answer")} <= findings
     assert "RUNNING" in lab.on("controller", "squeue", "-h", "-o", "%T", "-j", job)
-    assert lab.json("up", timeout=300)["created"] == ["fish2"]
+    assert lab.json("up", timeout=300 * SLOWNESS)["created"] == ["fish2"]
     ended = ("scontrol", "show", "job", job)
     lab.wait("it ends", lambda: "JobState=COMPLETED" in lab.on("controller", *ended), 180)
     written = lab.shell("fish2", "cat /data/written").split()
@@ -179,7 +182,7 @@ def test_staged_share_is_copied_before_a_job_and_back_after_the_job(lab: Lab, tm
     work += "open('/scratch/results/' + os.uname().nodename, 'w').write(str(number))"
     (tmp_path / "work.py").write_text(work + "\n")
     run = [*lab.line("run", "-N2", "--wait"), "work.py"]
-    done = subprocess.run(run, cwd=tmp_path, env=lab.env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, cwd=tmp_path, env=lab.env, capture_output=True, text=True, timeout=300 * SLOWNESS)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert lab.shell("controller", "cd /scratch/results && head -n1 *").split() == [
         *("==>", "fish1", "<==", "21"),
@@ -269,7 +272,7 @@ def subprocess_input(lab: Lab, host: str, script: str, stdin: str) -> str:
     target = lab.instances()[host]
     options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
     line = ["ssh", "-q", *options, f"root@{target.address}", script]
-    return subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120 * SLOWNESS).stdout
 
 
 def test_ports_of_shares_are_closed_from_outside_the_cluster(lab: Lab) -> None:
@@ -314,7 +317,10 @@ def test_shares_are_mounted_again_after_a_reboot(lab: Lab) -> None:
     lab.fault("reboot", "fish1")
     lab.wait("it is back", lambda: lab.answers("fish1"))
     for place in ("/home/alice/there", "/data/there"):
-        lab.wait(f"{place} is there", lambda place=place: lab.ssh("fish1", f"timeout 20 cat {place}").returncode == 0)
+        lab.wait(
+            f"{place} is there",
+            lambda place=place: lab.ssh("fish1", f"timeout {20 * SLOWNESS} cat {place}").returncode == 0,
+        )
     assert not lab.json("up")["changed"]
 
 

@@ -1,13 +1,19 @@
-"""Hosts with different Slurm releases: inside the window they work together, outside it no host changes."""
+"""Hosts with different Slurm releases: inside the window they work together, outside it no host changes.
+
+The last test is for releases on virtual machines, which have cgroup v2 with device confinement; containers have not.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster, running
 from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
+from tests.e2e.test_cluster import RELEASES
+from tests.e2e.test_vm import SLOW, assert_confined
 
 from shoal.spec.member import Shape
 
@@ -111,3 +117,37 @@ def assert_untouched(lent: Lent, name: str) -> None:
     assert lent.shell(name, "dpkg -l munge slurmd slurmctld slurm-client 2>/dev/null | grep ^ii; true") == ""
     assert lent.shell(name, "ls /etc/munge /etc/slurm /etc/shoal 2>/dev/null; getent passwd munge slurm; true") == ""
     assert lent.shell(name, "nft list tables 2>/dev/null; grep shoal /etc/hosts; true") == ""
+
+
+MACHINE = """\
+cluster: vm-{image}
+sandbox: vm
+controller: {{provider: sandbox, image: {image}, compute: true, gpus: 2, cpus: 2, memory: 1G}}
+"""
+CGROUP_SETTINGS = ("proctrack/cgroup", "task/affinity", "task/cgroup")
+EATS = "eaten = []\nwhile True: eaten.append(bytearray(1 << 20))\n"
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("image", ["debian13", "sid"])
+def test_release_confines_jobs_on_cgroup_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str) -> None:
+    begin = time.monotonic()
+    with running(tmp_path, MACHINE.format(image=image), timeout=SLOW) as cluster:
+        up_s = time.monotonic() - begin
+        status = cluster.json("status", timeout=SLOW)
+        assert status["version"].startswith(RELEASES[image]), status["version"]
+        in_force = cluster.on("controller", "scontrol", "show", "config")
+        assert all(setting in in_force for setting in CGROUP_SETTINGS), in_force
+        assert_confined(cluster, "controller")
+        monkeypatch.chdir(tmp_path)
+        Path("eats.py").write_text(EATS)
+        result = cluster.json(
+            "run", "--wait", "--gpus-per-node", "0", "--mem", "100M", "eats.py", status=1, timeout=SLOW
+        )
+        assert result["reason"]["kind"] == "out of memory", result
+        again = cluster.json("up", timeout=SLOW)
+        assert again["whole"] and not again["changed"], again
+        kernel = cluster.on("controller", "uname", "-r").strip()
+        took = time.monotonic() - begin
+        print(f"\nSlurm {status['version']} on cgroup v2, kernel {kernel}: confined; up {up_s:.0f} s, all {took:.0f} s")

@@ -119,16 +119,21 @@ def test_each_host_runs_a_kernel_of_its_own(cluster: Cluster) -> None:
     seen("each host runs a kernel of its own; /shared is common", ", ".join(kernels))
 
 
-def test_cgroup_v2_confines_cores_memory_and_gpus(cluster: Cluster) -> None:
-    assert shell(cluster, NODE, "stat -fc %T /sys/fs/cgroup").strip() == "cgroup2fs"
-    assert srun(cluster, NODE, "-c1", "nproc").strip() == "1"
-    assert srun(cluster, NODE, "-c2", "nproc").strip() == "2"
-    said = srun(cluster, NODE, "--gpus=1", "bash", "-c", f"'{OPEN_BOTH}'")
+def assert_confined(cluster: Cluster, node: str) -> None:
+    """A job on the node, which has two cores and two GPUs, has only what it asked for."""
+    assert shell(cluster, node, "stat -fc %T /sys/fs/cgroup").strip() == "cgroup2fs"
+    assert srun(cluster, node, "-c1", "nproc").strip() == "1"
+    assert srun(cluster, node, "-c2", "nproc").strip() == "2"
+    said = srun(cluster, node, "--gpus=1", "bash", "-c", f"'{OPEN_BOTH}'")
     assert "open 0" in said and "open 1" not in said and "Operation not permitted" in said, said
     take = "import sys; sys.stdout.write(str(len(bytearray(150 << 20))))"
-    assert str(150 << 20) in srun(cluster, NODE, "--mem=250M", f'python3 -c "{take}"')
-    killed = srun(cluster, NODE, "--mem=60M", f'python3 -c "{take}"')
+    assert str(150 << 20) in srun(cluster, node, "--mem=250M", f'python3 -c "{take}"')
+    killed = srun(cluster, node, "--mem=60M", f'python3 -c "{take}"')
     assert "Out Of Memory" in killed or "oom" in killed.lower(), killed
+
+
+def test_cgroup_v2_confines_cores_memory_and_gpus(cluster: Cluster) -> None:
+    assert_confined(cluster, NODE)
     seen("cgroup v2: a job has its cores, its GPU device, its memory", "confined; OOM reported")
 
 

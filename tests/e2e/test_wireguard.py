@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, SLOWNESS, Cluster, kill, running
 from tests.e2e.torch_env import give_torch
 
 from shoal.remote.agent.network import reach
@@ -27,7 +27,7 @@ network: wireguard
 controller: {provider: sandbox, memory: 1G}
 nodesets:
   near: {provider: sandbox, count: 1, memory: 1G}
-  far: {provider: sandbox, count: 2, memory: 1G, site: b}
+  fish: {provider: sandbox, count: 2, memory: 1G, site: b}
 """
 DDP = """\
 import socket
@@ -48,8 +48,8 @@ dist.all_gather(weights, next(model.parameters()).detach())
 assert all(torch.equal(weights[0], other) for other in weights)
 print(socket.gethostname(), "has the same weights")
 """
-HOSTS = ("controller", "near1", "far1", "far2")
-SRUN = ("timeout", "60", "srun", "--immediate=30")
+HOSTS = ("controller", "near1", "fish1", "fish2")
+SRUN = ("timeout", str(60 * SLOWNESS), "srun", f"--immediate={30 * SLOWNESS}")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def names(text: str) -> list[str]:
 
 
 def works(cluster: Cluster, node: str) -> bool:
-    return cluster.ssh("controller", f"timeout 20 srun --immediate=10 -w {node} hostname").stdout == f"{node}\n"
+    srun = f"timeout {20 * SLOWNESS} srun --immediate={10 * SLOWNESS}"
+    return cluster.ssh("controller", f"{srun} -w {node} hostname").stdout == f"{node}\n"
 
 
 def sessions(cluster: Cluster) -> dict[str, tuple[int, int, int]]:
@@ -93,30 +94,30 @@ def test_second_up_has_no_changes_and_every_pair_connects(cluster: Cluster) -> N
 def test_up_keeps_a_working_link_when_probes_fail(cluster: Cluster) -> None:
     rule = f"ip daddr {cluster.instances()['near1'].address} tcp dport {{ 22, 51820 }} drop"
     chain = f"chain output {{ type filter hook output priority filter; {rule}; }}"
-    cluster.on("far2", "nft", f"table inet silence {{ {chain}; }}")
+    cluster.on("fish2", "nft", f"table inet silence {{ {chain}; }}")
     try:
         assert cluster.json("up")["changed"] == []
     finally:
-        cluster.on("far2", "nft", "delete table inet silence")
+        cluster.on("fish2", "nft", "delete table inet silence")
 
 
 def test_host_names_and_node_addresses_are_on_the_network(cluster: Cluster) -> None:
-    report = cluster.on("far1", "getent", "ahostsv4", *HOSTS)
+    report = cluster.on("fish1", "getent", "ahostsv4", *HOSTS)
     for number, host in enumerate(HOSTS, 1):
         assert f"10.77.0.{number} " in report
         assert cluster.on(host, "getent", "ahostsv4", host).split()[0] == f"10.77.0.{number}"
-    assert "NodeAddr=10.77.0.3" in cluster.on("controller", "scontrol", "show", "node", "far1")
+    assert "NodeAddr=10.77.0.3" in cluster.on("controller", "scontrol", "show", "node", "fish1")
 
 
 def test_jobs_run_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
     inside = cluster.on("controller", *SRUN, "-N2", "hostname")
-    assert names(inside) == ["far1", "far2"]
-    assert names(cluster.on("far1", *SRUN, "-w", "near1", "hostname")) == ["near1"]
+    assert names(inside) == ["fish1", "fish2"]
+    assert names(cluster.on("fish1", *SRUN, "-w", "near1", "hostname")) == ["near1"]
     refused = cluster.ssh("controller", "timeout 30 srun -N3 hostname")
     assert refused.returncode != 0
     assert "no site has 3 nodes; a job that may span sites says how many: --switches=2" in refused.stderr
     across = cluster.on("controller", *SRUN, "-N3", "--switches=2", "hostname")
-    assert names(across) == ["far1", "far2", "near1"]
+    assert names(across) == ["fish1", "fish2", "near1"]
 
 
 def test_documented_command_spans_the_sites(cluster: Cluster) -> None:
@@ -127,7 +128,7 @@ def test_documented_command_spans_the_sites(cluster: Cluster) -> None:
         ["bash", "-c", command], cwd=cluster.file.parent, env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert all(f"I am {host}" in done.stdout for host in ("near1", "far1", "far2"))
+    assert all(f"I am {host}" in done.stdout for host in ("near1", "fish1", "fish2"))
 
 
 def test_mpi_gets_the_interface_and_a_missing_mpirun_is_explained(
@@ -140,7 +141,7 @@ def test_mpi_gets_the_interface_and_a_missing_mpirun_is_explained(
     result = cluster.json("run", "--wait", "-N2", "--launcher", "pmix", "mpi.py")
     assert [line["text"] for line in result["lines"] if line["rank"] >= 0] == ["shoal0 shoal0 shoal0"] * 2, result
     error = cluster.shoal("run", "--wait", "-N2", "--launcher", "mpirun", "mpi.py", status=1).stderr
-    assert "no mpirun of Open MPI on far1,far2" in error and "openmpi-bin" in error
+    assert "no mpirun of Open MPI on fish1,fish2" in error and "openmpi-bin" in error
 
 
 @pytest.mark.matrix
@@ -148,7 +149,7 @@ def test_mpi_gets_the_interface_and_a_missing_mpirun_is_explained(
 def test_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
     packages = give_torch(cluster.name)
     (cluster.file.parent / "ddp.py").write_text(DDP)
-    for arguments, hosts in (((), {"far1", "far2"}), (("--switches", "2"), {"near1", "far1", "far2"})):
+    for arguments, hosts in (((), {"fish1", "fish2"}), (("--switches", "2"), {"near1", "fish1", "fish2"})):
         nodes = ("-N", str(len(hosts)), *arguments, "--export", f"PYTHONPATH={packages}")
         done = subprocess.run(
             cluster.line("run", *nodes, "--wait", "ddp.py"),
@@ -171,10 +172,10 @@ def test_each_host_has_its_own_private_key_readable_only_by_root(cluster: Cluste
 def test_slurm_listens_only_on_the_network_and_is_closed_from_outside(cluster: Cluster) -> None:
     listening = {
         "controller": cluster.on("controller", "ss", "-ltnH", "sport = :6817"),
-        "far1": cluster.on("far1", "ss", "-ltnH", "sport = :6818"),
+        "fish1": cluster.on("fish1", "ss", "-ltnH", "sport = :6818"),
     }
     assert listening["controller"].split()[3] == "10.77.0.1:6817"
-    assert listening["far1"].split()[3] == "10.77.0.3:6818"
+    assert listening["fish1"].split()[3] == "10.77.0.3:6818"
     # This machine is on the bridges of both sites and is no member.
     addresses = [str(target.address) for target in cluster.instances().values()]
     targets: list[list[object]] = [[address, port] for address in addresses for port in (6817, 6818, 60001)]
@@ -206,7 +207,9 @@ def at(cluster: Cluster, address: str, command: str) -> int:
     """A command on the host that has this address; its status."""
     options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10"]
     identity = str(cluster.instances()["near1"].identity)
-    return subprocess.run(["ssh", "-q", *options, "-i", identity, f"root@{address}", command], timeout=120).returncode
+    return subprocess.run(
+        ["ssh", "-q", *options, "-i", identity, f"root@{address}", command], timeout=120 * SLOWNESS
+    ).returncode
 
 
 def test_lost_nat_state_is_restored_before_slurm_marks_nodes_down(cluster: Cluster) -> None:
@@ -216,7 +219,7 @@ def test_lost_nat_state_is_restored_before_slurm_marks_nodes_down(cluster: Clust
     before = cluster.on("controller", "wg", "show", "shoal0", "endpoints")
     ip("address", "delete", f"{address}/24", "dev", link)
     ip("address", "add", f"{address}/24", "dev", link)
-    assert names(cluster.on("controller", *SRUN, "-N2", "hostname")) == ["far1", "far2"]
+    assert names(cluster.on("controller", *SRUN, "-N2", "hostname")) == ["fish1", "fish2"]
     assert cluster.on("controller", "wg", "show", "shoal0", "endpoints") != before
 
 
@@ -225,9 +228,9 @@ def test_hosts_behind_nat_reconnect_to_a_hub_after_its_wireguard_dies(cluster: C
     cluster.on("controller", "systemctl", "kill", "--signal=KILL", "shoal-wireguard")
     cluster.wait("it is started again", lambda: since(cluster, "controller") != before)
     # Without a sign of life WireGuard would wait until its session is two minutes old.
-    cluster.on("controller", "ping", "-c1", "-w60", "far1")
-    cluster.on("controller", "ping", "-c1", "-w60", "far2")
-    assert works(cluster, "far1")
+    cluster.on("controller", "ping", "-c1", "-w60", "fish1")
+    cluster.on("controller", "ping", "-c1", "-w60", "fish2")
+    assert works(cluster, "fish1")
 
 
 def test_host_without_its_interface_sends_no_network_traffic_elsewhere(cluster: Cluster) -> None:
@@ -243,10 +246,10 @@ ping -c1 -w5 10.77.0.1
 systemctl start shoal-wireguard
 nft list table inet leak; nft delete table inet leak
 """
-    output = cluster.ssh("far1", f"{{ {counted} }} 2>&1").stdout
+    output = cluster.ssh("fish1", f"{{ {counted} }} 2>&1").stdout
     assert "No route to host" in output and "Destination Host Unreachable" not in output, output
     assert "packets 0 bytes 0" in output, output
-    cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
+    cluster.wait("fish1 runs jobs again", lambda: works(cluster, "fish1"))
 
 
 def ip(*arguments: str) -> str:
@@ -255,15 +258,15 @@ def ip(*arguments: str) -> str:
 
 
 def test_members_join_and_leave_while_the_others_keep_their_sessions(cluster: Cluster) -> None:
-    stay = ("controller", "near1", "far1", "far2")
+    stay = ("controller", "near1", "fish1", "fish2")
     old, up_since = sessions(cluster), {host: since(cluster, host) for host in stay}
-    cluster.edit("far: {provider: sandbox, count: 2", "far: {provider: sandbox, count: 3")
-    assert cluster.json("up", timeout=600)["whole"]
-    assert names(cluster.on("controller", *SRUN, "-N3", "hostname")) == ["far1", "far2", "far3"]
+    cluster.edit("fish: {provider: sandbox, count: 2", "fish: {provider: sandbox, count: 3")
+    assert cluster.json("up")["whole"]
+    assert names(cluster.on("controller", *SRUN, "-N3", "hostname")) == ["fish1", "fish2", "fish3"]
     more = sessions(cluster)
     assert more.keys() == {*old, "10.77.0.5"}
-    cluster.edit("far: {provider: sandbox, count: 3", "far: {provider: sandbox, count: 2")
-    assert cluster.json("up", timeout=600)["removed"] == ["far3"]
+    cluster.edit("fish: {provider: sandbox, count: 3", "fish: {provider: sandbox, count: 2")
+    assert cluster.json("up")["removed"] == ["fish3"]
     less = sessions(cluster)
     assert less.keys() == old.keys()
     for address, (handshake, received, sent) in old.items():
@@ -275,27 +278,27 @@ def test_members_join_and_leave_while_the_others_keep_their_sessions(cluster: Cl
 
 
 def test_disconnected_site_reconnects(cluster: Cluster) -> None:
-    for host in ("far1", "far2"):
+    for host in ("fish1", "fish2"):
         cluster.fault("cut", host)
     try:
         assert works(cluster, "near1")
-        assert cluster.ssh("controller", "ping -c1 -W2 far1").returncode != 0
+        assert cluster.ssh("controller", "ping -c1 -W2 fish1").returncode != 0
     finally:
-        for host in ("far1", "far2"):
+        for host in ("fish1", "fish2"):
             cluster.fault("heal", host)
-    for host in ("far1", "far2"):
+    for host in ("fish1", "fish2"):
         cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
 
 
 def test_rebooted_host_reconnects(cluster: Cluster) -> None:
-    cluster.fault("reboot", "far1")
-    cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
+    cluster.fault("reboot", "fish1")
+    cluster.wait("fish1 runs jobs again", lambda: works(cluster, "fish1"))
     assert cluster.json("up")["changed"] == []
 
 
 def test_hosts_behind_nat_reconnect_to_a_rebooted_hub(cluster: Cluster) -> None:
     cluster.fault("reboot", "controller")
-    for host in ("near1", "far1"):
+    for host in ("near1", "fish1"):
         cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
 
 
@@ -321,7 +324,7 @@ def test_all_keys_rotate_while_a_job_runs_across_sites(cluster: Cluster) -> None
     wait = "srun sh -c 'touch /shared/on-$(hostname); while [ ! -e /shared/release ]; do sleep 0.2; done; hostname'"
     batch = ("sbatch", "--parsable", "-N3", "--switches=2", "-o/shared/out", f"--wrap={wait}")
     job = cluster.on("controller", *batch).strip()
-    everywhere = [f"/shared/on-{host}" for host in ("far1", "far2", "near1")]
+    everywhere = [f"/shared/on-{host}" for host in ("fish1", "fish2", "near1")]
     cluster.wait("the job runs", lambda: bool(cluster.on("controller", "ls", *everywhere)))
     [report] = cluster.json("keys", "rotate", "wireguard")["rotated"]
     assert (sorted(report["hosts"]), report["finished"]) == (sorted(HOSTS), False)
@@ -329,7 +332,7 @@ def test_all_keys_rotate_while_a_job_runs_across_sites(cluster: Cluster) -> None
     every_pair_connects(cluster)
     cluster.on("controller", "touch", "/shared/release")
     cluster.wait("the job has ended", lambda: "JobState=COMPLETED" in job_from_options(cluster, job))
-    assert names(cluster.on("controller", "cat", "/shared/out")) == ["far1", "far2", "near1"]
+    assert names(cluster.on("controller", "cat", "/shared/out")) == ["fish1", "fish2", "near1"]
     assert cluster.json("up")["changed"] == []
 
 
@@ -347,6 +350,6 @@ def test_next_rotation_finishes_a_killed_rotation(cluster: Cluster) -> None:
     [report] = cluster.json("keys", "rotate", "wireguard")["rotated"]
     assert report["finished"]
     assert len(keys(cluster)) == len(HOSTS) and not keys(cluster) & old
-    assert cluster.on("far1", "sh", "-c", f"ls {KEY}*").split() == [KEY]
+    assert cluster.on("fish1", "sh", "-c", f"ls {KEY}*").split() == [KEY]
     every_pair_connects(cluster)
-    assert names(cluster.on("controller", *SRUN, "-N3", "--switches=2", "hostname")) == ["far1", "far2", "near1"]
+    assert names(cluster.on("controller", *SRUN, "-N3", "--switches=2", "hostname")) == ["fish1", "fish2", "near1"]
