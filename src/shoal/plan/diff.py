@@ -17,6 +17,7 @@ from shoal.plan.observe import Observation
 from shoal.plan.progress import Phase
 from shoal.plan.secret_values import add_digests, missing_secret_findings
 from shoal.roles.assembly import assemble
+from shoal.roles.auth import KEY
 from shoal.roles.base import MUNGE_KEY, munge_secret
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import SLURM_CONF, read_current_conf
@@ -24,7 +25,7 @@ from shoal.roles.documents import documents
 from shoal.roles.elastic import SPEC
 from shoal.roles.registry import component_findings, shared_secrets, user_secrets
 from shoal.roles.shares import access_kind, homes_of
-from shoal.slurm.conf import slurm_conf
+from shoal.slurm.conf import JWKS, slurm_conf
 from shoal.slurm.parsed_conf import change_cost, loses_jobs
 from shoal.slurm.state import ACTIVE_STATES, JobState
 from shoal.spec.finding import Finding
@@ -141,12 +142,15 @@ def _left_host_findings(goal: ClusterGoal, orphans: Sequence[tuple[str, Instance
     for name in goal.left:
         if name in goal.rented or name in {instance.name for _, instance in orphans}:
             continue
+        has_munge = goal.now.conf.munge
+        key = "the munge key" if has_munge else "Slurm's key"
         if name in goal.leaving:
-            what = "slurmd and the munge key stay on it"
+            what = f"slurmd and {key} stay on it"
             fix = f"put it back into the file and run `shoal node remove {name}`"
         else:
-            what = "the munge key stays on it"
-            fix = f"on it, as root: systemctl disable --now munge && rm {MUNGE_KEY}"
+            what = f"{key} stays on it"
+            remove = f"systemctl disable --now munge && rm {MUNGE_KEY}" if has_munge else f"rm {JWKS} {KEY}"
+            fix = f"on it, as root: {remove}"
         findings.append(Finding("warning", f"leaves the cluster, and {what}", fix=fix, host=name))
     return findings
 

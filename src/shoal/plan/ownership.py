@@ -16,6 +16,7 @@ from shoal.plan.progress import ProgressReporter
 from shoal.roles.documents import removal
 from shoal.roles.host_record import RECORD_FILES, HostRecord, foreign_records, is_controller, read_host_record
 from shoal.roles.registry import cluster_services
+from shoal.roles.slurm_tree import DAEMONS, other_slurm
 from shoal.slurm.state import ACTIVE_STATES, JobState
 from shoal.spec.finding import Finding
 from shoal.spec.members import members
@@ -47,12 +48,8 @@ class ForeignHost:
 
     @property
     def jobs_text(self) -> str:
-        if not self.answers:
-            lost = f", and it loses {', '.join(self.services)}" if self.services else ""
-            return f"its controller does not answer: jobs may run there{lost}"
-        if not self.jobs:
-            return "no job runs there"
-        return f"running: job {', '.join(f'{job.id} ({job.user})' for job in self.jobs)}"
+        lost = f", and it loses {', '.join(self.services)}" if self.services and not self.answers else ""
+        return f"{_jobs_text(self.answers, self.jobs)}{lost}"
 
     def finding(self, take_over: bool = False) -> Finding:
         """What is wrong with it; with `take_over`, what happens to it."""
@@ -87,6 +84,29 @@ class ForeignHost:
         return Change(self.name, "host", f"take over from cluster {self.record}; {self.jobs_text}", Cost.JOBS)
 
 
+def _jobs_text(answers: bool, jobs: Sequence[JobState]) -> str:
+    if not answers:
+        return "its controller does not answer: jobs may run there"
+    if not jobs:
+        return "no job runs there"
+    return f"running: job {', '.join(f'{job.id} ({job.user})' for job in jobs)}"
+
+
+async def other_slurm_findings(spec: Spec, observed: Observation, fleet: Fleet) -> list[Finding]:
+    """The hosts whose Slurm comes from elsewhere than the file says, each with the jobs of that Slurm."""
+    others = other_slurm(spec, observed.facts)
+
+    async def inspect(name: str) -> Finding:
+        what, fix = others[name]
+        jobs = "none of its daemons runs"
+        if any(map(observed.facts[name].is_active, DAEMONS)):
+            view = await slurm_view(await fleet.host(name))
+            jobs = _jobs_text(view.running, [job for job in view.jobs if job.state in ACTIVE_STATES])
+        return Finding("error", what, jobs, fix, host=name, path="slurm.from")
+
+    return list((await fleet.each(others, inspect)).values())
+
+
 async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tuple[ForeignHost, ...]:
     """The hosts that other clusters have. Of a cluster of the same name only while its controller answers: else this
     file has another controller because the former one is gone."""
@@ -113,8 +133,12 @@ async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tupl
 
 def reject_foreign(hosts: Iterable[ForeignHost], take_over: bool) -> None:
     """Raise ShoalError for hosts of other clusters, but for those that may be taken over."""
-    findings = [finding for host in hosts if (finding := host.finding(take_over)).level == "error"]
-    if findings:
+    reject_hosts(finding for host in hosts if (finding := host.finding(take_over)).level == "error")
+
+
+def reject_hosts(found: Iterable[Finding]) -> None:
+    """Raise ShoalError for hosts that cannot become members as they are."""
+    if findings := list(found):
         problems = "\n".join(f"{finding.host}: {finding.what} ({finding.found})" for finding in findings)
         fixes = dict.fromkeys(finding.fix for finding in findings)
         raise ShoalError(f"{problems}\nnothing was changed", hint="\n".join(fixes))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from shoal.agent.document import Document, File, Item, SecretRef
 from shoal.errors import UsageError
 from shoal.plan.connections import Fleet
 from shoal.plan.model import HostPlan
+from shoal.roles import slurm_tree
 from shoal.roles.component import SharedSecret
 from shoal.roles.runtime_archive import RUNTIME_ARCHIVE, runtime_archive
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
@@ -19,6 +21,7 @@ from shoal.spec.local_files import resolve_secret
 OWN_FILES: Mapping[str, Callable[[], bytes]] = {
     SHOAL_WHEEL: lambda: build_wheel().content,
     RUNTIME_ARCHIVE: runtime_archive,
+    **{f"{slurm_tree.REFERENCE}{arch}": partial(slurm_tree.read_archive, arch) for arch in slurm_tree.ARCHITECTURES},
 }
 """What Shoal makes of itself, by its reference among secrets."""
 

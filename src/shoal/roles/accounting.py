@@ -10,6 +10,7 @@ from shoal.agent.facts import Facts
 from shoal.remote import program_text
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.host_address import DROP_INS, address_wait_file, listen_address
+from shoal.roles.slurm_tree import daemon
 from shoal.slurm import accounting as text
 from shoal.slurm.versions import Version
 from shoal.spec.finding import Finding
@@ -96,7 +97,7 @@ def database(cluster: Cluster, member: Member) -> Document:
     assert spec.accounting is not None
     sql = File(SQL, text.database_sql(), mode=0o600, fills=PLACEHOLDERS)
     login = File(LOGIN, text.database_login(), mode=0o600, fills=PLACEHOLDERS)
-    conf_text = text.slurmdbd_conf(facts.hostname, spec.auth, address)
+    conf_text = text.slurmdbd_conf(facts.hostname, spec.auth, address, munge=cluster.conf.munge)
     conf = File(SLURMDBD_CONF, conf_text, mode=0o600, fills=PLACEHOLDERS)
     return (
         Directory("/etc/shoal"),
@@ -118,7 +119,7 @@ def database(cluster: Cluster, member: Member) -> Document:
         address_wait_file(cluster, member, "slurmdbd"),
         replace(conf, owner="slurm", group="slurm", restarts=("slurmdbd",), keep=True),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
-        Service("slurmdbd", command=("/usr/sbin/slurmdbd", "-D")),
+        *daemon(cluster, "slurmdbd"),
         File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth, address)),
         Command(
             "register the cluster",

@@ -15,13 +15,14 @@ from shoal.network.tailscale import tailscale_addresses
 from shoal.network.tunnel import LOOPBACK, choose_ports, needs_tunnel
 from shoal.network.wireguard import assign_addresses
 from shoal.roles import rented as rentals
-from shoal.roles.component import Cluster, choose_ids
+from shoal.roles.component import PACKAGES_PREFIX, Cluster, choose_ids
 from shoal.roles.containers import separate_containers, tunnels
 from shoal.roles.current_conf import CurrentConf, confinement, limit_confinement
 from shoal.roles.host_address import address_findings, can_listen_at_one_address
 from shoal.roles.images import image_features
 from shoal.roles.plugins import all_have_pmix, supports_spanning
 from shoal.roles.rented import rented_containers, suspend_time
+from shoal.roles.slurm_tree import find_trees, require_tree, uses_tree
 from shoal.roles.user_ids import choose_user_ids
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
@@ -63,7 +64,7 @@ def assemble(
     meshed = tuple(name for name in leaving if not before.nodes[name].port)
     awaited = tuple(name for name in rentals.addressed_rentals(spec, facts, before) if name not in rented_boxes)
     addresses = _addresses(spec, outside, facts, reached, before, (*meshed, *awaited))
-    versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
+    versions = slurm_versions(spec, {m.name: facts[m.name] for m in members if m.name in facts})
     permanent = tuple(m for m in outside if not m.rented)
     # A machine that is not rented yet has no facts: it counts as one like the permanent ones.
     computes = [m.name for m in permanent if "compute" in m.roles] or [always[0].name]
@@ -86,11 +87,12 @@ def assemble(
         switches=_switches(all_members, (node.name for node in all_nodes), before, facts),
         options=_options(spec),
         confinement=_confinement(computes, facts, versions, before, meshed),
-        pmix=_pmix(always, facts, versions, before),
+        pmix=uses_tree(spec) or _pmix(always, facts, versions, before),
         spanning=supports_spanning(spec, facts.get(controller.name), versions.get(controller.name)),
         one_address=one_address,
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
+        munge=not uses_tree(spec),
         power=rentals.power_saving(spec),
         health=spec.health.mode != "off",
         oci=spec.containers is not None,
@@ -112,7 +114,15 @@ def assemble(
         ),
         tunnels=tunnels(spec, boxes, ports, addresses, controller.name, conf.one_address),
         user_ids=choose_user_ids(spec, facts, controller.name),
+        slurm_prefix=require_tree().prefix if uses_tree(spec) else PACKAGES_PREFIX,
     )
+
+
+def slurm_versions(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, Version]:
+    """The Slurm that each host has, or gets."""
+    if uses_tree(spec):
+        return {name: tree.release for name, fact in facts.items() if (tree := find_trees().get(fact.arch))}
+    return {name: version for name, fact in facts.items() if (version := slurm_version(fact)) is not None}
 
 
 def slurm_version(facts: Facts) -> Version | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shoal.agent.document import Directory, Document, File, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
 from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
+from shoal.roles.slurm_tree import daemon
 from shoal.slurm.conf import JWKS, SigningKey, jwks
 from shoal.slurm.versions import Version
 from shoal.spec.finding import Finding
@@ -53,7 +54,7 @@ class AuthComponent(Component):
         }
         if "login" in member.roles:
             # A host without other Slurm daemons needs sackd to sign for commands.
-            stages[Stage.NODES] = (Service("sackd", command=("/usr/sbin/sackd", "-D")),)
+            stages[Stage.NODES] = daemon(cluster, "sackd")
         return stages
 
     def removal(self) -> Document:

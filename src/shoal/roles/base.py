@@ -14,6 +14,7 @@ from shoal.roles.host_address import host_name_items
 from shoal.roles.host_record import host_record_items
 from shoal.roles.plugins import pmix_items, pmix_packages
 from shoal.roles.registry import component_packages, component_ports
+from shoal.roles.slurm_tree import SLURM_PACKAGES, tree_items, uses_tree
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -35,7 +36,7 @@ def base(cluster: Cluster, member: Member) -> Document:
     """What all roles build on."""
     return (
         *installation(cluster, member),
-        *_munge(cluster, member),
+        *(_munge(cluster, member) if cluster.conf.munge else ()),
         *host_record_items(cluster),
         *([container_names(cluster, member)] if member.name in cluster.tunnels else host_name_items(cluster, member)),
         *_firewall(cluster, member),
@@ -45,6 +46,9 @@ def base(cluster: Cluster, member: Member) -> Document:
 def installation(cluster: Cluster, member: Member) -> Document:
     """The slowest items, which depend on no other host: service users and packages."""
     facts = cluster.facts[member.name]
+    if uses_tree(cluster.spec):
+        names = packages(cluster.spec, member, facts)
+        return (*_accounts(cluster), *([Packages(names)] if names else ()), *tree_items(cluster, member))
     names = (*packages(cluster.spec, member, facts), *pmix_packages(facts))
     return (*_accounts(cluster), Packages(names), *pmix_items(facts))
 
@@ -67,9 +71,12 @@ def munge_file(digest: str | None) -> File:
 
 def _accounts(cluster: Cluster) -> list[Item]:
     ids = cluster.ids
-    return [
+    munge: list[Item] = [
         Group("munge", ids.munge.gid),
         User("munge", ids.munge.uid, group="munge", owns=MUNGE_DIRECTORIES, services=("munge",)),
+    ]
+    return [
+        *(munge if cluster.conf.munge else ()),
         Group("slurm", ids.slurm.gid),
         User(
             "slurm",
@@ -83,7 +90,7 @@ def _accounts(cluster: Cluster) -> list[Item]:
 
 
 def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:
-    """The packages that a member's roles need."""
+    """The packages that a member's roles need. Shoal's own Slurm takes the place of some."""
     names = ["munge", "slurm-client"]
     if "controller" in member.roles:
         names.append("slurmctld")
@@ -91,7 +98,9 @@ def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[st
         names.append("slurmd")
     if spec.firewall and not (facts and needs_tunnel(spec.network.kind, facts)):
         names.append("nftables")
-    return tuple(dict.fromkeys((*names, *component_packages(spec, member, facts))))
+    replaced = SLURM_PACKAGES if uses_tree(spec) else ()
+    needed = dict.fromkeys((*names, *component_packages(spec, member, facts)))
+    return tuple(name for name in needed if name not in replaced)
 
 
 def _munge(cluster: Cluster, member: Member) -> list[Item]:

@@ -22,6 +22,8 @@ from shoal.spec.model import Spec
 # Debian's policy gives Slurm this id; munge gets a free one at install time, which differs from host to host.
 SLURM_FIRST_CHOICE = 64030
 MUNGE_FIRST_CHOICE = 980
+PACKAGES_PREFIX = "/usr"
+"""Where packages install Slurm's programs."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Cluster:
     """The tunnels to containers, by name; these have no address in `addresses`."""
     user_ids: Mapping[str, AccountIds] = field(default_factory=dict)
     """The ids of the spec's users on all hosts."""
+    slurm_prefix: str = PACKAGES_PREFIX
+    """The directory of Slurm's `bin` and `sbin` on all hosts."""
 
     @property
     def controller(self) -> Member:

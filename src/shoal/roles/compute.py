@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from shoal.agent.document import HEADER, DeviceRule, Directory, Document, File, Item, Service, render_unit
+from shoal.agent.document import HEADER, DeviceRule, Directory, Document, File, Item, render_unit
 from shoal.network.links import LINKS, NCCL, nccl_settings, sockets
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.controller import slurm_conf_file
 from shoal.roles.current_conf import CONF_FILES
 from shoal.roles.host_address import address_wait_file
+from shoal.roles.slurm_tree import daemon
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, oci_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
@@ -30,7 +31,7 @@ def compute(cluster: Cluster, member: Member) -> Document:
         Directory("/etc/tmpfiles.d"),
         File(TMPFILES, tmpfiles_conf()),
         DeviceRule(DEVICE_RULE, device_rules() if cluster.facts_of(member.name).gpus else ""),
-        Service("slurmd", command=("/usr/sbin/slurmd", "-D", *slurmd_options(cluster, member))),
+        *daemon(cluster, "slurmd", *slurmd_options(cluster, member)),
     )
 
 

@@ -20,6 +20,7 @@ from shoal.remote import program_text, shell_command
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.shares import shares
+from shoal.roles.slurm_tree import daemon
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, gres_conf, slurm_conf
 from shoal.slurm.model import ClusterConf, Confinement, Node, PartitionConf
 from shoal.spec.finding import Finding
@@ -179,7 +180,7 @@ def container_compute(cluster: Cluster, member: Member) -> Document:
         File(CGROUP_CONF, cgroup_conf(conf), restarts=restarts, keep=True),
         File(GRES_CONF, gres_conf(conf), restarts=restarts, keep=True),
         File(SLURM_CONF, slurm_conf(conf), restarts=restarts, keep=True),
-        Service("slurmd", command=("/usr/sbin/slurmd", "-D", *rented)),
+        daemon(cluster, "slurmd", *rented)[-1],  # a container has no systemd, and so no units
     )
 
 

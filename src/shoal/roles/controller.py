@@ -11,6 +11,7 @@ from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, OCI_CONF, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.host_address import address_wait_file
 from shoal.roles.host_record import state_of_other_cluster
+from shoal.roles.slurm_tree import daemon
 from shoal.slurm.accounting import jobcomp_rotation
 from shoal.slurm.conf import (
     SLURMD_PORT,
@@ -53,7 +54,7 @@ def controller(cluster: Cluster) -> Document:
         *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
         replace(slurm_conf_file(cluster), restarts=restarts, reloads=reloads),
         address_wait_file(cluster, cluster.controller, "slurmctld"),
-        Service("slurmctld", command=("/usr/sbin/slurmctld", "-D")),
+        *daemon(cluster, "slurmctld"),
         # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )

@@ -17,6 +17,7 @@ from shoal.roles.host_record import HOST_RECORD, RECORD_FILES, STATE_OWNER
 from shoal.roles.node_logins import neighbour_key_items
 from shoal.roles.plugins import pmix_files, spanning_files
 from shoal.roles.registry import COMPONENTS, component_files, components_of
+from shoal.roles.slurm_tree import tree_fact_files, tree_removal
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
@@ -34,6 +35,7 @@ def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
         **dict.fromkeys((*CONF_FILES, OCI_CONF, HOSTS, STATE_OWNER), "text"),
         **RECORD_FILES,
         **dict.fromkeys((*pmix_files(), *spanning_files(), host_address.CLOUD_INIT, host_address.NAMES_UNIT), "there"),
+        **tree_fact_files(spec),
         **component_files(spec),
     }
 
@@ -91,6 +93,7 @@ def removal() -> Document:
         *map(File, (*CONF_FILES, DEFAULTS, DROP_IN, TMPFILES, ROTATION)),
         *(File(host_address.DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")),
         Command("containers", ("rm", OCI_CONF), unless=("sh", "-c", f"! grep -qs 'by shoal' {OCI_CONF}")),
+        *tree_removal(),
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
         *firewall_removal(),

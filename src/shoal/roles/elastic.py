@@ -21,6 +21,7 @@ from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import install_venv
 from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals, reported_rentals
 from shoal.roles.rented import PROGRAMS
+from shoal.roles.slurm_tree import archive_paths, archives_for_rentals, uses_tree
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
 from shoal.spec.files import dump_contents
 from shoal.spec.finding import Finding
@@ -55,6 +56,8 @@ START_CHECK_INTERVAL_S = 30
 """How often such a job checks its nodes without a message from the service."""
 INSTALLED = "/opt/shoal"
 WHEELS = f"{INSTALLED}/wheels"
+ARCHIVES = f"{STATE}/cache/shoal/slurm"
+"""Slurm for rented machines, in the service's own cache."""
 WHEEL_SECRET = "shoal itself"
 OLDEST_PYTHON = (3, 11)
 
@@ -78,6 +81,9 @@ class ElasticComponent(Component):
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         return ("python3-venv", "openssh-client") if _rents(spec, member) else ()
 
+    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
+        return dict.fromkeys(archive_paths(ARCHIVES), "hash") if uses_tree(spec) and rented_sets(spec) else {}
+
     def user_secrets(self, spec: Spec) -> Mapping[str, str]:
         """The keys of provider accounts; and Shoal's wheel, which is sent only when its digest changes."""
         if not rented_sets(spec):
@@ -100,8 +106,9 @@ class ElasticComponent(Component):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         access = {Stage.BASE: document} if (document := service_access(cluster, member)) else {}
         if _rents(cluster.spec, member):
-            service = {Stage.SERVICES: _service_files(cluster.spec), Stage.CONTROLLER: _service_start(cluster.spec)}
-            return {**access, **service}
+            archives = archives_for_rentals(cluster.facts[member.name], ARCHIVES) if uses_tree(cluster.spec) else ()
+            files = (*archives, *_service_files(cluster.spec))
+            return {**access, Stage.SERVICES: files, Stage.CONTROLLER: _service_start(cluster.spec)}
         # slurmctld starts the programs until it has read a configuration without them.
         removed = {Stage.SERVICES: service_removal(), Stage.NODES: program_removal()}
         return {**access, **removed} if has_service(cluster.facts[member.name]) else access
@@ -246,9 +253,13 @@ def _service_files(spec: Spec) -> Document:
         *(File(f"{KEYS}/{x}", SecretRef(secret_name(x)), mode=0o600, restarts=restarts) for x in accounts),
         File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
         File(CONTENTS, _contents(spec) if spec.files else None, mode=0o600, restarts=restarts),
-        File(SPEC, spec.model_dump_json(exclude_defaults=True, indent=1) + "\n", mode=0o600, restarts=restarts),
+        File(SPEC, _spec_json(spec), mode=0o600, restarts=restarts),
         File(UNIT, unit(spec), restarts=restarts),
     )
+
+
+def _spec_json(spec: Spec) -> str:
+    return spec.model_dump_json(exclude_defaults=True, by_alias=True, indent=1) + "\n"
 
 
 def _contents(spec: Spec) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Item, Link
 from shoal.agent.facts import Facts
+from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.conf import LUA_PLUGIN
 from shoal.slurm.versions import Version, packaged_version
 from shoal.spec.model import Spec
@@ -93,6 +94,8 @@ def supports_spanning(spec: Spec, facts: Facts | None, version: Version | None) 
     """Whether slurmctld has the Lua plugin, or will have it, and the user does not use it otherwise."""
     if facts is None or version is None or any(key.lower() == "jobsubmitplugins" for key in spec.slurm.options):
         return False
+    if uses_tree(spec):
+        return True
     package = facts.packages.get("slurmctld")
     is_new = package is None or package.installed is None
     includes_it = (facts.os_id, facts.os_version) in LUA_DISTRIBUTIONS

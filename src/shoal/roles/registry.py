@@ -22,6 +22,7 @@ from shoal.roles.files import FilesComponent
 from shoal.roles.images import ImagesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
+from shoal.roles.slurm_tree import tree_secrets
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
 from shoal.roles.tracking import TrackingComponent
@@ -88,7 +89,8 @@ def shared_secrets(spec: Spec) -> dict[str, SharedSecret]:
 
 
 def user_secrets(spec: Spec) -> dict[str, str]:
-    return {name: reference for component in COMPONENTS for name, reference in component.user_secrets(spec).items()}
+    references = (component.user_secrets(spec) for component in COMPONENTS)
+    return {name: reference for table in (tree_secrets(spec), *references) for name, reference in table.items()}
 
 
 def preparation(spec: Spec, member: Member, facts: Facts, everyone: Mapping[str, Facts] | None = None) -> Document:

@@ -8,7 +8,7 @@ from shoal.agent.document import HEADER, Block, Command, Directory, Document, Fi
 from shoal.agent.facts import Facts
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.roles import node_logins
-from shoal.roles.component import AccountIds, Cluster, Component, FileQuery, Stage
+from shoal.roles.component import PACKAGES_PREFIX, AccountIds, Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
 from shoal.roles.shares import ServedShare, access_kind, homes_of, host_keys, reload_sshd, sshd_file
 from shoal.roles.user_ids import RECORD, SYSTEM_ID_LIMIT, recorded_users, user_id_conflicts
@@ -157,7 +157,7 @@ def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:
 
 def _pam_rules(cluster: Cluster, member: Member) -> str:
     if cluster.spec.users and cluster.conf.confinement.tracked and _restricts_logins(cluster.spec, member):
-        return pam_block()
+        return pam_block(cluster.slurm_prefix)
     accepts = node_logins.accepts_node_logins(cluster, member)
     return node_logins.session_rules(USERS_GROUP) if accepts else ""
 
@@ -171,11 +171,12 @@ def _keys(cluster: Cluster, member: Member, name: str, user: ClusterUser) -> str
     return user_keys + sshfs.render_authorized_keys(host_keys(cluster, member.name, f"{sshfs.KEYS}/{name}"))
 
 
-def pam_block() -> str:
+def pam_block(prefix: str = PACKAGES_PREFIX) -> str:
     """PAM rules: a user of the cluster may log in to a node only where a job of theirs runs, and joins that job."""
+    module = "pam_slurm_adopt.so" if prefix == PACKAGES_PREFIX else f"{prefix}/lib/security/pam_slurm_adopt.so"
     return (
         f"account [success=1 default=ignore] pam_succeed_if.so quiet user notingroup {USERS_GROUP}\n"
-        "account required pam_slurm_adopt.so action_no_jobs=deny\n"
+        f"account required {module} action_no_jobs=deny\n"
         "account required pam_permit.so\n"
     )
 

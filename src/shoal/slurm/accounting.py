@@ -51,12 +51,12 @@ def accounting_settings(accounting: AccountingConf | None) -> dict[str, str]:
     }
 
 
-def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None) -> str:
+def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None, *, munge: bool = True) -> str:
     """slurmdbd.conf. slurmdbd reaches MariaDB through a socket; MariaDB listens nowhere else.
 
     `address` is where slurmdbd listens; None listens on all addresses.
     """
-    other = "" if auth == "munge" else "AuthAltTypes=auth/munge\n"
+    other = "AuthAltTypes=auth/munge\n" if munge and auth != "munge" else ""
     parameters = [] if address is None else ["NoInAddrAny"] if ":" not in address else ["NoInAddrAny", "EnableIPv6"]
     listening = f"CommunicationParameters={','.join(parameters)}\n" if parameters else ""
     return (

@@ -175,7 +175,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "ClusterName": c.name,
         "SlurmctldHost": f"{host}({c.controller_address})" if c.controller_address else host,
         "SlurmUser": c.slurm_user,
-        **auth_settings(c.auth),
+        **auth_settings(c.auth, munge=c.munge),
         "SlurmctldPort": str(SLURMCTLD_PORT),
         "SlurmdPort": str(SLURMD_PORT),
         "SrunPortRange": SRUN_PORTS,
@@ -309,11 +309,11 @@ def jwks(*keys: SigningKey) -> str:
     return json.dumps({"keys": entries}, indent=1) + "\n"
 
 
-def auth_settings(auth: str) -> dict[str, str]:
-    """The settings of slurm.conf for it. slurmctld accepts munge as well, for jobs that began with it."""
+def auth_settings(auth: str, *, munge: bool = True) -> dict[str, str]:
+    """The settings of slurm.conf for it. Where there is munge, slurmctld accepts it, for jobs that began with it."""
     if auth == "munge":
         return {"AuthType": "auth/munge"}
-    return {"AuthType": "auth/slurm", "AuthAltTypes": "auth/munge", "CredType": "cred/slurm"}
+    return {"AuthType": "auth/slurm", **({"AuthAltTypes": "auth/munge"} if munge else {}), "CredType": "cred/slurm"}
 
 
 def job_submit_lua(c: ClusterConf) -> str:

@@ -147,6 +147,8 @@ class ClusterConf:
     """None without a database."""
     auth: Literal["munge", "slurm"] = "munge"
     """What signs messages: munged, or Slurm itself."""
+    munge: bool = True
+    """Whether the hosts have munge. Without it, Slurm accepts only its own signatures."""
     power: PowerSaving | None = None
     """None without rented nodes."""
     health: bool = False

@@ -151,7 +151,10 @@ def version_findings(controller: tuple[str, Version], others: Mapping[str, Versi
     name, version = controller
     everyone = {name: version, **others}
     fix = _controller_fix(name, everyone)
-    upgrade = f"upgrade the host to a distribution with a newer Slurm ({_packagers()}), or take it out of the spec"
+    upgrade = (
+        f"{ONE_SLURM}; or upgrade the host to a distribution with a newer Slurm ({_packagers()}), "
+        "or take it out of the spec"
+    )
     findings = [
         Finding("error", "Slurm before 22.05 is not supported", f"Slurm {its_version}", upgrade, host=host)
         for host, its_version in everyone.items()
@@ -166,7 +169,7 @@ def version_findings(controller: tuple[str, Version], others: Mapping[str, Versi
         newer = its_version.release > version.release
         what = "Slurm newer than the controller's" if newer else "Slurm too old for the controller's"
         evidence = f"Slurm {its_version}; the controller {name} has {version} and talks to {window}"
-        its_fix = f"{fix}; or install Slurm {window} on {host}; or take {host} out of the spec"
+        its_fix = f"{ONE_SLURM}; or {fix}; or install Slurm {window} on {host}; or take {host} out of the spec"
         findings.append(Finding("error", what, evidence, its_fix, host=host))
     return findings
 

@@ -182,7 +182,7 @@ def _section(title: str, model: type[SpecModel]) -> str:
     own_fields = _own_fields(model)
     if own_fields:
         lines += ["| Field | Type | Default | What it says |", "|---|---|---|---|"]
-    for name in own_fields:
+    for name in (model.model_fields[field].alias or field for field in own_fields):
         entry = definition["properties"][name]
         default = "required" if name in required else _default(entry.get("default"))
         lines.append(f"| `{name}` | {_type(entry)} | {default} | {entry['description']} |")

@@ -41,6 +41,7 @@ _SYSTEM_FILES = (
     *("passwd", "resolv.conf", "shadow", "subgid", "subuid", "sudoers", "default/slurmd", "default/slurmctld"),
     *("slurm/slurm.conf", "slurm/gres.conf", "slurm/cgroup.conf", "slurm/topology.conf", "slurm/slurmdbd.conf"),
     *("slurm/slurm.jwks", "slurm/slurm.key"),
+    *(f"systemd/system/{daemon}.service" for daemon in ("slurmctld", "slurmdbd", "slurmd", "sackd")),
 )
 """Below /etc: the system's own, and those that Shoal writes."""
 _PLUGIN_DIRECTORY = re.compile(r"/usr/lib/([a-z0-9_-]+/)?slurm(-wlm)?/[^/]+\.so")

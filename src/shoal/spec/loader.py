@@ -66,7 +66,7 @@ def load_text_all(text: str, file: str, base: Path | None = None) -> tuple[Spec,
         spec = Spec.model_validate(tree.data, context=UNCHECKED)
     except ValidationError as error:
         failure = str(error)
-        findings += explain(error.errors(include_url=False), tree, lambda path: list(_model_at(path).model_fields))
+        findings += explain(error.errors(include_url=False), tree, _keys_at)
     readable = spec or partial(Spec, tree.data)
     problems = readable.problems()
     if base is not None and readable.files:
@@ -127,11 +127,12 @@ def partial(model: type[Model], data: Mapping[str, Any]) -> Model:
     values: dict[str, Any] = {}
     invalid: set[str] = set()
     for name, field in model.model_fields.items():
-        if name in data:
+        key = field.alias or name
+        if key in data:
             try:
-                values[name] = _field_adapter(model, name).validate_python(data[name])
+                values[name] = _field_adapter(model, name).validate_python(data[key])
             except ValidationError:
-                values[name] = _partial_value(field.annotation, data[name])
+                values[name] = _partial_value(field.annotation, data[key])
             if values[name] is None:
                 invalid.add(name)
                 del values[name]
@@ -230,6 +231,11 @@ def _model_at(path: FilePlace) -> type[BaseModel]:
         inside = get_origin(annotation) in (dict, tuple)
         model = _nested_model(annotation) or model
     return model
+
+
+def _keys_at(path: FilePlace) -> list[str]:
+    """The keys that the file may have at a path."""
+    return [field.alias or name for name, field in _model_at(path).model_fields.items()]
 
 
 def _nested_model(annotation: Any) -> type[BaseModel] | None:

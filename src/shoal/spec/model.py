@@ -7,7 +7,7 @@ and when a file is loaded; the rules of a section are beside its model.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,7 +24,7 @@ from shoal.spec.network import Network, network_problems
 from shoal.spec.partitions import Partition, partition_account_problems, partition_problems
 from shoal.spec.rental import SANDBOX, Budget, ProviderAccount, ProviderName
 from shoal.spec.rental_rules import hub_problems, rental_problems
-from shoal.spec.slurm_options import SlurmOptions, option_problems
+from shoal.spec.slurm_options import SlurmOptions, option_problems, source_problems
 from shoal.spec.storage import SharedDirectory, SharePath, storage_problems
 from shoal.spec.tracking import Tracking, tracking_problems
 from shoal.spec.users import ClusterUser, UserName, user_problems
@@ -58,7 +58,7 @@ class Spec(SpecModel):
     firewall: StrictBool = True
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
     auth: Annotated[Literal["munge", "slurm"], BeforeValidator(choice("auth", ("munge", "slurm")))] = "munge"
-    """What authenticates Slurm's daemons: `munge`, or, from Slurm 24.05 on, `slurm`."""
+    """What authenticates Slurm's daemons: `munge`, or, from Slurm 24.05 on, `slurm`; `from: shoal` needs `slurm`."""
     accounting: Annotated[Accounting | None, BeforeValidator(unless_false)] = None
     """Job records in a database: `true`, or a mapping with accounts, users and limits."""
     storage: dict[SharePath, SharedDirectory] = Field(default_factory=dict)
@@ -79,8 +79,17 @@ class Spec(SpecModel):
     """Your files on the hosts, by their path there: `{/etc/slurm/prolog.sh: scripts/prolog.sh}`."""
     health: Health = Field(default_factory=Health)
     """What the health program on the nodes does: `drain`, `warn`, `off`, or a mapping."""
-    slurm: SlurmOptions = Field(default_factory=SlurmOptions)
-    """Further keys of slurm.conf."""
+    slurm: SlurmOptions = Field(default_factory=lambda: SlurmOptions.model_validate({}))
+    """Which Slurm the hosts get, and further keys of slurm.conf."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_auth(cls, data: Any) -> Any:
+        """Shoal's own Slurm authenticates its daemons itself, without a line in the file."""
+        slurm = data.get("slurm") if isinstance(data, dict) else None
+        if isinstance(slurm, dict) and slurm.get("from") == "shoal" and "auth" not in data:
+            return {**data, "auth": "slurm"}
+        return data
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
@@ -106,6 +115,7 @@ class Spec(SpecModel):
             *partition_problems(self.partitions, listable, all_known=all_known),
             *partition_account_problems(self.partitions, self.accounting, valid="accounting" not in self.invalid),
             *option_problems(self.slurm.options, accounting=self.accounting is not None),
+            *source_problems(self.slurm, self.auth if "auth" in self.model_fields_set else "slurm"),
             *network_problems(self.network, hosts, rentals=len(list(rental_names(self.nodesets)))),
             *accounting_problems(self.accounting, hosts, self.slurm.options),
             *environment_problems(self.environments, self.proxy),

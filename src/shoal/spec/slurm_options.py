@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shoal.spec.checks import matching, refusal
+from shoal.spec.checks import choice, matching, refusal
 from shoal.spec.finding import Path, Problem, show
 from shoal.spec.values import SpecModel
 
@@ -67,11 +67,25 @@ OptionValue = Annotated[
 ]
 
 
-class SlurmOptions(SpecModel):
-    """More of slurm.conf."""
+SlurmSource = Literal["packages", "shoal"]
 
+
+class SlurmOptions(SpecModel):
+    """Which Slurm the hosts get, and more of slurm.conf."""
+
+    source: Annotated[SlurmSource, BeforeValidator(choice("source of Slurm", ("packages", "shoal")))] = Field(
+        "packages", alias="from"
+    )
+    """Where Slurm comes from: the `packages` of each host, or `shoal`, one release for all hosts."""
     options: dict[Annotated[str, BeforeValidator(_slurm_key)], OptionValue] = Field(default_factory=dict)
     """Keys of slurm.conf with their values: `{KillWait: 60}`. Words of a list such as SchedulerParameters are added."""
+
+
+def source_problems(slurm: SlurmOptions, auth: str) -> Iterator[Problem]:
+    """What does not go with Shoal's own Slurm."""
+    if slurm.source == "shoal" and auth != "slurm":
+        what = "`slurm: {from: shoal}` has no munge: Slurm itself authenticates its daemons"
+        yield Problem(("auth",), what, show(auth), "delete this line")
 
 
 def option_problems(options: Mapping[str, str | None], *, accounting: bool) -> Iterator[Problem]:

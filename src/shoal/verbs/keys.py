@@ -14,6 +14,7 @@ from shoal.plan.rotation import Rotation, RotationContext, rotate_munge, rotate_
 from shoal.plan.rotation_slurm import rotate_slurm
 from shoal.plan.rotation_wireguard import rotate_wireguard
 from shoal.plan.slurm_downtime import failed_seconds, measure_downtime
+from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.members import rented_members
 from shoal.verbs.context import Context
@@ -23,7 +24,9 @@ from shoal.verbs.slurmctld import require_configuration
 ALL = "all"
 NEEDS_MACHINE = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
 ROTATIONS: Mapping[str, Rotation] = {
-    "munge": Rotation("munge key", lambda spec: True, "", rotate_munge),
+    "munge": Rotation(
+        "munge key", lambda spec: not uses_tree(spec), "use `slurm`: Shoal's own Slurm has no munge", rotate_munge
+    ),
     "slurm": Rotation(
         "key of auth/slurm", lambda spec: spec.auth == "slurm", "write `auth: slurm` into the file", rotate_slurm
     ),

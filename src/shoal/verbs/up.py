@@ -16,7 +16,14 @@ from shoal.plan.connections import Fleet
 from shoal.plan.diff import cluster_goal, make_plan, network_addresses, reject_versions
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
-from shoal.plan.ownership import foreign_hosts, reject_foreign, take_over_hosts, without_other_clusters
+from shoal.plan.ownership import (
+    foreign_hosts,
+    other_slurm_findings,
+    reject_foreign,
+    reject_hosts,
+    take_over_hosts,
+    without_other_clusters,
+)
 from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.plan.secret_values import missing_secrets, require_secrets, unavailable_secrets
 from shoal.roles.accounting import moved_database_finding
@@ -25,6 +32,7 @@ from shoal.roles.files import reject_missing_scripts
 from shoal.roles.orphaned_rentals import dropped_accounts, orphan_finding, orphaned_rentals
 from shoal.roles.registry import user_secrets
 from shoal.roles.shares import moved_share_findings
+from shoal.roles.slurm_tree import uses_tree
 from shoal.roles.user_ids import choose_user_ids, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
@@ -89,6 +97,7 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
         observed = without_other_clusters(observed, others)
+        reject_hosts(await other_slurm_findings(context.spec, observed, fleet))
         preparation_changes = await preparations(context.spec, observed.facts, fleet)
         cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
         return replace(
@@ -123,6 +132,7 @@ async def up(
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
         observed = without_other_clusters(observed, others)
+        reject_hosts(await other_slurm_findings(context.spec, observed, fleet))
         _reject_unwritable_state(context, observed)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
@@ -175,12 +185,15 @@ async def _check_before_creation(context: Context, stock: Survey, take_over: boo
         async with await context.fleet(existing) as fleet:
             observed = await observe(fleet, context.spec)
             reject_foreign(await foreign_hosts(context.spec, observed, fleet), take_over)
+            reject_hosts(await other_slurm_findings(context.spec, observed, fleet))
             facts = observed.facts
     reject_versions(creation_version_findings(context, stock, facts))
 
 
 def creation_version_findings(context: Context, stock: Survey, facts: Mapping[str, Facts]) -> list[Finding]:
     """Members whose Slurm versions cannot talk to each other: those of images, and of hosts that exist."""
+    if uses_tree(context.spec):
+        return []  # one release for all
     images = {member.name: member.shape.image for member in context.members if member.provider} | {**stock.images}
     versions = {name: version for name, image in images.items() if (version := image_version(image)) is not None}
     versions |= {name: version for name, fact in facts.items() if (version := slurm_version(fact)) is not None}

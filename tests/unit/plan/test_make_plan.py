@@ -213,7 +213,8 @@ async def test_versions_outside_the_window_are_rejected_before_any_change() -> N
     assert caught.value.message == (
         "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
         "  n1: Slurm too old for the controller's, found Slurm 22.05.8; the controller c1 has 26.05.5 and talks to "
-        "24.11 to 26.05, bring all hosts to one release, as no Slurm talks to all of these; or install Slurm 24.11 to "
+        "24.11 to 26.05, write `slurm: {from: shoal}` into the file, for the same Slurm on all hosts; or "
+        "bring all hosts to one release, as no Slurm talks to all of these; or install Slurm 24.11 to "
         "26.05 on n1; or take n1 out of the spec"
     )
     assert [finding.host for finding in caught.value.findings] == ["n1"]  # type: ignore[attr-defined]

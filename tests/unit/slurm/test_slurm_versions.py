@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shoal.slurm.versions import (
+    ONE_SLURM,
     SlurmRelease,
     Version,
     all_support,
@@ -147,8 +148,8 @@ def test_newer_node_is_reported_with_a_possible_controller() -> None:
     (finding,) = version_findings(("ctl", V("23.11.4")), {"a": V("24.11.5"), "b": V("23.11.4")})
     assert str(finding) == (
         "a: Slurm newer than the controller's, found Slurm 24.11.5; the controller ctl has 23.11.4 and talks to "
-        "22.05 to 23.11, make a the controller (its Slurm 24.11.5 talks to every other host); or install Slurm "
-        "22.05 to 23.11 on a; or take a out of the spec"
+        f"22.05 to 23.11, {ONE_SLURM}; or make a the controller (its Slurm 24.11.5 talks to every other host); "
+        "or install Slurm 22.05 to 23.11 on a; or take a out of the spec"
     )
 
 
@@ -159,22 +160,25 @@ def test_older_node_is_reported_with_the_accepted_releases() -> None:
     assert finding.what == "Slurm too old for the controller's"
     assert finding.found == "Slurm 22.05.8; the controller ctl has 26.05.5 and talks to 24.11 to 26.05"
     assert finding.fix == (
-        "bring all hosts to one release, as no Slurm talks to all of these; or install Slurm 24.11 to 26.05 on a; "
-        "or take a out of the spec"
+        f"{ONE_SLURM}; or bring all hosts to one release, as no Slurm talks to all of these; "
+        "or install Slurm 24.11 to 26.05 on a; or take a out of the spec"
     )
 
 
 def test_fix_names_a_controller_upgrade_when_nothing_else_helps() -> None:
     findings = version_findings(("ctl", V("22.05.8")), {"a": V("23.11.4")})
-    assert findings[0].fix.startswith("make a the controller (its Slurm 23.11.4 talks to every other host)")
+    assert findings[0].fix.startswith(
+        f"{ONE_SLURM}; or make a the controller (its Slurm 23.11.4 talks to every other host)"
+    )
 
 
 def test_slurm_before_22_05_is_rejected_with_the_fix_on_any_host() -> None:
     (node,) = version_findings(("ctl", V("22.05.8")), {"old": V("21.08.5")})
     assert (node.host, node.what, node.found) == ("old", "Slurm before 22.05 is not supported", "Slurm 21.08.5")
     assert node.fix == (
-        "upgrade the host to a distribution with a newer Slurm (Debian 12 has 22.05.8, Debian 13 has 24.11.5, "
-        "Ubuntu 24.04 has 23.11.4, Ubuntu 26.04 has 25.11.2), or take it out of the spec"
+        f"{ONE_SLURM}; or upgrade the host to a distribution with a newer Slurm "
+        "(Debian 12 has 22.05.8, Debian 13 has 24.11.5, Ubuntu 24.04 has 23.11.4, Ubuntu 26.04 has 25.11.2), "
+        "or take it out of the spec"
     )
     (controller,) = version_findings(("ctl", V("21.08.5")), {"a": V("22.05.8")})
     assert controller.host == "ctl"

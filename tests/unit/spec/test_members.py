@@ -108,4 +108,4 @@ def test_spec_is_immutable() -> None:
 
 def test_spec_round_trips() -> None:
     spec = load_text(TEXT, "s.yaml")
-    assert Spec.model_validate(spec.model_dump()) == spec
+    assert Spec.model_validate(spec.model_dump(by_alias=True)) == spec

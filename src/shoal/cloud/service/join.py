@@ -46,6 +46,7 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents
 from shoal.roles.registry import shared_secrets
 from shoal.roles.rented import end_program, notice_url, notice_watcher, watchdog
+from shoal.roles.slurm_tree import tree_secrets
 from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines
 from shoal.spec.members import members, rented_sets
 
@@ -383,7 +384,7 @@ class LiveJoiner:
     async def _converge(self, fleet: Fleet, by_host: Mapping[str, Document]) -> None:
         due = {name: document for name, document in by_host.items() if document and name not in fleet.failures}
         kept = {**munge_secret(self._controller.name), **shared_secrets(self._spec)}
-        secrets = await fetch_secrets(due.values(), kept, {}, fleet)
+        secrets = await fetch_secrets(due.values(), kept, tree_secrets(self._spec), fleet)
 
         async def converge(name: str) -> None:
             with NoProgress().phase("", 1) as phase:

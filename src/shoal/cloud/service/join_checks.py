@@ -13,6 +13,7 @@ from shoal.remote import python_command
 from shoal.roles.component import Cluster
 from shoal.roles.current_conf import confinement, read_current_conf
 from shoal.roles.rented import minimum_shape, rented_containers
+from shoal.roles.slurm_tree import find_trees, uses_tree
 from shoal.slurm.conf_lines import real_memory
 from shoal.slurm.model import Confinement
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
@@ -35,6 +36,9 @@ def unfit_machines(spec: Spec, facts: Mapping[str, Facts], controller: str, new:
             if name not in new or name not in facts or name in containers:
                 continue
             fact = facts[name]
+            if uses_tree(spec) and fact.arch not in find_trees():
+                errors[name] = f"{UNFIT_PREFIX}its CPU is {fact.arch}, and the cluster has no Slurm for that"
+                continue
             cpus, memory_mb = fact.cpu.cpus, fact.memory_mb
             lacks = [f"{cpus} CPUs and nodeset {nodeset.name} says {shape.cpus}"] if cpus < shape.cpus else []
             if memory_mb < real_memory(shape.memory_mb):

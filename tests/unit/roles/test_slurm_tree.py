@@ -1,0 +1,221 @@
+"""`slurm: {from: shoal}`: one Slurm on all hosts, beside their distributions' and never over it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.documents import ROOT
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.unit.roles.test_role_documents import shown
+
+from shoal.agent.document import File, Packages, SecretRef
+from shoal.agent.facts import Facts, FileFact
+from shoal.cloud.service.join_checks import unfit_machines
+from shoal.errors import SpecError, UsageError
+from shoal.remote import program_text, shell_command
+from shoal.roles.assembly import assemble
+from shoal.roles.component import Cluster
+from shoal.roles.documents import documents, fact_files
+from shoal.roles.elastic import ARCHIVES
+from shoal.roles.registry import user_secrets
+from shoal.roles.slurm_tree import daemon_unit, find_trees, other_slurm, read_archive, require_tree
+from shoal.roles.users import pam_block
+from shoal.slurm.conf import slurm_conf
+
+TEXT = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+login: {hosts: [{name: door, address: 10.0.0.2}]}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+accounting: true
+slurm: {from: shoal}
+"""
+ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
+PREFIX = "/opt/shoal/slurm-24.11.5-1"
+
+
+def wheel_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("slurm_wheel", ROOT / "scripts/slurm_wheel.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def put_wheel(cache: Path, version: str = "24.11.5-1", arch: str = "x86_64", tree: bytes = b"tree") -> Path:
+    """A wheel as scripts/build-slurm leaves it."""
+    script, tag = wheel_script(), f"manylinux_2_31_{arch}"
+    path = cache / "slurm" / f"shoal_slurm-{script.wheel_version(version)}-py3-none-{tag}.whl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(script.wheel(version, tag, tree, {}))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    put_wheel(tmp_path)
+    return tmp_path
+
+
+def facts_of(name: str, text: str = TEXT, **files: FileFact) -> Facts:
+    known = {**dict.fromkeys(fact_files(spec_of(text)), FileFact()), **files}
+    return host_facts(name, ADDRESSES[name], arch="x86_64", files=known)
+
+
+def cluster(text: str = TEXT, **files: FileFact) -> Cluster:
+    return assemble(spec_of(text), {name: facts_of(name, text, **files) for name in ADDRESSES}, ADDRESSES)
+
+
+@pytest.mark.parametrize("name", list(ADDRESSES))
+def test_host_with_the_tree_matches_its_golden(name: str) -> None:
+    of = cluster()
+    member = next(member for member in of.members if member.name == name)
+    assert_golden(f"roles/tree-{name}.txt", shown(documents(of, member)))
+
+
+def test_no_package_of_slurm_and_no_munge_is_left() -> None:
+    of = cluster()
+    for member in of.members:
+        items = [item for document in documents(of, member).values() for item in document]
+        names = {name for item in items if isinstance(item, Packages) for name in item.names}
+        assert not [name for name in names if "slurm" in name or "munge" in name or name == "sackd"]
+        assert not [item.key for item in items if "munge" in item.key]
+    conf = slurm_conf(of.conf)
+    assert "AuthType=auth/slurm\n" in conf and "munge" not in conf and "MpiDefault=pmix\n" in conf
+
+
+def test_archive_travels_once_by_digest() -> None:
+    def archives(of: Cluster) -> list[SecretRef]:
+        items = [item for document in documents(of, of.members[2]).values() for item in document]
+        contents = [item.content for item in items if isinstance(item, File) and item.path.startswith("/opt/shoal")]
+        return [content for content in contents if isinstance(content, SecretRef)]
+
+    digest = hashlib.sha256(b"tree").hexdigest()
+    assert archives(cluster()) == [SecretRef("Slurm for x86_64", digest)]
+    assert archives(cluster(**{f"{PREFIX}/.complete": FileFact(text=f"{digest}\n")})) == []
+    assert len(archives(cluster(**{f"{PREFIX}/.complete": FileFact(text="another\n")}))) == 1
+
+
+def test_newest_tree_is_used_and_a_machine_without_one_gets_the_fix(cache: Path) -> None:
+    put_wheel(cache, "24.11.5-2", tree=b"newer")
+    put_wheel(cache, "24.11.5-2", "aarch64", tree=b"arm")
+    assert require_tree().prefix == "/opt/shoal/slurm-24.11.5-2"
+    assert (read_archive("x86_64"), read_archive("aarch64")) == (b"newer", b"arm")
+    put_wheel(cache, "24.11.5-10", tree=b"newest")
+    assert find_trees().keys() == {"x86_64"}  # all hosts get one release
+    assert user_secrets(spec_of(TEXT))["Slurm for x86_64"] == "own:slurm-x86_64"
+    with pytest.raises(UsageError, match="no Slurm for aarch64; it has one for x86_64"):
+        require_tree("aarch64")
+    for path in (cache / "slurm").iterdir():
+        path.unlink()
+    with pytest.raises(UsageError, match="this machine has no Slurm for the hosts") as error:
+        fact_files(spec_of(TEXT))
+    assert "scripts/build-slurm" in error.value.hint
+
+
+def test_hosts_with_another_slurm_are_named_with_the_fix() -> None:
+    packaged = {"n1": facts_of("n1", **{"/usr/sbin/slurmd": FileFact(there=True)})}
+    what, fix = other_slurm(spec_of(TEXT), packaged)["n1"]
+    assert what == "has another Slurm already (slurmd)"
+    assert "apt-get remove slurmd" in fix and "delete `from: shoal`" in fix
+    unit = "/etc/systemd/system/slurmd.service"
+    ours = {"n1": facts_of("n1", **{unit: FileFact(text=daemon_unit("slurmd", f"{PREFIX}/sbin/slurmd"))})}
+    assert other_slurm(spec_of(TEXT), ours) == {}
+    container = replace(facts_of("n1"), init="none", services={"slurmd": "active"})
+    assert other_slurm(spec_of(TEXT), {"n1": container}) == {}  # it has no units
+    assert "n1" in other_slurm(spec_of(TEXT), {"n1": replace(container, init="systemd")})
+    packages = spec_of(TEXT.replace("slurm: {from: shoal}\n", ""))
+    assert other_slurm(packages, {"n1": facts_of("n1", **{unit: FileFact(text="[Unit]\n")})}) == {}  # the user's own
+    what, fix = other_slurm(packages, ours)["n1"]
+    assert (what, "shoal down" in fix) == ("has Slurm from Shoal, not from packages", True)
+
+
+def test_spec_chooses_auth_slurm_and_rejects_munge() -> None:
+    assert spec_of(TEXT).auth == "slurm"
+    assert spec_of(TEXT + "auth: slurm\n").auth == "slurm"
+    with pytest.raises(SpecError, match="has no munge") as error:
+        spec_of(TEXT + "auth: munge\n")
+    assert "delete this line" in str(error.value)
+    with pytest.raises(SpecError, match="unknown source of Slurm"):
+        spec_of(TEXT.replace("from: shoal", "from: source"))
+    with pytest.raises(SpecError, match=r"unknown key, found .form., did you mean `from`"):
+        spec_of(TEXT.replace("from: shoal", "form: shoal"))
+
+
+def test_login_rule_names_the_module_of_the_tree() -> None:
+    assert f"account required {PREFIX}/lib/security/pam_slurm_adopt.so " in pam_block(PREFIX)
+
+
+def test_archive_is_unpacked_only_with_its_digest(tmp_path: Path) -> None:
+    script = wheel_script()
+    tree = tmp_path / "made/slurm-24.11.5-1"
+    (tree / "bin").mkdir(parents=True)
+    (tree / "bin/srun").write_text("#!/bin/sh\n")
+    place = tmp_path / "opt/slurm-24.11.5-1"
+    place.parent.mkdir()
+    archive = tmp_path / "opt/slurm-24.11.5-1.tar.gz"
+
+    def unpack(digest: str) -> int:
+        archive.write_bytes(script.archive(tree))
+        command = shell_command(program_text("slurm_tree.sh"), str(place), str(archive), digest)
+        return subprocess.run(command, capture_output=True, timeout=60).returncode
+
+    assert unpack("0" * 64) != 0 and not place.exists()
+    digest = hashlib.sha256(script.archive(tree)).hexdigest()
+    for _ in range(2):
+        assert unpack(digest) == 0
+        assert (place / ".complete").read_text() == f"{digest}\n" and (place / "bin/srun").exists()
+        assert [path.name for path in place.parent.iterdir()] == [place.name]  # neither the archive nor a part is left
+
+
+RENTED = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  spot: {provider: lambda, type: gpu_1x_a10, max: 2, cpus: 1, memory: 1G}
+providers:
+  lambda: {key: env:LAMBDA_API_KEY}
+slurm: {from: shoal}
+"""
+
+
+def test_controller_keeps_the_archives_for_rented_machines(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_wheel(cache, arch="aarch64", tree=b"arm")
+    spec = spec_of(RENTED)
+    digests = {"x86_64": hashlib.sha256(b"tree").hexdigest(), "aarch64": hashlib.sha256(b"arm").hexdigest()}
+    paths = {arch: f"{ARCHIVES}/slurm-24.11.5-1-{arch}.tar.gz" for arch in digests}
+
+    def sent(**files: FileFact) -> set[str]:
+        known = {**dict.fromkeys(fact_files(spec), FileFact()), **files}
+        facts = {"c1": host_facts("c1", "10.0.0.1", arch="x86_64", files=known)}
+        of = assemble(spec, facts, {"c1": "10.0.0.1"})
+        items = [item for document in documents(of, of.members[0]).values() for item in document]
+        return {item.path for item in items if isinstance(item, File) and item.path.startswith(ARCHIVES)}
+
+    assert sent() == {*paths.values()}
+    assert sent(**{paths["x86_64"]: FileFact(digests["x86_64"])}) == {paths["aarch64"]}
+    # The service on the controller finds them in its own cache.
+    place = cache / "controller/slurm"
+    place.mkdir(parents=True)
+    (place / Path(paths["aarch64"]).name).write_bytes(b"arm")
+    monkeypatch.setenv("SHOAL_CACHE", str(place.parent))
+    assert (read_archive("aarch64"), require_tree("aarch64").sha256) == (b"arm", digests["aarch64"])
+
+
+def test_rented_machine_of_another_cpu_is_unfit() -> None:
+    spec = spec_of(RENTED)
+    controller = host_facts("c1", "10.0.0.1", arch="x86_64")
+    machines = {
+        name: host_facts(name, "10.0.0.9", arch=arch) for name, arch in (("spot1", "aarch64"), ("spot2", "x86_64"))
+    }
+    errors = unfit_machines(spec, {"c1": controller, **machines}, "c1", machines)
+    assert list(errors) == ["spot1"] and "its CPU is aarch64" in errors["spot1"]
