@@ -111,10 +111,11 @@ def database_login() -> str:
 
 def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge", address: str | None = None) -> str:
     """A slurm.conf for sacctmgr on the host with the database, usable before the cluster has one."""
+    credentials = "CredType=cred/slurm\n" if auth == "slurm" else ""  # by default munge signs them
     return (
         f"{HEADER}ClusterName={cluster}\n"
         f"SlurmctldHost={controller}\n"
-        f"AuthType=auth/{auth}\n"
+        f"AuthType=auth/{auth}\n{credentials}"
         "AccountingStorageType=accounting_storage/slurmdbd\n"
         f"AccountingStorageHost={address or 'localhost'}\n"
         f"AccountingStoragePort={SLURMDBD_PORT}\n"
