@@ -62,7 +62,7 @@ def simulate(
         typer.Option(metavar="NAME", help="Its machines are sandbox hosts on this cluster's network. Default: none."),
     ] = "",
     image: Annotated[
-        str, typer.Option(metavar="NAME", help="Their system: debian12, debian13 or sid; else as ordered.")
+        str, typer.Option(metavar="NAME", help="Their system: debian11, debian12, debian13 or sid; else as ordered.")
     ] = "",
     faults: Annotated[Path | None, typer.Option(metavar="FILE", help="Faults to inject, as a JSON list.")] = None,
     boot_seconds: Annotated[

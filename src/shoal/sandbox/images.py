@@ -22,14 +22,14 @@ from shoal.hosts.provider import Progress
 from shoal.local_files import locked
 from shoal.sandbox.programs import call, call_logged, last_lines
 
-SUITES = {"debian12": "bookworm", "debian13": "trixie", "sid": "sid"}
+SUITES = {"debian11": "bullseye", "debian12": "bookworm", "debian13": "trixie", "sid": "sid"}
 PACKAGES = (
     *("systemd", "systemd-sysv", "dbus", "udev", "kmod", "procps", "iproute2", "iputils-ping"),
     *("openssh-server", "sudo", "python3", "ca-certificates", "less"),
 )
 DOWNLOADED_PACKAGES = ("munge", "slurmd", "slurmctld", "slurm-client", "slurm-wlm-basic-plugins", "nftables")
-EXTRA_PACKAGES = {"debian12": ("libpmix2",)}
-"""More for one image: its Slurm packages do not depend on PMIx."""
+PACKAGES_OF_IMAGES = {"debian11": ("nftables",), "debian12": (*DOWNLOADED_PACKAGES, "libpmix2")}
+"""Other ones for an image: Debian 11's Slurm is too old, and that of Debian 12 does not depend on PMIx."""
 USER = "shoal"
 """An ordinary user with sudo, beside root."""
 
@@ -203,7 +203,7 @@ async def _finish(image: str, root: Path, settings: str, log: Path) -> None:
     if not any((root / "var/lib/apt/lists").glob("*Packages*")):
         await _step([*chroot, "apt-get", "update"], log, what)
     download = ["apt-get", "install", "--yes", "--download-only", "--no-install-recommends"]
-    await _step([*chroot, *download, *DOWNLOADED_PACKAGES, *EXTRA_PACKAGES.get(image, ())], log, what)
+    await _step([*chroot, *download, *PACKAGES_OF_IMAGES.get(image, DOWNLOADED_PACKAGES)], log, what)
     for key in (root / "etc/ssh").glob("ssh_host_*"):
         key.unlink()
     for name in ("etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id", "etc/resolv.conf"):
@@ -239,7 +239,7 @@ async def _apt_settings() -> str:
 
 
 def _recipe_hash(image: str, settings: str) -> str:
-    kept = (*DOWNLOADED_PACKAGES, *EXTRA_PACKAGES.get(image, ()))
+    kept = PACKAGES_OF_IMAGES.get(image, DOWNLOADED_PACKAGES)
     recipe = [os.uname().machine, SUITES[image], PACKAGES, kept, FILES, MASKED, settings]
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 

@@ -33,7 +33,7 @@ from shoal.spec.rental import (
 )
 from shoal.spec.values import Between, Duration, FilePath, Port, ShortForm, SpecModel, UserName
 
-IMAGES = ("debian12", "debian13", "sid")
+IMAGES = ("debian11", "debian12", "debian13", "sid")
 DEFAULT_IMAGE = "debian12"
 SANDBOX_KINDS = ("container", "vm")
 
@@ -145,7 +145,7 @@ class MachineFields(SpecModel):
     kind: SandboxKind | None = None
     """`container` or `vm`; without it, as the file's `sandbox` says."""
     image: Annotated[str, BeforeValidator(choice("image", IMAGES)), WithJsonSchema({"enum": [*IMAGES]})] = DEFAULT_IMAGE
-    """The system of the hosts; it determines the Slurm version: 22.05, 24.11 or 26.05."""
+    """Their system. It determines the Slurm of packages: 22.05, 24.11 or 26.05; debian11 needs `from: shoal`."""
     cpus: Annotated[int, Between(1, 1024)] | None = None
     """CPUs of each host."""
     memory: values.Memory | None = None

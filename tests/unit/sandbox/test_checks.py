@@ -59,7 +59,7 @@ def test_debootstrap_replaces_mmdebstrap() -> None:
         (Shape(memory_mb=24001), "n0: `memory` out of range, found 24001M, ask for 60M to 24000M"),
         (Shape(disk_mb=1), "n0: `disk` too small for a host, found 1M, ask for at least 16M"),
         (Shape(gpus=65), "n0: `gpus` out of range, found 65, ask for 0 to 64"),
-        (Shape(image="arch"), "n0: unknown image, found 'arch', use one of: debian12, debian13, sid"),
+        (Shape(image="arch"), "n0: unknown image, found 'arch', use one of: debian11, debian12, debian13, sid"),
         (Shape(site="B c"), "n0: not a site name, found 'B c', use lower-case letters"),
         (
             Shape(image="debian13", cgroups=True),

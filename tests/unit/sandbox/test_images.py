@@ -38,7 +38,7 @@ def quiet(what: str, done: float) -> None:
 
 
 async def test_unknown_image_is_rejected_with_the_existing_names(tmp_path: Path) -> None:
-    with pytest.raises(ProviderError, match="no image 'arch'\n  fix: use one of: debian12, debian13, sid"):
+    with pytest.raises(ProviderError, match="no image 'arch'\n  fix: use one of: debian11, debian12, debian13, sid"):
         await images.ensure(tmp_path, "arch", quiet)
 
 

@@ -172,6 +172,12 @@ def test_fix_names_a_controller_upgrade_when_nothing_else_helps() -> None:
     )
 
 
+def test_releases_of_old_distributions_are_known_as_too_old() -> None:
+    for name, version in (("debian", "11"), ("ubuntu", "20.04"), ("ubuntu", "22.04")):
+        packaged = packaged_version(name, version)
+        assert packaged is not None and not packaged.supports("supported")
+
+
 def test_slurm_before_22_05_is_rejected_with_the_fix_on_any_host() -> None:
     (node,) = version_findings(("ctl", V("22.05.8")), {"old": V("21.08.5")})
     assert (node.host, node.what, node.found) == ("old", "Slurm before 22.05 is not supported", "Slurm 21.08.5")

@@ -263,7 +263,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
         [
             's.yaml:3:26 nodesets.l.provider: unknown provider, found "azure", '
             "known: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
-            's.yaml:3:74 nodesets.m.image: unknown image, found "ubuntu", choose one of debian12, debian13, sid',
+            's.yaml:3:74 nodesets.m.image: unknown image, found "ubuntu", '
+            "choose one of debian11, debian12, debian13, sid",
         ],
     ),
     # names that Slurm or a shell would not take
