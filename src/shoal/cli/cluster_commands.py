@@ -32,6 +32,9 @@ def init(
     ssh_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Take the hosts from this SSH config.")
     ] = None,
+    rent: Annotated[
+        str | None, typer.Option(metavar="PROVIDER:TYPE", help="Also rent machines, as lambda:gpu_1x_a10.")
+    ] = None,
     cluster: Annotated[str, typer.Option(metavar="NAME", help="The cluster's name.")] = "reef",
     file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file to write.")] = Path("shoal.yaml"),
     json: Json = False,
@@ -45,7 +48,7 @@ def init(
 
         # A comma inside brackets belongs to a hostlist: node[1,3],gpu01 names two entries.
         names = re.split(r",(?![^\[]*\])", hosts) if hosts is not None else None
-        verb(file, hosts=names, ssh_config=ssh_config, cluster=cluster)
+        verb(file, hosts=names, ssh_config=ssh_config, cluster=cluster, rent=rent)
         if not session.finish({"file": str(file)}):
             session.console.print(f"wrote {file}; review it, run `shoal check`, then `shoal up`")
 

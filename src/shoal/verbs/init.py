@@ -42,6 +42,27 @@ nodesets:
     # user: ubuntu        # who to log in as, unless ~/.ssh/config says so
     hosts:
 {nodes}
+"""
+RENTED_NODES = """\
+  rented:                 # machines that exist while jobs need them
+    provider: {provider}
+    type: {type}
+    max: 4
+    idle: 10m             # released after this time without a job
+"""
+PROVIDERS = """\
+# Where machines are rented, and what they may cost in US dollars. Shoal reads
+# the key when `shoal up` runs.
+providers:
+  {provider}: {account}
+budget: {{per_hour: 20, per_month: 500}}
+
+"""
+GOOGLE_ACCOUNT = "{key: file:~/service-account.json, project: my-project}"
+ONE_SLURM = """\
+# The same Slurm on all hosts. Without this line each gets that of its system,
+# and releases that are far apart cannot work together.
+{line}
 
 """
 SANDBOX = """\
@@ -87,9 +108,16 @@ MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""
 
 
-def init(path: Path, *, hosts: list[str] | None = None, ssh_config: Path | None = None, cluster: str = "shoal") -> str:
+def init(
+    path: Path,
+    *,
+    hosts: list[str] | None = None,
+    ssh_config: Path | None = None,
+    cluster: str = "shoal",
+    rent: str | None = None,
+) -> str:
     """Write a first spec to `path` and return its text. Never overwrites a file."""
-    text = init_text(hosts, ssh_config, cluster)
+    text = init_text(hosts, ssh_config, cluster, rent)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -100,10 +128,11 @@ def init(path: Path, *, hosts: list[str] | None = None, ssh_config: Path | None 
     return text
 
 
-def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) -> str:
+def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str, rent: str | None = None) -> str:
     """A commented spec for these hosts, for every host of an SSH config, or, with neither, for the sandbox.
 
-    The first host is the controller; a single host also computes. Raises UsageError when no spec can be made.
+    The first host is the controller; a single host also computes. `rent` is PROVIDER:TYPE of machines to rent. Raises
+    UsageError when no spec can be made.
     """
     if hosts is not None and ssh_config is not None:
         raise UsageError("both hosts and an SSH config are given", hint="give one of them")
@@ -113,12 +142,14 @@ def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) ->
         if not hosts:
             what = f"{ssh_config} names no host" + (" that could run jobs" if excluded else "")
             raise UsageError(what, hint="wildcards, jump hosts and git servers do not count; use --hosts")
+    if hosts is None and rent is not None:
+        raise UsageError("machines are rented for a cluster of hosts", hint="name its controller: --hosts desktop")
     if hosts is None:
         text = _sandbox_spec(cluster)
     elif not hosts:
         raise UsageError("no hosts are given", hint="name them: --hosts gpu01,gpu02")
     else:
-        text = _hosts_spec(hosts, cluster, excluded)
+        text = _hosts_spec(hosts, cluster, excluded, rent)
     try:
         load_text(text, "shoal.yaml")
     except SpecError as error:
@@ -213,15 +244,36 @@ def _find_included(patterns: Sequence[str], base: Path) -> list[Path]:
     return files
 
 
-def _hosts_spec(hosts: list[str], cluster: str, excluded: Mapping[str, str]) -> str:
+def _hosts_spec(hosts: list[str], cluster: str, excluded: Mapping[str, str], rent: str | None) -> str:
     controller, *nodes = _entries(hosts)
     notes = [f"# Left out of the SSH config: {printable(name)} ({purpose}).\n" for name, purpose in excluded.items()]
     sections = [HEAD.format(cluster=_quote(cluster)), *notes, "\n" if notes else ""]
     sections.append(CONTROLLER.format(controller=controller, compute="false" if nodes else "true"))
     if nodes:
         sections.append(NODES.format(nodes="\n".join(f"      - {node}" for node in nodes)))
-    sections.append(PARTITIONS.format(nodeset="nodes" if nodes else "controller"))
+    sections.append(_rented_nodes(rent, first=not nodes) if rent else "")
+    sections.append("\n" if nodes or rent else "")
+    nodesets = [*(["nodes"] if nodes else ["controller"]), *(["rented"] if rent else [])]
+    sections.append(PARTITIONS.format(nodeset=", ".join(nodesets)))
+    sections.append(_account(rent) if rent else "")
+    # What a provider's image has is not known beforehand, and hosts are not asked here.
+    line = "slurm: {from: shoal}"
+    sections.append(ONE_SLURM.format(line=line if rent else f"# {line}") if nodes or rent else "")
     return "".join([*sections, SHARES if nodes else "", TAIL])
+
+
+def _rented_nodes(rent: str, *, first: bool) -> str:
+    provider, _, machine = rent.partition(":")
+    if not provider or not machine:
+        raise UsageError(f"{rent!r} names no machine to rent", hint="write PROVIDER:TYPE, as lambda:gpu_1x_a10")
+    return ("nodesets:\n" if first else "") + RENTED_NODES.format(provider=_quote(provider), type=_quote(machine))
+
+
+def _account(rent: str) -> str:
+    provider = rent.partition(":")[0]
+    key = re.sub(r"\W", "_", provider).upper()
+    account = GOOGLE_ACCOUNT if provider == "gcp" else f"{{key: env:{key}_API_KEY}}"
+    return PROVIDERS.format(provider=_quote(provider), account=account)
 
 
 def _sandbox_spec(cluster: str) -> str:

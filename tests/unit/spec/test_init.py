@@ -174,3 +174,22 @@ def test_init_writes_the_file_once_and_never_overwrites(tmp_path: Path) -> None:
     assert path.read_text() == text
     with pytest.raises(UsageError, match=r"cannot write .*No such file or directory"):
         init(tmp_path / "none" / "shoal.yaml")
+
+
+RENTALS = {"lambda:gpu_1x_a10": "env:LAMBDA_API_KEY", "gcp:a2-highgpu-1g": "file:~/service-account.json"}
+
+
+def test_clusters_that_rent_get_one_slurm_for_all_hosts() -> None:
+    for hosts in (["desktop"], ["desktop", "gpu01"]):
+        for rent, key in RENTALS.items():
+            spec, findings = load_text_all(init_text(hosts, None, "reef", rent), "s.yaml")
+            provider, _, machine = rent.partition(":")
+            assert not findings and spec.slurm.source == "shoal" and spec.auth == "slurm"
+            assert spec.nodesets["rented"].type == machine and spec.providers[provider].key == key
+            assert "rented" in spec.partitions["main"].nodesets and spec.budget is not None
+    spec, _ = load_text_all(init_text(["desktop", "gpu01"], None, "reef"), "s.yaml")
+    assert spec.slurm.source == "packages" and "# slurm: {from: shoal}" in init_text(["a", "b"], None, "reef")
+    with pytest.raises(UsageError, match="'lambda' names no machine to rent"):
+        init_text(["desktop"], None, "reef", "lambda")
+    with pytest.raises(UsageError, match="machines are rented for a cluster of hosts"):
+        init_text(None, None, "reef", "lambda:gpu_1x_a10")
