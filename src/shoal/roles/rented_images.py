@@ -17,12 +17,9 @@ from shoal.spec.finding import Finding, Level
 from shoal.spec.members import provider_accounts, rented_sets
 from shoal.spec.model import Spec
 from shoal.spec.rental import OfferChoice, account_settings
-from shoal.spec.slurm_options import SlurmOptions
 
 IMAGE_SETTINGS = ("image", "template")
 """The settings of an account that name another image than the default."""
-ONE_SLURM_FIX = f"{ONE_SLURM}; or " if "source" in SlurmOptions.model_fields else ""
-"""Only where the spec has a source of Slurm."""
 CODENAMES: dict[str, System] = {
     "bullseye": System("debian", "11"),
     "bookworm": System("debian", "12"),
@@ -63,7 +60,7 @@ def machine_system(able: Abilities, settings: Mapping[str, str], image: str) -> 
 
 def unfit_offers(spec: Spec, controller: Version) -> Iterator[UnfitOffer]:
     """The offers whose machines would install a Slurm that the controller's cannot talk to."""
-    if getattr(spec.slurm, "source", "packages") == "shoal":
+    if spec.slurm.source == "shoal":
         return
     accounts = provider_accounts(spec)
     for nodeset in rented_sets(spec).values():
@@ -91,7 +88,7 @@ def offer_findings(spec: Spec, controller: Version) -> list[Finding]:
         none_fits = len(unfits) == len(sets[name].offers)
         what = "its machines cannot join" if none_fits else "some of its offers cannot join, and are not rented"
         evidence = "; ".join(dict.fromkeys(unfit.why for unfit in unfits))
-        fix = f"{ONE_SLURM_FIX}name another `image` there, or take a controller with another Slurm"
+        fix = f"{ONE_SLURM}; or name another `image` there, or take a controller with another Slurm"
         level: Level = "error" if none_fits else "warning"
         findings.append(Finding(level, f"nodeset `{name}`: {what}", evidence, fix, path=f"nodesets.{name}"))
     return findings

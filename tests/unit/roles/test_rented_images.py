@@ -8,9 +8,8 @@ from tests.unit.plan.fake_world import spec_of
 from shoal.cloud.providers.api import System
 from shoal.elastic import blocks_of_unfit_offers
 from shoal.plan.cluster_findings import member_version_findings
-from shoal.roles.rented_images import ONE_SLURM_FIX, image_system, offer_findings
-from shoal.slurm.versions import Version
-from shoal.spec.slurm_options import SlurmOptions
+from shoal.roles.rented_images import image_system, offer_findings
+from shoal.slurm.versions import ONE_SLURM, Version
 
 REEF = """
 cluster: reef
@@ -54,7 +53,7 @@ def test_rejection_names_both_releases_and_the_line_to_write() -> None:
     assert text == (
         "error: nodesets.pool: nodeset `pool`: its machines cannot join, found lambda rents Ubuntu 24.04 with Slurm "
         "23.11.4, and the controller's 22.05.8 takes 22.05, "
-        f"{ONE_SLURM_FIX}name another `image` there, or take a controller with another Slurm"
+        f"{ONE_SLURM}; or name another `image` there, or take a controller with another Slurm"
     )
 
 
@@ -65,7 +64,6 @@ def test_nodeset_with_another_offer_that_joins_is_only_warned_about() -> None:
     assert text.startswith("warning: nodesets.pool: nodeset `pool`: some of its offers cannot join, and are not rented")
 
 
-@pytest.mark.skipif("source" not in SlurmOptions.model_fields, reason="the spec has no source of Slurm yet")
 def test_one_slurm_for_all_hosts_takes_every_image() -> None:
     spec = spec_of(REEF.replace("OFFERS", "provider: paperspace, type: A4000") + "slurm: {from: shoal}\n")
     assert offer_findings(spec, Version(24, 11, 5)) == []
