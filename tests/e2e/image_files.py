@@ -24,7 +24,7 @@ OTHER = next(name for name in ARCHITECTURES.values() if name != HERE)
 
 def debian_layer() -> Path:
     """The files of a small Debian with Python, about 100 MB: made once on this machine, in about a minute."""
-    place = SandboxProvider().cache / "tests"
+    place = SandboxProvider().cache / "test-images"
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"{SUITE}-python3.tar"
     with (place / f"{SUITE}-python3.lock").open("w") as lock:
