@@ -83,11 +83,11 @@ def confinement(computes: Sequence[Facts], versions: Iterable[Version]) -> Confi
     shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if uniform else set()
     if ("cpuset" if version == 2 else "freezer") in shared:
         return Confinement(True, "devices" in shared, "cpuset" in shared, "memory" in shared)
-    if version == 1:
-        return Confinement()
-    # An old slurmd requires a plugin; naming v1 keeps it from searching for a cgroup file system.
-    plugin: CgroupPlugin = "disabled" if all_support("cgroup_disabled", versions) else "cgroup/v1"
-    return Confinement(plugin=plugin)
+    # Without a plugin, slurmd starts on any host, also on a rented one with other cgroups than these. An old slurmd
+    # requires one; naming v1 keeps it from searching for a cgroup file system.
+    if all_support("cgroup_disabled", versions):
+        return Confinement(plugin="disabled")
+    return Confinement(plugin="autodetect" if version == 1 else "cgroup/v1")
 
 
 def limit_confinement(possible: Confinement, before: Confinement) -> Confinement:
