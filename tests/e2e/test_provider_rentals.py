@@ -75,15 +75,16 @@ CASES = (
 BY_KIND = {case.kind: case for case in CASES}
 
 
-def spec_of(cases: Sequence[Case]) -> str:
+def spec_of(cases: Sequence[Case], name: str = NAME, more: str = "") -> str:
+    """A spec that rents from these providers, with more lines."""
     accounts = [
         f'  {case.kind}: {{url: "URL-OF-{case.kind}", key: "env:{case.kind.upper()}_KEY"{case.settings}}}'
         for case in cases
     ]
     shape = "max: 2, cpus: 1, memory: 1G, idle: 10s"
     sets = [f"  {case.kind}: {{provider: {case.kind}, {case.offer}, {shape}, gpus: {case.gpus}}}" for case in cases]
-    head = [f"cluster: {NAME}", "controller: {provider: sandbox, memory: 1G}", "budget: {per_hour: 20}"]
-    return "\n".join([*head, "providers:", *accounts, "nodesets:", *sets]) + "\n"
+    head = [f"cluster: {name}", "controller: {provider: sandbox, memory: 1G}", "budget: {per_hour: 20}"]
+    return "\n".join([*head, "providers:", *accounts, "nodesets:", *sets, more]) + "\n"
 
 
 @dataclass
@@ -132,9 +133,10 @@ class Clouds:
 
 
 @contextmanager
-def clouds(directory: Path, cases: Sequence[Case]) -> Iterator[Clouds]:
+def clouds(directory: Path, cases: Sequence[Case], spec: str = "") -> Iterator[Clouds]:
+    """A cluster that rents from these providers. Each job asks for the nodes of its case."""
     made = [Cloud(case.kind, f"id:key-of-{case.kind}-0123456789") for case in cases]
-    with renting(directory, spec_of(cases), *made) as (cluster, urls):
+    with renting(directory, spec or spec_of(cases), *made) as (cluster, urls):
         yield Clouds(cluster, urls)
 
 
