@@ -78,6 +78,7 @@ def _own_environment(names: list[str], given: dict[str, str]) -> tuple[str, Envi
     """The environment that a user describes on the command line."""
     from pydantic import TypeAdapter, ValidationError
 
+    from shoal.spec.checks import InvalidValue
     from shoal.spec.environments import SOURCES, Environment, EnvironmentName
 
     sources = [name for name in SOURCES if name in given]
@@ -94,11 +95,9 @@ def _own_environment(names: list[str], given: dict[str, str]) -> tuple[str, Envi
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         option = f"--{detail['loc'][0]} " if detail["loc"] else ""
-        context = detail.get("ctx", {})
-        raise UsageError(
-            f"{option}{str(detail['input'])!r}: {context.get('what', detail['msg'])}",
-            hint=str(context.get("fix", "correct it")),
-        ) from None
+        reason = detail.get("ctx", {}).get("error")
+        what, fix = (reason.what, reason.fix) if isinstance(reason, InvalidValue) else (detail["msg"], "correct it")
+        raise UsageError(f"{option}{str(detail['input'])!r}: {what}", hint=fix) from None
 
 
 @env.command("list")

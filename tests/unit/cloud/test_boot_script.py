@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import gzip
 import re
 import subprocess
 from pathlib import Path
@@ -18,11 +19,12 @@ from shoal.roles.rented import CONTROLLER_TIMEOUT_S
 
 
 def unpacked(text: str) -> str:
-    """A text with all that is in it as base64, however deep."""
+    """A text with all that is in it as base64, compressed or not, however deep."""
     inner = ""
     for word in re.findall(r"[A-Za-z0-9+/]{24,}={0,2}", text):
         try:
-            inner += unpacked(base64.b64decode(word, validate=True).decode())
+            data = base64.b64decode(word, validate=True)
+            inner += unpacked((gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode())
         except (binascii.Error, UnicodeDecodeError):
             continue
     return text + inner

@@ -22,7 +22,7 @@ HANGING_CALL_TIMEOUT_S = 0.2
 
 SLOW = rented_set("slow", 4, choice(CASES["lambda"]))
 QUICK = rented_set("quick", 4, choice(CASES["sandbox"]))
-SPOT = rented_set("quick", 4, choice(CASES["gcp"], market="spot"))
+SPOT = rented_set("quick", 4, choice(CASES["aws"], market="spot"))
 
 
 class Hanging:
@@ -85,13 +85,13 @@ async def running(it: Scene, *jobs: Any) -> None:
 
 
 async def test_preemption_notice_is_read_while_another_account_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "gcp", sets=(SLOW, SPOT), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
+    async with scene(tmp_path, "lambda", "aws", sets=(SLOW, SPOT), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it)
         other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
         await running(it, other, job)
         slow.kinds.add("instances")
         await it.until(lambda: bool(slow.hung))
-        it.market("gcp").preempt(it.machines("gcp")[0].id)
+        it.market("aws").preempt(it.machines("aws")[0].id)
         await it.until(lambda: job.warned == 1, seconds=20, every=2.0)
         assert slow.hung == ["instances"], "it is not asked again while it owes an answer"
         assert (other.state, other.restarts) == ("RUNNING", 0)

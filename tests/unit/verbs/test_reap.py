@@ -20,7 +20,8 @@ from shoal.verbs.rentals import LedgerRental
 from shoal_simulators.fake_host import FakeHost
 
 GRACE = Abilities(grace_s=300)
-ONE_ACCOUNT = RENTING.replace("  cloud: {kind", "  #").replace(", {provider: cloud, type: g2-standard-4}", "")
+_OTHER_OFFER = ", {provider: cloud, type: g2-standard-4, image: debian-12}"
+ONE_ACCOUNT = RENTING.replace("  cloud: {kind", "  #").replace(_OTHER_OFFER, "")
 
 
 def ids(found: tuple[RentedInstance, ...]) -> list[tuple[str, str]]:
