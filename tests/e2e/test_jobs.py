@@ -6,7 +6,6 @@ The tests share one cluster and run in the order of this file.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -192,16 +191,6 @@ def test_other_sbatch_options_are_accepted(cluster: Jobs) -> None:
     assert sum("hello 0 0 2" in line["text"] for line in result["lines"]) == 1, "the file repeats the rank's log"
     printed = cluster.on("fish2", "cat", f"/tmp/all-{result['id']}.log")
     assert "0: hello 0 0 2" in printed and "1: hello 1 1 2" in printed
-
-
-def test_gpus_of_sbatch_are_counted_and_the_operator_gets_the_files_of_both_nodes(cluster: Jobs) -> None:
-    result = cluster.json("run", "--wait", "-N2", "--sbatch", "--gpus=4", "--sbatch", "--nice=7", "hello.py")
-    assert result["world_size"] == 4 and result["record"]["state"] == "COMPLETED"
-    assert "gres/gpu=4" in cluster.on("controller", "scontrol", "show", "job", result["id"])
-    place = cluster.tree / cluster.json("fetch", result["id"])["to"]
-    logs = {path.relative_to(place).as_posix() for path in place.rglob("*.log")}
-    assert logs == {f"fish{node}/rank-{rank}.0.log" for node, rank in ((1, 0), (1, 1), (2, 2), (2, 3))}
-    shutil.rmtree(place)
 
 
 def test_tracked_job_gets_its_run_and_keeps_the_password_private(cluster: Jobs) -> None:
