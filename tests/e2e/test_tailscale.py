@@ -238,7 +238,7 @@ def test_unreachable_server_and_untrusted_certificate_are_named(lab: Lab, logged
         message, fix = failure(lab)
     finally:
         lab.tailnet.start()
-    assert f"cannot reach {lab.tailnet.url}: Connection refused" in message and "start the control server" in fix
+    assert f"cannot reach {lab.tailnet.url}: " in message and "start the control server" in fix
 
 
 def test_deleted_host_is_reported_and_up_brings_it_back(lab: Lab) -> None:
