@@ -32,7 +32,7 @@ CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests 
 LAB = "as it stands, by the first user of test_lab.py"
 STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
-JOB_IMAGES = "with an image of its own, by hand (-m matrix), by tests/e2e/test_images.py"
+JOB_IMAGES = "with an image of its own, by hand (-m matrix), by tests/e2e/test_image_jobs.py"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {

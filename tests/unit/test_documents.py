@@ -229,3 +229,9 @@ def _joined(layers: list[set[str]]) -> list[set[str]]:
         else:
             joined.append(set(layer))
     return joined
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports them by name: two of one name cannot be collected in one run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
