@@ -20,6 +20,7 @@ from shoal.health.faults import REGISTER, RELEASE, RESUME, UP
 from shoal.health.node_faults import FORGET
 from shoal.health.reasons import FAULTS
 from shoal.hosts.api import Host
+from shoal.plan.apply import ApplyTimeouts
 from shoal.plan.nodes import resume_nodes
 from shoal.plan.progress import NoProgress
 from shoal.remote import shell_command
@@ -103,7 +104,8 @@ async def _act(context: Context, kind: str, ready: Sequence[Diagnosis]) -> dict[
     problems: dict[Key, str] = {}
     if kind in (UP, REGISTER):
         try:
-            result = await up(context)
+            # A node whose registration is rejected gets ready by the steps that follow.
+            result = await up(context, ApplyTimeouts(nodes_s=0) if kind == REGISTER else ApplyTimeouts())
         except ShoalError as error:
             return {diagnosis.key: f"`shoal up`: {error.message}" for diagnosis in ready}
         problems = {
