@@ -196,9 +196,14 @@ async def _check_again(context: Context, hosts: Iterable[str], attempts: set[Key
     while True:
         view = await observe_health(quiet, hosts)
         current = diagnose(view)
-        # After a start of slurmctld nodes are unknown until they have registered.
-        has_unknown = any("UNKNOWN" in node.state for node in view.nodes.values())
-        is_settled = not (view.slurm_error or has_unknown or attempts & {diagnosis.key for diagnosis in current})
+        # After a start of slurmctld nodes are unknown until they have registered, and a node whose munge or slurmd was
+        # wrong is silent until Slurm asks it again.
+        fixed_hosts = {host for _, host, _ in attempts}
+        is_unsure = any(
+            "UNKNOWN" in node.state or ("NOT_RESPONDING" in node.state and node.name in fixed_hosts)
+            for node in view.nodes.values()
+        )
+        is_settled = not (view.slurm_error or is_unsure or attempts & {diagnosis.key for diagnosis in current})
         if is_settled or time.monotonic() > end:
             return current
         await asyncio.sleep(1)
