@@ -17,7 +17,7 @@ import pytest
 import shoal.remote
 from shoal.remote.runner import unpacked_image
 from shoal.remote.runner.image import EXIT_WITH_CAUSE
-from shoal.remote.runner.unpacked_image import Problem, find_container, require_space, unpacked
+from shoal.remote.runner.unpacked_image import Problem, find_container, own_store, require_space, unpacked
 
 START = Path(shoal.remote.__file__).with_name("start.py")
 PROGRAMS = ("sh", "ls", "cat", "id", "touch", "sleep")
@@ -195,3 +195,23 @@ def test_image_that_no_job_used_for_long_is_removed(store: dict[str, Any]) -> No
     os.utime(place / f"{store['id']}.lock", (0, 0))
     unpacked_image.evict(str(place))
     assert (place / store["id"]).exists()  # this process runs in it
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")
+@pytest.mark.parametrize("trap", ["directory", "link"])
+def test_nobody_can_block_a_user_by_making_the_directory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
+) -> None:
+    monkeypatch.setattr(unpacked_image, "IMAGES", str(tmp_path))
+    assert own_store() == f"{tmp_path}/root", "the plain name where nobody has it"
+    shutil.rmtree(tmp_path / "root")
+    if trap == "directory":
+        (tmp_path / "root").mkdir()
+    else:
+        (tmp_path / "root").symlink_to(tmp_path)
+    (tmp_path / "root.1").mkdir()
+    for path in (tmp_path / "root", tmp_path / "root.1"):
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    store = own_store()
+    assert store not in (f"{tmp_path}/root", f"{tmp_path}/root.1") and os.stat(store).st_mode & 0o777 == 0o700
+    assert own_store() == store, "the next job finds it again"

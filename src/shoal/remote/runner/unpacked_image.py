@@ -18,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 TYPE_CHECKING = False
@@ -41,17 +42,29 @@ class Problem(Exception):
 
 
 def own_store() -> str:
-    """The user's own directory on this node."""
-    path = os.path.join(IMAGES, pwd.getpwuid(os.getuid()).pw_name)
+    """The user's own directory on this node.
+
+    Everybody may make directories here. Where somebody else made the one of this name, the user has one whose name
+    nobody can know before.
+    """
+    name = pwd.getpwuid(os.getuid()).pw_name
+    path = os.path.join(IMAGES, name)
     try:
-        os.makedirs(path, 0o700, exist_ok=True)
-        status = os.lstat(path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        if not is_own_directory(path):
+            others = sorted(other for other in os.listdir(IMAGES) if other.startswith(name + "."))
+            own = [other for other in others if is_own_directory(os.path.join(IMAGES, other))]
+            path = os.path.join(IMAGES, own[0]) if own else tempfile.mkdtemp(prefix=name + ".", dir=IMAGES)
+        os.makedirs(os.path.join(path, "containers"), 0o700, exist_ok=True)
     except OSError as error:
-        raise Problem("cannot use %s: %s; `shoal up` makes it" % (path, error.strerror)) from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise Problem("%s belongs to somebody else; ask the operator to remove it" % path)
-    os.makedirs(os.path.join(path, "containers"), 0o700, exist_ok=True)
+        raise Problem("cannot use %s: %s; `shoal up` makes it" % (IMAGES, error.strerror)) from None
     return path
+
+
+def is_own_directory(path: str) -> bool:
+    status = os.lstat(path)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def hold(path: str, how: int) -> int:
