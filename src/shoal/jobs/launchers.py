@@ -50,30 +50,33 @@ class JobLauncher:
     """Open MPI's mpirun starts the ranks, in the batch script and through a daemon on each other node, not srun."""
 
 
+def _runner(python: str, launch: LaunchParameters) -> list[str | ShellText]:
+    """The start of Shoal's program by this Python: the node's, or inside of an image the script's."""
+    return [python, "-I", "-S", launch.runner]
+
+
 def _rank(rank_from: str) -> Callable[[LaunchParameters], list[str | ShellText]]:
     def command(launch: LaunchParameters) -> list[str | ShellText]:
-        runner: list[str | ShellText] = [launch.runner_python, "-I", "-S", launch.runner]
-        return [*runner, "rank", "--rank-from", rank_from, "--", *launch.command]
+        return [*_runner(launch.runner_python, launch), "rank", "--rank-from", rank_from, "--", *launch.command]
 
     return command
 
 
 def _spawn(launch: LaunchParameters) -> list[str | ShellText]:
-    runner: list[str | ShellText] = [launch.runner_python, "-I", "-S", launch.runner]
-    return [*runner, "spawn", "--nproc", str(launch.ranks_per_node), "--", *launch.command]
+    ranks = str(launch.ranks_per_node)
+    return [*_runner(launch.runner_python, launch), "spawn", "--nproc", ranks, "--", *launch.command]
 
 
 def _torchrun(launch: LaunchParameters) -> list[str | ShellText]:
     # torchrun kills its workers 30 s after a warning signal, and fails even when they saved their work. So `runner
     # agent` starts it with these signals ignored, and forwards them to the ranks itself.
-    runner: list[str | ShellText] = [launch.python, "-I", "-S", launch.runner]
     return [
-        *(launch.runner_python, *runner[1:], "agent", "--"),
+        *(*_runner(launch.runner_python, launch), "agent", "--"),
         *(launch.python, "-m", "torch.distributed.run", "--no-python", "--max-restarts=0"),
         *(f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.ranks_per_node}"),
         *("--rdzv-backend=c10d", ShellText('--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"')),
         ShellText('--rdzv-id="$SHOAL_JOB.${SLURM_RESTART_COUNT:-0}"'),
-        *(*runner, "rank", "--rank-from", "RANK", "--", *launch.command),
+        *(*_runner(launch.python, launch), "rank", "--rank-from", "RANK", "--", *launch.command),
     ]
 
 

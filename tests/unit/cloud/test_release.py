@@ -57,9 +57,8 @@ async def test_machine_that_is_powered_off_unheard_costs_only_the_time_since_the
         await running(it)
 
 
-@pytest.mark.parametrize("kind", ["sandbox"])
-async def test_preemption_notice_warns_the_job_and_requeues_elsewhere(tmp_path: Path, kind: str) -> None:
-    async with scene(tmp_path, kind) as it:
+async def test_preemption_notice_warns_the_job_and_requeues_elsewhere(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
         job = it.slurm.submit("1", 2, seconds=600)
         await running(it)
         it.market().preempt(it.machines()[0].id)
