@@ -2,7 +2,7 @@
 # Written by shoal; changes here are lost.
 # Slurm's HealthCheckProgram. It only reads what the health program of this node has found, and asks Slurm only when the
 # node must be drained, or its own drain is over. A reason that others wrote, or that cannot be read, is not changed.
-PATH=/usr/sbin:/usr/bin:/sbin:/bin
+PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin  # the first two for Slurm of Shoal
 export PATH
 state=@STATE@
 wanted='' own=''

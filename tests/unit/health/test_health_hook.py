@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Hook:
         (self.folder / "reason").write_text(f"{self.reason}\n{self.reason}\n" if self.reason else "")
         (self.folder / "updates").unlink(missing_ok=True)
         text = program_text("health_hook.sh", STATE=self.folder, PROGRAM=program)
-        text = text.replace("PATH=/usr/sbin", f"PATH={self.folder}/bin:/usr/sbin", 1)
+        text = text.replace("PATH=/usr/local/sbin", f"PATH={self.folder}/bin:/usr/local/sbin", 1)
         done = subprocess.run(
             ["sh", "-c", text], env={"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, timeout=30
         )
@@ -122,3 +123,9 @@ def test_program_of_the_operator_runs_after_it(hook: Hook) -> None:
     assert hook.output == "checked n1\n"
     hook.run(WANTED, str(own))
     assert hook.output == "checked n1\n"
+
+
+def test_programs_of_shoals_own_slurm_are_found() -> None:
+    """They are linked from /usr/local, which most paths of daemons leave out."""
+    [path] = re.findall(r"^PATH=(\S+)", program_text("health_hook.sh"), re.MULTILINE)
+    assert "/usr/local/bin" in path.split(":")
