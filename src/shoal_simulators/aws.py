@@ -14,7 +14,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl
 from xml.etree import ElementTree
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
@@ -47,11 +47,12 @@ CODES = {"pending": 0, "running": 16, "shutting-down": 32, "terminated": 48, "st
 TERMINATED_SHOWN_S = 3600.0
 MAX_SKEW_S = 300.0
 PAGE = 25
+DEFAULT_QUOTA = 0.0
 USER_DATA_BYTES = 16384
 ZONES = ("us-east-1a", "us-east-1b", "us-west-2a")
 AUTHORIZATION = re.compile(
-    r"AWS4-HMAC-SHA256 Credential=(\w+)/(\d{8})/([a-z0-9-]+)/ec2/aws4_request, SignedHeaders=([a-z0-9;-]+),"
-    r" Signature=([0-9a-f]{64})"
+    r"AWS4-HMAC-SHA256 Credential=(\w+)/(\d{8})/([a-z0-9-]+)/(ec2|servicequotas)/aws4_request,"
+    r" SignedHeaders=([a-z0-9;-]+), Signature=([0-9a-f]{64})"
 )
 
 
@@ -80,6 +81,9 @@ class AwsSimulator(Simulator):
         billing=Billing(step=1, least=60, from_up=True),
     )
     types = _types()
+    quotas: Mapping[str, float] = {"L-DB2E81BA": 256, "L-417A185B": 768, "L-3819A6DF": 256, "L-C4BD4855": 768}
+    """vCPUs by the code of the quota; others have the default of new accounts."""
+    quota_rights = True
     creating = r"POST /RunInstances"
     listing = r"POST /DescribeInstances"
 
@@ -115,7 +119,9 @@ class AwsSimulator(Simulator):
         if credentials is None:
             return not key
         url = f"http://{request.headers['host']}/"
-        expected = sign(credentials, match[3], url, request.state.body, date)["authorization"]
+        target = request.headers.get("x-amz-target", "")
+        signed = sign(credentials, match[3], url, request.state.body, date, service=match[4], target=target)
+        expected = signed["authorization"]
         return hmac.compare_digest(expected, match[0])
 
     def error_response(self, reason: str, detail: str = "") -> Response:
@@ -125,6 +131,8 @@ class AwsSimulator(Simulator):
         return self.encode({"Response": {"Errors": {"Error": error}, "RequestID": str(uuid.uuid4())}}, status)
 
     async def _call(self, request: Request) -> Response:
+        if target := request.headers.get("x-amz-target", ""):
+            return self._quota(target.rpartition(".")[2], json.loads(request.state.body))
         form = dict(parse_qsl(request.state.body.decode(errors="replace")))
         actions: dict[str, Callable[[str, dict[str, str]], dict[str, Any]]] = {
             "RunInstances": self._run,
@@ -145,6 +153,15 @@ class AwsSimulator(Simulator):
             raise ApiRejection("invalid", f"InvalidAction: The action {action} is not valid for this web service.")
         data = actions[action](request.state.region, form)
         return self.encode({f"{action}Response": {"requestId": str(uuid.uuid4()), **data}}, 200)
+
+    def _quota(self, action: str, asked: dict[str, str]) -> Response:
+        """Service Quotas: one that was never changed has only a default."""
+        if not self.quota_rights:
+            return JSONResponse({"__type": "AccessDeniedException", "message": f"may not servicequotas:{action}"}, 400)
+        values = self.quotas if action == "GetServiceQuota" else dict.fromkeys([asked["QuotaCode"]], DEFAULT_QUOTA)
+        if (value := values.get(asked["QuotaCode"])) is None:
+            return JSONResponse({"__type": "NoSuchResourceException", "message": "the resource is unknown"}, 400)
+        return JSONResponse({"Quota": {**asked, "Value": float(value), "Unit": "None"}})
 
     # Machines
 
@@ -212,10 +229,12 @@ class AwsSimulator(Simulator):
 
     def _instances(self, region: str, form: dict[str, str]) -> dict[str, Any]:
         filters = _filters(form)
+        states = filters.pop("instance-state-name", list(CODES))
         shown = [
             {"reservationId": f"r-{machine.id[2:]}", "instancesSet": [self._shown(machine)]}
             for machine in self.market.list_instances()
             if machine.order.region == region
+            and STATES[machine.phase] in states
             and all(machine.order.marks["tags"].get(name.removeprefix("tag:")) in filters[name] for name in filters)
         ]
         return _page(form, "reservationSet", shown)

@@ -191,7 +191,11 @@ async def _ask(client: RentalProvider, nodeset: RentedSet, choice: OfferChoice) 
     if not isinstance(client, HasQuotas):
         return []
     by_region = {offer.region: offer for offer in offers}
-    quotas = [await client.quotas(offer) for offer in list(by_region.values())[:MAX_REGIONS]]
+    try:
+        quotas = [await client.quotas(offer) for offer in list(by_region.values())[:MAX_REGIONS]]
+    except ApiError as error:  # it listed its offers, so the key is good
+        what = f"{account} does not tell its quotas, so they are not checked"
+        return [Finding("info", what, error.message, error.hint, path=path)]
     most = max(quotas, key=lambda some: min((quota.machines for quota in some), default=nodeset.max))
     fix = "ask the provider for a higher quota, or name another type or place"
     return [

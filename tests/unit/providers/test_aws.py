@@ -12,8 +12,9 @@ import pytest
 from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, account, trial
 
 from shoal.cloud.providers import aws, rental_provider
-from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
+from shoal.cloud.providers.api import FailureKind, HasQuotas, Market, Offer, Query, RentalOrder
 from shoal.cloud.providers.aws_query import Credentials, flatten, parse_credentials, read_xml, sign
+from shoal.cloud.providers.aws_quotas import quota_of
 from shoal.cloud.providers.responses import ApiError, read_refusal
 from shoal.roles.rented_images import image_system
 
@@ -47,6 +48,38 @@ def test_session_token_is_signed() -> None:
     headers = sign(Credentials("A", "b", "c"), "eu-west-1", "https://x/", b"")
     assert headers["x-amz-security-token"] == "c"
     assert ";x-amz-security-token," in headers["authorization"]
+
+
+@pytest.mark.parametrize(
+    ("name", "market", "code"),
+    [
+        ("g6.xlarge", "on-demand", "L-DB2E81BA"),
+        ("gr6.4xlarge", "spot", "L-3819A6DF"),
+        ("p4d.24xlarge", "on-demand", "L-417A185B"),
+        ("p4d.24xlarge", "spot", "L-7212CCBC"),
+        ("p5.48xlarge", "spot", "L-C4BD4855"),
+        ("p6-b200.48xlarge", "spot", "L-C4BD4855"),
+        ("c7i.large", "on-demand", "L-1216C47A"),
+        ("trn1.2xlarge", "on-demand", None),
+    ],
+)
+def test_family_and_market_decide_on_the_quota(name: str, market: Market, code: str | None) -> None:
+    quota = quota_of(name, market)
+    assert (quota.code if quota else None) == code
+
+
+async def test_machines_that_run_count_against_the_quota(it: Trial) -> None:
+    provider, offer = rental_provider(account(CASE, it.url)), replace(CASE.offer, cpus=4)
+    assert isinstance(provider, HasQuotas)
+    try:
+        [before] = await provider.quotas(offer)
+        [made] = await provider.create([ORDER])
+        assert made.ok
+        [after] = await provider.quotas(offer)
+        [other] = await provider.quotas(replace(offer, market="on-demand"))
+    finally:
+        await provider.close()
+    assert (before.usage, after.usage, other.usage, before.machines - after.machines) == (0, 4, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ async def findings(it: Trial, line: str = "") -> list[str]:
     return [f"{one.level}: {one}" for one in found if "firewall" not in one.what]
 
 
-@pytest.fixture(params=sorted({*CASES} & {"gcp", "lambda", "paperspace", "runpod"}))
+@pytest.fixture(params=sorted({*CASES} & {"aws", "gcp", "lambda", "paperspace", "runpod"}))
 async def it(request: pytest.FixtureRequest) -> AsyncIterator[Trial]:
     async with trial(CASES[request.param]) as made:
         yield made
@@ -95,6 +95,40 @@ async def test_quota_that_does_not_cover_the_nodeset_is_named(limits: dict[str, 
     async with trial(CASES["gcp"]) as it:
         it.simulation.simulator.quota_limits |= limits  # type: ignore[attr-defined]
         assert await findings(it, "type: a2-highgpu-1g, zone: us-central1-a") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "limits", "expected"),
+    [
+        ("type: p5.48xlarge, region: us-east-1", {"L-417A185B": 768}, []),
+        (
+            "type: p5.48xlarge, region: us-east-1",
+            {},  # the default of a new account
+            ["error: nodesets.pool: the quota “Running On-Demand P instances” (L-417A185B, vCPUs) in us-east-1 of aws "
+             "allows 0 more p5.48xlarge, found limit 0, in use 0; one needs 192, and `max` is 4, ask the provider for "
+             "a higher quota, or name another type or place"],
+        ),
+        (
+            "type: g4dn.xlarge, region: us-east-1, market: spot",
+            {"L-3819A6DF": 9, "L-DB2E81BA": 0},
+            ["warning: nodesets.pool: the quota “All G and VT Spot Instance Requests” (L-3819A6DF, vCPUs) in us-east-1 "
+             "of aws allows 2 more g4dn.xlarge, found limit 9, in use 0; one needs 4, and `max` is 4, ask the provider "
+             "for a higher quota, or name another type or place"],
+        ),
+    ],
+)  # fmt: skip
+async def test_amazons_quota_of_vcpus_is_named(line: str, limits: dict[str, float], expected: list[str]) -> None:
+    async with trial(CASES["aws"]) as it:
+        it.simulation.simulator.quotas = limits  # type: ignore[attr-defined]
+        assert await findings(it, line) == expected
+
+
+async def test_quotas_that_the_key_may_not_read_are_mentioned() -> None:
+    async with trial(CASES["aws"]) as it:
+        it.simulation.simulator.quota_rights = False  # type: ignore[attr-defined]
+        [text] = await findings(it)
+        assert text.startswith("info: nodesets.pool: aws does not tell its quotas, so they are not checked")
+        assert "AccessDeniedException" in text
 
 
 async def test_key_that_is_not_here_is_only_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from shoal.cloud.providers import api
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.aws_query import QueryClient, number
+from shoal.cloud.providers.aws_quotas import vcpu_quotas
 from shoal.cloud.providers.http import HttpProvider, gather_all, map_concurrently
 from shoal.cloud.providers.prices import gpu_model, prices
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, refusal_by_code
@@ -117,6 +118,10 @@ class AwsProvider(HttpProvider):
 
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         return await map_concurrently(self._terminate, instances)
+
+    async def quotas(self, offer: api.Offer) -> list[api.Quota]:
+        """The vCPUs of the offer's family in its region. A capacity block has none."""
+        return [] if self._block else await vcpu_quotas(self._ec2, offer)
 
     async def _offers_in(self, region: str, query: api.Query) -> list[api.Offer]:
         named = {"Filter": [{"Name": "instance-type", "Value": list(query.types or GPU_TYPES)}]}
@@ -350,6 +355,9 @@ def default_image(offer: api.Offer) -> str:
 
 def read_error(status: int, answer: Body) -> Refusal | None:
     """What an error answer means: its code decides, never its status."""
+    if answer.has("__type"):  # of a service that speaks JSON
+        code = answer.text("__type").rpartition("#")[2]
+        return Refusal(message=f"{code}: {answer.text('message', '')}")
     error = answer.object("Errors").object("Error")
     code, message = error.text("Code"), error.text("Message", "")
     if code == "AuthFailure" and status == 400:  # an image that is not ours, not the key

@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 
+import httpx
+
 from shoal.cloud.providers.api import FailureKind, ProviderLogin
 from shoal.cloud.providers.http import MAX_PAGES, ApiClient, ParseAnswer, ParsedAnswer
 from shoal.cloud.providers.response_limits import MAX_NESTING, MAX_VALUES, Answer
@@ -25,7 +27,7 @@ from shoal.cloud.providers.responses import ApiError, Body, ReadError
 
 VERSION = "2016-11-15"
 LIST_ENDINGS = ("Set", "GroupInfo")
-FORM = "application/x-www-form-urlencoded; charset=utf-8"
+FORM, JSON = "application/x-www-form-urlencoded; charset=utf-8", "application/x-amz-json-1.1"
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,27 @@ def parse_credentials(text: str, profile: str = "default") -> Credentials | None
     return Credentials(id, secret, session) if well_formed else None
 
 
-def sign(credentials: Credentials, region: str, url: str, body: bytes, now: datetime | None = None) -> dict[str, str]:
-    """The headers of a POST of a form to `/`, signed as Signature Version 4 prescribes."""
+def sign(
+    credentials: Credentials,
+    region: str,
+    url: str,
+    body: bytes,
+    now: datetime | None = None,
+    *,
+    service: str = "ec2",
+    target: str = "",
+) -> dict[str, str]:
+    """The headers of a POST to `/`, signed as Signature Version 4 prescribes: of a form, or of JSON for a `target`."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
-    headers = {"content-type": FORM, "host": urlsplit(url).netloc, "x-amz-date": stamp}
+    headers = {"content-type": JSON if target else FORM, "host": urlsplit(url).netloc, "x-amz-date": stamp}
+    if target:
+        headers["x-amz-target"] = target
     if credentials.session:
         headers["x-amz-security-token"] = credentials.session
     names = ";".join(sorted(headers))
     lines = [f"{name}:{headers[name]}" for name in sorted(headers)]
     canonical = "\n".join(["POST", "/", "", *lines, "", names, hashlib.sha256(body).hexdigest()])
-    scope = f"{stamp[:8]}/{region}/ec2/aws4_request"
+    scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
     text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(canonical.encode()).hexdigest()])
     key = f"AWS4{credentials.secret}".encode()
     for part in (*scope.split("/"), text):
@@ -134,7 +147,7 @@ def _parser(root: str) -> ParseAnswer:
 
 
 class QueryClient(ApiClient):
-    """EC2 of all regions, with one account."""
+    """EC2 of all regions, and services beside it, with one account."""
 
     def __init__(self, account: ProviderLogin, base: str, *, read_error: ReadError, interval: float = 0.0) -> None:
         super().__init__(account, base.format(region="REGION"), read_error=read_error, interval=interval)
@@ -144,16 +157,28 @@ class QueryClient(ApiClient):
     async def call(self, region: str, action: str, *, creates: bool = False, **fields: Any) -> Body:
         """Call an action in a region and return its answer. Raises ApiError."""
         where = f"{self.account.name}: {action} in {region}"
+        form = flatten({"Action": action, "Version": VERSION, **fields})
+        body = urlencode(form, quote_via=quote).encode()
+        url = self._template.format(region=region) + "/"
+        request = await self._signed(where, url, body, region)
+        return await self._send(request, where, creates=creates, parse=_parser(f"{action}Response"))
+
+    async def call_json(self, service: str, base: str, region: str, target: str, fields: Mapping[str, Any]) -> Body:
+        """Call another service than EC2, which speaks JSON, and return its answer. Raises ApiError."""
+        where = f"{self.account.name}: {target.rpartition('.')[2]} in {region}"
+        url = (self.account.url.rstrip("/") or base).format(region=region) + "/"
+        request = await self._signed(where, url, json.dumps(fields).encode(), region, service=service, target=target)
+        return await self._send(request, where, creates=False)
+
+    async def _signed(
+        self, where: str, url: str, body: bytes, region: str, *, service: str = "ec2", target: str = ""
+    ) -> httpx.Request:
         if self._credentials is None:
             hint = "give ID:SECRET, the file ~/.aws/credentials, or the JSON of `aws configure export-credentials`"
             raise ApiError(f"{where}: the key is no access key", FailureKind.AUTH, scope="provider", hint=hint)
         await self._wait_for_slot()
-        form = flatten({"Action": action, "Version": VERSION, **fields})
-        body = urlencode(form, quote_via=quote).encode()
-        url = self._template.format(region=region) + "/"
-        headers = sign(self._credentials, region, url, body)
-        request = self._client.build_request("POST", url, content=body, headers=headers)
-        return await self._send(request, where, creates=creates, parse=_parser(f"{action}Response"))
+        headers = sign(self._credentials, region, url, body, service=service, target=target)
+        return self._client.build_request("POST", url, content=body, headers=headers)
 
     async def items(self, region: str, action: str, name: str, **fields: Any) -> AsyncIterator[Body]:
         """The items of a list, from all pages."""
