@@ -26,6 +26,7 @@ MANY_LINES = ("seq", "1", "200000")
 NOISY = ("sh", "-c", "head -c 300000 /dev/zero >&2; echo tail >&2; echo done")
 HALF_LINE = ("sh", "-c", "echo one; printf two")
 SUICIDE = ("sh", "-c", "kill -9 $$")
+LEAVES_CHILD = ("sh", "-c", "exec 3<&0; sleep 600 <&3 > /dev/null 2>&1 & echo $!")
 ECHO = 'while read -r line; do echo "got $line"; done; exit 5'
 
 
@@ -57,6 +58,8 @@ FAKE_ANSWERS = {
     NOISY: Result(0, b"done\n", bytes(300_000) + b"tail\n"),
     HALF_LINE: b"one\ntwo",
     SUICIDE: Result(137),
+    LEAVES_CHILD: b"17\n",
+    ("kill", "17"): b"",
     ("sh", "-c", ECHO): echo,
     ("cat",): cat,
     ("true",): b"",
@@ -222,6 +225,13 @@ async def test_killed_program_ends_with_status_137(host: Host) -> None:
     await process.kill()
     assert (await process.wait()).status == 137
     await process.kill()
+
+
+async def test_program_has_ended_although_a_child_of_it_holds_its_input(host: Host) -> None:
+    process = await host.start(LEAVES_CHILD, root=False)
+    child = (await process.readline()).decode().strip()
+    assert await process.readline() == b""
+    assert (await host.run(["kill", child], root=False)).status == 0, "the child was there all the time"
 
 
 async def test_closing_the_host_ends_its_programs(host: Host) -> None:

@@ -74,6 +74,7 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     assert "42" in [line["text"] for line in done["lines"]]
     on_host(f"shoal fetch {done['id']}")
     assert on_host(f"cat job-{done['id']}/tree/answer") == "42\n"
+    assert "[0] 42" in on_host("mkfifo open && shoal run --now answer.py <> open").splitlines()
     on_host("printf 'import time\\ntime.sleep(600)\\n' > wait.py")
     job = json.loads(on_host("shoal run --json wait.py"))["id"]
     cluster.wait("the job runs", lambda: on_host(f"squeue -h -t R -o %i -j {job}").strip() == job)

@@ -80,6 +80,8 @@ class LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self._reaped.set()
+        if not self._pipe(0).is_closing():
+            self._pipe(0).abort()  # a child that it left may hold the other end
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The process has ended and its pipes are drained."""

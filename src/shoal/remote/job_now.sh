@@ -12,7 +12,8 @@ shift
 exec 3<&0
 "$@" < "$code" 2>&1 3<&- &
 srun=$!
-(cat <&3 > /dev/null 2>&1; kill -TERM "$srun") > /dev/null 2>&1 &
+# No program of its own: that would outlive the shell, and hold the input of a job that has ended.
+(while read -r line <&3; do :; done; kill -TERM "$srun") > /dev/null 2>&1 &
 wait "$srun"
 status=$?
 kill "$!" 2> /dev/null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import shlex
 import subprocess
@@ -206,6 +207,18 @@ def test_srun_gets_variables_code_and_its_status_is_passed_on(tmp_path: Path) ->
         assert process.stdout.read() == b"it's $52\n256000\nproblem\n", "and the end of our input was not needed"
         assert process.wait(60) == 7
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_of_it_outlives_srun(tmp_path: Path) -> None:
+    """The connection stays open until then: a program that held it would keep `shoal run --now` waiting."""
+    with start_shell(tmp_path, "sleep 1") as process:
+        assert process.stdin is not None
+        assert process.wait(60) == 0
+        with pytest.raises(BrokenPipeError):
+            for _ in range(1000):
+                process.stdin.write(b"x" * 65536)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def test_end_of_the_connection_ends_srun(tmp_path: Path) -> None:
