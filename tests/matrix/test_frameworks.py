@@ -274,15 +274,21 @@ def test_job_whose_host_dies_and_is_back_is_requeued_or_fails_with_that_reason(s
     """Slurm does not miss the host: it is back before SlurmdTimeout. srun would wait for its ranks."""
     both = ("-N2", "--ntasks-per-node", "1", "--nodelist", "fish[1-2]")
     again, once = site.submit(FOREVER, *both), site.submit(FOREVER, *both, "--no-requeue")
+    options = ("--parsable", "--nodelist=fish[3-4]", "--output=/shared/plain")
+    plain = site.on("sbatch", *options, "--wrap", "srun sleep 3600").strip()
     for job in (again, once):
         site.cluster.wait("both ranks run", lambda: [site.log(job, rank) for rank in (0, 1)] == [["turn 0"]] * 2, 120)  # noqa: B023
-    site.cluster.fault("kill", "fish2")
-    site.cluster.fault("start", "fish2")
+    site.cluster.wait("srun has begun", lambda: f"{plain}.0" in site.on("squeue", "-h", "-s", "-o", "%i"), 120)
+    for host in ("fish2", "fish4"):
+        site.cluster.fault("kill", host)
+        site.cluster.fault("start", host)
     site.cluster.wait("one is queued again", lambda: site.state(again) == "PENDING", 300)
     site.cluster.wait("the other has ended", lambda: site.state(once) == "", 300)
     reason = site.alice.json("logs", once)["reason"]
     assert reason["kind"] == "node failure"
     assert reason["text"] == "ranks of the job are gone: rank 1 on fish2: the host was started again"
+    site.cluster.wait("srun of plain sbatch has ended", lambda: site.state(plain) == "", 300)
+    assert f"fish4 was started again: its ranks of step {plain}.0 are gone" in site.on("cat", "/shared/plain")
     site.cluster.wait("fish2 is back", lambda: site.cluster.states()["fish2"] == {"IDLE"}, 120)
     site.start_again(again)
     site.cluster.wait("it runs again", lambda: site.log(again, 1, 1) == ["turn 1"], 300)

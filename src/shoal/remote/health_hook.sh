@@ -2,6 +2,7 @@
 # Written by shoal; changes here are lost.
 # Slurm's HealthCheckProgram. It only reads what the health program of this node has found, and asks Slurm only when the
 # node must be drained, or its own drain is over. A reason that others wrote, or that cannot be read, is not changed.
+# slurmd also runs it when it starts. Then it asks once after each start of the host.
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin  # the first two for Slurm of Shoal
 export PATH
 state=@STATE@
@@ -46,6 +47,20 @@ follow_orders() {
     rm -f $state/orders.read
 }
 
+# srun takes the lost connection to a host that was started again for the end of its output, and waits for its ranks.
+end_lost_steps() {
+    : > "$started"
+    age=$(ps -o etimes= -p 1) && before=$(date -d "-$((age)) seconds" +%Y-%m-%dT%H:%M:%S) || return 0
+    timeout 10 squeue --noheader --steps --nodelist="$SLURMD_NODENAME" --format='%i %S' | while read -r step time; do
+        case $step in *.*[!0-9]*) continue ;; esac  # those of Slurm's own
+        [ "$time" \< "$before" ] || continue
+        timeout 10 scontrol notify "${step%.*}" "$SLURMD_NODENAME was started again: its ranks of step $step are gone"
+        timeout 10 scancel "$step"
+    done
+}
+
+started=/run/shoal-host-started
+[ -e "$started" ] || end_lost_steps
 [ "$wanted" = "$own" ] || change
 [ ! -s $state/orders ] || follow_orders
 program='@PROGRAM@'

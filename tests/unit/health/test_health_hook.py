@@ -21,11 +21,15 @@ class Hook:
         (folder / "bin").mkdir()
         for name, text in (
             ("sinfo", 'echo "sinfo $*" >> "$0.calls"; cat "${0%/*}/../reason"; [ -s "${0%/*}/../reason" ]'),
+            ("squeue", 'cat "${0%/*}/../steps"'),
+            ("scancel", 'printf "cancel %s\\n" "$*" >> "${0%/*}/../updates"'),
             ("scontrol", 'printf "%s\\n" "$*" >> "${0%/*}/../updates"; [ ! -e "${0%/*}/../rejects" ]'),
         ):
             program = folder / "bin" / name
             program.write_text(f"#!/bin/sh\n{text}\n")
             program.chmod(0o755)
+        self.started = folder / "started"
+        self.started.touch()
 
     def run(self, wanted: str = "", program: str = "") -> list[str]:
         """What it asks Slurm to change."""
@@ -34,6 +38,7 @@ class Hook:
         (self.folder / "updates").unlink(missing_ok=True)
         text = program_text("health_hook.sh", STATE=self.folder, PROGRAM=program)
         text = text.replace("PATH=/usr/local/sbin", f"PATH={self.folder}/bin:/usr/local/sbin", 1)
+        text = text.replace("/run/shoal-host-started", str(self.started))
         done = subprocess.run(
             ["sh", "-c", text], env={"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, timeout=30
         )
@@ -113,6 +118,21 @@ def test_drain_that_slurm_rejects_is_tried_again(hook: Hook) -> None:
     assert hook.run(WANTED) == hook.run(WANTED) != []
     (hook.folder / "rejects").unlink()
     assert hook.run(WANTED) != [] and hook.run(WANTED) == []
+
+
+def test_steps_from_before_the_start_of_the_host_are_ended_once(hook: Hook) -> None:
+    """Those on this node that began in another boot. Slurm ends those of its own itself."""
+    hook.started.unlink()
+    steps = ("17.0", "17.batch", "17.extern", "12_3.1")
+    rows = [f"{step} 2001-01-01T00:00:00" for step in steps] + ["18.0 2999-01-01T00:00:00"]
+    (hook.folder / "steps").write_text("\n".join(rows) + "\n")
+    assert hook.run() == [
+        "notify 17 n1 was started again: its ranks of step 17.0 are gone",
+        "cancel 17.0",
+        "notify 12_3 n1 was started again: its ranks of step 12_3.1 are gone",
+        "cancel 12_3.1",
+    ]
+    assert hook.run() == []
 
 
 def test_program_of_the_operator_runs_after_it(hook: Hook) -> None:
