@@ -13,6 +13,7 @@ from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
 from shoal.health.reliability import unreliable_nodes
 from shoal.health.report import CHANGE_OF_NODE, HostReport
 from shoal.hostlist import expand
+from shoal.network.tunnel import LOOPBACK
 from shoal.plan.model import Cost
 from shoal.plan.nodes import LEAVING_REASON, NOT_READY
 from shoal.remote.node_health.node import INTERVAL_S
@@ -138,8 +139,8 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
         lines = report.log_lines(FAULTS["munge-key"].log, RECENT_S)
         yield _diagnosis("munge-key", host, evidence=(f"munge on {view.controller}: {answer}", *lines))
     yield from _space_faults(host, report)
-    if report.names:
-        yield _diagnosis("name-unresolved", host, evidence=(f"does not resolve: {', '.join(report.names)}",))
+    if names := _missing_names(view, host, report):
+        yield _diagnosis("name-unresolved", host, evidence=(f"does not resolve: {', '.join(names)}",))
     expected = view.reports[view.controller].users if view.controller in view.reports else {}
     wrong_users = [
         f"{name} has no account" if number is None else f"{name} is {number}, on {view.controller} {expected[name]}"
@@ -152,6 +153,17 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
     if report.unfinished:
         checks = ", ".join(report.unfinished)
         yield _diagnosis("unreachable", host, evidence=(f"these checks did not end: {checks}",))
+
+
+def _missing_names(view: ClusterView, host: str, report: HostReport) -> list[str]:
+    """The names that a host should know and does not. A container behind a tunnel knows only the controller, and no
+    other host knows it."""
+    behind_tunnel = {node.name for node in view.nodes.values() if node.address == LOOPBACK} - {view.controller}
+    return [
+        name
+        for name in report.names
+        if name == view.controller or (host not in behind_tunnel and name not in behind_tunnel)
+    ]
 
 
 def _health_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:

@@ -129,6 +129,21 @@ def test_fault_of_a_host_is_found_with_evidence(change: dict[str, Any], fault: s
     assert (one.id, one.level, one.host, one.evidence) == (fault, "error", "n1", (evidence,))
 
 
+def test_names_of_containers_behind_tunnels_are_not_missed() -> None:
+    """They know only the controller, and no other host knows them."""
+    pod = replace(node("", "IDLE", name="p1"), address="127.0.0.1")
+    reports = {
+        "c1": replace(WELL, names=["p1"]),
+        "n1": replace(WELL, names=["n2", "p1"]),
+        "p1": replace(WELL, names=["c1", "n1", "n2"]),
+    }
+    found = diagnose(view(node("", "IDLE"), pod, reports=reports))
+    assert {one.host: one.evidence for one in found} == {
+        "n1": ("does not resolve: n2",),
+        "p1": ("does not resolve: c1",),
+    }
+
+
 def test_other_munge_key_is_told_from_other_answers() -> None:
     lines = [log("error: Munge decode failed: Invalid credential"), log("error: Munge: old", 5000), log("info: else")]
     other = view(report=replace(WELL, logs=lines), credentials={"c1": "Success", "n1": "Invalid credential"})
