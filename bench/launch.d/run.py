@@ -136,6 +136,8 @@ LAUNCHERS = (
     Launcher("shoal torchrun", shoal("--launcher", "torchrun")),
     Launcher("submitit", submitit),
 )
+REPEATED_LAUNCHERS = (AGAIN, USER_AGAIN, USER_NOW, "shoal torchrun")
+"""These run the code of others once more: the smallest size leaves them out."""
 
 
 def main() -> None:
@@ -149,19 +151,20 @@ def main() -> None:
             if options.first:
                 testbed.prioritize()
             heading = _heading(testbed, options)
-            rounds = _measure(testbed, options.rounds, warm_up=not options.small)
+            launchers = [one for one in LAUNCHERS if not options.small or one.name not in REPEATED_LAUNCHERS]
+            rounds = _measure(testbed, launchers, options.rounds, warm_up=not options.small)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report("launch", options, f"{heading}\n\n{_table(rounds)}\n\n{_target(rounds)}\n")
 
 
-def _measure(testbed: Testbed, rounds: int, warm_up: bool) -> dict[str, list[Marks]]:
+def _measure(testbed: Testbed, launchers: list[Launcher], rounds: int, warm_up: bool) -> dict[str, list[Marks]]:
     """All launchers in turn, round after round; each round starts with another one."""
-    runs: dict[str, list[Marks]] = {launcher.name: [] for launcher in LAUNCHERS}
+    runs: dict[str, list[Marks]] = {launcher.name: [] for launcher in launchers}
     for number in range(-1 if warm_up else 0, rounds):
-        shift = number % len(LAUNCHERS)
-        for launcher in LAUNCHERS[shift:] + LAUNCHERS[:shift]:
-            label = f"{number}-{LAUNCHERS.index(launcher)}"
+        shift = number % len(launchers)
+        for launcher in launchers[shift:] + launchers[:shift]:
+            label = f"{number}-{launchers.index(launcher)}"
             try:
                 marks = _launch(testbed, launcher, label)
             except BenchError as error:
@@ -282,11 +285,15 @@ def difference(rounds: dict[str, list[Marks]], name: str, base: str, time_of: Ca
 def _target(rounds: dict[str, list[Marks]]) -> str:
     lines = ["Targets: seconds to the script, without Slurm's wait, more than what they are compared with."]
     for name, base, limit in TARGETS:
+        if name not in rounds:
+            continue
         seconds = difference(rounds, name, base, time_to_script)
         met = "met   " if seconds <= limit else "MISSED"
         lines.append(f"  {met} {name}: {seconds:+.2f} s more than {base} (at most {limit:+.2f})")
     lines.append("Target: as an ordinary user, Shoal adds no more to sbatch than as root.")
     for as_root, as_user in (("shoal run", "user run"), (AGAIN, USER_AGAIN)):
+        if as_user not in rounds:
+            continue
         root_s = difference(rounds, as_root, BATCH, time_to_script)
         user_s = difference(rounds, as_user, USER_BATCH, time_to_script)
         met = "met   " if user_s <= root_s + MEASURING_ERROR_S else "MISSED"

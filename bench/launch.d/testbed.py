@@ -48,8 +48,9 @@ date +%s.%N > /shared/marks/called
 exec /usr/bin/srun "$@"
 """,
 }
-ALLOCATED = r"""sed -n 's/^\[\([^]]*\)\] sched: \(Allocate\|_slurm_rpc_allocate_resources\) JobId=.*/\1/p' \
-    /var/log/slurm/slurmctld.log | tail -n 1 | xargs -I@ date -d @ +%s.%N"""
+ALLOCATED = r"""starts='\(: Allocate\|: _slurm_rpc_allocate_resources\|/backfill: _start_[a-z]*: Started\)'
+sed -n "s,^\[\([^]]*\)\] sched$starts JobId=.*,\1,p" /var/log/slurm/slurmctld.log |
+    tail -n 1 | xargs -I@ date -d @ +%s.%N"""
 """When slurmctld allocated the nodes of the last job, from its log."""
 QUIET = """while [ -n "$(squeue -h)" ] || sinfo -h -N -o %T | grep -qvx idle; do sleep 0.2; done; sleep 0.5"""
 

@@ -1,8 +1,9 @@
 """Hosts over OpenSSH's own client, for `shoal run`: it logs in while Python still loads, and asyncssh is not needed.
 
-One `ssh` for each host logs in and stays for the length of the command. Programs run over its connection, as OpenSSH's
-ControlMaster has it. Host keys, keys and config are those of `ssh.py`. What this cannot do alone, such as to meet a
-host for the first time, `ssh.py` does, which also explains what is wrong.
+One `ssh` for each host logs in. Programs run over its connection, as OpenSSH's ControlMaster has it. The connection
+stays for a minute after the command, so that the next one need not log in; commands at the same time have each their
+own, because sshd allows few sessions a connection. Host keys, keys and config are those of `ssh.py`. What this cannot
+do alone, such as to meet a host for the first time, `ssh.py` does, which also explains what is wrong.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import fcntl
+import hashlib
 import itertools
 import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +52,8 @@ ALGORITHMS = {
 CONNECT_TIMEOUT_S = 5
 """After this the other client tries, with its own timeout."""
 KEEPALIVE_S, KEEPALIVE_MISSED = 5, 3
+KEEP_S = 60
+"""How long a connection stays after the command, as with Ansible. With 0 it ends with the command."""
 MAX_SESSIONS = 6
 """sshd allows ten sessions a connection, and ours for the login is one of them."""
 LOST = 255
@@ -174,17 +180,20 @@ class _Login:
         self._answers: dict[Question, Answer] = {}
         self._output: asyncio.ReadTransport | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._socket = f"{_directory()}/{next(_numbers)}"
+        private = f"{_directory()}/{next(_numbers)}"
+        kept = _claim_connection(target, known_hosts)
+        self._socket: str = kept[0] if kept else private
+        self._claim: int | None = kept[1] if kept else None
         if target.host_key:
-            known_hosts = Path(f"{self._socket}.key")
+            known_hosts = Path(f"{private}.key")
             known_hosts.write_text(f"{target.name} {target.host_key}\n", encoding="utf-8")
         options: dict[str, str | int] = {
             "BatchMode": "yes",
             "ClearAllForwardings": "yes",
             "ConnectTimeout": CONNECT_TIMEOUT_S,
-            "ControlMaster": "yes",
+            "ControlMaster": "auto" if kept else "yes",
             "ControlPath": self._socket,
-            "ControlPersist": "no",
+            "ControlPersist": KEEP_S if kept else "no",
             "GlobalKnownHostsFile": os.devnull,
             "HostKeyAlias": target.name,
             "PermitLocalCommand": "no",
@@ -192,7 +201,7 @@ class _Login:
             "ServerAliveCountMax": KEEPALIVE_MISSED,
             "ServerAliveInterval": KEEPALIVE_S,
             "StrictHostKeyChecking": "yes",
-            "UserKnownHostsFile": f'"{known_hosts}"',
+            "UserKnownHostsFile": f'"{known_hosts.absolute()}"',
             **{name: ",".join(algorithms) for name, algorithms in ALGORITHMS.items()},
         }
         if target.user:
@@ -200,7 +209,7 @@ class _Login:
         if target.port:
             options["Port"] = target.port
         if target.identity:
-            options["IdentityFile"], options["IdentitiesOnly"] = f'"{target.identity.expanduser()}"', "yes"
+            options["IdentityFile"], options["IdentitiesOnly"] = f'"{target.identity.expanduser().absolute()}"', "yes"
         config = Path("~/.ssh/config").expanduser()
         command = ["ssh", "-q", "-T", "-F", str(config) if config.exists() else "none"]
         command += [f"-o{name}={value}" for name, value in options.items()]
@@ -213,6 +222,7 @@ class _Login:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is ours
+            cwd="/",  # the connection that stays keeps no file system busy
         )
 
     async def user(self) -> str | None:
@@ -269,6 +279,32 @@ class _Login:
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
         self._process.wait()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+
+def _claim_connection(target: Target, known_hosts: Path) -> tuple[str, int] | None:
+    """The socket of the connection that stays, and a lock: it is ours until that is closed, or we end.
+
+    None where another command uses it, and where no directory is ours alone.
+    """
+    directory = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"shoal-connections-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if KEEP_S and is_ours:
+            # A host with another key, or reached another way, is another connection.
+            name = hashlib.sha256(repr((target, known_hosts.absolute())).encode()).hexdigest()[:16]
+            lock = os.open(directory / f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+            else:
+                return f"{directory}/{name}", lock
+    return None
 
 
 _directories: list[str] = []

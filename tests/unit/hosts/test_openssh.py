@@ -36,6 +36,13 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as name:  # a socket's path is short
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        yield
+
+
 @pytest.fixture
 def known_hosts(sshd: Sshd, tmp_path: Path) -> Path:
     path = tmp_path / "known hosts"
@@ -115,9 +122,69 @@ async def test_lost_connection_is_named(sshd: Sshd, known_hosts: Path) -> None:
     begin_login(target, known_hosts)
     async with await connector(known_hosts).connect(target) as host:
         assert isinstance(host, OpenSshHost)
-        os.killpg(host._login._process.pid, signal.SIGKILL)
+        end_connection(host)
         with pytest.raises(ConnectionLost, match="node: the connection was lost while `true` ran"):
             await host.run(["true"], root=False)
+
+
+async def test_next_command_needs_no_login(sshd: Sshd, known_hosts: Path) -> None:
+    target = sshd.target("node")
+    ports = [await client_port(target, known_hosts) for _ in range(2)]
+    assert ports[0] == ports[1], "both went over one connection"
+
+
+async def test_commands_at_the_same_time_have_each_a_connection(sshd: Sshd, known_hosts: Path) -> None:
+    target = sshd.target("node")
+    begin_login(target, known_hosts)
+    async with await connector(known_hosts).connect(target) as host:
+        port = (await host.run(SHOW_PORT, root=False)).stdout
+        assert await client_port(target, known_hosts) != port
+    assert await client_port(target, known_hosts) == port
+
+
+async def test_connection_that_was_lost_between_commands_is_made_anew(sshd: Sshd, known_hosts: Path) -> None:
+    target = sshd.target("node")
+    begin_login(target, known_hosts)
+    async with await connector(known_hosts).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+        port = (await host.run(SHOW_PORT, root=False)).stdout
+    end_connection(host)
+    assert await client_port(target, known_hosts) != port
+
+
+@pytest.mark.parametrize("squat", ["open", "link", "file"])
+async def test_directory_that_others_can_write_is_not_used(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squat: str
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    place = tmp_path / f"shoal-connections-{os.geteuid()}"
+    if squat == "open":
+        place.mkdir()
+        place.chmod(0o777)
+    elif squat == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to("elsewhere")
+    else:
+        place.write_text("")
+    target = sshd.target("node")
+    assert await client_port(target, known_hosts) != await client_port(target, known_hosts)
+    assert not place.is_dir() or not list(place.iterdir())
+
+
+SHOW_PORT = ("sh", "-c", "echo $SSH_CONNECTION")
+
+
+async def client_port(target: Target, known_hosts: Path) -> bytes:
+    """The connection that a command of its own goes over."""
+    begin_login(target, known_hosts)
+    async with await connector(known_hosts).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+        return (await host.run(SHOW_PORT, root=False)).stdout
+
+
+def end_connection(host: OpenSshHost) -> None:
+    """As when the host is switched off."""
+    subprocess.run(["ssh", "-O", "exit", "-S", host._login._socket, "node"], check=True, capture_output=True)
 
 
 async def test_login_that_nobody_takes_ends(sshd: Sshd, known_hosts: Path) -> None:
@@ -130,9 +197,11 @@ async def test_login_that_nobody_takes_ends(sshd: Sshd, known_hosts: Path) -> No
 
 KILLED = """\
 import os, pathlib, sys, tempfile, time
+from shoal.hosts import openssh
 from shoal.hosts.api import Target
 from shoal.hosts.openssh import begin_login
 tempfile.tempdir = sys.argv[1]
+openssh.KEEP_S = 0
 begin_login(Target("node", "127.0.0.1", int(sys.argv[2]), None, pathlib.Path(sys.argv[3])), pathlib.Path(sys.argv[4]))
 while not list(pathlib.Path(sys.argv[1]).glob("shoal-ssh-*/0")):
     time.sleep(0.05)
