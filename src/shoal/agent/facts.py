@@ -112,7 +112,7 @@ class Facts:
     kernel: str = ""
     python: str = ""
     package_manager: str = ""
-    """`apt`, or the name of another one that Shoal does not drive."""
+    """`apt`, `dnf`, or the name of another one that Shoal does not drive."""
     init: str = "systemd"
     """`systemd` or `none`."""
     cpu: Cpu = field(default_factory=Cpu)

@@ -10,9 +10,11 @@ from shoal.agent.facts import Facts
 from shoal.agent.loader import STATE
 from shoal.hostlist import compress
 from shoal.plan.nodes import LEAVING_REASON, NOT_READY
-from shoal.roles.accounting import slurmdbd_skew
+from shoal.roles.accounting import has_database, slurmdbd_skew
 from shoal.roles.auth import auth_skew
 from shoal.roles.rented_images import offer_findings
+from shoal.roles.shares import shares
+from shoal.roles.tracking import server_host
 from shoal.slurm.conf import STATE_DIRECTORY
 from shoal.slurm.state import NodeState
 from shoal.slurm.versions import Version, packaged_version, version_findings
@@ -102,6 +104,24 @@ def edited_findings(reports: Mapping[str, Report]) -> list[Finding]:
         for item in report.items
         if item.edited
     ]
+
+
+def dnf_findings(spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
+    """Hosts with dnf, which are not run by us, and servers that Shoal sets up on hosts with apt only."""
+    servers = {share.server: f"storage.{share.where}" for share in shares(spec)} | {server_host(spec): "tracking"}
+    servers |= {member.name: "accounting" for member in members(spec) if has_database(spec, member)}
+    findings = []
+    for name, fact in facts.items():
+        if fact.package_manager != "dnf":
+            continue
+        system = f"{fact.os_id} {fact.os_version}"
+        fix = "run a job on it before you rely on it, and report what does not work"
+        findings.append(Finding("warning", "hosts with dnf are not run by us", system, fix, host=name))
+        if name in servers:
+            what = f"Shoal sets up the server of `{servers[name]}` on a host with apt only"
+            fix = "name a Debian or Ubuntu host there: `host: NAME`"
+            findings.append(Finding("error", what, system, fix, host=name, path=servers[name]))
+    return findings
 
 
 def member_version_findings(spec: Spec, versions: Mapping[str, Version]) -> list[Finding]:

@@ -10,7 +10,7 @@ from shoal.agent.document import Document, User
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
-from shoal.plan.cluster_findings import clock_findings, edited_findings, member_version_findings
+from shoal.plan.cluster_findings import clock_findings, dnf_findings, edited_findings, member_version_findings
 from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observation
@@ -123,6 +123,7 @@ async def make_plan(
         findings=(
             *clock_findings(observed.facts),
             *member_version_findings(spec, goal.now.versions),  # errors were raised before
+            *dnf_findings(spec, observed.facts),
             *goal.now.findings,
             *component_findings(goal.now),
             *user_findings,

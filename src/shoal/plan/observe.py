@@ -25,11 +25,13 @@ from shoal.plan.reachability import SSH_PORT, add_reachability, connection_addre
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.registry import component_filesystems
+from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.conf import LOG_DIRECTORY, SPOOL_DIRECTORY, STATE_DIRECTORY
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.members import all_members
 from shoal.spec.model import Spec
 
+DNF = "dnf"
 SLURM_DIRECTORIES = (STATE_DIRECTORY, SPOOL_DIRECTORY, LOG_DIRECTORY)
 """Where Slurm's daemons write."""
 
@@ -72,7 +74,9 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None, *, reach
 
     async def observe_host(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
-        facts = _require_apt(name, await agent.facts(replace(request, packages=packages(spec, members[name]))))
+        facts = _require_packages(
+            spec, name, await agent.facts(replace(request, packages=packages(spec, members[name])))
+        )
         facts = replace(facts, connected_at=addresses.get(name))
         # Slurm's commands wait long for a slurmctld that does not run.
         if name != controller or not facts.is_active("slurmctld"):
@@ -106,12 +110,13 @@ async def slurm_view(host: Host) -> SlurmView:
     return SlurmView(True, {node.name: node for node in parse_nodes(nodes.text)}, tuple(parse_jobs(jobs.text)))
 
 
-def _require_apt(name: str, facts: Facts) -> Facts:
-    if facts.package_manager != "apt":
+def _require_packages(spec: Spec, name: str, facts: Facts) -> Facts:
+    if facts.package_manager not in ("apt", DNF) or (facts.package_manager == DNF and not uses_tree(spec)):
         raise AgentFailed(
             name,
             f"packages are installed with apt; found {facts.package_manager or 'no package manager'} "
             f"({facts.os_id} {facts.os_version})",
-            hint="use a Debian or Ubuntu host, or take it out of the file",
+            hint="use a Debian or Ubuntu host, or take it out of the file; a host with dnf needs "
+            "`slurm: {from: shoal}` in the file",
         )
     return facts

@@ -25,7 +25,9 @@ class ClockComponent(Component):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         facts = cluster.facts[member.name]
-        if cluster.spec.time != "chrony" or is_container(facts) or other_daemon(facts):
+        # A system with dnf runs chrony by itself, and has its files elsewhere.
+        own = facts.package_manager == "dnf"
+        if cluster.spec.time != "chrony" or own or is_container(facts) or other_daemon(facts):
             return {Stage.BASE: self.removal()} if facts.digest(CONF) else {}
         controller = cluster.addresses.get(cluster.controller.name, cluster.controller.name)
         serves = "controller" in member.roles

@@ -95,7 +95,8 @@ def sshd_file(path: str, text: str | None) -> File:
 
 def reload_sshd() -> Command:
     """sshd reads its settings again, with or without systemd."""
-    reload = "if [ -d /run/systemd/system ]; then systemctl try-reload-or-restart ssh; else pkill -HUP -o -x sshd; fi"
+    unit = "$(systemctl -q is-active ssh && echo ssh || echo sshd)"  # Debian's name, and that of RHEL
+    reload = f"[ -d /run/systemd/system ] && systemctl try-reload-or-restart {unit} || pkill -HUP -o -x sshd"
     return Command(RELOAD_SSHD, ("sh", "-c", reload), on_change=True)
 
 

@@ -175,6 +175,35 @@ async def test_other_package_manager_is_rejected_with_the_supported_manager(plac
     (place.folder / "apt-get").chmod(0o644)
     for results in (await place.check(ITEM), await place.apply(ITEM)):
         assert results[0].detail == (
-            "this host's package manager is none; Shoal installs packages with apt only (Debian, Ubuntu). "
+            "this host's package manager is none; Shoal installs packages with apt (Debian, Ubuntu) or dnf (RHEL). "
             "Install tree by hand, or use a host that has apt"
         )
+
+
+RPM = """#!/bin/sh
+for name; do :; done
+grep -qx "$name" "{folder}/rpms" && echo "$name 1.0-1" || {{ echo "package $name is not installed"; exit 1; }}
+"""
+DNF = """#!/bin/sh
+echo "$*" >> "{folder}/calls"
+[ -s "{folder}/answers" ] && cat "{folder}/answers" && exit 1
+for name; do :; done
+echo "$name" >> "{folder}/rpms"
+"""
+
+
+async def test_host_with_dnf_gets_the_packages_under_their_names_there(place: AptPlace) -> None:
+    (place.folder / "apt-get").chmod(0o644)
+    (place.folder / "rpms").touch()
+    for name, text in (("rpm", RPM), ("dnf", DNF)):
+        (place.folder / "sbin" / name).write_text(text.format(folder=place.folder))
+        (place.folder / "sbin" / name).chmod(0o755)
+    item = Packages(("nfs-common",))
+    place.answers("Error: Unable to find a match: nfs-utils")
+    [failed] = await place.apply(item)
+    assert failed.detail.startswith("dnf install nfs-utils failed\n") and "Unable to find a match" in failed.detail
+    place.answers()
+    assert [result.status for result in await place.apply(item)] == ["changed"]
+    assert place.calls("nfs-utils")[-1] == "-y -q --setopt=install_weak_deps=False install nfs-utils"
+    assert [result.status for result in await place.apply(item)] == ["ok"]
+    assert not place.policy.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab, slurm_package, spec_of
@@ -11,7 +12,7 @@ from shoal.agent.facts import Facts, FileFact
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hosts.provider import Request
 from shoal.plan.apply import ApplyTimeouts, apply
-from shoal.plan.cluster_findings import clock_findings
+from shoal.plan.cluster_findings import clock_findings, dnf_findings
 from shoal.plan.diff import cluster_goal, make_plan
 from shoal.plan.model import Change, Cost, Plan
 from shoal.plan.observe import Observation, observe
@@ -262,3 +263,19 @@ def test_foreign_slurm_conf_drains_no_node() -> None:
     facts = {name: agent.facts for name, agent in world.agents.items()}
     goal = cluster_goal(world.spec, Observation(facts), {})
     assert (goal.leaving, goal.later) == ((), None)
+
+
+async def test_host_with_dnf_is_accepted_with_shoals_slurm_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/slurm-24.11.5-1-x86_64.tar.gz").write_bytes(b"tree")
+    world = lab(n1={"package_manager": "dnf", "os_id": "rocky", "os_version": "9.4"})
+    spec = spec_of(LAB + "slurm: {from: shoal}\nstorage: {/data: {host: n1}}\n")
+    async with world.fleet() as fleet:
+        facts = (await observe(fleet, spec)).facts
+    assert set(facts) == {"c1", "n1", "n2"}
+    warning, error = dnf_findings(spec, facts)
+    assert (warning.level, warning.host, warning.what) == ("warning", "n1", "hosts with dnf are not run by us")
+    assert (error.level, error.path) == ("error", "storage./data") and "host with apt only" in error.what

@@ -1,6 +1,7 @@
 """Packages: which are there, which could be, and installing those that are missing.
 
-apt-get is driven patiently: a busy lock, a failing download and an interrupted dpkg are all met sooner or later.
+apt-get is driven patiently: a busy lock, a failing download and an interrupted dpkg are all met sooner or later. dnf
+waits and retries by itself.
 """
 
 from __future__ import annotations
@@ -26,21 +27,34 @@ APT_PAUSES = (2.0, 8.0)
 APT_LOCK_TIMEOUT_S = 900.0
 FETCH_TROUBLE = ("Failed to fetch", "Unable to fetch", "Temporary failure", "Could not connect", "Hash Sum mismatch")
 NOT_FOUND = ("Unable to locate package", "has no installation candidate")
+DNF_NAMES = {
+    "fonts-dejavu-core": "dejavu-sans-fonts",
+    "netbase": "setup",
+    "nfs-common": "nfs-utils",
+    "openssh-client": "openssh-clients",
+    "python3-venv": "python3",
+    "sshfs": "fuse-sshfs",
+}
+"""The names of packages on hosts with dnf, where they differ from Debian's."""
 EXPIRED = ("Release file", "is expired", "is not valid yet")
 
 
 def check_packages(item: Item, context: ConvergeContext) -> ItemChange | None:
     manager = package_manager()
-    if manager != "apt":
+    if manager not in ("apt", "dnf"):
         raise Failure(
-            f"this host's package manager is {manager}; Shoal installs packages with apt only (Debian, Ubuntu). "
-            f"Install {' '.join(item['names'])} by hand, or use a host that has apt"
+            f"this host's package manager is {manager}; Shoal installs packages with apt (Debian, Ubuntu) or dnf (RHEL)"
+            f". Install {' '.join(item['names'])} by hand, or use a host that has apt"
         )
     missing = missing_packages(item)
     return ItemChange(f"install {' '.join(missing)}") if missing else None
 
 
 def make_packages(item: Item, context: ConvergeContext) -> str:
+    if package_manager() == "dnf":
+        install_rpms(missing_packages(item), context)
+        context.known_units = {}
+        return ""
     policy_written = hold_daemons()
     try:
         install(missing_packages(item), context)
@@ -97,11 +111,21 @@ def package_facts(names: list[str], context: ConvergeContext) -> Item:
 
 
 def installed_packages(names: list[str]) -> dict[str, str]:
-    """The versions of those of `names` that are fully installed, read from dpkg's own file: no process is started."""
+    """The versions of those of `names` that are fully installed; dpkg's own file is read without a process."""
+    if package_manager() == "dnf":
+        rpms = {name: DNF_NAMES.get(name, name) for name in names}
+        query = ["rpm", "-q", "--qf", "%{NAME} %{VERSION}-%{RELEASE}\\n", *sorted({*rpms.values()})]
+        return parse_rpm_query(run(query, timeout=120.0)[1], rpms) if names else {}
     try:
         return parse_dpkg_status(read_bytes("/var/lib/dpkg/status"), names)
     except OSError:
         return {}
+
+
+def parse_rpm_query(text: str, rpms: dict[str, str]) -> dict[str, str]:
+    """The versions by Debian's names. A line about a package that is not installed has more words."""
+    versions = dict(line.split(" ") for line in text.splitlines() if line.count(" ") == 1)
+    return {name: versions[rpm] for name, rpm in rpms.items() if rpm in versions}
 
 
 def parse_dpkg_status(data: bytes, names: list[str]) -> dict[str, str]:
@@ -127,6 +151,15 @@ def parse_apt_policy(text: str) -> dict[str, str]:
         elif line.strip().startswith("Candidate:") and "(none)" not in line:
             versions[name] = line.split()[1]
     return versions
+
+
+def install_rpms(names: list[str], context: ConvergeContext) -> None:
+    rpms = sorted({DNF_NAMES.get(name, name) for name in names})
+    context.report(f"dnf: installing {' '.join(rpms)}")
+    status, text = run(["dnf", "-y", "-q", "--setopt=install_weak_deps=False", "install", *rpms], timeout=3600.0)
+    if status:
+        raise_if_full(text)
+        raise Failure(f"dnf install {' '.join(rpms)} failed\n{last_lines(text)}")
 
 
 def install(names: list[str], context: ConvergeContext) -> None:
