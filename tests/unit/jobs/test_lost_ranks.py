@@ -15,7 +15,7 @@ from shoal.jobs.logs import BATCH, JobLogs, LogLine
 from shoal.jobs.record import JobRecord
 from shoal.remote import runner
 from shoal.remote.runner.node import boot_identity, ranks_before_boot, registered
-from shoal.remote.runner.watch import _is_alive, lost_ranks
+from shoal.remote.runner.watch import KILLED, RESTARTED, _is_alive, _report, lost_ranks
 
 START = str(Path(runner.__file__).parents[1] / "start.py")
 # A connection, which it closes when the file `die` is there, as srun does when a slurmstepd has died.
@@ -106,6 +106,15 @@ def test_failure_after_the_restart_of_a_host_is_reported(tmp_path: Path, restart
     done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=True)
     report = "shoal: lost in turn 0: rank 1 on n1: the host was started again\n" if restarted else ""
     assert done.stderr == report and (tmp_path / "17/lost.0").exists() == restarted
+
+
+def test_ranks_that_were_killed_because_a_host_came_back_are_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_JOB_DIR", str(tmp_path))
+    _report({f"rank 0 on n1: {KILLED}", f"rank 1 on n2: {RESTARTED}"})
+    assert capsys.readouterr().err == "shoal: lost in turn 0: rank 1 on n2: the host was started again\n"
+    assert (tmp_path / "lost.0").read_text() == "rank 1 on n2: the host was started again\n"
 
 
 def stand_in(directory: Path) -> dict[str, str]:

@@ -113,6 +113,8 @@ def _ask_nodes(mode: str) -> set[str] | None:
 def _report(gone: set[str]) -> None:
     """Leave word for the batch script, which requeues the job or fails, and for those who ask why."""
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    # The host that came back has cancelled the step, and so killed the others.
+    gone = {line for line in gone if line.endswith(RESTARTED)} or gone
     ranks: dict[str, list[str]] = {}
     for rank, _, cause in sorted(line.partition(": ") for line in gone):
         ranks.setdefault(cause, []).append(rank)
