@@ -74,6 +74,8 @@ COMMANDS = {
     "shoal run -N2 --image debian --mount /data:/data:ro train.py": JOB_IMAGES,
     "shoal image list": JOB_IMAGES,
     "shoal image prune": JOB_IMAGES,
+    "srun -N2 -C images --container=$(shoal image bundle debian --mount /data:/data) python3 /data/a.py": JOB_IMAGES,
+    "srun --pty -C images --container=$(shoal image bundle debian --home on) bash": JOB_IMAGES,
     "shoal ui mlflow": TUNNEL,
     "shoal usage --by user": BOOKS,
     "shoal usage --by nodeset --since 7d": BOOKS,

@@ -31,6 +31,9 @@ nodesets:
 users:
   ann: {uid: 2001, keys: ["file:KEYS/ann.pub"]}
   bob: {uid: 2002, keys: ["file:KEYS/bob.pub"]}
+partitions:
+  main: {nodesets: [n], default: true}
+  urgent: {nodesets: [n], priority: 10}
 containers: oci
 """
 SCRIPT = """\
@@ -58,7 +61,32 @@ signal.signal(signal.SIGUSR1, lambda *_: (print("warned", flush=True), sys.exit(
 print("ready", flush=True)
 time.sleep(600)
 """
-FILES = {"train.py": SCRIPT, "gloo.py": GLOO, "wait.py": WAIT, "show.sh": "#!/bin/sh\nid -u; ls -ld /escape /dev-sda\n"}
+RESUME = """\
+import os, pathlib, signal, sys, time, shoal.contract
+state = pathlib.Path(os.environ["SHOAL_JOB_DIR"], "state")
+if state.exists():
+    print("resumed", state.read_text(), open("/mark").read(), os.environ["SLURM_RESTART_COUNT"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, lambda *_: (state.write_text("saved"), sys.exit(shoal.contract.EXIT_REQUEUE)))
+print("ready", flush=True)
+time.sleep(600)
+"""
+PLAIN = """\
+#!/usr/bin/env python3
+import os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GREETING", "SHOAL_CONTAINER")
+print("plain", *(os.environ[name] for name in names), os.getuid(), open("/mark").read(), os.getcwd(), flush=True)
+print("meet", os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+"""
+FILES = {
+    "train.py": SCRIPT,
+    "gloo.py": GLOO,
+    "wait.py": WAIT,
+    "resume.py": RESUME,
+    "plain.py": PLAIN,
+    "show.sh": "#!/bin/sh\nid -u; ls -ld /escape /dev-sda\n",
+}
+FILES["saved.sh"] = "#!/bin/sh\necho $(cat /opt/live) $GREETING\n"
 
 
 class User:
@@ -67,7 +95,7 @@ class User:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self.name = cluster, name
         write = "".join(f"printf %s {shlex.quote(text)} > {name}; " for name, text in FILES.items())
-        self.do(f"mkdir -p work && cd work && {write} chmod +x show.sh")
+        self.do(f"mkdir -p work && cd work && {write} chmod +x *.sh")
 
     def do(self, command: str, status: int = 0) -> str:
         done = self.cluster.ssh("controller", shlex.join(("runuser", "-l", self.name, "-c", command)))
@@ -76,6 +104,12 @@ class User:
 
     def run(self, options: str, script: str = "train.py", status: int = 0) -> str:
         return self.do(f"cd work && shoal run --wait {options} {script}", status)
+
+    def start(self, options: str, script: str) -> str:
+        """The number of a job that prints that it is ready."""
+        job: str = json.loads(self.do(f"cd work && shoal run --json {options} {script}"))["id"]
+        self.cluster.wait("it is ready", lambda: "ready" in self.do(f"shoal logs {job}"))
+        return job
 
     def json(self, command: str) -> Any:
         return json.loads(self.do(f"shoal {command} --json"))
@@ -163,16 +197,60 @@ def test_two_users_have_different_images_of_one_name(ann: User, cluster: Cluster
 
 
 def test_warning_reaches_the_script_and_cancel_leaves_nothing(ann: User, cluster: Cluster) -> None:
-    job = json.loads(ann.do("cd work && shoal run --json --image mini -w n1 wait.py"))["id"]
-    cluster.wait("it is ready", lambda: "ready" in ann.do(f"shoal logs {job}"))
+    job = ann.start("--image mini -w n1", "wait.py")
     group = cluster.on("n1", "sh", "-c", "cat /proc/$(pgrep -x -f 'python3 wait.py')/cgroup")
     assert f"/job_{job}/" in group
     ann.do(f"scancel --batch --signal=USR1 {job}")
     cluster.wait("it was warned", lambda: "warned" in ann.do(f"shoal logs {job}"))
-    job = json.loads(ann.do("cd work && shoal run --json --image mini -w n1 wait.py"))["id"]
-    cluster.wait("it is ready again", lambda: "ready" in ann.do(f"shoal logs {job}"))
+    job = ann.start("--image mini -w n1", "wait.py")
     ann.do(f"shoal cancel {job}")
     cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-u", "ann", status=None) == "")
+
+
+def test_plain_srun_and_sbatch_run_in_a_bundle_of_an_image(ann: User) -> None:
+    place = "/shared/shoal-jobs/ann/plain"
+    ann.do(f"mkdir -p {place} && cp work/plain.py {place} && chmod +x {place}/plain.py")
+    bundle = ann.do(f"shoal image bundle mini --mount {place}:/code --workdir /code").strip()
+    inside = ["hello", "mini", "2001", "one", "/code"]
+    text = ann.do(f"srun -N2 -C images --container={bundle} python3 plain.py")
+    assert lines(text, "plain") == [[str(rank), "2", "0", "1", str(rank), *inside] for rank in (0, 1)]
+    text = ann.do(f"srun -N2 -n3 -C images {bundle}/run python3 plain.py")  # Slurm 22.05 has one container a node
+    ranks = [["0", "3", "0", "2", "0"], ["1", "3", "1", "2", "0"], ["2", "3", "0", "1", "1"]]
+    assert lines(text, "plain") == [[*rank, *inside] for rank in ranks]
+    assert len({tuple(words) for words in lines(text, "meet")}) == 1
+    [address, port, interface] = lines(text, "meet")[0]
+    assert address.startswith("10.77.") and 10000 <= int(port) < 30000 and interface == "shoal0"
+    ann.do(f"cd {place} && sbatch --wait -N1 -C images --container={bundle} --output=out plain.py")
+    output = ann.do(f"cat {place}/out")
+    assert lines(output, "plain") == [["0", "1", "0", "1", "0", *inside]] and "RunTimeQuery" not in output
+    ended = ann.do(f"srun -w n1 --container={bundle} sh -c 'exit 7'", status=7)
+    assert ended == "srun: error: n1: task 0: Exited with exit code 7\n"
+    terminal = ann.do(
+        f"script -qec 'srun --pty -w n1 --container={bundle} sh -c \"tty; cat /mark; sleep 1\"' /dev/null"
+    )
+    assert "/dev/pts/" in terminal and "one" in terminal
+
+
+def test_running_container_is_entered_and_saved_by_its_user(ann: User, cluster: Cluster) -> None:
+    job = ann.start("-w n1 --image mini --container-name live", "wait.py")
+    assert ann.do(f"shoal exec --job {job} -- sh -c 'cat /mark; id -u; echo saved > /opt/live; pwd'").count("one") == 1
+    assert "2001" in ann.do(f"shoal ssh --job {job} n1 'cat /mark && id -u'")
+    assert "No such file" in ann.do(f"shoal exec --outside --job {job} -- cat /mark", status=1)
+    saved = ann.json(f"image save tuned live --job {job}")
+    assert saved["architecture"] == HERE and saved["digest"].startswith("sha256:")
+    ann.do(f"shoal cancel {job}")
+    assert "saved hello" in ann.run("-w n2 --image tuned", "saved.sh")
+    assert "there is no container nothing of yours here" in ann.do("shoal image save x nothing --node n1", status=2)
+    assert "each node has containers of its own" in ann.do("shoal image save x live", status=2)
+    assert ann.json("image save again live --node n1")["bytes"] > 0
+    cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-u", "ann", status=None) == "")
+
+
+def test_array_and_preemption_in_an_image(ann: User, cluster: Cluster) -> None:
+    job = ann.start("-w n1 --exclusive --image mini", "resume.py")
+    array = ann.run("-w n1 -p urgent --array 0-1 --image mini")
+    assert len(re.findall(r"job \d+_[01]: completed", array)) == 2
+    cluster.wait("it resumed", lambda: "resumed saved one 1" in ann.do(f"shoal logs {job}"))
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn"])

@@ -57,6 +57,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "env clean": ("shoal env clean --dry-run",),
     "image pull": ("shoal image pull docker.io/library/debian:12 --name debian",),
     "image build": ("shoal image build mini /shared/mini",),
+    "image save": ("shoal image save tuned mine --node gpu01", "shoal image save tuned mine --job 17"),
+    "image bundle": ("shoal image bundle debian --mount /data:/data:ro",),
     "image list": ("shoal image list",),
     "image remove": ("shoal image remove debian",),
     "image prune": ("shoal image prune",),

@@ -32,6 +32,7 @@ Nodes = Annotated[
 
 
 Job = Annotated[str | None, typer.Option("--job", metavar="NUMBER", help="Only the nodes of this running job.")]
+Outside = Annotated[bool, typer.Option("--outside", help="On the node itself, where the job runs in an image.")]
 
 
 def ssh(
@@ -41,6 +42,7 @@ def ssh(
     ] = None,
     command: Annotated[list[str] | None, typer.Argument(help="What to run there. Default: a shell.")] = None,
     job: Job = None,
+    outside: Outside = False,
     file: File = None,
     cluster: Cluster = None,
     forget_key: Annotated[
@@ -50,7 +52,7 @@ def ssh(
 ) -> None:
     """Open a shell on a host, with this cluster's keys.
 
-    Ordinary users get one on the nodes of their running jobs, inside the job, with its GPUs and limits.
+    Ordinary users get one on the nodes of their running jobs, inside the job and its image, with its GPUs and limits.
     """
     with Session(json, file, cluster) as session:
         from shoal.verbs.exec import forget_host, ssh_command
@@ -62,7 +64,7 @@ def ssh(
                 session.console.print(f"forgot the key of {host}" if forgotten else f"there was no key of {host}")
             return
         terminal = all(os.isatty(number) for number in (0, 1, 2))
-        line = session.run(ssh_command(context, host, command or [], job, terminal=terminal))
+        line = session.run(ssh_command(context, host, command or [], job, terminal=terminal, outside=outside))
         if session.finish({"command": line}):
             return
         try:
@@ -85,6 +87,7 @@ def exec(
     ] = None,
     nodeset: Annotated[str | None, typer.Option(metavar="NAME", help="Only the hosts of this nodeset.")] = None,
     job: Job = None,
+    outside: Outside = False,
     user: Annotated[bool, typer.Option("--user", help="As the login user instead of root.")] = False,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="How long to wait on each host.", min=0)
@@ -94,11 +97,11 @@ def exec(
 ) -> None:
     """Run a command on many hosts; equal outputs are shown once.
 
-    For ordinary users: as themselves, on the nodes of their running jobs, inside the job.
+    For ordinary users: as themselves, on the nodes of their running jobs, inside the job and its image.
     """
     from shoal.verbs.exec import execute
 
-    work = execute(session.open(), command, hosts, nodeset, root=not user, timeout=timeout, job=job)
+    work = execute(session.open(), command, hosts, nodeset, root=not user, timeout=timeout, job=job, outside=outside)
     finish_exec(session, session.run(work))
 
 

@@ -1,4 +1,4 @@
-"""The commands about images: image pull, image build, image list, image remove, image prune."""
+"""The commands about images: image pull, build, save, bundle, list, remove, prune."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.cli.screen import Columns
 from shoal.cli.session import Session
 
 image = typer.Typer(
-    help="Pull, build, list and remove images that jobs run in.", no_args_is_help=True, rich_markup_mode=None
+    help="Pull, build, save, list and remove images that jobs run in.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -50,6 +50,58 @@ def image_build(
     built = session.run(build(session.open(), name, source))
     if not session.finish(built):
         session.console.print(f"[green]✓[/] {built.name}: {built.digest}, {built.architecture}", soft_wrap=True)
+
+
+@image.command("save")
+@with_session
+def image_save(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call it.")],
+    container: Annotated[str, typer.Argument(metavar="CONTAINER", help="The --container-name of your jobs.")],
+    node: Annotated[str | None, typer.Option(metavar="NODE", help="The node that has it.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="NUMBER", help="A running job of yours that is in it.")] = None,
+    *,
+    session: Session,
+) -> None:
+    """Make an image of a container that jobs have changed.
+
+    A running job goes on; files that it writes meanwhile may be saved in part.
+    """
+    from shoal.verbs.images import save
+
+    saved = session.run(save(session.open(), name, container, node, job))
+    if not session.finish(saved):
+        session.console.print(f"[green]✓[/] {saved.name}: {saved.digest}, {saved.architecture}", soft_wrap=True)
+
+
+@image.command("bundle")
+@with_session
+def image_bundle(
+    source: Annotated[str, typer.Argument(metavar="IMAGE", help="As `shoal run --image` takes it.")],
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="The bundle's name. Default: the image's.")] = None,
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE:DESTINATION[:ro]", help="A directory or file of the nodes in the image; may be repeated."
+        ),
+    ] = None,
+    workdir: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="Where in the image commands start. Default: as outside.")
+    ] = None,
+    container_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run in a copy of the image that jobs may change.")
+    ] = None,
+    home: Annotated[str, typer.Option(metavar="WORD", help="Whether the image has your home: on or off.")] = "off",
+    *,
+    session: Session,
+) -> None:
+    """Print the path of a bundle of an image, for `srun --container` and `sbatch --container`."""
+    from shoal.jobs.model import job_from_options
+    from shoal.verbs.images import bundle
+
+    values = {"image": source, "mount": mount or [], "workdir": workdir, "container_name": container_name, "home": home}
+    path = session.run(bundle(session.open(), job_from_options({"script": "-", **values}), name))
+    if not session.finish({"path": path}):
+        session.console.out(path)
 
 
 @image.command("list")

@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.remote import python_command
+from shoal.remote.runner.unpacked_image import PROGRAMS
 from shoal.spec.checks import refusal
 
 FEATURE = "images"
@@ -18,6 +19,8 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The words of images for CPU types, by those of the kernel."""
 STORE = "images"
 """The images in the user's directory for jobs."""
+STEP_PROGRAM = f"{PROGRAMS}/start.py"
+"""Runs steps that `shoal run` does not start, on nodes."""
 REFERENCE = re.compile(r"(?!/)[a-z0-9]+([._:/-][A-Za-z0-9_.-]+)*(@sha256:[0-9a-f]{64})?")
 
 
@@ -122,6 +125,11 @@ def mount_list(value: object) -> tuple[str, ...]:
 def is_reference(image: str) -> bool:
     """Whether it names an image of a registry: `debian:12`, `docker.io/library/debian`."""
     return bool(REFERENCE.fullmatch(image)) and bool(set("/:@") & set(image))
+
+
+def export_command(container: str) -> tuple[str, ...]:
+    """Print a container of a node, for `save` of `remote/image_store.py`."""
+    return ("python3", "-I", "-S", STEP_PROGRAM, "export", container, "--")
 
 
 def store_command(verb: str, store: str, *words: str, proxy: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ from shoal.jobs.launchers import LAUNCHERS, MPIRUN, JobLauncher, LaunchParameter
 from shoal.jobs.model import JobPaths, ResolvedJob
 from shoal.jobs.record import JobComment
 from shoal.jobs.staging import wait_for_files_lines
-from shoal.remote.runner.node import IMAGE, SUBMISSION, WARNING_SIGNALS
+from shoal.remote.runner.node import SUBMISSION, WARNING_SIGNALS
+from shoal.remote.runner.variables import FIRST_PORT, IMAGE, PORTS
 
-FIRST_PORT, PORTS, NEXT_PORT = 10000, 20000, 7919
-"""Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this. One
-that somebody has is passed over by far, for the one after it is the next job's. Until the job listens there another
-program may take it, which concerns torchrun and scripts that use MASTER_PORT themselves: `shoal.train` agrees on a port
-that is free."""
+NEXT_PORT = 7919
+"""A port for rendezvous that somebody has is passed over by far, for the one after it is the next job's. Until the job
+listens there another program may take it, which concerns torchrun and scripts that use MASTER_PORT themselves:
+`shoal.train` agrees on a port that is free."""
 
 _NOTHING_RAN = """
 # srun may leave with 0 although it could not start a single rank. A rank that has ended left word of it.

@@ -15,8 +15,6 @@ from shoal.errors import UsageError
 from shoal.jobs.launchers import LAUNCHERS, JobLauncher
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, option_name
 from shoal.jobs.script import (
-    FIRST_PORT,
-    PORTS,
     allocation_options,
     job_comment,
     job_variables,
@@ -26,6 +24,7 @@ from shoal.jobs.script import (
 )
 from shoal.remote import program_text
 from shoal.remote.runner.node import ECHO_JOB, ECHO_RANKS
+from shoal.remote.runner.variables import FIRST_PORT, PORTS
 
 _NO_STATUS = 999
 """A script that saved and wants to go on later ends with its own status: nobody would requeue the job."""

@@ -3,6 +3,8 @@
     image_store.py find STORE IMAGE             what an image is, as JSON; `null` for one that is not here
     image_store.py pull STORE SOURCE NAME       from a registry, an archive or an OCI layout
     image_store.py build STORE SOURCE NAME      from a directory with a root file system
+    image_store.py save STORE NAME COMMAND...   from a container that the command prints (runner/image.py)
+    image_store.py bundle STORE NAME SETTINGS PROGRAM    for `srun --container`: what commands run in, what runs them
     image_store.py list STORE                   all of them
     image_store.py remove STORE NAME            forgets a name, and removes the image if it has no other
     image_store.py prune STORE                  removes what has no name, such as an image that a pull replaced
@@ -11,26 +13,30 @@ Each prints JSON. What is wrong goes to standard error, status 3.
 
     STORE/ID                an OCI layout with one image, named by the digest of its manifest; whole or absent
     STORE/names/NAME.json   what the name, or a reference such as docker.io/library/debian:12, stands for
+    STORE/bundles/NAME      a bundle: `config.json` names its image, and `run COMMAND...` runs a command in it
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
 import urllib.parse
+import zlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, Optional
+    from typing import IO, Any, Optional
 
 EXIT_WITH_CAUSE = 3
 TAG = "image"
@@ -40,6 +46,16 @@ MESSAGE_END = 300
 SHELLS = ("usr/bin/bash", "usr/bin/dash", "bin/bash", "bin/dash", "bin/busybox")
 LAYOUT_FILE = re.compile(r"(oci-layout|index\.json|blobs/sha256/[0-9a-f]{64})$")
 ELF_MACHINES = {62: "amd64", 183: "arm64"}
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+MEDIA_TYPE = "application/vnd.oci.image."
+ANNOTATION = "shoal.image"
+"""Where a bundle says what its commands run in: `runner/bundle.py` reads it."""
+CAUSE = "shoal: error: "
+"""How our own program on a node begins what is wrong. Slurm has lines of its own."""
+TAR_END = bytes(1024)
+"""How a tar ends; one without was cut off."""
+CHUNK_BYTES = 1 << 20
+GZIP, FAST = 31, 1
 
 
 class Problem(Exception):
@@ -51,7 +67,8 @@ def main(argv: list[str]) -> int:
     try:
         os.makedirs(os.path.join(store, "names"), 0o700, exist_ok=True)
         modes: dict[str, Callable[..., object]] = {
-            **{"find": find, "pull": pull, "build": build, "list": list_images, "remove": remove, "prune": prune}
+            **{"find": find, "pull": pull, "build": build, "save": save, "bundle": bundle},
+            **{"list": list_images, "remove": remove, "prune": prune},
         }
         sys.stdout.write(json.dumps(modes[mode](store, *words)) + "\n")
     except (Problem, OSError) as error:
@@ -126,6 +143,90 @@ def build(store: str, source: str, name: str) -> dict[str, Any]:
         return keep(store, layout, name, source, "")
 
 
+def save(store: str, name: str, *command: str) -> dict[str, Any]:
+    """From a container: its files become the one layer of an image with the same variables."""
+    with locked(store, fcntl.LOCK_SH), new_place(store) as new:
+        layout = new + "/layout"
+        os.makedirs(layout + "/blobs/sha256")
+        with open(new + "/messages", "w+b") as messages:
+            pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": messages}
+            with subprocess.Popen(command, **pipe) as node:  # type: ignore[call-overload]
+                head = node.stdout.readline()
+                layer, plain_digest, is_whole = write_layer(node.stdout, layout)
+            messages.seek(0)
+            text = messages.read().decode(errors="replace").strip()
+        if node.returncode != 0 or not is_whole:
+            causes = [line for line in text.splitlines() if line.startswith(CAUSE)] or [text[-MESSAGE_END:]]
+            raise Problem(causes[0].replace(CAUSE, "") or "the container was not read whole")
+        container = json.loads(head)
+        config = {
+            "architecture": MACHINES.get(container["machine"], ""),
+            "os": "linux",
+            "config": container["config"],
+            "rootfs": {"type": "layers", "diff_ids": ["sha256:" + plain_digest]},
+        }
+        manifest = {"schemaVersion": 2, "mediaType": MEDIA_TYPE + "manifest.v1+json", "layers": [layer]}
+        manifest["config"] = write_blob(layout, config, "config.v1+json")
+        entry = write_blob(layout, manifest, "manifest.v1+json")
+        entry["annotations"] = {"org.opencontainers.image.ref.name": TAG}
+        write_json(layout + "/index.json", {"schemaVersion": 2, "manifests": [entry]})
+        write_json(layout + "/oci-layout", {"imageLayoutVersion": "1.0.0"})
+        return keep(store, layout, name, "", "")
+
+
+def write_layer(tar: IO[bytes], layout: str) -> tuple[dict[str, Any], str, bool]:
+    """Compress a tar into the layout. Returns its entry, the digest of the tar, and whether the tar was whole."""
+    packer = zlib.compressobj(FAST, zlib.DEFLATED, GZIP)
+    plain, packed, size, end = hashlib.sha256(), hashlib.sha256(), 0, b""
+    path = os.path.join(layout, "layer")
+    with open(path, "wb") as file:
+        while True:
+            data = tar.read(CHUNK_BYTES)
+            plain.update(data)
+            end = (end + data)[-len(TAR_END) :]
+            block = packer.compress(data) if data else packer.flush()
+            packed.update(block)
+            size += file.write(block)
+            if not data:
+                break
+    os.rename(path, os.path.join(layout, "blobs", "sha256", packed.hexdigest()))
+    entry = {"mediaType": MEDIA_TYPE + "layer.v1.tar+gzip", "digest": "sha256:" + packed.hexdigest(), "size": size}
+    return entry, plain.hexdigest(), end == TAR_END
+
+
+def write_blob(layout: str, content: dict[str, Any], kind: str) -> dict[str, Any]:
+    data = json.dumps(content).encode()
+    digest = hashlib.sha256(data).hexdigest()
+    with open(os.path.join(layout, "blobs", "sha256", digest), "wb") as file:
+        file.write(data)
+    return {"mediaType": MEDIA_TYPE + kind, "digest": "sha256:" + digest, "size": len(data)}
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    with open(path, "w") as file:
+        json.dump(content, file)
+
+
+def bundle(store: str, name: str, settings: str, program: str) -> dict[str, Any]:
+    """Write what Slurm reads of a bundle. Its root is empty: nodes unpack the image themselves."""
+    path = bundle_directory(store, name)
+    os.makedirs(os.path.join(path, "rootfs"), 0o700, exist_ok=True)
+    process = {"args": ["true"], "cwd": "/", "env": [], "user": {"uid": os.getuid(), "gid": os.getgid()}}
+    config = {"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": process, "mounts": []}
+    new = "%s/config.%d" % (path, os.getpid())
+    write_json(new, {**config, "annotations": {ANNOTATION: settings}})
+    os.replace(new, os.path.join(path, "config.json"))
+    script = os.path.join(path, "run")
+    with open(script, "w") as file:
+        file.write('#!/bin/sh\nexec python3 -I -S %s step %s -- "$@"\n' % (program, shlex.quote(path)))
+    os.chmod(script, 0o700)
+    return {"path": path}
+
+
+def bundle_directory(store: str, name: str) -> str:
+    return os.path.join(store, "bundles", re.sub("[^A-Za-z0-9_.-]", "_", name))
+
+
 def keep(store: str, new: str, name: str, reference: str, digest: str, **values: object) -> dict[str, Any]:
     """Give the new layout the place of its digest, and the name."""
     with open(os.path.join(new, "index.json")) as file:
@@ -166,18 +267,23 @@ def names_in(store: str) -> list[str]:
 
 def remove(store: str, name: str) -> list[str]:
     if not os.path.exists(name_file(store, name)):
-        known = ", ".join(image["name"] for image in list_images(store)) or "none"
-        raise Problem("you have no image %s; yours are: %s" % (name, known))
+        raise unknown_image(store, name)
     with locked(store, fcntl.LOCK_EX):
         os.unlink(name_file(store, name))
+        shutil.rmtree(bundle_directory(store, name), ignore_errors=True)
     return prune(store)
+
+
+def unknown_image(store: str, name: str) -> Problem:
+    known = ", ".join(image["name"] for image in list_images(store)) or "none"
+    return Problem("you have no image %s; yours are: %s" % (name, known))
 
 
 def prune(store: str) -> list[str]:
     """The ids of what was removed. A job that waits in the queue fails if its image is: its message says so."""
     with locked(store, fcntl.LOCK_EX):
         used = {image["id"] for image in list_images(store)}
-        left = [name for name in os.listdir(store) if name not in used and name not in ("names", ".lock")]
+        left = [name for name in os.listdir(store) if name not in used and name not in ("names", "bundles", ".lock")]
         for name in left:
             shutil.rmtree(os.path.join(store, name))
         for name in names_in(store):
@@ -263,10 +369,10 @@ def policy() -> list[str]:
     return [] if os.path.exists("/etc/containers/policy.json") else ["--insecure-policy"]
 
 
-def run(line: list[str]) -> str:
+def run(line: list[str], stdin: bytes = b"") -> str:
     try:
         pipe = subprocess.PIPE
-        done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, check=False)
+        done = subprocess.run(line, input=stdin, stdout=pipe, stderr=pipe, check=False)
     except FileNotFoundError:
         raise Problem("%s is not installed; the operator adds `containers:` to the file" % line[0]) from None
     if done.returncode != 0:

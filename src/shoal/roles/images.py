@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.agent.document import Command, Directory, Document
+from shoal.agent.document import Command, Directory, Document, File
 from shoal.agent.facts import Facts
 from shoal.containers.images import node_features
-from shoal.remote.runner.unpacked_image import IMAGES
+from shoal.remote import program_text
+from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS, STOPPED_STATE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -22,8 +23,12 @@ LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH = (
     "/proc/sys/kernel/unprivileged_userns_clone",
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
 )
+MODULES = ("__init__", "bundle", "image", "unpacked_image", "variables")
+"""Of `remote/runner`: what a step of `srun --container` needs."""
+COMPILE = "compile the program of images"
 REMOVAL_TIMEOUT_S = 1800.0
 REMOVE = rf"""
+rm -rf {PROGRAMS}
 cd {IMAGES} || exit 0
 for name in *; do
     [ -d "$name" ] && [ ! -L "$name" ] || {{ rm -f "./$name"; continue; }}
@@ -54,7 +59,8 @@ class ImagesComponent(Component):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if cluster.spec.containers is not None and "compute" in member.roles:
-            return {Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+            # In place before slurmd reads of it.
+            return {Stage.BASE: _programs(), Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
         return {Stage.SERVICES: self.removal()} if cluster.facts_of(member.name).has_file(IMAGES) else {}
 
     def removal(self) -> Document:
@@ -72,6 +78,18 @@ class ImagesComponent(Component):
             for name, problem in problems.items()
             if problem
         )
+
+
+def _programs() -> Document:
+    texts = {f"{PROGRAMS}/start.py": program_text("start"), f"{PROGRAMS}/{STOPPED_STATE}": '{"status": "stopped"}\n'}
+    texts |= {f"{PROGRAMS}/runner/{name}.py": program_text(f"runner/{name}.py") for name in MODULES}
+    # Users cannot write what Python compiles, and would wait for it at every start.
+    compile_command = ("python3", "-m", "compileall", "-q", PROGRAMS)
+    return (
+        *(Directory(path) for path in (PROGRAMS.rpartition("/")[0], PROGRAMS, f"{PROGRAMS}/runner")),
+        *(File(path, text, reloads=(f"command {COMPILE}",)) for path, text in texts.items()),
+        Command(COMPILE, compile_command, on_change=True),
+    )
 
 
 def image_features(spec: Spec, facts: Facts) -> tuple[str, ...]:

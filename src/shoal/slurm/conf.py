@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shoal.agent.document import HEADER
 from shoal.hostlist import fold
 from shoal.remote import program_text
+from shoal.remote.runner.unpacked_image import PROGRAMS, STOPPED_STATE
 from shoal.slurm.accounting import accounting_settings
 from shoal.slurm.conf_lines import (
     KEY,
@@ -121,18 +122,19 @@ def cgroup_conf(c: ClusterConf) -> str:
 
 
 def oci_conf() -> str:
-    """oci.conf: `srun --container` runs an OCI bundle with crun, as the user and inside the job's cgroup.
+    """oci.conf: `srun --container` runs an OCI bundle as the user and inside the job's cgroup.
 
-    Slurm 22.05 does not know `%U`. Some hosts, containers themselves, allow no new keyrings.
+    Slurm 22.05 does not know `%U`. Slurm logs an error, in a batch job's output too, where a query has no answer: crun
+    does not know what another program has run.
     """
     crun, job = "crun --rootless=true --root=/tmp/oci-%u/", "%n.%u.%j.%s.%t"
     commands = {
-        "Query": f"state {job}",
-        "Kill": f"kill -a {job}",
-        "Delete": f"delete --force {job}",
-        "Run": f"run --no-new-keyring --bundle %b {job}",
+        "Query": f"{crun} state {job} 2> /dev/null || cat {PROGRAMS}/{STOPPED_STATE}",
+        "Kill": f"{crun} kill -a {job}",
+        "Delete": f"{crun} delete --force {job}",
+        "Run": f"exec python3 -I -S {PROGRAMS}/start.py bundle %b {job} --",
     }
-    return HEADER + "".join(f'RunTime{name}="{crun} {command}"\n' for name, command in commands.items())
+    return HEADER + "".join(f'RunTime{name}="{command}"\n' for name, command in commands.items())
 
 
 def topology_conf(c: ClusterConf) -> str:

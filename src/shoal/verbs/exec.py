@@ -41,12 +41,16 @@ async def execute(
     root: bool,
     timeout: float | None,
     job: str | None = None,
+    outside: bool = False,
 ) -> ExecResult:
-    """Run a command on the chosen hosts; for an ordinary user, on the nodes of their running jobs."""
+    """Run a command on the chosen hosts; for an ordinary user, on the nodes of their running jobs.
+
+    `outside`: on the node, where the job runs in an image.
+    """
     if not argv:
         raise UsageError("exec needs a command", hint="shoal exec -- uptime")
     if context.joined is not None:
-        return await _execute_in_jobs(context, argv, hosts, nodeset, timeout, job)
+        return await _execute_in_jobs(context, argv, hosts, nodeset, timeout, job, outside)
     if job is not None:
         hosts = compress(await job_hosts(context, job, hosts))
     async with await context.fleet(context.choose(hosts, nodeset)) as fleet:
@@ -70,6 +74,7 @@ async def _execute_in_jobs(
     nodeset: str | None,
     timeout: float | None,
     job: str | None,
+    outside: bool,
 ) -> ExecResult:
     """Run a command as a step of each node's job."""
     results: dict[str, Result] = {}
@@ -91,7 +96,7 @@ async def _execute_in_jobs(
 
         async def run(node: str) -> None:
             try:
-                results[node] = await run_step(host, nodes[node], node, argv, timeout)
+                results[node] = await run_step(host, nodes[node], node, argv, timeout, outside=outside)
             except CommandTimeout as error:
                 failures[node] = error
 
@@ -114,7 +119,13 @@ def _suggest_shell(argv: Sequence[str], results: Iterable[Result]) -> str:
 
 
 async def ssh_command(
-    context: Context, host: str | None, argv: Sequence[str], job: str | None = None, *, terminal: bool = False
+    context: Context,
+    host: str | None,
+    argv: Sequence[str],
+    job: str | None = None,
+    *,
+    terminal: bool = False,
+    outside: bool = False,
 ) -> list[str]:
     """The command line for a shell on a host, with this cluster's host keys, or inside a job of an ordinary user.
 
@@ -124,7 +135,7 @@ async def ssh_command(
     if host is None and job is None:
         raise UsageError("ssh needs a host or a job", hint="shoal ssh HOST, or shoal ssh --job NUMBER")
     if context.joined is not None:
-        return await user_ssh_command(context, host, job, argv, terminal=terminal)
+        return await user_ssh_command(context, host, job, argv, terminal=terminal, outside=outside)
     if job is not None:
         host = (await job_hosts(context, job, host))[0]
     assert host is not None

@@ -11,9 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.containers.images import (
+    FEATURE,
+    STEP_PROGRAM,
     STORE,
     JobImage,
     StoredImage,
+    export_command,
     image_name,
     is_reference,
     parse_image,
@@ -22,15 +25,19 @@ from shoal.containers.images import (
     store_command,
 )
 from shoal.errors import CommandFailed, CommandTimeout, UsageError
+from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.jobs.model import JobSpec
+from shoal.jobs.model import JobSpec, job_from_options
+from shoal.jobs.record import step_command
 from shoal.remote.image_store import EXIT_WITH_CAUSE
-from shoal.slurm.state import NodeState
+from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.checks import InvalidValue
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.verbs.context import Context
 from shoal.verbs.operator_login import read_login
+from shoal.verbs.own_jobs import choose_nodes, own_jobs
 from shoal.verbs.run_user import make_user_directory
+from shoal.verbs.slurmctld import slurm_output
 
 PULL_TIMEOUT_S = 3600.0
 LIST_TIMEOUT_S = 60.0
@@ -81,6 +88,51 @@ async def pull(context: Context, source: str, name: str | None) -> StoredImage:
 async def build(context: Context, name: str, source: str) -> StoredImage:
     """Make an image of a directory with a root file system."""
     return await _add(context, "build", _checked(source), name)
+
+
+async def save(context: Context, name: str, container: str, node: str | None, job: str | None) -> StoredImage:
+    """Make an image of a container with a name: of the one on a node, or where a running job of the user's is."""
+    _checked(name)
+    job_from_options({"script": "-", "container_name": container})  # rejects what is no name
+    async with open_store(context) as store:
+        if job is not None:
+            chosen, running = next(iter(choose_nodes(await own_jobs(store.host), job, node).items()))
+            step = step_command(running.number, [chosen], export_command(container), ("--chdir=/",))
+        else:
+            step = await _export_job(store.host, container, node)
+        with context.progress.phase(f"image {name}", 1) as phase:
+            what = f"save container {container}"
+            image = parse_image(await store.ask("save", name, *step, what=what, timeout=PULL_TIMEOUT_S))
+            phase.done(store.host.name)
+    assert image is not None
+    return image
+
+
+async def _export_job(host: Host, container: str, node: str | None) -> tuple[str, ...]:
+    """A job of its own on the node, which prints the container."""
+    nodes = [state for state in parse_nodes(await slurm_output(host, NODES_COMMAND)) if FEATURE in state.features]
+    chosen = [state for state in nodes if node in (state.name, None)]
+    if len(chosen) != 1:
+        what = "each node has containers of its own" if node is None else f"{node} runs no jobs in images"
+        raise UsageError(what, hint=f"name one of {compress(state.name for state in nodes)} with --node")
+    options = (f"--nodelist={chosen[0].name}", f"--partition={chosen[0].partitions[0]}", "--job-name=shoal-image-save")
+    return ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/", *options, *export_command(container))
+
+
+async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
+    """Write a bundle for `srun --container`, of the image that a job names; where it is on the hosts."""
+    assert job.image is not None
+    async with open_store(context) as store:
+        if not any(f"{store.directory}/".startswith(f"{share}/") for share in store.record.shares):
+            raise UsageError(
+                f"{store.directory} is not on a share, so nodes would not have the bundle",
+                hint="use `shoal run --image`, or ask the operator for a share (`storage:`)",
+            )
+        nodes = parse_nodes(await slurm_output(store.host, NODES_COMMAND))
+        image = await job_image(store.host, store.record, job, nodes)
+        words = (_checked(name or job.image), image.as_json(()), STEP_PROGRAM)
+        path: str = json.loads(await store.ask("bundle", *words, what=f"write a bundle of {job.image}"))["path"]
+        return path
 
 
 async def _add(context: Context, verb: str, source: str, name: str) -> StoredImage:

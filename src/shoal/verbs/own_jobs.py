@@ -11,21 +11,25 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shoal.containers.images import FEATURE
 from shoal.errors import CommandTimeout, UsageError
 from shoal.hostlist import compress, expand
 from shoal.hosts.api import Host, Result
 from shoal.hosts.process import program_name
 from shoal.jobs.record import step_command
+from shoal.remote import python_command
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import slurm_output
 
-_FORMAT = ("-h", "-t", "R", "-o", "%A|%i|%N")
+_FORMAT = ("-h", "-t", "R", "-o", "%A|%i|%N|%f")
 MY_JOBS_COMMAND = ("squeue", "--me", *_FORMAT)
 _EXIT_LINE = re.compile(r"^srun: error: \S+: task 0: Exited with exit code \d+\n?", re.M)
 """srun's own line about a program that failed. Its status says the same."""
 TERMINAL = ("-t", "-o", "LogLevel=ERROR")
 """Options of ssh for a command with a terminal, without a line about the end of the connection."""
 LOGIN_SHELL = ("sh", "-c", 'exec "${SHELL:-/bin/sh}" -l')
+IMAGE_SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -l')
+"""An image may lack the user's shell."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,22 @@ class RunningJob:
     id: str
     """As Slurm shows it: `12`, or `12_3` of an array."""
     nodes: tuple[str, ...]
+    in_image: bool = False
+    """Whether it asks for nodes that run jobs in images."""
+
+    def command(self, argv: Sequence[str], *, outside: bool) -> tuple[str, ...]:
+        """What runs the command in the image that the job runs in on a node, where it has one."""
+        return (*python_command("job_container"), *argv) if self.in_image and not outside else tuple(argv)
 
 
 def parse_running(text: str) -> list[RunningJob]:
     """The jobs in the output of squeue, newest first."""
-    rows = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
-    jobs = [RunningJob(number, id, tuple(expand(nodes))) for number, id, nodes in rows if nodes]
+    rows = [line.split("|", 3) for line in text.splitlines() if line.count("|") >= 2]
+    jobs = [
+        RunningJob(number, id, tuple(expand(nodes)), bool(re.search(rf"\b{FEATURE}\b", "".join(features))))
+        for number, id, nodes, *features in rows
+        if nodes
+    ]
     return sorted(jobs, key=lambda job: -int(job.number) if job.number.isdecimal() else 0)
 
 
@@ -94,10 +108,13 @@ def _not_running(job: str, jobs: Iterable[RunningJob]) -> UsageError:
     )
 
 
-async def run_step(host: Host, job: RunningJob, node: str, argv: Sequence[str], timeout: float | None) -> Result:
-    """Run a program on a node inside a job. The result is the program's own."""
+async def run_step(
+    host: Host, job: RunningJob, node: str, argv: Sequence[str], timeout: float | None, *, outside: bool = False
+) -> Result:
+    """Run a program on a node inside a job, and in its image. The result is the program's own."""
     try:
-        result = await host.run(step_command(job.number, [node], argv), timeout=timeout, root=False)
+        command = step_command(job.number, [node], job.command(argv, outside=outside))
+        result = await host.run(command, timeout=timeout, root=False)
     except CommandTimeout:
         cause = f"{program_name(argv)} did not end within the {timeout:g} s you gave it, and was ended"
         raise CommandTimeout(node, cause, hint="give it longer: --timeout SECONDS") from None
@@ -105,7 +122,13 @@ async def run_step(host: Host, job: RunningJob, node: str, argv: Sequence[str], 
 
 
 async def user_ssh_command(
-    context: Context, host: str | None, job: str | None, argv: Sequence[str], *, terminal: bool = False
+    context: Context,
+    host: str | None,
+    job: str | None,
+    argv: Sequence[str],
+    *,
+    terminal: bool = False,
+    outside: bool = False,
 ) -> list[str]:
     """The command line that opens a shell inside a job of the user's, or on the host that the user logs in to."""
     joined = context.joined
@@ -121,7 +144,8 @@ async def user_ssh_command(
             choose_nodes(jobs, None, host)  # says which nodes there are
     node, running = next(iter(choose_nodes(jobs, job, host).items()))
     # As ssh does, a command is a line for the user's shell.
-    program = ("sh", "-c", " ".join(argv)) if argv else LOGIN_SHELL
+    shell = IMAGE_SHELL if running.in_image and not outside else LOGIN_SHELL
+    program = running.command(("sh", "-c", " ".join(argv)) if argv else shell, outside=outside)
     step = step_command(running.number, [node], program, ("--pty",) if terminal or not argv else ())
     return [*login, shlex.join(step)] if login else list(step)
 

@@ -76,6 +76,7 @@ COMMANDS = {
     "env clean": of(CleanResult),
     "image pull": of(StoredImage),
     "image build": of(StoredImage),
+    "image save": of(StoredImage),
     "ui": of(WebPage),
     "simulate": of(Simulated),
 }

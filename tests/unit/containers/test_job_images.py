@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from shoal.containers.images import JobImage, StoredImage, is_reference, require
 from shoal.errors import SpecError, UsageError
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
-from shoal.remote.runner.unpacked_image import IMAGES
+from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import controller
@@ -119,7 +120,13 @@ def test_hosts_get_packages_directory_and_features() -> None:
     c1, n1, _ = cluster.members
     assert component.packages(cluster.spec, n1, None) == ("skopeo", "umoci", "crun")
     assert component.packages(cluster.spec, c1, None) == ("skopeo", "umoci")
-    assert component.documents(cluster, n1) == {Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+    documents = component.documents(cluster, n1)
+    assert documents[Stage.SERVICES] == (Directory(IMAGES, mode=0o1777),)
+    files = {item.path: item.content for item in documents[Stage.BASE] if isinstance(item, File)}
+    assert f"{PROGRAMS}/start.py" in oci_conf() and f"{PROGRAMS}/start.py" in files
+    imported = set(re.findall(r"^ *from \.(\w+) import", "".join(map(str, files.values())), re.MULTILINE))
+    installed = {path.rpartition("/")[2].removesuffix(".py") for path in files}
+    assert imported - installed == {"launch", "rank", "watch"}  # of `shoal run`, which brings its own
     assert component.documents(cluster, c1) == {}
     assert slurm_conf(cluster.conf).count("Feature=lab,images,images-arm64") >= 1
     assert File(OCI_CONF, oci_conf(), restarts=("slurmctld",), keep=True) in controller(cluster)

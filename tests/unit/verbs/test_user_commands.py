@@ -227,6 +227,20 @@ async def test_exec_is_a_step_of_the_job_on_each_node() -> None:
         await execute(context_of(host), ["id"], None, "x", root=True, timeout=None)
 
 
+async def test_command_runs_in_the_image_of_its_job() -> None:
+    queue = b"12|12|n1|images-arm64&(a|b)\n19|19|n2|(null)\n"
+    host = desktop({("squeue",): queue, ("srun",): Result(0, b"")})
+    context = context_of(host)
+    for outside, programs in ((False, {"n1": "python3", "n2": "id"}), (True, {"n1": "id", "n2": "id"})):
+        host.calls.clear()
+        await execute(context, ["id"], None, None, root=True, timeout=None, outside=outside)
+        steps = [call.argv for call in host.calls if call.argv[0] == "srun"]
+        assert {argv[2].removeprefix("--nodelist="): argv[argv.index("--quiet") + 1] for argv in steps} == programs
+        assert all(argv[-1] == "id" for argv in steps)
+    assert "command -v bash" in (await ssh_command(context, "n1", []))[-1]
+    assert "command -v bash" not in (await ssh_command(context, "n1", [], outside=True))[-1]
+
+
 async def test_exec_that_takes_too_long_is_the_nodes_failure() -> None:
     def srun(call: Call) -> Result:
         raise CommandTimeout("desktop", "too long")

@@ -4,6 +4,9 @@
     start.py spawn --nproc N -- COMMAND              one a node, starts N of the above
     start.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
     start.py image -- COMMAND                        becomes the command, in the job's image
+    start.py bundle DIRECTORY ID --                  becomes the command of a bundle, for `srun --container`
+    start.py step DIRECTORY -- COMMAND               becomes the command in the image of a bundle, without Slurm's help
+    start.py export NAME --                          prints a container of this node as a tar
     start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
     start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
     start.py ended --                                after srun has failed: was it because a host was started again?
@@ -32,6 +35,18 @@ def main(argv: list[str]) -> int:
         from .image import run_in_image
 
         return run_in_image(command)
+    if mode == "bundle":
+        from .bundle import run_bundle
+
+        return run_bundle(*options)
+    if mode == "step":
+        from .bundle import run_step
+
+        return run_step(options[0], command)
+    if mode == "export":
+        from .image import export_container
+
+        return export_container(*options)
     from .launch import agent, relay, spawn
 
     if mode == "relay":

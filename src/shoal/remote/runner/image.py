@@ -10,20 +10,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import pwd
 import stat
 import sys
+import warnings  # noqa: F401 - os.execvpe imports it, and inside there is no Python of the node
 
-from .node import IMAGE
-from .unpacked_image import DEFAULT_PATH, Problem, find_container, own_store, unpacked
+from .unpacked_image import DEFAULT_PATH, Problem, find_container, hold, own_store, unpacked
+from .variables import CONTAINER, IMAGE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 EXIT_WITH_CAUSE = 125
+FILES_CHANGED = 1
+"""The status of tar where a job has changed files meanwhile."""
 OF_THE_IMAGE = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that lead to files of the host. Inside, they are the image's, unless the job sets them."""
 HOST_DIRECTORIES = ("/proc", "/sys", "/dev", "/tmp")  # nosec B108
@@ -46,11 +50,13 @@ def run_in_image(command: list[str]) -> int:
     settings = json.loads(os.environ.pop(IMAGE))
     try:
         root, writable = find_root(settings)
-        environment = variables(settings, root)
+        config = image_config(root)
+        environment = variables(settings, config)
         arguments, directory = place_command(settings, command)
         enter(root, mounts(settings), writable)
-        with contextlib.suppress(OSError):
-            os.chdir(directory)
+        for place in (config.get("WorkingDir"), directory):
+            with contextlib.suppress(OSError):
+                os.chdir(place or "/")
         try:
             os.execvpe(arguments[0], arguments, environment)  # nosec B606
         except FileNotFoundError:
@@ -79,18 +85,24 @@ def find_root(settings: dict[str, Any]) -> tuple[str, bool]:
     return unpacked(store, settings), False
 
 
-def variables(settings: dict[str, Any], root: str) -> dict[str, str]:
-    """The job's variables over the image's, but those that lead to files of the host."""
+def image_config(root: str) -> dict[str, Any]:
+    """What the image says of its variables and working directory."""
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError), open(os.path.join(os.path.dirname(root), "image.json")) as file:
         config = json.load(file)
+    return config
+
+
+def variables(settings: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+    """The job's variables over the image's, but those that lead to files of the host."""
     image = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
     job = {name: value for name, value in os.environ.items() if name not in OF_THE_IMAGE or name in settings["keep"]}
     joined = {"PATH": DEFAULT_PATH, **image, **job}
     if image.get("PYTHONPATH") and job.get("PYTHONPATH"):
         joined["PYTHONPATH"] = job["PYTHONPATH"] + ":" + image["PYTHONPATH"]
     # PMIx of another version than the host's meets it with these.
-    return {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native", **joined}
+    pmix = {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"}
+    return {**pmix, **joined, CONTAINER: settings["container"] or settings["name"]}
 
 
 def place_command(settings: dict[str, Any], command: list[str]) -> tuple[list[str], str]:
@@ -180,6 +192,26 @@ def read_accounts(root: str) -> dict[str, bytes]:
         kept = [entry for entry in content.splitlines(True) if entry.split(b":")[2:3] != [line.split(":")[2].encode()]]
         accounts[name] = line.encode() + b"".join(kept)
     return accounts
+
+
+def export_container(name: str) -> int:
+    """Print a container of this node as `shoal image save` reads it: a line of JSON, then a tar of its files."""
+    import subprocess  # no rank needs it
+
+    try:
+        path = os.path.join(own_store(), "containers", name)
+        if not os.path.isdir(path):
+            raise Problem("there is no container %s of yours here" % name)
+        hold(path, fcntl.LOCK_SH)
+    except Problem as error:
+        return fail(str(error))
+    root = os.path.join(path, "rootfs")
+    sys.stdout.write(json.dumps({"config": image_config(root), "machine": os.uname().machine}) + "\n")
+    sys.stdout.flush()
+    # Of root, as in any image. What jobs have mounted is not in here: mounts are of each process.
+    line = ["tar", "-c", "--sort=name", "--numeric-owner", "--owner=0", "--group=0", "-C", root, "."]
+    status = subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode
+    return 0 if status == FILES_CHANGED else status
 
 
 class OpenHow(ctypes.Structure):

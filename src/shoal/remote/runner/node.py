@@ -12,12 +12,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from .variables import IMAGE
+
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*WARNING_SIGNALS, signal.SIGTERM, signal.SIGINT)
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
-IMAGE = "SHOAL_IMAGE"
-"""What the job's commands run in, as JSON; not set where that is the node itself."""
 ECHO_RANKS = "ranks"
 """SHOAL_ECHO of a job that a person watches: each rank prints its lines, and its unfinished line now and then, behind
 one of these marks and its number."""

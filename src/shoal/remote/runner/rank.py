@@ -32,6 +32,7 @@ from .node import (
     working_tree,
 )
 from .output import Output
+from .variables import torch_variables
 
 BAR_INTERVAL_S = 0.5
 """So often at most the state of an unfinished line is written."""
@@ -298,18 +299,3 @@ def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
         options = ["--line-by-line", "--prof-mod", script[0], "--outfile", traces + ".lprof"]
         return [python, "-m", "kernprof", *options, *script]
     return [python, "-m", "shoal.train.profile", *script]
-
-
-def torch_variables(rank_from: str) -> None:
-    """What torch reads from the environment, where the launcher has not set it."""
-    rank = int(os.environ[rank_from])
-    if rank_from.startswith("OMPI_"):  # Slurm's variables are those of the batch script, or of a daemon of mpirun
-        local, world, here = (int(os.environ["OMPI_COMM_WORLD_" + n]) for n in ("LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
-        node = rank // here
-    else:
-        nodes, world = (int(os.environ.get(name, "1")) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
-        local, node = (int(os.environ.get(name, "0")) for name in ("SLURM_LOCALID", "SLURM_NODEID"))
-        here = world // nodes
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
-    for name, value in {**variables, "GROUP_RANK": node, "NODE_RANK": node}.items():
-        os.environ.setdefault(name, str(value))

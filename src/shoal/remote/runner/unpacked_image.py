@@ -4,7 +4,7 @@
     IMAGES/USER/containers/NAME      a container: a copy of an image that jobs may change
     IMAGES/USER/*.lock               held by each process that runs in it
 
-A directory has its name only once all of it is there.
+A directory has its name only once all of it is there. What only unpacking needs is imported then: every rank waits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import fcntl
 import json
 import os
 import pwd
-import shutil
 import stat
-import subprocess
 import sys
-import tempfile
 import time
 
 TYPE_CHECKING = False
@@ -26,6 +23,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 IMAGES = "/var/lib/shoal/images"
+PROGRAMS = "/usr/local/lib/shoal/images"
+"""Where nodes have this program, for steps that `shoal run` does not start."""
+STOPPED_STATE = "stopped.json"
+"""Beside it: what Slurm is told of a container that crun does not know."""
 TAG = "image"
 """The name of an image in its OCI layout."""
 KEEP_DAYS = 30
@@ -53,6 +54,8 @@ def own_store() -> str:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         if not is_own_directory(path):
+            import tempfile
+
             others = sorted(other for other in os.listdir(IMAGES) if other.startswith(name + "."))
             own = [other for other in others if is_own_directory(os.path.join(IMAGES, other))]
             path = os.path.join(IMAGES, own[0]) if own else tempfile.mkdtemp(prefix=name + ".", dir=IMAGES)
@@ -118,6 +121,8 @@ def pull(settings: dict[str, Any], layout: str) -> None:
 
 
 def run(line: list[str], image: str, proxy: dict[str, str] | None = None) -> None:
+    import subprocess
+
     variables = {"HOME": os.environ.get("HOME", "/"), "PATH": DEFAULT_PATH, **(proxy or {})}
     try:
         done = subprocess.run(
@@ -227,5 +232,7 @@ def evict(store: str) -> None:
 
 def remove(path: str) -> None:
     if os.path.lexists(path):
+        import shutil
+
         open_directories(path)
         shutil.rmtree(path)

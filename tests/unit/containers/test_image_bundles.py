@@ -1,0 +1,192 @@
+"""Steps of plain srun in an image, a command that enters a running one, and what a container is saved as."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.containers.test_image_runner import ALLOWED, SETTINGS, START, root
+from tests.unit.containers.test_image_store import ask, store
+
+from shoal.jobs import script
+from shoal.remote import python_command
+from shoal.remote.runner.bundle import SLURM_SCRIPT
+from shoal.remote.runner.variables import expand, tasks_per_node, vpn_variables
+
+__all__ = ["root", "store"]
+needs_namespaces = pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
+STEP = {
+    **{
+        "PATH": "/usr/bin",
+        "HOME": "/home/someone",
+        "SLURMD_NODENAME": "n2",
+        "SLURM_JOB_ID": "21000",
+        "PWD": "/nowhere",
+    },
+    **{"SLURM_STEP_ID": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "localhost"},
+}
+SHOW = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $NODE_RANK $MASTER_ADDR $MASTER_PORT $SHOAL_CONTAINER; pwd"
+
+
+def run_bundle(place: Path, root: Path, *command: str, mounts: list[dict[str, Any]] | None = None) -> str:
+    """What Slurm runs, after it has put the step's command and variables into the bundle."""
+    settings = json.dumps({**SETTINGS, "directory": str(root), "name": "tiny"})
+    bundle = Path(json.loads(ask("bundle", str(place), "lab/tiny:1", settings, str(START)))["path"])
+    assert bundle.name == "lab_tiny_1" and (bundle / "rootfs").is_dir()
+    config = json.loads((bundle / "config.json").read_text())
+    config["process"].update(args=command, env=[f"{name}={value}" for name, value in STEP.items()])
+    (bundle / "config.json").write_text(json.dumps({**config, "mounts": mounts or []}))
+    line = [sys.executable, "-I", "-S", str(START), "bundle", str(bundle), "n2.someone.7.3.0", "--"]
+    done = subprocess.run(line, capture_output=True, text=True, env={"PATH": "/usr/bin"}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_namespaces
+def test_task_of_plain_srun_has_the_variables_of_torch(store: Path, root: Path) -> None:
+    (root.parent / "image.json").write_text(json.dumps({"WorkingDir": "/srv", "Env": ["PATH=/bin"]}))
+    assert run_bundle(store, root, "sh", "-c", SHOW) == "2 3 0 1 1 127.0.0.1 11003 tiny\n/srv\n"
+
+
+@needs_namespaces
+def test_rank_is_known_where_slurm_does_not_tell_it(store: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.delitem(STEP, name)
+    monkeypatch.setitem(STEP, "SLURM_STEP_NODELIST", "localhost,n[2-3]")
+    monkeypatch.setitem(STEP, "SLURM_STEP_TASKS_PER_NODE", "1(x3)")
+    assert run_bundle(store, root, "sh", "-c", SHOW).startswith("1 3 0 1 1 127.0.0.1 ")
+
+
+@needs_namespaces
+def test_program_of_the_bundle_runs_a_command_in_its_image(store: Path, root: Path) -> None:
+    run_bundle(store, root, "sh", "-c", SHOW)
+    line = [str(store / "bundles/lab_tiny_1/run"), "sh", "-c", f"{SHOW}; exit 3"]
+    done = subprocess.run(line, capture_output=True, text=True, env=STEP, timeout=60)
+    assert (done.stdout.splitlines()[0], done.returncode) == ("2 3 0 1 1 127.0.0.1 11003 tiny", 3), done.stderr
+    alone = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    done = subprocess.run(line, capture_output=True, text=True, env=alone, timeout=60)
+    assert done.stdout.startswith("0 1 0 1 0 ")
+
+
+@needs_namespaces
+def test_batch_script_is_one_rank_and_lies_where_no_other_user_can_write(
+    store: Path, root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "slurm_script"
+    file.write_text(f"#!/bin/sh\necho $0; {SHOW}\n")
+    file.chmod(0o755)
+    mounts = [{"source": str(file), "destination": SLURM_SCRIPT, "options": ["bind", "ro"]}]
+    lines = run_bundle(store, root, SLURM_SCRIPT, mounts=mounts).splitlines()
+    assert lines[0] == "/run/slurm/startup" and lines[1].startswith("0 1 0 1 0 ")
+    assert not Path(SLURM_SCRIPT).exists()
+
+
+@needs_namespaces
+def test_bundle_of_another_tool_is_run_by_crun(store: Path, tmp_path: Path) -> None:
+    crun = tmp_path / "crun"
+    crun.write_text('#!/bin/sh\necho "$@"\n')
+    crun.chmod(0o755)
+    (tmp_path / "config.json").write_text(json.dumps({"process": {"args": ["true"], "env": []}}))
+    line = [sys.executable, "-I", "-S", str(START), "bundle", str(tmp_path), "n1.ann.7.0.0", "--"]
+    variables = {"PATH": f"{tmp_path}:/usr/bin", "USER": "ann"}
+    done = subprocess.run(line, capture_output=True, text=True, env=variables, timeout=60)
+    assert done.stdout.split()[1:] == [
+        "--root=/tmp/oci-ann/",
+        *f"run --no-new-keyring --bundle {tmp_path} n1.ann.7.0.0".split(),
+    ]
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2]), ("", [1])])
+def test_tasks_of_each_node(text: str, tasks: list[int]) -> None:
+    assert tasks_per_node(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-2]", ["n1", "n2"]),
+        ("gpu[007,9-10]-ib,x", ["gpu007-ib", "gpu9-ib", "gpu10-ib", "x"]),
+        ("a,b[1-2]", ["a", "b1", "b2"]),
+        ("", []),
+    ],
+)
+def test_nodes_of_a_hostlist(nodes: str, names: list[str]) -> None:
+    assert expand(nodes) == names
+
+
+def test_plain_steps_have_the_same_settings_over_a_vpn_as_other_jobs() -> None:
+    text = "\n".join(script._OVER_A_VPN).replace("$SHOAL_VPN", "shoal0").replace('"', "")
+    pairs = [pair for line in text.splitlines() if "export" in line for pair in re.findall(r"(\w+)=(\S+)", line)]
+    assert dict(pairs) == vpn_variables("shoal0")
+
+
+@pytest.fixture
+def sleeper(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of job 7 in an image."""
+    settings = json.dumps({**SETTINGS, "directory": str(root), "workdir": "/srv"})
+    variables = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SLURM_JOB_ID": "7", "SHOAL_IMAGE": settings}
+    line = [sys.executable, "-I", "-S", str(START), "image", "--", "sh", "-c", "echo ready; sleep 600 & wait"]
+    with subprocess.Popen(line, env=variables, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@needs_namespaces
+def test_command_enters_the_image_of_its_job_alone(sleeper: subprocess.Popen[bytes], root: Path) -> None:
+    (root / "mark").write_text("inside\n")
+    line = [
+        sys.executable,
+        *python_command("job_container")[1:],
+        "sh",
+        "-c",
+        "cat /mark; pwd; echo $SHOAL_CONTAINER $TERM",
+    ]
+    variables = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "TERM": "vt100"}
+    done = subprocess.run(line, capture_output=True, text=True, env=variables, timeout=60)
+    assert (done.stdout, done.returncode) == ("inside\n/srv\ntiny vt100\n", 0), done.stderr
+    other = subprocess.run(line, capture_output=True, text=True, env={**variables, "SLURM_JOB_ID": "77"}, timeout=60)
+    assert "/mark: No such file" in other.stderr
+
+
+def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path) -> None:
+    rootfs = tmp_path / "node/containers/mine/rootfs"
+    rootfs.mkdir(parents=True)
+    (rootfs / "note").write_text("kept")
+    (rootfs.parent / "image.json").write_text(json.dumps({"Env": ["A=b"]}))
+    program = (
+        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import image as e; "
+        f"e.own_store = lambda: {str(tmp_path / 'node')!r}; sys.exit(e.export_container(sys.argv[1]))"
+    )
+    node = (sys.executable, "-I", "-S", "-c", program)
+    saved = json.loads(ask("save", str(store), "tuned", *node, "mine"))
+    layout = Path(saved["layout"])
+    index = json.loads((layout / "index.json").read_text())
+    manifest = json.loads((layout / "blobs" / index["manifests"][0]["digest"].replace(":", "/")).read_text())
+    [layer] = manifest["layers"]
+    names = subprocess.run(
+        ["tar", "-tvzf", layout / "blobs" / layer["digest"].replace(":", "/")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert " 0/0 " in names and "./note" in names
+    config = json.loads((layout / "blobs" / manifest["config"]["digest"].replace(":", "/")).read_text())
+    assert config["config"] == {"Env": ["A=b"]} and config["architecture"] == saved["architecture"] != ""
+    noisy = ("sh", "-c", 'echo "slurmstepd: noise" >&2; exec "$0" "$@"', *node, "other")
+    cause = ask("save", str(store), "x", *noisy, status=3)
+    assert cause.endswith(": there is no container other of yours here\n") and "noise" not in cause
+    cut = ("sh", "-c", "echo {}; head -c 3000 /dev/zero | tr '\\0' x")
+    assert "not read whole" in ask("save", str(store), "x", *cut, status=3)
+    assert [image["name"] for image in json.loads(ask("list", str(store)))] == ["tuned"]
+    assert not [name for name in os.listdir(store) if name.startswith(".new")]
