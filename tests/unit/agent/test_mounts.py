@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.remote.agent import facts, file_io, mounts, unix_accounts
+from shoal.remote.agent import facts, file_io, mounts, services, unix_accounts
+from shoal.remote.agent.context import ConvergeContext, OperatorConnection
 from shoal.remote.agent.running import Failure
 
 MOUNTINFO = """\
@@ -103,6 +104,27 @@ def test_share_mount_waits_for_its_server_and_does_not_block_boot(
     assert "TimeoutSec=infinity\n" in text and "After=network-online.target\n" in text
     assert ("[Automount]\nWhere=/my-data\n" in text) is autofs
     assert ("WantedBy=multi-user.target" in text) is not autofs
+
+
+@pytest.mark.parametrize("automount", [True, False])
+def test_new_mount_reloads_systemd_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, automount: bool) -> None:
+    """A reload takes a minute on a slow host, and `enable` and `disable` would do it again."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(mounts, "run", lambda argv, timeout=0.0: calls.append(argv) or (0, ""))
+    for module in (mounts, services):
+        monkeypatch.setattr(module, "run_checked", lambda argv, problem: calls.append(argv))
+    monkeypatch.setattr(mounts, "has_systemd", lambda: True)
+    monkeypatch.setattr(mounts, "can_automount", lambda: True)
+    monkeypatch.setattr(mounts, "UNITS", f"{tmp_path}/")
+    item = {"where": str(tmp_path / "d"), "what": "10.0.0.1:/d", "fstype": "nfs4", "options": "hard", "mounted": True}
+    context = ConvergeContext(OperatorConnection(), str(tmp_path), [], False, str)
+    context.reload_units = True  # another unit of this run has changed as well
+    mounts.make_mount({**item, "automount": automount}, context)
+    verbs = [argv[1] for argv in calls if "--no-reload" not in argv]
+    assert verbs == ["daemon-reload", "start"] and not context.reload_units, calls
+    mounts.make_mount({**item, "automount": automount, "mounted": False}, context)
+    assert [argv[1] for argv in calls if argv[1] == "daemon-reload"] == ["daemon-reload"] * 2
+    assert all("--no-reload" in argv for argv in calls if argv[1] in ("enable", "disable")), calls
 
 
 @pytest.mark.skipif(

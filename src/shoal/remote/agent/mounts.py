@@ -9,7 +9,7 @@ from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, has_sy
 from shoal.remote.agent.file_io import block_marks, read_text, remove, write_atomic
 from shoal.remote.agent.files import make_block
 from shoal.remote.agent.running import Failure, run, run_checked, which
-from shoal.remote.agent.services import unit_log
+from shoal.remote.agent.services import reload_systemd, unit_log
 
 UNITS = "/etc/systemd/system/"
 FIRST_MOUNT_TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ def reject_hidden_files(where: str, mounted: bool) -> None:
 
 def make_mount(item: Item, context: ConvergeContext) -> str:
     if item.get("automount") and has_systemd():
-        return make_automount(item)
+        return make_automount(item, context)
     mount_point, (path, text) = item["where"], mount_record(item)
     unit = os.path.basename(path)
     unchanged = recorded(item, path) == text
@@ -59,7 +59,7 @@ def make_mount(item: Item, context: ConvergeContext) -> str:
                 f"cannot unmount {mount_point}; end what uses it (fuser -vm {mount_point})",
             )
         if has_systemd() and os.path.exists(path):
-            run(["systemctl", "disable", "--", unit])
+            run(["systemctl", "disable", "--no-reload", "--", unit])
     if not has_systemd():
         make_block({"path": path, "name": "mount " + mount_point, "content": text if item["mounted"] else ""}, context)
         if item["mounted"] and not is_mounted(mount_point):
@@ -71,25 +71,27 @@ def make_mount(item: Item, context: ConvergeContext) -> str:
         remove(path)
     elif not unchanged:
         write_atomic(path, text.encode(), 0o644, 0, 0)
-    run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
+    reload_systemd(context)
     if item["mounted"]:
         os.makedirs(mount_point, 0o755, exist_ok=True)
-        run_checked(["systemctl", "enable", "--", unit], "could not enable " + unit)
+        run_checked(["systemctl", "enable", "--no-reload", "--", unit], "could not enable " + unit)
         status, text = run(["systemctl", "start", "--", unit], timeout=120.0)
         if status:
             raise Failure(f"could not mount {item['what']} on {mount_point}\n{unit_log(unit, text)}")
     return ""
 
 
-def make_automount(item: Item) -> str:
+def make_automount(item: Item, context: ConvergeContext) -> str:
     """A share. Who has files of it open keeps them when it goes or changes; who looks next sees the new one."""
     mount_point, (path, text) = item["where"], mount_record(item)
     name = unit_name(mount_point)
     unchanged = recorded(item, path) == text
     watched = can_automount()
     unit = name + (".automount" if watched else ".mount")
+    # Without --no-reload both verbs have systemd read all its units again, in addition to the reload below.
+    flags = ["--no-reload", *(["--now"] if watched else [])]
     if not item["mounted"] or not unchanged:
-        run(["systemctl", "disable", *(["--now"] if watched else []), "--", unit], timeout=30.0)
+        run(["systemctl", "disable", *flags, "--", unit], timeout=30.0)
     if not item["mounted"] or not unchanged or is_dead(item):
         while is_mounted(mount_point):
             run_checked(
@@ -98,7 +100,7 @@ def make_automount(item: Item) -> str:
     if not item["mounted"]:
         for kind in (".automount", ".mount"):
             remove(UNITS + name + kind)
-        run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
+        reload_systemd(context)
         run(["systemctl", "reset-failed", "--", name + ".mount"])
         try:
             os.rmdir(mount_point)
@@ -113,8 +115,8 @@ def make_automount(item: Item) -> str:
             write_atomic(UNITS + name + ".automount", automount.encode(), 0o644, 0, 0)
         else:
             remove(UNITS + name + ".automount")
-        run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
-    run_checked(["systemctl", "enable", *(["--now"] if watched else []), "--", unit], "could not enable " + unit)
+        reload_systemd(context)
+    run_checked(["systemctl", "enable", *flags, "--", unit], "could not enable " + unit)
     status, text = run(["systemctl", "start", "--", name + ".mount"], timeout=FIRST_MOUNT_TIMEOUT_S)
     if status:
         raise Failure(f"could not mount {item['what']} on {mount_point}\n{unit_log(name + '.mount', text)}")

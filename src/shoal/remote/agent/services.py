@@ -143,9 +143,13 @@ def bring_up(item: Item, context: ConvergeContext) -> str:
 def reload_units(context: ConvergeContext, name: str) -> None:
     """Have systemd read its units again, where one has changed."""
     if context.reload_units or context.unit(name).get("NeedDaemonReload") == "yes":
-        run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
-        context.reload_units = False
-        context.known_units = {}
+        reload_systemd(context)
+
+
+def reload_systemd(context: ConvergeContext) -> None:
+    run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
+    context.reload_units = False
+    context.known_units = {}
 
 
 def clear_due_service(name: str, context: ConvergeContext) -> None:
