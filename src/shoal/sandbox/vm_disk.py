@@ -165,7 +165,10 @@ kernel=$(apt apt-cache $options depends --important "$package" | awk '/Depends: 
 [ -n "$kernel" ] || { echo "the package sources have no $package"; exit 3; }
 # Debian 13 does without it. A host's disk is larger than the one it is made of.
 [ -x "$tree/sbin/resize2fs" ] || apt apt-get $options -y install --no-install-recommends e2fsprogs
-apt apt-get $options download "$kernel" busybox-static
+# After Debian 13 the kernel, its modules and their lists are packages of their own.
+parts=$(apt apt-cache $options depends --important "$kernel" |
+    awk '/ Depends: linux-(base|binary|modules)-[0-9]/ { print $2 }')
+apt apt-get $options download "$kernel" $parts busybox-static
 for package in "$tree"/kernel/*.deb; do chroot "$tree" dpkg-deb -x "/kernel/${package##*/}" /kernel/unpacked; done
 for modules in "$tree"/kernel/unpacked/lib/modules/* "$tree"/kernel/unpacked/usr/lib/modules/*; do
     [ -d "$modules" ] || continue
@@ -174,7 +177,9 @@ for modules in "$tree"/kernel/unpacked/lib/modules/* "$tree"/kernel/unpacked/usr
     chroot "$tree" depmod "${modules##*/}"
     cp -a "$tree/usr/lib/modules/${modules##*/}" "$work/modules"
 done
-mv "$tree"/kernel/unpacked/boot/vmlinuz-* "$work/vmlinuz"
+for file in "$tree"/kernel/unpacked/boot/vmlinuz-* "$work/modules/vmlinuz"; do
+    [ ! -e "$file" ] || mv "$file" "$work/vmlinuz"
+done
 for place in bin usr/bin; do
     [ ! -e "$tree/kernel/unpacked/$place/busybox" ] || mv "$tree/kernel/unpacked/$place/busybox" "$work/busybox"
 done
