@@ -22,11 +22,11 @@ PACKAGES = (
     *("nftables", "chrony", "wireguard-tools", "nfs-kernel-server", "nfs-common", "netbase", "rsync", "sshfs"),
     "python3-venv",
 )
-MORE_PACKAGES = {"debian12": ("libpmix2", "quota", "dmsetup", "docker.io", "iptables")}
+MORE_PACKAGES = {"debian12": ("libpmix2", "quota", "dmsetup", "docker.io", "iptables", "mariadb-server", "slurmdbd")}
 """By image: what only its `up` installs, and what tests/e2e/test_vm.py needs for its faults."""
 STOPPED = (
     *("munge", "slurmctld", "slurmd", "chrony", "nfs-server", "rpcbind.service", "rpcbind.socket"),
-    *("docker.service", "docker.socket", "containerd"),
+    *("docker.service", "docker.socket", "containerd", "mariadb", "slurmdbd"),
 )
 """Services that `up` or a test enables: a host that has only just been made does not run them."""
 INSTALL = """\
@@ -42,9 +42,6 @@ chmod 755 "$tree/usr/sbin/policy-rc.d"
 chroot "$tree" apt-get -q update
 chroot "$tree" apt-get -qy install --no-install-recommends $packages
 for unit in $stopped; do chroot "$tree" systemctl disable "$unit" || true; done
-# Kernel NFS mounts a shared /home as a whole, and `up` refuses to hide what is there.
-chroot "$tree" usermod --home /var/lib/shoal-user shoal
-mv "$tree/home/shoal" "$tree/var/lib/shoal-user"
 umount "$tree/proc"
 # What tells one host from another comes with the host.
 rm -f "$tree/usr/sbin/policy-rc.d" "$tree/etc/resolv.conf" "$tree/etc/munge/munge.key" "$tree/etc/machine-id" \\

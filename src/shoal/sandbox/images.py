@@ -30,8 +30,10 @@ PACKAGES = (
 DOWNLOADED_PACKAGES = ("munge", "slurmd", "slurmctld", "slurm-client", "slurm-wlm-basic-plugins", "nftables")
 PACKAGES_OF_IMAGES = {"debian11": ("nftables",), "debian12": (*DOWNLOADED_PACKAGES, "libpmix2")}
 """Other ones for an image: Debian 11's Slurm is too old, and that of Debian 12 does not depend on PMIx."""
-USER = "shoal"
-"""An ordinary user with sudo, beside root."""
+USER, USER_HOME = "shoal", "/var/lib/shoal-user"
+"""An ordinary user with sudo, beside root. Not below /home, which may become a share: kernel NFS mounts it as a whole,
+and `up` refuses to hide what is there."""
+USERADD = ("useradd", "--create-home", "--home-dir", USER_HOME, "--shell", "/bin/bash", "--uid", "1000", USER)
 
 DPKG = """\
 force-unsafe-io
@@ -197,7 +199,7 @@ async def _finish(image: str, root: Path, settings: str, log: Path) -> None:
     chroot = ["chroot", str(root)]
     what = f"finishing image in {root}"
     await _step([*chroot, "update-ca-certificates"], log, what)
-    await _step([*chroot, "useradd", "--create-home", "--shell", "/bin/bash", "--uid", "1000", USER], log, what)
+    await _step([*chroot, *USERADD], log, what)
     await _step([*chroot, "systemctl", "enable", "ssh.service", "shoal-sandbox.service"], log, what)
     await _step([*chroot, "apt-get", "clean"], log, what)
     if not any((root / "var/lib/apt/lists").glob("*Packages*")):
@@ -240,7 +242,7 @@ async def _apt_settings() -> str:
 
 def _recipe_hash(image: str, settings: str) -> str:
     kept = PACKAGES_OF_IMAGES.get(image, DOWNLOADED_PACKAGES)
-    recipe = [os.uname().machine, SUITES[image], PACKAGES, kept, FILES, MASKED, settings]
+    recipe = [os.uname().machine, SUITES[image], PACKAGES, kept, FILES, MASKED, USERADD, settings]
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 
 
