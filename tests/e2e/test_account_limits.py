@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import running
+from tests.e2e.cluster import Cluster, running
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
@@ -16,6 +16,8 @@ LIMITS = (
 SPEC = """\
 cluster: ac-limits
 controller: {provider: sandbox, memory: 1G, image: IMAGE, compute: true, gpus: 2}
+"""
+ACCOUNTING = """\
 accounting:
   accounts:
     lab: {users: [ann, bob], fairshare: 3, qos: [normal, fast], default_qos: fast, description: A lab (of two), LIMITS}
@@ -23,7 +25,7 @@ accounting:
   qos:
     fast: {priority: 10, max_gpus_per_user: 1, LIMITS}
     slow: {}
-"""
+""".replace("LIMITS", LIMITS)
 LATER = """\
 accounting:
   accounts:
@@ -38,15 +40,17 @@ QOS = "sacctmgr -nP show qos format=name,priority,maxtrespu,maxwall,grptres,maxj
 
 @pytest.mark.parametrize("image", ["debian12", "debian13"])
 def test_limits_are_set_once_and_removed_with_the_spec_entry(tmp_path: Path, image: str) -> None:
-    text = SPEC.replace("LIMITS", LIMITS).replace("IMAGE", image)
-    with running(tmp_path, text) as cluster:
-        assert cluster.json("up")["unchanged"]
-        assert "fast|10|gres/gpu=1|1-00:00:00|cpu=8,gres/gpu=2|5|gres/gpu=6000" in cluster.on(
-            "controller", *QOS.split()
-        )
-        cluster.file.write_text(text.split("accounting:")[0] + LATER)
-        assert cluster.json("up")["changed"] == ["controller"]
-        assert cluster.json("up")["unchanged"]
-        associations = cluster.on("controller", *ASSOCIATIONS.split()).split()
-        assert associations[2:] == ["lab||1||||||", "lab|ann|1||||||", "sub||1||||||", "sub|cat|1||||||"]
-        assert cluster.on("controller", *QOS.split()).split() == ["normal|0|||||", "fast|0|||||"]
+    with running(tmp_path, SPEC.replace("IMAGE", image) + ACCOUNTING) as cluster:
+        assert_limits_follow_the_spec(cluster)
+
+
+def assert_limits_follow_the_spec(cluster: Cluster) -> None:
+    """The cluster is up with ACCOUNTING as the end of its spec."""
+    assert cluster.json("up")["unchanged"]
+    assert "fast|10|gres/gpu=1|1-00:00:00|cpu=8,gres/gpu=2|5|gres/gpu=6000" in cluster.on("controller", *QOS.split())
+    cluster.edit(ACCOUNTING, LATER)
+    assert cluster.json("up")["changed"] == ["controller"]
+    assert cluster.json("up")["unchanged"]
+    associations = cluster.on("controller", *ASSOCIATIONS.split()).split()
+    assert associations[2:] == ["lab||1||||||", "lab|ann|1||||||", "sub||1||||||", "sub|cat|1||||||"]
+    assert cluster.on("controller", *QOS.split()).split() == ["normal|0|||||", "fast|0|||||"]

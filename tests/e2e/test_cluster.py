@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, SLOWNESS, Cluster, kill, read_until, taken_down
+from tests.e2e.cluster import HOLD_APT, KIND, LIMIT, RELEASE_APT, SLOWNESS, Cluster, kill, read_until, taken_down
 
 from shoal.sandbox.layout import Layout
 
@@ -93,7 +93,10 @@ def test_srun_reaches_every_node_from_controller_and_login_host(cluster: Cluster
 
 def test_tasks_get_their_own_gpu(cluster: Cluster) -> None:
     show = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c"]
-    out = cluster.on("controller", *show, "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES")
+    own = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
+    if KIND == "vm":  # cgroups confine devices: to each task its GPU is number 0, and no other can be opened
+        own = "for n in 0 1; do (: < /dev/nvidia$n) 2> /dev/null && echo $SLURMD_NODENAME $n; done; true"
+    out = cluster.on("controller", *show, own)
     assert sorted(out.split("\n")[:-1]) == ["fish1 0", "fish1 1", "fish2 0", "fish2 1"]
 
 

@@ -2,7 +2,8 @@
 
     SHOAL_TEST_KIND=vm .venv/bin/pytest -m matrix -n0 -s tests/e2e/test_vm_acceptance.py
 
-They share one cluster of three machines and run in the order of STEPS: under emulation one `up` takes minutes.
+They share one cluster of controller, login host and two nodes, and run in the order of STEPS: under emulation one `up`
+takes minutes.
 With SHOAL_TEST_KEEP=DIR the cluster stays, and the next run uses it as it is; `shoal down` as in test_vm.py removes it.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e import test_cluster, test_confinement, test_storage, test_wireguard
+from tests.e2e import test_account_limits, test_cluster, test_confinement, test_storage, test_wireguard
 from tests.e2e.cluster import KIND, LIMIT, Cluster, running
 from tests.e2e.test_storage import Lab
 from tests.vm_faults import shell, slow_down, speed_up
@@ -36,6 +37,7 @@ SPEC = """\
 cluster: vm-accept
 network: wireguard
 controller: {{provider: sandbox, cpus: 2, memory: 1G}}
+login: {{provider: sandbox, count: 1, cpus: 2, memory: 1G}}
 nodesets:
   fish: {{provider: sandbox, count: 2, gpus: 2, cpus: 2, memory: 1G, site: b}}
 storage:
@@ -94,34 +96,48 @@ def timed(what: str) -> Iterator[None]:
     print(f"\n{what:<100} {time.monotonic() - begin:5.0f} s")
 
 
-def rate_limit_is_measured_and_nccl_settings_follow(lab: Lab) -> None:
-    """A link that a limit fills needs one connection; with delay and loss, sixteen are faster than one."""
+def rate_limit_and_delay_between_sites_are_measured(lab: Lab) -> None:
     try:
         slow_down(lab, "fish1", "a", mbit=RATE_MBIT)
         limited = speed(lab, "fish1", "near1")
+        slow_down(lab, "fish1", "a", delay_ms=50, loss=1)
+        slow = speed(lab, "fish1", "near1")
+    finally:
+        speed_up(lab, "fish1")
+    print(f"\nfish1 to near1: {limited['mbit']:.1f} Mbit/s with {RATE_MBIT} set; with 50 ms and 1 %: {slow}")
+    assert limited["mbit"] < RATE_MBIT * 1.3, limited
+    assert slow["rtt_ms"] >= 50, slow
+
+
+def rate_limit_makes_nccl_open_one_connection(lab: Lab) -> None:
+    """A link that a limit fills needs no more. Settings follow links inside a site: jobs span sites only on request."""
+    try:
+        slow_down(lab, "fish1", "b", mbit=RATE_MBIT)
+        limited = speed(lab, "fish1", "fish2")
         assert limited["mbit"] < RATE_MBIT * 1.3, limited
         lab.json("up")
         assert "NCCL_SOCKET_NTHREADS=1" in lab.on("fish1", "cat", "/etc/shoal/nccl.env")
         variables = "NCCL_SOCKET_IFNAME NCCL_NET NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD"
         (lab.file.parent / "show.py").write_text(f"import os\nprint(*map(os.environ.get, {variables.split()}))\n")
-        nodes = ("-N2", "--switches", "2", "--gpus-per-node", "0", "--nodelist", "fish1,near1")
+        nodes = ("-N2", "--gpus-per-node", "0", "--nodelist", "fish1,fish2")
         line = lab.line("run", "--json", "--wait", *nodes, "show.py")
         done = subprocess.run(
             line, cwd=lab.file.parent, env=lab.env, capture_output=True, text=True, timeout=LIMIT, check=False
         )
         assert "=shoal0 Socket 1 1" in done.stdout, done
-        print(f"\nfish1 to near1: {limited['mbit']:.1f} Mbit/s with {RATE_MBIT} set; a job has =shoal0 Socket 1 1")
+        print(f"\nfish1 to fish2: {limited['mbit']:.1f} Mbit/s with {RATE_MBIT} set; a job has =shoal0 Socket 1 1")
     finally:
         speed_up(lab, "fish1")
 
 
 def delay_and_loss_make_nccl_open_more_connections(lab: Lab) -> None:
+    """With both, sixteen connections are faster than one."""
     try:
-        slow_down(lab, "fish1", "a", delay_ms=50, loss=1)
-        slow = speed(lab, "fish1", "near1")
+        slow_down(lab, "fish1", "b", delay_ms=50, loss=1)
+        slow = speed(lab, "fish1", "fish2")
         lab.json("up")
         setting = lab.on("fish1", "cat", "/etc/shoal/nccl.env")
-        print(f"\nfish1 to near1 with 50 ms and 1 %: {slow}; {setting.split()}")
+        print(f"\nfish1 to fish2 with 50 ms and 1 %: {slow}; {setting.split()}")
         assert slow["rtt_ms"] >= 50, slow
         each = 4 if slow["mbit_many"] >= 1.2 * slow["mbit"] else 1
         assert f"NCCL_SOCKET_NTHREADS={each}\n" in setting, (slow, setting)
@@ -194,43 +210,58 @@ def container_joins_the_virtual_machines(lab: Lab) -> None:
     assert [item for item in lab.json("check", status=None)["findings"] if item["level"] == "error"] == []
 
 
+def account_limits_are_set_and_removed(lab: Lab) -> None:
+    lab.file.write_text(lab.file.read_text() + test_account_limits.ACCOUNTING)
+    assert lab.json("up")["whole"]
+    test_account_limits.assert_limits_follow_the_spec(lab)
+
+
 STEPS: list[Callable[..., object]] = [
     test_cluster.test_up_makes_nodes_that_slurm_can_use,
+    test_cluster.test_srun_reaches_every_node_from_controller_and_login_host,
+    test_cluster.test_tasks_get_their_own_gpu,
+    test_cluster.test_munge_key_is_equal_on_all_hosts_and_readable_only_by_munge,
+    test_cluster.test_names_resolve_on_every_host,
+    test_cluster.test_ssh_runs_a_command,
+    test_storage.test_users_have_equal_ids_on_all_hosts_and_a_second_up_has_no_changes,
+    test_storage.test_job_of_a_user_on_two_nodes_writes_to_the_home_directory,
+    test_storage.test_ssh_to_a_node_needs_a_job_there,
+    test_storage.test_ssh_from_node_to_node_works_inside_a_job_and_nowhere_else,
+    test_storage.test_symbolic_links_on_a_share_work_on_every_host,
+    test_storage.test_ports_of_shares_are_closed_from_outside_the_cluster,
+    test_storage.test_secrets_of_shares_are_not_readable_by_others,
+    test_storage.test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed,
+    test_storage.test_staged_share_is_copied_before_a_job_and_back_after_the_job,
     test_confinement.test_jobs_are_tracked_and_confined_by_cgroups,
     test_confinement.test_job_opens_only_its_own_gpus,
     test_confinement.test_two_jobs_on_a_node_hold_different_gpus,
     test_confinement.test_background_processes_end_with_their_job,
     test_confinement.test_job_memory_is_limited_to_its_request,
     test_confinement.test_rank_killed_for_its_memory_is_named,
-    test_storage.test_users_have_equal_ids_on_all_hosts_and_a_second_up_has_no_changes,
-    test_storage.test_job_of_a_user_on_two_nodes_writes_to_the_home_directory,
-    test_storage.test_ssh_to_a_node_needs_a_job_there,
-    test_storage.test_ssh_from_node_to_node_works_inside_a_job_and_nowhere_else,
-    test_storage.test_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed,
-    test_storage.test_staged_share_is_copied_before_a_job_and_back_after_the_job,
-    test_storage.test_symbolic_links_on_a_share_work_on_every_host,
-    test_storage.test_ports_of_shares_are_closed_from_outside_the_cluster,
-    test_storage.test_secrets_of_shares_are_not_readable_by_others,
     container_joins_the_virtual_machines,
     topology_follows_sites,
-    rate_limit_is_measured_and_nccl_settings_follow,
+    test_wireguard.test_each_host_has_its_own_private_key_readable_only_by_root,
+    test_wireguard.test_jobs_run_inside_a_site_by_default_and_across_sites_on_request,
+    rate_limit_and_delay_between_sites_are_measured,
+    rate_limit_makes_nccl_open_one_connection,
     delay_and_loss_make_nccl_open_more_connections,
     smaller_mtu_of_one_host_is_followed,
     clock_that_is_wrong_at_boot_is_corrected,
-    test_wireguard.test_each_host_has_its_own_private_key_readable_only_by_root,
-    test_wireguard.test_jobs_run_inside_a_site_by_default_and_across_sites_on_request,
+    test_wireguard.test_host_without_its_interface_sends_no_network_traffic_elsewhere,
     test_wireguard.test_lost_nat_state_is_restored_before_slurm_marks_nodes_down,
     test_wireguard.test_hosts_behind_nat_reconnect_to_a_hub_after_its_wireguard_dies,
-    test_wireguard.test_host_without_its_interface_sends_no_network_traffic_elsewhere,
     test_wireguard.test_disconnected_site_reconnects,
     test_wireguard.test_all_keys_rotate_while_a_job_runs_across_sites,
-    test_cluster.test_tasks_get_their_own_gpu,
-    test_cluster.test_munge_key_is_equal_on_all_hosts_and_readable_only_by_munge,
     test_cluster.test_node_can_be_drained_and_resumed,
     test_cluster.test_wrong_munge_key_on_a_host_is_reported_and_replaced,
+    test_cluster.test_partition_changes_while_a_job_runs,
+    test_cluster.test_hosts_recover_after_a_reboot,
     test_storage.test_shares_are_mounted_again_after_a_reboot,
     test_storage.test_removed_user_is_locked_and_keeps_files_and_can_be_added_again,
+    account_limits_are_set_and_removed,
+    test_cluster.test_down_is_rejected_while_jobs_run_and_removes_everything,
 ]
+"""What follows the container needs it as a third node. The accounts come last: users without one can run no job."""
 
 
 def step_name(step: Callable[..., object]) -> str:

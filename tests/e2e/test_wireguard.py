@@ -307,7 +307,7 @@ KEY, KEYS = "/etc/shoal/wireguard.key", "cat /etc/shoal/wireguard.pub; wg show s
 
 def keys(cluster: Cluster) -> set[str]:
     """The public keys of all hosts. Each host's interface has the host's own, and as peers those of the others."""
-    fields_by_host = {host: cluster.on(host, "sh", "-c", KEYS).split() for host in HOSTS}
+    fields_by_host = {host: cluster.on(host, "sh", "-c", KEYS).split() for host in cluster.instances()}
     own = {host: fields[0] for host, fields in fields_by_host.items()}
     for host, (written, used, *peers) in fields_by_host.items():
         assert written == used
@@ -327,7 +327,7 @@ def test_all_keys_rotate_while_a_job_runs_across_sites(cluster: Cluster) -> None
     everywhere = [f"/shared/on-{host}" for host in ("fish1", "fish2", "near1")]
     cluster.wait("the job runs", lambda: bool(cluster.on("controller", "ls", *everywhere)))
     [report] = cluster.json("keys", "rotate", "wireguard")["rotated"]
-    assert (sorted(report["hosts"]), report["finished"]) == (sorted(HOSTS), False)
+    assert (sorted(report["hosts"]), report["finished"]) == (sorted(cluster.instances()), False)
     assert not keys(cluster) & old
     every_pair_connects(cluster)
     cluster.on("controller", "touch", "/shared/release")
