@@ -39,6 +39,12 @@ users:
   ada: {{uid: 2001, keys: ["file:KEYS/ada.pub"]}}
 nodesets:
   pods: {{provider: runpod, type: NVIDIA A40, region: EU-RO-1, max: 2, cpus: 1, memory: 2G, gpus: 1, idle: 10s}}
+  large: {{provider: runpod, type: 8x NVIDIA A40, region: EU-RO-1, max: 1, cpus: 72, memory: 2G, gpus: 8, idle: 10s}}
+partitions:
+  main: {{nodesets: [pods], default: true}}
+  large: {{nodesets: [large]}}
+files:
+  /opt/site/note: {{source: note, hosts: [pods]}}
 """
 SCRIPT = """\
 import contextlib, json, os, sys, time
@@ -49,6 +55,7 @@ with contextlib.suppress(ImportError):
     import herring
     print("uses", herring.VERSION, sys.prefix)
 print(f"on {node} with gpu {gpu}")
+print(Path("/opt/site/note").read_text().strip())
 for step in range(int(sys.argv[1])):
     checkpoint = job / f"checkpoints/step-{step}"
     checkpoint.mkdir(parents=True)
@@ -92,6 +99,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     place = tmp_path_factory.mktemp("pods")
     (place / "bowl.txt").write_text("--no-index\n--find-links /shared/index\nherring\n")
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / "ada"], check=True, timeout=LIMIT)
+    (place / "note").write_text("from the file\n")
     with renting(place, SPEC.replace("KEYS", str(place)), cloud) as (cluster, urls):
         index = Layout(cache_dir(), NAME).shared / "index"
         small_wheel(index, "herring", "1.0")
@@ -106,8 +114,8 @@ def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: 
     job = pods.run("3", "0.2", options=("--env", "bowl"))
     shown = pods.cluster.shoal("logs", "-f", job).stdout.splitlines()
     report = [line for line in shown if line.startswith("[0] ")]  # srun may have had to wait, and said so
-    assert report[:2] == [f"[0] uses 1.0 {made['path']}", "[0] on pods1 with gpu 0"]
-    assert report[2:] == [f"[0] step {step}" for step in range(3)]
+    assert report[:3] == [f"[0] uses 1.0 {made['path']}", "[0] on pods1 with gpu 0", "[0] from the file"]
+    assert report[3:] == [f"[0] step {step}" for step in range(3)]
     assert pods.shown(job)["record"]["state"] == "COMPLETED"
     assert (pods.kept(f"{job}/tree/result.txt"), pods.kept(f"{job}/checkpoints/step-2/weights")) == ("42", "2")
     machine = bill(pods.url)["machines"][0]
@@ -129,10 +137,19 @@ def test_job_of_a_user_runs_there_as_the_user_and_its_files_return(pods: Pods, t
     shoal("join", "ada@desktop")
     job = json.loads(shoal("run", "--json", "--nodelist", "pods1", "train.py", "3", "0.2"))["id"]
     report = [line for line in shoal("logs", "-f", job).splitlines() if line.startswith("[0] ")]
-    assert report == ["[0] on pods1 with gpu 0", *(f"[0] step {step}" for step in range(3))]
+    assert report == ["[0] on pods1 with gpu 0", "[0] from the file", *(f"[0] step {step}" for step in range(3))]
     place = f"{USER_JOBS_DIRECTORY}/ada/{job}"
     assert pods.cluster.on("controller", "cat", f"{place}/checkpoints/step-2/weights") == "2"
     assert set(pods.cluster.on("controller", "find", place, "-printf", r"%u\n").split()) == {"ada"}
+
+
+def test_container_below_its_nodeset_is_explained_on_the_job(pods: Pods) -> None:
+    """RunPod promises 72 CPUs, and the container has those of this machine."""
+    wake = ("sbatch", "--parsable", "--partition=large", "--output=/dev/null", "--wrap", "true")
+    job = pods.cluster.on("controller", *wake).strip()
+    said = "CPUs and nodeset large says 72"
+    pods.cluster.wait("it says why it waits", lambda: said in pods.shown(job)["record"]["waits_for"], seconds=120)
+    pods.cluster.on("controller", "scancel", job)
 
 
 def test_script_failure_in_a_container_is_reported_with_its_reason(pods: Pods) -> None:

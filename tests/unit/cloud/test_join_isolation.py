@@ -13,6 +13,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.cloud.providers.api import RentedInstance
+from shoal.cloud.service.context import UNFIT_TYPE_PREFIX
 from shoal.hosts.api import Result, Target
 from shoal.network.tunnel import HOST_KEYS
 from shoal.network.wireguard import PUBLIC_KEY
@@ -62,6 +63,14 @@ async def test_rented_container_on_wireguard_does_not_block_other_joins(tmp_path
     assert reef.item("pods1", "block members in /etc/hosts") == names, "it still finds the controller in its tunnel"
     reef.others = {"pods1": POD, "cloud1": machine(1)}
     await reef.joiner.remove_departed()
+
+
+async def test_rented_container_below_its_nodeset_is_unfit(tmp_path: Path) -> None:
+    reef = PodReef(tmp_path)
+    reef.add("pods1", replace(pod_facts(), memory_mb=4000))
+    said = "it has 4000 MB of memory and nodeset pods says 8192 MB (set `cpus: 2`, `memory: 4000M` there"
+    assert (await reef.joiner.join({"pods1": POD}))["pods1"].startswith(f"{UNFIT_TYPE_PREFIX}{said}")
+    assert not [key for key in reef.asked("pods1") if key.startswith(("package", "service"))]
 
 
 @pytest.mark.parametrize("address", ["not an address", "10.0.0.300"])

@@ -25,7 +25,7 @@ from shoal.spec.model import Spec
 def unfit_machines(spec: Spec, facts: Mapping[str, Facts], controller: str, new: Iterable[str]) -> dict[str, str]:
     """The errors of machines that Slurm would not use: too small for their nodeset, or without the cgroups it needs.
 
-    Containers are left to slurmctld: their configuration is without cgroups, and slurmd counts what the kernel has.
+    Containers need none: jobs are not confined there. The limits of a container count, which slurmd does not see.
     """
     required = read_current_conf(facts[controller]).confinement or Confinement()
     containers = rented_containers(spec)
@@ -33,7 +33,7 @@ def unfit_machines(spec: Spec, facts: Mapping[str, Facts], controller: str, new:
     for nodeset in rented_sets(spec).values():
         shape = minimum_shape(spec, nodeset)
         for name in nodeset.nodes:
-            if name not in new or name not in facts or name in containers:
+            if name not in new or name not in facts:
                 continue
             fact = facts[name]
             if uses_tree(spec) and fact.arch not in find_trees():
@@ -48,7 +48,7 @@ def unfit_machines(spec: Spec, facts: Mapping[str, Facts], controller: str, new:
                 errors[name] = (
                     f"{UNFIT_TYPE_PREFIX}it has {', '.join(lacks)} (set {fitting} there, or rent a larger type)"
                 )
-            elif missing := [*_missing_cgroups(required, confinement((fact,), ()))]:
+            elif name not in containers and (missing := [*_missing_cgroups(required, confinement((fact,), ()))]):
                 errors[name] = (
                     f"{UNFIT_IMAGE_PREFIX}Slurm confines jobs with cgroups here, and this machine has no writable"
                     f" {', '.join(missing)} (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)"
