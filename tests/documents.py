@@ -31,6 +31,7 @@ TRIAL = "at a simulated Amazon, with --yes, by hand (-m matrix), by test_provide
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 LAB = "as it stands, by the first user of test_lab.py"
 STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
+VALIDATE = "by a user, with a PYTHONPATH in place of --env, by hand (-m matrix), by tests/e2e/test_validate.py"
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
 JOB_IMAGES = "with an image of its own, by hand (-m matrix), by tests/e2e/test_image_jobs.py"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
@@ -43,6 +44,9 @@ COMMANDS = {
     "shoal plan": LENT,
     "shoal up": LENT,
     "shoal status": LENT,
+    "shoal validate --quick": VALIDATE,
+    "shoal validate --env torch": VALIDATE,
+    "shoal validate --since 7d": VALIDATE,
     "shoal doctor": DOCTOR,
     "shoal doctor --fix": DOCTOR,
     "shoal ssh desktop srun -N2 hostname": LENT,

@@ -36,6 +36,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Observe": {
         "status": "cluster_commands",
         "doctor": "doctor_command",
+        "validate": "validate_command",
         "usage": "accounting_commands",
         "ui": "server_commands",
         "bench": "bench_commands",

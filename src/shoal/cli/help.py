@@ -23,6 +23,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "shoal doctor --fix slurmd-stopped",
         "shoal doctor --history",
     ),
+    "validate": (
+        "shoal validate --quick",
+        "shoal validate --env torch -w gpu[01-04]",
+        "shoal validate --launcher srun,torchrun --env torch",
+        "shoal validate --since 7d",
+    ),
     "down": ("shoal down", "shoal down --yes"),
     "ssh": ("shoal ssh gpu01", "shoal ssh desktop squeue", "shoal ssh --job 17", "shoal ssh --forget-key gpu01"),
     "exec": ("shoal exec -- uptime", "shoal exec --job 17 -- nvidia-smi", "shoal exec -w gpu[01-04] -- nvidia-smi -L"),

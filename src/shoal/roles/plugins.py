@@ -1,4 +1,4 @@
-"""Optional plugins of Slurm: PMIx for MPI programs, and Lua for jobs that may span sites."""
+"""Optional plugins of Slurm: PMIx for MPI programs, and Lua for jobs that may span sites; and the file's `mpi`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Item, Link
 from shoal.agent.facts import Facts
+from shoal.roles.component import Component
 from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.conf import LUA_PLUGIN
 from shoal.slurm.versions import Version, packaged_version
+from shoal.spec.member import Member
 from shoal.spec.model import Spec
+
+MPI_PACKAGES = ("openmpi-bin", "hpcc", "fio")
+"""Open MPI, and what `shoal validate` measures with."""
 
 LUA_DISTRIBUTIONS = (("debian", "12"), ("debian", "13"), ("debian", ""))
 """Distributions whose slurmctld includes the plugin. Debian's sid has no version number."""
@@ -23,6 +28,13 @@ Debian 12's plugin loads a file name that only the development package has.
 ARCHITECTURES = ("x86_64", "aarch64")
 INSTALLED_AS = "libpmix.so.2"
 PMIX = "mpi_pmix.so"
+
+
+class MpiComponent(Component):
+    """The file's `mpi`: packages alone. Slurm's own part of it is on every host."""
+
+    def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
+        return MPI_PACKAGES if spec.mpi is not None and "compute" in member.roles else ()
 
 
 def pmix_files() -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from shoal.roles.files import FilesComponent
 from shoal.roles.images import ImagesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
+from shoal.roles.plugins import MpiComponent
 from shoal.roles.slurm_tree import tree_secrets
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
@@ -43,6 +44,7 @@ COMPONENTS: tuple[Component, ...] = (
     NodeLoginsComponent(),
     EnvironmentsComponent(),
     ImagesComponent(),
+    MpiComponent(),
     ClientComponent(),
     UserProgramComponent(),
     ClockComponent(),

@@ -75,7 +75,7 @@ def test_command_list_is_complete() -> None:
     assert {" ".join(words) for words in ALL} == {
         *("init", "schema", "check", "plan", "up", "status", "doctor", "down", "ssh", "exec"),
         *("node drain", "node resume", "node remove"),
-        *("join", "run", "jobs", "logs", "fetch", "cancel", "prove", "bench links"),
+        *("join", "run", "jobs", "logs", "fetch", "cancel", "prove", "bench links", "validate"),
         *("env build", "env list", "env remove", "env clean", "ui"),
         *("image pull", "image build", "image save", "image bundle", "image list", "image remove", "image prune"),
         *("usage", "restore", "keys rotate", "offers", "cost", "try", "reap", "simulate"),

@@ -27,6 +27,7 @@ from shoal.proof.types import ProofResult
 from shoal.slurm.state import JobState, NodeState, PartitionState
 from shoal.slurm.usage import UsageRow
 from shoal.spec.finding import Finding
+from shoal.validation.types import MpirunProgram, StepEnvironment, ValidationResult, ValidationRow
 from shoal.verbs.cost import CostResult
 from shoal.verbs.doctor import DoctorResult, FixOutcome
 from shoal.verbs.env import CleanResult, EnvironmentState
@@ -45,6 +46,7 @@ from shoal.verbs.simulate import Simulated
 from shoal.verbs.submission import SubmittedJob
 from shoal.verbs.ui import WebPage
 from shoal.verbs.usage import UsageResult
+from shoal.verbs.validate import ValidationHistory
 
 PAGE = (ROOT / "docs/json.md").read_text()
 
@@ -71,6 +73,7 @@ COMMANDS = {
     "try": of(TryResult),
     "reap": of(ReapResult),
     "bench links": of(LinksResult, "whole"),
+    "validate": of(ValidationResult, "passed", "complete") | of(ValidationHistory),
     "env build": of(BuildResult),
     "env remove": of(CleanResult),
     "env clean": of(CleanResult),
@@ -99,6 +102,9 @@ PARTS = {
     "`backups` of `restore`": of(Backup),
     "`offers` of `offers`": of(Offer),
     "`links` of `bench links`": of(LinkSpeed),
+    "`rows` of `validate`": of(ValidationRow),
+    "`mpiruns` of `validate`": of(MpirunProgram),
+    "`environments` of `validate`": of(StepEnvironment),
     "`environments` of `env list`": of(EnvironmentState),
     "`images` of `image list`": of(StoredImage),
 }

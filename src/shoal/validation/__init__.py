@@ -1,0 +1,1 @@
+"""What `shoal validate` concludes from the output of its jobs: rows, findings, published limits. Pure."""

@@ -1,0 +1,250 @@
+"""Every row of `shoal validate` passes, fails and is left out for the right reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shoal.remote.validation.place import PREFIX, size_row
+from shoal.validation.rows import ROW_NAMES, read_environments, read_mpiruns, read_rows, size_text
+from shoal.validation.types import JobOutcome, ValidationJob, ValidationRow
+
+NODES = ("fish1", "fish2")
+SIZES = [size_row(size, size / 1e9, 2, 0) for size in (1024, 1 << 20)]
+VALUES: dict[str, list[dict[str, Any]]] = {
+    "cpu": [
+        {
+            "test": "cpu",
+            "node": node,
+            "rank": rank,
+            "cpus": 4,
+            "world": 2,
+            "vendor": "QEMU",
+            "environment": {"PATH": "/bin"},
+        }
+        | {"python": "3.11", "memlock": "unlimited"}
+        for rank, node in enumerate(NODES)
+    ],
+    "mpirun": [
+        {"test": "mpirun", "node": node, "rank": rank, "path": "/usr/bin/mpirun", "kind": "openmpi", "others": []}
+        | {"version": "mpirun (Open MPI) 4.1.4", "pmix": "ext3x"}
+        for rank, node in enumerate(NODES)
+    ],
+    "gpu": [
+        {"test": "gpu", "node": node, "rank": rank, "gpus": ["NVIDIA H200"], "expected": 1, "tflops": 600.0, "wrong": 0}
+        | {"h2d": 50.0, "d2d": 300.0}
+        for rank, node in enumerate(NODES)
+    ],
+    "torch": [
+        {"test": "torch", "node": "fish1", "rank": 0, "backend": "gloo", "version": "torch 2.13", "sizes": SIZES}
+        | {"ranks": 2, "nodes": [*NODES]},
+    ],
+    "mpi": [
+        {"test": "mpi", "node": "fish1", "rank": 0, "sizes": SIZES, "ranks": 2, "nodes": [*NODES]},
+        {"test": "mpi-pair", "node": "fish1", "rank": 0, "pair": [*NODES], "latency_us": 40.0, "speed": 0.9},
+    ],
+    "links": [
+        {"test": "link-pair", "node": "fish1", "rank": 0, "pair": ["fish1", "fish2"], "speed": 1.2, "rtt_ms": 0.1},
+        {"test": "link-pair", "node": "fish2", "rank": 1, "pair": ["fish2", "fish1"], "speed": 1.1, "rtt_ms": 0.1},
+    ],
+    "hpcc": [
+        {"test": "hpcc", "node": node, "rank": rank, "gflops": 40.0, "triad": 20.0, "wrong": 0, "size": 1024, "cpus": 2}
+        | {"version": "hpcc 1.5.0"}
+        for rank, node in enumerate(NODES)
+    ],
+    "fio": [
+        {
+            "test": "fio",
+            "node": node,
+            "rank": rank,
+            "directory": "/data",
+            "write": 0.5,
+            "read": 0.8,
+            "version": "fio-3.33",
+        }
+        for rank, node in enumerate(NODES)
+    ],
+}
+
+
+def outcome(test: str, values: list[dict[str, Any]] | None = None, **more: Any) -> JobOutcome:
+    values = VALUES[test] if values is None else values
+    lines = ["some line of the launcher", *(PREFIX + json.dumps(value) for value in values)]
+    return JobOutcome(ValidationJob("srun", "srun", (test,), NODES, cpus=2), "17", lines=tuple(lines), **more)
+
+
+def rows(test: str, values: list[dict[str, Any]] | None = None, **more: Any) -> dict[str, ValidationRow]:
+    return {row.test: row for row in read_rows(outcome(test, values, **more))}
+
+
+def changed(test: str, place: int = 0, **more: Any) -> list[dict[str, Any]]:
+    """The results of a test, one of them changed."""
+    return [{**value, **more} if number == place else value for number, value in enumerate(VALUES[test])]
+
+
+@pytest.mark.parametrize("test", VALUES)
+def test_good_results_pass(test: str) -> None:
+    assert {row.status for row in rows(test).values()} == {"passed"}
+    assert all(row.job == "17" and row.nodes == "fish[1-2]" for row in rows(test).values())
+
+
+@pytest.mark.parametrize("test", VALUES)
+def test_test_without_a_result_has_failed_with_the_reason_of_its_job(test: str) -> None:
+    result = rows(test, [], failed=True, reason="the job reached its time limit", fix="give it more with --time")
+    assert tuple(result) == ROW_NAMES[test]
+    assert all(row.status == "failed" and row.detail == "the job reached its time limit" for row in result.values())
+
+
+@pytest.mark.parametrize("test", VALUES)
+def test_job_that_ended_well_without_a_result_has_failed(test: str) -> None:
+    for row in rows(test, []).values():
+        assert (row.status, row.detail, row.fix) == ("failed", "it left no result", "look at `shoal logs 17`")
+
+
+@pytest.mark.parametrize("test", VALUES)
+def test_rank_with_a_problem_is_named(test: str) -> None:
+    problem = {"test": test, "node": "fish2", "rank": 1, "problem": "RuntimeError: no route to host"}
+    for row in rows(test, [*VALUES[test], problem]).values():
+        assert (row.status, row.detail) == ("failed", "rank 1 on fish2: RuntimeError: no route to host")
+
+
+@pytest.mark.parametrize(
+    ("test", "package"), [("mpirun", "openmpi-bin"), ("torch", "torch"), ("hpcc", "hpcc"), ("fio", "fio")]
+)
+def test_missing_tool_is_not_run_and_names_the_package(test: str, package: str) -> None:
+    missing = {"test": test, "node": "fish2", "rank": 1, "problem": "it is not installed", "missing": package}
+    for row in rows(test, [*VALUES[test][:1], missing]).values():
+        assert (row.status, row.package) == ("not run", package)
+        assert row.detail == "it is not installed on fish2" and row.fix
+
+
+@pytest.mark.parametrize(
+    ("lines", "package"),
+    [
+        (["shoal: no mpirun of Open MPI on fish1,fish2"], "openmpi-bin"),
+        (["/usr/bin/python3: Error while finding module: No module named 'torch'"], "torch"),
+    ],
+)
+def test_missing_launcher_leaves_all_its_tests_out(lines: list[str], package: str) -> None:
+    job = ValidationJob("mpirun", "mpirun", ("cpu", "mpi"), NODES)
+    result = read_rows(JobOutcome(job, "17", True, "the batch script failed", lines=tuple(lines)))
+    assert [row.test for row in result] == ["cpu", "mpi all-reduce", "mpi ping-pong"]
+    assert {(row.status, row.package) for row in result} == {("not run", package)}
+
+
+def test_lost_rank_fails_the_cpu_row() -> None:
+    row = rows("cpu", VALUES["cpu"][:1], failed=True, reason="node fish2 failed")["cpu"]
+    assert (row.status, row.detail) == ("failed", "1 of 2 ranks did not start: 1; node fish2 failed")
+
+
+def test_ranks_on_one_node_fail_the_cpu_row() -> None:
+    row = rows("cpu", changed("cpu", 1, node="fish1"))["cpu"]
+    assert (row.status, row.detail) == ("failed", "fish1 has 2 ranks instead of 1")
+
+
+def test_binding_to_one_core_fails_the_cpu_row() -> None:
+    row = rows("cpu", changed("cpu", 1, cpus=1))["cpu"]
+    assert (row.status, row.detail) == ("failed", "rank 1 on fish2 may use 1 of 2 CPUs")
+    assert "OMPI_MCA_hwloc_base_binding_policy" in row.fix
+
+
+@pytest.mark.parametrize(
+    ("values", "detail"),
+    [
+        (changed("mpirun", 0, kind="other", version="Version: 4.1"), "/usr/bin/mpirun on fish1 is not Open MPI"),
+        (changed("mpirun", 1, version="mpirun (Open MPI) 5.0.7"), "nodes have different releases: fish1: mpirun"),
+        (changed("mpirun", 1, pmix=""), "/usr/bin/mpirun on fish2 was built without PMIx"),
+    ],
+)
+def test_unfit_mpirun_fails_its_row(values: list[dict[str, Any]], detail: str) -> None:
+    row = rows("mpirun", values)["mpirun"]
+    assert row.status == "failed" and row.detail.startswith(detail) and row.fix
+
+
+def test_gpu_that_does_not_open_fails_the_gpu_row() -> None:
+    row = rows("gpu", changed("gpu", 1, gpus=[]))["gpu"]
+    assert (row.status, row.detail) == ("failed", "rank 1 on fish2 opens 0 of 1 GPUs")
+
+
+def test_wrong_product_of_a_gpu_fails_the_gpu_row() -> None:
+    row = rows("gpu", changed("gpu", 1, wrong=3))["gpu"]
+    assert (row.status, row.detail) == ("failed", "fish2: a matrix product has 3 wrong values")
+
+
+@pytest.mark.parametrize(("test", "name"), [("torch", "all-reduce gloo"), ("mpi", "mpi all-reduce")])
+def test_wrong_sum_fails_the_all_reduce_row(test: str, name: str) -> None:
+    wrong = [*SIZES[:1], {**SIZES[1], "wrong": 7}]
+    row = rows(test, changed(test, 0, sizes=wrong))[name]
+    assert (row.status, row.detail) == ("failed", "7 of 262144 values of 1048576 bytes are wrong")
+
+
+def test_all_reduce_inside_nodes_is_a_row_that_can_fail() -> None:
+    inside = [
+        {"test": "torch-node", "node": node, "rank": rank, "speed": 9.0, "sizes": SIZES[:1], "ranks": 8, "wrong": 0}
+        for rank, node in enumerate(NODES)
+    ]
+    name = "all-reduce gloo in a node"
+    assert rows("torch", VALUES["torch"] + inside)[name].status == "passed"
+    assert rows("torch", VALUES["torch"] + inside[:1])[name].detail == "fish2 left no result"
+    wrong = {**inside[1], "wrong": 5}
+    assert rows("torch", [*VALUES["torch"], inside[0], wrong])[name].detail == "5 values are wrong on fish2"
+
+
+def test_pair_without_a_result_fails_the_ping_pong_row() -> None:
+    result = rows("mpi", VALUES["mpi"][:1], failed=True, reason="the job was cancelled")
+    assert result["mpi all-reduce"].status == "passed"
+    assert (result["mpi ping-pong"].status, result["mpi ping-pong"].detail) == ("failed", "the job was cancelled")
+    result = rows("mpi", VALUES["mpi"][1:])
+    assert (result["mpi all-reduce"].status, result["mpi ping-pong"].status) == ("failed", "passed")
+
+
+def test_node_without_a_link_fails_the_links_row() -> None:
+    values = [{**value, "pair": ["fish1", "fish3"]} for value in VALUES["links"]]
+    row = rows("links", values)["links"]
+    assert (row.status, row.detail) == ("failed", "fish2 was not measured")
+    broken = {"test": "link-pair", "node": "fish1", "rank": 0, "pair": [*NODES], "problem": "to fish2: refused"}
+    assert rows("links", [broken])["links"].detail == "rank 0 on fish1: to fish2: refused"
+
+
+def test_wrong_result_of_hpl_and_a_silent_node_fail_their_rows() -> None:
+    result = rows("hpcc", changed("hpcc", 1, wrong=1))
+    assert (result["hpl"].status, result["hpl"].detail) == ("failed", "HPL's result is wrong on fish2")
+    assert result["stream"].status == "passed"
+    assert rows("hpcc", VALUES["hpcc"][:1])["stream"].detail == "fish2 left no result"
+
+
+def test_failing_disk_fails_its_row_and_no_other() -> None:
+    broken = {"test": "fio", "node": "fish2", "rank": 1, "directory": "scratch", "problem": "fio: Input/output error"}
+    result = rows("fio", [*VALUES["fio"], broken])
+    assert result["fio /data"].status == "passed"
+    assert (result["fio scratch"].status, result["fio scratch"].detail) == ("failed", "fish2: fio: Input/output error")
+    closed = {**broken, "problem": "alice cannot write to /models"}
+    assert rows("fio", [closed])["fio scratch"].status == "not run"
+    assert rows("fio", VALUES["fio"][:1])["fio /data"].detail == "fish2 left no result"
+
+
+def test_start_failure_of_mpi_has_its_cause() -> None:
+    values: list[dict[str, Any]] = []
+    result = read_rows(
+        JobOutcome(outcome("mpi", values).job, "17", True, "rank 0 failed", lines=("orte_ess_init failed",))
+    )
+    assert all("PMIx" in row.fix for row in result)
+
+
+def test_unfinished_line_is_no_result() -> None:
+    good = outcome("cpu")
+    cut = JobOutcome(good.job, "17", lines=(*good.lines[:-1], good.lines[-1][:-9], PREFIX + "[]", PREFIX + "{}"))
+    assert read_rows(cut)[0].detail.startswith("1 of 2 ranks did not start")
+
+
+def test_mpiruns_and_environments_are_read() -> None:
+    [program, _] = read_mpiruns([outcome("mpirun"), outcome("cpu")])
+    assert (program.node, program.path, program.pmix) == ("fish1", "/usr/bin/mpirun", "ext3x")
+    [environment] = read_environments([outcome("cpu")])
+    assert (environment.launcher, environment.node, environment.variables) == ("srun", "fish1", {"PATH": "/bin"})
+
+
+def test_sizes_are_readable() -> None:
+    assert [size_text(size) for size in (1000, 1 << 16, 1 << 22, 4 << 30)] == ["1000 B", "64 KiB", "4 MiB", "4 GiB"]
