@@ -249,7 +249,6 @@ STEPS: list[Callable[..., object]] = [
     clock_that_is_wrong_at_boot_is_corrected,
     test_wireguard.test_host_without_its_interface_sends_no_network_traffic_elsewhere,
     test_wireguard.test_lost_nat_state_is_restored_before_slurm_marks_nodes_down,
-    test_wireguard.test_hosts_behind_nat_reconnect_to_a_hub_after_its_wireguard_dies,
     test_wireguard.test_disconnected_site_reconnects,
     test_wireguard.test_all_keys_rotate_while_a_job_runs_across_sites,
     test_cluster.test_node_can_be_drained_and_resumed,
