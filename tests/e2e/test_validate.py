@@ -93,9 +93,8 @@ def test_results_are_kept_for_the_user_alone(lab: Lab) -> None:
 def test_faults_of_a_node_fail_its_rows(lab: Lab) -> None:
     cluster, alice = lab
     cluster.on("fish2", "sh", "-c", "cp /usr/bin/hpcc /root && rm /usr/bin/hpcc")
-    cluster.on(
-        "fish2", "sh", "-c", f"printf %s {OTHER_MPI!r} > /usr/local/bin/mpirun && chmod 755 /usr/local/bin/mpirun"
-    )
+    other_mpi = "/usr/local/bin/mpirun"
+    cluster.on("fish2", "sh", "-c", f'printf %s "$0" > {other_mpi} && chmod 755 {other_mpi}', OTHER_MPI)
     cluster.on("fish2", "sh", "-c", "mv /usr/bin/fio /usr/bin/fio.real && ln -s /bin/false /usr/bin/fio")
     result = alice.json("validate", *TWO, status=1)
     table = rows(result)
