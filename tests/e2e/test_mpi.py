@@ -136,6 +136,15 @@ def test_compiled_program_runs_on_two_nodes_over_the_vpn_alone(mpi: Lab, launche
     assert command.startswith(starts)
 
 
+def test_mpi_that_does_not_start_is_explained(mpi: Lab) -> None:
+    _, alice = mpi
+    options = ("--launcher", "srun", "--export", "SLURM_MPI_TYPE=pmi2")
+    job = str(alice.json("run", "--wait", *FOUR, *options, "ring", status=1)["id"])
+    [finding] = alice.json("doctor", "--job", job, status=1)["findings"]
+    assert finding["id"] == "job-failed" and finding["what"].startswith("MPI did not start: the program was started by")
+    assert "--launcher pmix" in finding["fix"] and finding["evidence"]
+
+
 def test_ranks_of_mpirun_have_their_places_and_train(mpi: Lab) -> None:
     cluster, alice = mpi
     result = alice.json("run", "--wait", *FOUR, "--launcher", "mpirun", "place.py")

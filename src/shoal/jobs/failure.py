@@ -14,6 +14,7 @@ from typing import Literal
 
 from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
+from shoal.jobs.mpi_failure import explain_mpi
 from shoal.jobs.record import JobRecord
 
 Kind = Literal[
@@ -102,6 +103,8 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
         return _checkpoint_failure(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
         return memory
+    if mpi := _mpi_failure(record, first, lines, batch):
+        return mpi
     if first is not None:
         return _script(first, lines)
     if record.exit_signal == NO_OUTPUT_SIGNAL:
@@ -225,6 +228,19 @@ def _checkpoint_failure(first: RankEnd | None, lines: Sequence[LogLine]) -> Fail
         first.node if first else "",
         fix="solve that, and run it again with the same directory for its checkpoints: it goes on from the newest",
     )
+
+
+def _mpi_failure(
+    record: JobRecord, first: RankEnd | None, lines: Sequence[LogLine], batch: Sequence[str]
+) -> FailureReason | None:
+    """MPI that did not start: told by what the first rank printed, or mpirun in the batch script."""
+    printed = _rank_lines(first, lines) if first is not None else [line.text for line in lines]
+    result = explain_mpi(printed) or explain_mpi(batch)
+    if result is None or any(_TRACEBACK in text for text in printed):
+        return None
+    failure, shown = result
+    rank, node = (first.rank, first.node) if first is not None else (None, record.batch_host)
+    return FailureReason("start", f"MPI did not start: {failure.cause}", rank, node, shown, failure.fix)
 
 
 def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
