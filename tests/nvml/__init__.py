@@ -1,4 +1,7 @@
-"""A simulated NVML: the driver's library as a file of values, for faults of GPUs that no test machine has."""
+"""Simulated libraries for faults that no test machine has: NVML and libcuda of a GPU's driver, and a wrong clock.
+
+What they answer is in a file of values.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,29 @@ WELL = {
     "ecc": 0,
     "remap_pending": 0,
     "remap_failed": 0,
+    "persistence": 1,
+    "link_errors": 7,
 }
 
 
 def build(folder: Path) -> Path:
     """Compile the library. A host finds it under this name."""
-    library = folder / "libnvidia-ml.so.1"
-    source = Path(__file__).parent / "nvml.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True, timeout=120)
+    return _compile("nvml.c", folder / "libnvidia-ml.so.1")
+
+
+def build_cuda(folder: Path) -> Path:
+    """The same for libcuda, which computes on the host."""
+    return _compile("cuda.c", folder / "libcuda.so.1")
+
+
+def build_clock(folder: Path) -> Path:
+    """A library that sets the clock of programs ahead, by /etc/ld.so.preload."""
+    return _compile("clock.c", folder / "shoal-clock.so")
+
+
+def _compile(source: str, library: Path) -> Path:
+    line = ["cc", "-shared", "-fPIC", "-O2", "-o", library, Path(__file__).parent / source]
+    subprocess.run(line, check=True, timeout=120)
     return library
 
 

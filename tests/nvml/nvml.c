@@ -61,6 +61,15 @@ int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned *value) { return get(
 int nvmlDeviceGetCurrPcieLinkWidth(void *device, unsigned *value) { return get(device, "width", value); }
 int nvmlDeviceGetRetiredPagesPendingStatus(void *device, unsigned *value) { return get(device, "retired", value); }
 
+int nvmlDeviceGetPersistenceMode(void *device, unsigned *value) { return get(device, "persistence", value); }
+
+int nvmlDeviceGetNvLinkErrorCounter(void *device, unsigned link, int counter, unsigned long long *value) {
+    unsigned errors;
+    if (counter != 2 || link != 3 || get(device, "link_errors", &errors)) return NOT_SUPPORTED;
+    *value = errors;
+    return SUCCESS;
+}
+
 int nvmlDeviceGetNvLinkState(void *device, unsigned link, unsigned *value) {
     unsigned links;
     if (get(device, "links", &links)) return NOT_SUPPORTED;

@@ -71,6 +71,25 @@ NODE_FAULTS = (
         "an update or a person changed the governor of its frequency",
         "set it again: `cpupower frequency-set -g GOVERNOR`",
     ),
+    _compared(
+        "sensors",
+        "a sensor of the host raises an alarm",
+        "a fan stands still, a power supply failed, or a part is too hot",
+        "read `sensors` and `ipmitool sel list` on the host; replace the part",
+    ),
+    _fault(
+        "gpu-test",
+        "a GPU fails its acceptance check",
+        "it does not open, or its memory, a copy or a product is wrong. The check runs when the node joins or has "
+        "booted, while no job is there",
+        "reset the GPU (`nvidia-smi --gpu-reset -i GPU`) or reboot the host; if it fails again, have it serviced",
+    ),
+    _compared(
+        "gpu-slow",
+        "a GPU copies or computes at less than half of its speed",
+        "its slot, its power or its cooling is worse than before",
+        "check fans, the power supply and the slot of the host",
+    ),
     _fault(
         "gpu-driver",
         "the host has an NVIDIA GPU without a driver that works, and Slurm counts none",
@@ -133,6 +152,12 @@ NODE_FAULTS = (
         "reset the GPU or reboot the host; check the bridge",
     ),
     _fault(
+        "gpu-nvlink-errors",
+        "an NVLink of a GPU has more and more errors",
+        "a bridge, a cable or a connector is loose or fails",
+        "put the bridge or the card in again; if it goes on, have it serviced",
+    ),
+    _fault(
         "gpu-clock",
         "a GPU is slowed down",
         "it is too hot, or its power supply is too weak",
@@ -143,6 +168,18 @@ NODE_FAULTS = (
         "a GPU has fewer PCIe lanes than before",
         "it sits badly in its slot, or the slot is shared",
         "put the card in again",
+    ),
+    _compared(
+        "gpu-persistence",
+        "the persistence mode of a GPU was switched off",
+        "nvidia-persistenced does not run, or the driver was installed again: programs start seconds later",
+        "`systemctl enable --now nvidia-persistenced` on the host, or `nvidia-smi -pm 1`",
+    ),
+    _fault(
+        "fabric-manager",
+        "the host has NVSwitches, and their manager does not run: CUDA cannot start",
+        "nvidia-fabricmanager is stopped, or of another release than the driver",
+        "`systemctl enable --now nvidia-fabricmanager` on the host; its release must be the driver's",
     ),
     _fault(
         "step-left",

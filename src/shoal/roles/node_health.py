@@ -16,7 +16,7 @@ from shoal.spec.model import Spec
 
 DIRECTORY = "/usr/local/lib/shoal"
 PACKAGE = f"{DIRECTORY}/node_health"
-MODULES = ("node", "host_checks", "gpu_checks", "leftovers", "main")
+MODULES = ("node", "host_checks", "gpu_checks", "gpu_test", "leftovers", "main")
 NAME = "shoal-health"
 TIMER = f"{NAME}.timer"
 UNITS = "/etc/systemd/system"

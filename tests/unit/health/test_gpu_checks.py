@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests import nvml
 
 from shoal.remote.node_health import gpu_checks, node
 from shoal.remote.node_health.main import CHECKS, run_checks
-from shoal.remote.node_health.node import CHECK_NAMES, DRAINING, Baseline, Node
+from shoal.remote.node_health.node import CHECK_NAMES, DRAINING, Baseline, Node, Process
 
 Examine = Callable[..., dict[str, list[str]]]
 
@@ -28,16 +29,18 @@ def baseline() -> Baseline:
 
 @pytest.fixture
 def examine(library: Path, baseline: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
-    """The findings of a node with these GPUs. Its baseline stays from call to call."""
+    """The findings of a node with these GPUs. Its baseline and memory stay from call to call."""
     monkeypatch.setattr(gpu_checks, "LIBRARY", str(library))
     monkeypatch.setattr(node, "KERNEL_LOG", str(tmp_path / "kmsg"))
     monkeypatch.setenv("SHOAL_FAKE_NVML", str(tmp_path / "gpus"))
 
+    memory: dict[str, Any] = {}
+
     def look(*gpus: dict[str, object], log: str = "", **driver: object) -> dict[str, list[str]]:
         (tmp_path / "gpus").write_text(nvml.answers(*gpus, **driver))
         (tmp_path / "kmsg").write_text(log)
-        others = {name for name in CHECKS if not name.startswith("gpu-")}
-        findings = run_checks(Node(baseline, {}, {}, time.time()), others, [])
+        others = {name for name in CHECKS if not name.startswith("gpu-")} | {"gpu-test"}
+        findings = run_checks(Node(baseline, memory, {}, time.time()), others, [])
         return {finding["id"]: finding["evidence"] for finding in findings}
 
     return look
@@ -75,11 +78,31 @@ def test_host_without_a_driver_has_no_findings(examine: Examine, monkeypatch: py
         ("gpu-clock", {"throttle": 0x40}, "much too hot"),
         ("gpu-nvlink", {"links": 17}, "17 NVLinks, before 18"),
         ("gpu-pcie", {"width": 8}, "8 lanes, before 16"),
+        ("gpu-persistence", {"persistence": 0}, "its persistence mode is off"),
     ],
 )
 def test_fault_of_a_gpu_is_found(examine: Examine, check: str, change: dict[str, object], evidence: str) -> None:
     assert examine({}, {}) == {}
     assert examine({}, change) == {check: [f"GPU 1 (0000:42:00): {evidence}"]}
+
+
+def test_errors_of_nvlinks_are_found_when_they_rise(examine: Examine) -> None:
+    assert examine({}) == examine({"link_errors": 107}) == {}
+    assert examine({"link_errors": 208}) == {
+        "gpu-nvlink-errors": ["GPU 0 (0000:41:00): NVLink 3: errors of flits rose by 101 to 208"]
+    }
+    assert examine({"link_errors": 208}) == {}
+
+
+@pytest.mark.parametrize(("program", "count"), [("nv-fabricmanager", 0), ("python", 1)])
+def test_switches_without_their_manager_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, count: int
+) -> None:
+    monkeypatch.setattr(gpu_checks, "SWITCHES", f"{tmp_path}/*")
+    (tmp_path / "0000:01:00.0").mkdir()
+    at = Node(Baseline({}), {}, {}, time.time())
+    at._processes = {7: Process(7, program[:15], "S", 1, "1", 0)}
+    assert [*gpu_checks.check_fabric_manager(at)] == ["1 NVSwitches, and no nv-fabricmanager"] * count
 
 
 def test_clocks_of_an_idle_gpu_and_its_power_cap_are_normal(examine: Examine) -> None:

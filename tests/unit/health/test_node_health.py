@@ -124,7 +124,7 @@ def test_program_runs_alone_as_the_timer_runs_it(tmp_path: Path) -> None:
     """With its files beside each other and nothing else, without the site's packages."""
     folder = tmp_path / "node_health"
     folder.mkdir()
-    for name in ("node", "host_checks", "gpu_checks", "leftovers", "main"):
+    for name in ("node", "host_checks", "gpu_checks", "gpu_test", "leftovers", "main"):
         (folder / f"{name}.py").write_text((Path(node_health.__file__).parent / f"{name}.py").read_text())
     (tmp_path / "health.json").write_text('{"mode": "warn"}')
     start = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from node_health.main import main; main(*sys.argv[1:])"
@@ -244,6 +244,16 @@ def test_errors_of_memory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "mc1: 10 corrected errors",
         "mc2: 1 errors that could not be corrected",
     ]
+
+
+def test_alarm_of_a_sensor_is_found_unless_it_always_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("name", "nct6775"), ("fan1_alarm", "0"), ("temp2_alarm", "1"), ("in0_alarm", "1")):
+        (tmp_path / name).write_text(f"{value}\n")
+    monkeypatch.setattr(host_checks.glob, "glob", lambda _: [str(path) for path in tmp_path.glob("*_alarm")])
+    baseline = Baseline({})
+    assert looked(host_checks.check_sensors, baseline=baseline) == []
+    (tmp_path / "fan1_alarm").write_text("1\n")
+    assert looked(host_checks.check_sensors, baseline=baseline) == ["alarm: nct6775 fan1"]
 
 
 def test_healthy_machine_passes_its_own_checks() -> None:

@@ -1,6 +1,7 @@
 """The health program of a node: a systemd timer, or Shoal's supervisor, runs it every few minutes.
 
 It never asks Slurm and never waits for a share or a GPU that hangs. `main.py` writes what it found for two readers:
-`shoal doctor`, and `health_hook.sh`, Slurm's HealthCheckProgram, which only reads the result. `host_checks.py` and
-`gpu_checks.py` have the checks. Its files know each other by where they lie.
+`shoal doctor`, and `health_hook.sh`, Slurm's HealthCheckProgram, which only reads the result. `host_checks.py`,
+`gpu_checks.py` and `leftovers.py` have the checks; `gpu_test.py` tests GPUs when the node joins or returns. The files
+know each other by where they lie.
 """

@@ -42,6 +42,11 @@ SLOWDOWNS = {
     0x80: "the power supply brakes it",
 }
 MAX_LINKS = 18
+LINK_COUNTERS = {0: "replays", 1: "recoveries", 2: "errors of flits", 3: "errors of data"}
+"""What NVML counts for each NVLink."""
+MAX_LINK_ERRORS = 100
+"""So many more since the last run are too many."""
+SWITCHES = "/proc/driver/nvidia-nvswitch/devices/*"
 PCI_DEVICES = "/sys/bus/pci/devices"
 DISPLAY_CLASS = "0x03"
 
@@ -256,6 +261,37 @@ def check_nvlinks(node: Node) -> Iterator[str]:
             yield f"{gpu}: {links} NVLinks, before {best:.0f}"
 
 
+def check_link_errors(node: Node) -> Iterator[str]:
+    """NVLinks whose errors rise from run to run."""
+    counts: dict[str, int] = {}
+    for gpu in gpus(node):
+        for link in range(MAX_LINKS):
+            for counter, name in LINK_COUNTERS.items():
+                value = gpu.number("nvmlDeviceGetNvLinkErrorCounter", link, counter, kind=ctypes.c_ulonglong)
+                if value is not None:
+                    counts[f"{gpu}: NVLink {link}: {name}"] = value
+    last = node.remember("link_errors", counts) or {}
+    for name, value in counts.items():
+        rise = value - last.get(name, value)
+        if rise > MAX_LINK_ERRORS:
+            yield f"{name} rose by {rise} to {value}"
+
+
+def check_persistence(node: Node) -> Iterator[str]:
+    """GPUs whose persistence mode was on, and is off: each start of a program then loads the driver's state anew."""
+    for gpu in gpus(node):
+        mode = gpu.number("nvmlDeviceGetPersistenceMode")
+        if mode is not None and mode < node.baseline.best(f"persistence {gpu.uuid}", mode):
+            yield f"{gpu}: its persistence mode is off"
+
+
+def check_fabric_manager(node: Node) -> Iterator[str]:
+    """Machines with NVSwitches cannot start CUDA without this program."""
+    switches = glob.glob(SWITCHES)
+    if switches and not any(process.name.startswith("nv-fabricmanage") for process in node.processes.values()):
+        yield f"{len(switches)} NVSwitches, and no nv-fabricmanager"
+
+
 def check_clocks(node: Node) -> Iterator[str]:
     for gpu in gpus(node):
         bits = gpu.number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong) or 0
@@ -284,6 +320,9 @@ GPU_CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {
     "gpu-remap-pending": check_pending_remap,
     "gpu-remap-failed": check_failed_remap,
     "gpu-nvlink": check_nvlinks,
+    "gpu-nvlink-errors": check_link_errors,
     "gpu-clock": check_clocks,
     "gpu-pcie": check_pcie,
+    "gpu-persistence": check_persistence,
+    "fabric-manager": check_fabric_manager,
 }

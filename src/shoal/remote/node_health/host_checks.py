@@ -168,6 +168,19 @@ def check_governor(node: Node) -> Iterator[str]:
         yield f"{now}, before {first}"
 
 
+def check_sensors(node: Node) -> Iterator[str]:
+    """Alarms of fans, power and heat that the node did not have when it was first seen: some boards always do."""
+    alarms = []
+    for path in sorted(glob.glob("/sys/class/hwmon/hwmon*/*_alarm")):
+        if read_number(path) and os.path.basename(path).startswith(("fan", "power", "temp")):
+            chip = read_text(f"{os.path.dirname(path)}/name").strip()
+            alarms.append(f"{chip} {os.path.basename(path)[: -len('_alarm')]}")
+    known = node.baseline.values.setdefault("alarms", alarms)
+    for alarm in alarms:
+        if alarm not in known:
+            yield f"alarm: {alarm}"
+
+
 HOST_CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {
     "disk-full": check_full_disks,
     "inodes-full": check_inodes,
@@ -179,6 +192,7 @@ HOST_CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {
     "link-slow": check_links,
     "clock-source": check_clock_source,
     "cpu-governor": check_governor,
+    "sensors": check_sensors,
 }
 
 

@@ -9,6 +9,7 @@ import time
 from typing import Any, Callable, Iterator
 
 from .gpu_checks import GPU_CHECKS
+from .gpu_test import TEST_CHECKS
 from .host_checks import HOST_CHECKS
 from .leftovers import LEFTOVER_CHECKS
 from .node import (
@@ -29,7 +30,7 @@ from .node import (
 )
 
 MAX_EVIDENCE, MAX_TEXT, MAX_REASON = 3, 200, 120
-CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {**HOST_CHECKS, **GPU_CHECKS, **LEFTOVER_CHECKS}
+CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {**HOST_CHECKS, **TEST_CHECKS, **GPU_CHECKS, **LEFTOVER_CHECKS}
 
 
 def main(config_path: str = CONFIG, state: str = STATE, *, forget: bool = False) -> None:

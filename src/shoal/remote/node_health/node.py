@@ -19,18 +19,19 @@ PREFIX = "shoal: health: "
 """How the reason of a drain begins that the health program asked for."""
 CHECK_NAMES = (
     *("disk-full", "inodes-full", "read-only", "share-hangs", "processes-stuck", "disk-errors", "memory-errors"),
-    *("link-slow", "clock-source", "cpu-governor", "gpu-driver", "gpu-driver-mismatch", "gpu-lost", "gpu-recovery"),
-    *("gpu-xid", "gpu-xid-past", "gpu-ecc", "gpu-remap-pending", "gpu-remap-failed", "gpu-nvlink", "gpu-clock"),
-    *("gpu-pcie", "step-left", "gpu-process-left", "memory-held", "gpu-idle"),
+    *("link-slow", "clock-source", "cpu-governor", "sensors", "gpu-test", "gpu-slow", "gpu-driver"),
+    *("gpu-driver-mismatch", "gpu-lost", "gpu-recovery", "gpu-xid", "gpu-xid-past", "gpu-ecc", "gpu-remap-pending"),
+    *("gpu-remap-failed", "gpu-nvlink", "gpu-nvlink-errors", "gpu-clock", "gpu-pcie", "gpu-persistence"),
+    *("fabric-manager", "step-left", "gpu-process-left", "memory-held", "gpu-idle"),
 )
 """Every check, by the name of its finding."""
 DRAINING = (
     *("disk-full", "inodes-full", "read-only", "share-hangs", "memory-errors", "gpu-lost", "gpu-recovery"),
-    *("gpu-xid", "gpu-ecc", "gpu-remap-failed", "gpu-driver-mismatch"),
+    *("gpu-xid", "gpu-ecc", "gpu-remap-failed", "gpu-driver-mismatch", "gpu-test", "fabric-manager"),
 )
 """Checks that take a node out of service with `health: drain`; the others only warn."""
-CONFIRMED = ("disk-full", "inodes-full", "share-hangs")
-"""Those that must fail in two runs: a server that restarts is back by then."""
+CONFIRMED = ("disk-full", "inodes-full", "share-hangs", "fabric-manager", "gpu-test")
+"""Those that must fail in two runs: a server that restarts is back by then, and a busy host is not."""
 Evidence = List[str]
 KERNEL_LOG = "/dev/kmsg"
 MAX_LOG_READS = 100_000
