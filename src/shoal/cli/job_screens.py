@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -213,6 +214,10 @@ def _condition_text(view: JobView) -> str:
         minutes = int(view.no_step_seconds) // 60
         return f"no step for {minutes} minute{'' if minutes == 1 else 's'}"
     if view.progress:
+        from shoal.jobs.hang import hung_text  # `shoal run` loads this file, and not that one
+
+        if text := hung_text(view.progress, time.time()):
+            return f"{text}: `shoal doctor --job {view.record.id}`"
         return progress_text(view.progress)
     if view.record.waits_for:
         return view.record.waits_for

@@ -7,6 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from shoal.health.consistency import (
+    COMPLETING_S,
+    failed_cgroups,
+    unlike_nodes,
+    wrong_clocks,
+    wrong_confs,
+    wrong_versions,
+)
 from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, RESUME, UNEXPLAINED, Fault
 from shoal.health.node_faults import NODE_FAULTS
 from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
@@ -80,6 +88,10 @@ class ClusterView:
     """Hosts that could not be checked, with the cause."""
     credentials: Mapping[str, str] = field(default_factory=dict)
     """What the controller's munge says to the credential of each host."""
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    """How many seconds the clock of each host is ahead of this machine's."""
+    nodesets: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The nodes of each nodeset, which should be alike."""
 
 
 def diagnose(view: ClusterView) -> list[Diagnosis]:
@@ -87,6 +99,7 @@ def diagnose(view: ClusterView) -> list[Diagnosis]:
     host_diagnoses = [
         *(_diagnosis("unreachable", host, evidence=(cause,)) for host, cause in view.unreached.items()),
         *(diagnosis for host, report in view.reports.items() for diagnosis in _host_faults(view, host, report)),
+        *(_diagnosis(id, host, evidence=evidence) for id, host, evidence in _misfits(view)),
     ]
     if view.slurm_error and not any(diagnosis.id == "slurmctld-stopped" for diagnosis in host_diagnoses):
         host_diagnoses.append(_diagnosis("slurmctld-silent", view.controller, evidence=(view.slurm_error,)))
@@ -99,6 +112,10 @@ def diagnose(view: ClusterView) -> list[Diagnosis]:
         if name in view.nodes:
             nodes.append(_diagnosis("node-unreliable", name, evidence=(numbers,)))
     jobs = [diagnosis for job in view.jobs for diagnosis in _job_faults(job)]
+    for entry in view.reports.get(view.controller, HostReport()).completing:
+        if entry.seconds >= COMPLETING_S:
+            text = f"job {entry.job} of {entry.user} on {entry.nodes} ended {entry.seconds // 60} min ago"
+            jobs.append(replace(_diagnosis("job-completing", "", evidence=(text,)), job=entry.job))
     return sorted(
         [*host_diagnoses, *nodes, *jobs],
         key=lambda diagnosis: (LEVELS.index(diagnosis.level), diagnosis.host, diagnosis.job),
@@ -164,6 +181,19 @@ def _missing_names(view: ClusterView, host: str, report: HostReport) -> list[str
         for name in report.names
         if name == view.controller or (host not in behind_tunnel and name not in behind_tunnel)
     ]
+
+
+def _misfits(view: ClusterView) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Hosts that do not fit the others."""
+    for id, host, evidence in wrong_clocks(view.controller, view.clocks):
+        answer = view.credentials.get(host, DECODED)
+        yield id, host, evidence if answer == DECODED else (*evidence, f"munge on {view.controller}: {answer}")
+    yield from wrong_versions(view.controller, view.reports)
+    yield from wrong_confs(view.controller, view.reports)
+    yield from unlike_nodes(view.nodesets, view.reports)
+    for host, report in view.reports.items():
+        if lines := failed_cgroups(report, report.services.get("slurmd") == "active"):
+            yield "cgroups", host, lines
 
 
 def _health_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:

@@ -22,7 +22,8 @@ $ shoal doctor --fix
 worst first: where, since when, the lines that show it, the cause, the fix, and what the fix costs. A host that hangs is
 a finding, and does not delay the others: the command waits for it ten seconds, or twenty if it answers at first.
 
-- `--node gpu[01-04]` checks some hosts; `--job 17` shows what concerns a job; `--json` is for scripts.
+- `--node gpu[01-04]` checks some hosts; `--json` is for scripts. `--job 17` shows what concerns a job: its nodes, why
+  it waits, and why it failed if it has ended.
 - The exit code is 0 if nothing is wrong, 1 with errors or warnings, 3 if some hosts could not be checked.
 - Ordinary users see what concerns their own jobs, without root: why a job waits, and what is wrong with its nodes.
 
@@ -53,6 +54,9 @@ HealthCheckProgram of your own (`slurm.options`) runs right after it.
 - A drain or a note of a person is never changed, and a node that a person resumes stays in service.
 - Each node learns its own baseline: GPUs, NVLinks, PCIe lanes, speeds of links. What is worse than it was is a finding,
   on any model of GPU.
+- When a node joins or has booted, and no job is there, each GPU is tested once, in seconds: it opens, half of its free
+  memory holds two patterns, a copy comes back as it was, a product of matrices is right, and none of it is much slower
+  than before. The test needs the driver alone. `health: {skip: [gpu-test]}` leaves it out.
 """
 _ACTIONS = {
     UP: "`shoal up`",

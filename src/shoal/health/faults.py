@@ -141,6 +141,46 @@ HOST_FAULTS = (
         Cost.RESTART,
     ),
     Fault(
+        "clock",
+        "error",
+        "the clock of the host is wrong",
+        "no time server answers it, or its clock was set by hand: from five minutes on munge rejects its messages "
+        "(`Expired credential`, `Rewound credential`)",
+        "run `chronyc makestep` on the host, and read `chronyc sources`; where it has no chrony, run `shoal up`",
+    ),
+    Fault(
+        "version-skew",
+        "error",
+        "slurmd is of a release that slurmctld does not work with",
+        "its packages were upgraded, or the controller's were: slurmctld must be as new as every slurmd, and no more "
+        "than two releases (from 24.11 on three) newer",
+        "install the same release everywhere, the controller's first; or `slurm: {from: shoal}` in the cluster's file",
+    ),
+    Fault(
+        "conf-differs",
+        "warning",
+        "slurmd has other files of Slurm's configuration than slurmctld",
+        "it was cut off when slurmctld read new ones, or a person edited them: jobs may fail there in odd ways",
+        "`shoal doctor --fix conf-differs` restarts slurmd, which fetches them again; if a person edited those of the "
+        "controller, run `shoal up`",
+        "start slurmd",
+    ),
+    Fault(
+        "cgroups",
+        "error",
+        "slurmd cannot use the cgroups of its host",
+        "the host is a container without cgroups of its own, or its kernel has another version of them than before",
+        "run `shoal up`, which looks at the host again and writes what it can do; then `systemctl restart slurmd`",
+    ),
+    Fault(
+        "node-differs",
+        "warning",
+        "the node differs from the others of its nodeset",
+        "it was set up or upgraded apart from them: jobs work on one and fail on another",
+        "`shoal up` copies the files that the cluster's file names; install the same packages, driver and kernel, or "
+        "make it a nodeset of its own",
+    ),
+    Fault(
         "node-unreliable",
         "warning",
         "many more jobs fail on the node than on others",
@@ -169,6 +209,28 @@ JOB_FAULTS = (
         "nodes that it needs are drained or down",
         "see the finding of the node; or submit the job for other nodes",
         words=("ReqNodeNotAvail", "Nodes required for job are DOWN"),
+    ),
+    Fault(
+        "job-hung",
+        "warning",
+        "the job runs and makes no step",
+        "a rank hangs, and the others wait for it: the evidence names it where py-spy is installed on the nodes or in "
+        "the job's environment (`pip install py-spy`); or the job waits for data or a save",
+        "look at the rank that is behind; then `shoal cancel JOB`, or `scontrol requeue JOB` if it saves checkpoints",
+    ),
+    Fault(
+        "job-failed",
+        "error",
+        "the job failed",
+        "what its ranks printed, and how the first of them ended, says why",
+        "`shoal logs JOB` shows all of it",
+    ),
+    Fault(
+        "job-completing",
+        "warning",
+        "the job has ended and still holds its nodes",
+        "its epilog hangs, or its processes cannot be ended: they wait for a share or a driver",
+        "see the other findings of its nodes; `ps -ef` there shows the epilog or the processes",
     ),
 )
 """What keeps a job from its nodes, by Slurm's reason for the job."""

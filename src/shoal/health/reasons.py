@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, Fault
+from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, UP, Fault
 from shoal.health.node_faults import NODE_FAULTS
 from shoal.plan.model import Cost
 from shoal.plan.nodes import LEAVING_REASON
@@ -196,13 +196,15 @@ REASONS = (
         "end the old slurmstepd on the host, and run `systemctl restart slurmd` there",
         r"[Dd]uplicate",
     ),
-    _unresumed(
+    Fault(
         "no-address",
         "error",
         "slurmctld found no address for the node",
         "its name did not resolve when slurmctld started. The node has the state FUTURE, which sinfo does not show",
+        "`shoal doctor --fix no-address` runs `shoal up`, which writes the names and starts slurmctld again",
+        UP,
+        Cost.RESTART,
         ("NO NETWORK ADDRESS FOUND",),
-        "run `shoal up`, which writes the names and starts slurmctld again",
     ),
     _unresumed(
         "not-responding",

@@ -70,6 +70,21 @@ class HealthReport:
 
 
 @dataclass(frozen=True)
+class CompletingJob:
+    """A job that has ended and still holds its nodes."""
+
+    job: str
+    user: str
+    nodes: str
+    seconds: int
+    """Since its end."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seconds, int):
+            raise TypeError("an age that is no number")
+
+
+@dataclass(frozen=True)
 class HostReport:
     """What `remote/health_probe.py` reports of a host. A check that did not end is empty, and `unfinished` names it."""
 
@@ -86,6 +101,15 @@ class HostReport:
     health: HealthReport | None = None
     records: Mapping[str, JobCounts] = field(default_factory=dict)
     """What became of the jobs on each list of nodes. The controller has it."""
+    clock: float | None = None
+    version: str = ""
+    """What its daemon of Slurm says of its version."""
+    confs: Mapping[str, str] = field(default_factory=dict)
+    """A digest of each file of Slurm's configuration."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Kernel, driver, packages and digests of files, to compare with other nodes."""
+    completing: Sequence[CompletingJob] = ()
+    """Jobs that have ended and still hold nodes. The controller has it."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> HostReport:
@@ -105,6 +129,11 @@ class HostReport:
                 tuple(map(str, values.get("unfinished", ()))),
                 HealthReport.parse(values["health"]) if values.get("health") else None,
                 {str(nodes): JobCounts(*map(int, counts)) for nodes, counts in values.get("records", {}).items()},
+                float(values["clock"]) if "clock" in values else None,
+                str(values.get("version", "")),
+                {str(name): str(text) for name, text in values.get("confs", {}).items()},
+                {str(name): str(text) for name, text in values.get("facts", {}).items()},
+                tuple(CompletingJob(**job) for job in values.get("completing", ())),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(str(error)) from error

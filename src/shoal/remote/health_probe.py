@@ -1,4 +1,4 @@
-"""What `shoal doctor` reads from a host, as one JSON object: daemons, file systems, names, users, munge, logs, health.
+"""What `shoal doctor` reads from a host, as one JSON object: daemons, disks, names, users, munge, logs, health.
 
 The request is a JSON object on standard input, with a list of arguments for each check. Each check runs in a thread of
 its own, and what has not ended in time is named: a dead share or name server must not hide the rest.
@@ -6,6 +6,7 @@ its own, and what has not ended in time is named: a dead share or name server mu
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -33,7 +34,14 @@ RECORD = re.compile(
 )
 ENDS = ("COMPLETED", "FAILED", "NODE_FAIL", "BOOT_FAIL", "TIMEOUT", "OUT_OF_MEMORY")
 """Of jobs whose end says something of their nodes."""
-NOTABLE = re.compile(rb"error|fatal|[Pp]rolog|[Ee]pilog")
+NOTABLE = re.compile(rb"error|fatal|[Pp]rolog|[Ee]pilog|slurmd version \S+ started")
+CACHED_CONF = ("/run/slurm/conf", "/var/lib/slurm/slurmd/conf-cache")
+"""Where slurmd keeps the files that it fetched from slurmctld."""
+CONF = "/etc/slurm"
+CONF_FILES = ("slurm.conf", "gres.conf", "cgroup.conf", "topology.conf", "plugstack.conf")
+PACKAGES = ("slurmd", "munge", "libpmix*", "openmpi-bin", "libopenmpi*", "libnccl2", "nvidia-driver*", "libcuda1")
+DRIVER_VERSION = "/sys/module/nvidia/version"
+COMPLETING_FORMAT = "%i %u %N %e"
 
 
 def check_services(*names: str) -> dict[str, str]:
@@ -184,6 +192,54 @@ def check_health(config: str, result: str) -> dict[str, Any]:
         return {}
 
 
+def check_clock() -> float:
+    return time.time()
+
+
+def check_version(daemon: str) -> str:
+    """The version of a daemon of Slurm that is installed."""
+    return run([daemon, "-V"]).stdout.strip()
+
+
+def check_confs(cached: str) -> dict[str, str]:
+    """A digest of each file of Slurm's: those that slurmd fetched, or the controller's own."""
+    folders = CACHED_CONF if cached else (CONF,)
+    folder = next((folder for folder in folders if os.path.isdir(folder)), "")
+    return {name: digest(f"{folder}/{name}") for name in CONF_FILES if folder and os.path.exists(f"{folder}/{name}")}
+
+
+def check_facts(*paths: str) -> dict[str, str]:
+    """What the nodes of a nodeset have in common: kernel, driver, packages, and the contents of these files."""
+    facts = {"kernel": os.uname().release, "NVIDIA driver": read_text(DRIVER_VERSION).strip()}
+    listing = run(["dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Package} ${Version}\\n", *PACKAGES]).stdout
+    for line in listing.splitlines():
+        if line.startswith("ii "):
+            name, version = line[3:].split()
+            facts[name] = version
+    return {**facts, **{path: digest(path) for path in paths}}
+
+
+def check_completing() -> list[dict[str, Any]]:
+    """Jobs that have ended and still hold their nodes, with the seconds since their end."""
+    jobs = []
+    for line in run(["squeue", "-h", "-t", "CG", "-o", COMPLETING_FORMAT]).stdout.splitlines():
+        job, user, nodes, end = line.split()
+        try:
+            seconds = time.time() - time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S"))
+        except ValueError:
+            continue
+        jobs.append({"job": job, "user": user, "nodes": nodes, "seconds": round(seconds)})
+    return jobs
+
+
+def digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:12]
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def check_munge() -> dict[str, str]:
     """A credential of a user without rights, for the controller to decode; or the error."""
     result = run(["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "munge", "-n"])
@@ -195,7 +251,10 @@ def decode(credentials: dict[str, str]) -> dict[str, str]:
     answers = {}
     for host, credential in credentials.items():
         result = run(["unmunge"], input=credential)
-        answers[host] = "Success" if result.returncode == 0 else result.stderr.strip().rpartition("Error: ")[2]
+        # Of a credential that it can read, such as one of the future, unmunge prints the status with the rest.
+        status = re.search(r"^STATUS:\s+(.+) \(\d+\)", result.stdout, re.MULTILINE)
+        error = status[1] if status else result.stderr.strip().rpartition("Error: ")[2]
+        answers[host] = "Success" if result.returncode == 0 else error
     return answers
 
 
@@ -236,6 +295,11 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "munge": check_munge,
     "health": check_health,
     "records": check_records,
+    "clock": check_clock,
+    "version": check_version,
+    "confs": check_confs,
+    "facts": check_facts,
+    "completing": check_completing,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from shoal.slurm.conf import LOG_DIRECTORY
 from shoal.slurm.state import JOBCOMP, JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.member import Member
 from shoal.verbs.context import Context
+from shoal.verbs.doctor_job import explain_ended_job, explain_hung_job
 from shoal.verbs.health import existing_members
 from shoal.verbs.logs import check_job
 from shoal.verbs.slurmctld import gather_answers, slurm_output
@@ -81,7 +83,12 @@ async def doctor(context: Context, hosts: str | None = None, job: str | None = N
             )
         diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.host in names]
     if job is not None:
-        diagnoses = concerning_jobs(diagnoses, _find_job(view.jobs, job))
+        tasks = _find_job(view.jobs, job)
+        diagnoses = (
+            [*await explain_hung_job(context, tasks), *concerning_jobs(diagnoses, tasks)]
+            if tasks
+            else await explain_ended_job(context, job, diagnoses)
+        )
     unchecked = {*view.unreached, *(name for name, report in view.reports.items() if report.unfinished)}
     return DoctorResult(context.cluster, tuple(diagnoses), tuple(view.reports), tuple(sorted(unchecked)))
 
@@ -95,6 +102,7 @@ async def observe_health(context: Context, names: Iterable[str] | None = None) -
     nodes: list[NodeState] = []
     jobs: list[JobState] = []
     slurm_error = ""
+    clocks: dict[str, float] = {}
     async with await context.connections(members) as fleet:
 
         async def check_host(name: str) -> HostReport:
@@ -104,6 +112,8 @@ async def observe_health(context: Context, names: Iterable[str] | None = None) -
                 report = HostReport.parse(await _probe(host, requests[name]))
             except ValueError as error:
                 raise AgentFailed(name, f"its checks give an answer that cannot be read: {error}") from error
+            if report.clock is not None:
+                clocks[name] = report.clock - time.time()
             if name == controller and report.services.get("slurmctld", "active") == "active":
                 try:
                     nodes, jobs = await _ask_slurm(host)
@@ -122,7 +132,11 @@ async def observe_health(context: Context, names: Iterable[str] | None = None) -
                 answers = {**await _probe(await fleet.host(controller), credentials, "decode")}
         unreached = {name: error.cause for name, error in fleet.failures.items()}
     by_name = {node.name: node for node in nodes}
-    return ClusterView(controller, by_name, tuple(jobs), slurm_error, reports, unreached, answers)
+    nodesets: dict[str, list[str]] = {}
+    for member in members:
+        if "compute" in member.roles:
+            nodesets.setdefault(member.nodeset, []).append(member.name)
+    return ClusterView(controller, by_name, tuple(jobs), slurm_error, reports, unreached, answers, clocks, nodesets)
 
 
 def _request(context: Context, member: Member) -> dict[str, list[str]]:
@@ -130,13 +144,20 @@ def _request(context: Context, member: Member) -> dict[str, list[str]]:
     daemons = [name for name, role in (("slurmctld", "controller"), ("slurmd", "compute")) if role in member.roles]
     munge = ["munge"] if context.spec.auth == "munge" else []
     runs_jobs = "compute" in member.roles
+    is_controller = "controller" in member.roles
+    programs = [context.spec.slurm.options.get(key, "") for key in ("Prolog", "Epilog", "TaskProlog", "TaskEpilog")]
+    files = [path for path in programs if path.startswith("/") and " " not in path and "*" not in path]
     return {
         "services": [*munge, *daemons],
         "directories": [*JOB_DIRECTORIES, *SLURM_DIRECTORIES],
         "names": [other.name for other in context.members],
         "users": [*context.spec.users],
         "steps": [],
-        **({"records": [JOBCOMP, str(RECORD_DAYS)]} if "controller" in member.roles else {}),
+        **({"records": [JOBCOMP, str(RECORD_DAYS)], "completing": []} if is_controller else {}),
+        "clock": [],
+        **({"version": [daemons[0]]} if daemons else {}),
+        "confs": ["" if is_controller else "cached"],
+        **({"facts": files} if runs_jobs else {}),
         "logs": [f"{LOG_DIRECTORY}/{name}.log" for name in daemons],
         **({"munge": []} if munge else {}),
         **({"health": [CONFIG, f"{STATE}/{RESULT}"]} if context.spec.health.mode != "off" and runs_jobs else {}),
@@ -167,10 +188,15 @@ async def _user_doctor(context: Context, hosts: str | None, job: str | None) -> 
     """What Slurm says about the user's jobs and their nodes. Users cannot log in to the hosts."""
     async with context.controller_host() as host:
         [(nodes, jobs)] = await gather_answers(host, _ask_slurm(host, "--me"))
+    tasks = jobs if job is None else _find_job(jobs, job)
+    view = ClusterView(context.controller.name, {node.name: node for node in nodes}, tuple(tasks))
+    diagnoses = concerning_jobs(diagnose(view), tasks)
     if job is not None:
-        jobs = _find_job(jobs, job)
-    view = ClusterView(context.controller.name, {node.name: node for node in nodes}, tuple(jobs))
-    diagnoses = concerning_jobs(diagnose(view), jobs)
+        diagnoses = (
+            [*await explain_hung_job(context, tasks), *diagnoses]
+            if tasks
+            else await explain_ended_job(context, job, diagnose(view))
+        )
     if hosts is not None:
         diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.host in _expand(hosts)]
     own = [
@@ -184,11 +210,7 @@ async def _user_doctor(context: Context, hosts: str | None, job: str | None) -> 
 
 def _find_job(jobs: Iterable[JobState], number: str) -> list[JobState]:
     """The job of this number in the queue; of an array, every task."""
-    matches = [job for job in jobs if number in (job.id, job.id.partition("_")[0])]
-    if not matches:
-        hint = f"`shoal jobs` lists jobs; `shoal logs {number}` says why it has failed"
-        raise UsageError(f"job {number} is not in the queue", hint=hint)
-    return matches
+    return [job for job in jobs if number in (job.id, job.id.partition("_")[0])]
 
 
 def _expand(hosts: str) -> list[str]:

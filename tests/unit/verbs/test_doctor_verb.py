@@ -176,8 +176,6 @@ async def test_findings_of_a_job() -> None:
     for name in ("n1", "n2"):
         reef.drain(name, "Epilog error")
     assert ids(await doctor(context, job="7")) == [("epilog-error", "n1")]
-    with pytest.raises(UsageError, match="job 8 is not in the queue"):
-        await doctor(context, job="8")
     with pytest.raises(UsageError, match="is not a job"):
         await doctor(context, job="train")
 
