@@ -149,8 +149,7 @@ def measure_fio(rank: Rank, options: Dict[str, Any]) -> None:
     """The rows `fio`: a file written and read in each share, and in the scratch directory of the node."""
     if shutil.which("fio") is None:
         raise MissingTool("fio", "fio")
-    scratch = os.environ.get("TMPDIR", "/tmp")
-    for name, directory in [*((path, path) for path in options["shares"]), ("scratch", scratch)]:
+    for name, directory in [*((path, path) for path in options["shares"]), ("scratch", tempfile.gettempdir())]:
         try:
             values = measure_directory(directory, str(options["fio_size"]), str(options["fio_seconds"]))
         except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
