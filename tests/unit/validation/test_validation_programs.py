@@ -177,6 +177,20 @@ def test_gpu_without_a_driver_is_a_failure(capsys: pytest.CaptureFixture[str], m
     assert "the NVIDIA driver is not usable here" in record["problem"] and "missing" not in record
 
 
+def test_last_line_of_an_error_is_reported_as_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rank: object, options: object) -> None:
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp:93\nLast error:\nDuplicate GPU detected : rank 0 and rank 1")
+
+    monkeypatch.setattr(main, "TESTS", {"torch": fail})
+    main.run_test("torch", RANK, {})
+    [record] = reports(capsys)
+    assert (
+        record["problem"] == "RuntimeError: NCCL error in: NCCLUtils.cpp:93; Duplicate GPU detected : rank 0 and rank 1"
+    )
+
+
 def test_failing_test_does_not_stop_the_next(capsys: pytest.CaptureFixture[str]) -> None:
     main.main(["links,cpu", json.dumps({})])
     captured = capsys.readouterr()

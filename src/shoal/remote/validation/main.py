@@ -45,5 +45,6 @@ def run_test(name: str, rank: Rank, options: Dict[str, Any]) -> None:
         emit(rank, name, missing=error.package, problem=str(error))
     except Exception as error:
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
-        emit(rank, name, problem="%s: %s" % (type(error).__name__, lines[0] if lines else "no message"))
+        cause = "; ".join(dict.fromkeys(lines[:1] + lines[-1:])) or "no message"  # NCCL has the cause last
+        emit(rank, name, problem="%s: %s" % (type(error).__name__, cause))
         traceback.print_exc(file=sys.stderr)
