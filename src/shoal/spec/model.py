@@ -69,7 +69,7 @@ class Spec(SpecModel):
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""
     containers: Containers | None = None
     """The engine that runs jobs in images: `oci`. Without it, `shoal run --image` does not work."""
-    mpi: Annotated[Literal["openmpi"] | None, BeforeValidator(choice("MPI", ("openmpi",)))] = None
+    mpi: Annotated[Literal["openmpi"], BeforeValidator(choice("MPI", ("openmpi",)))] | None = None
     """The MPI of the hosts that run jobs: `openmpi`. They also get the tools that `shoal validate` measures with."""
     proxy: Proxy | None = None
     """The proxies through which hosts get packages."""
