@@ -259,10 +259,8 @@ def test_rejected_registration_is_fixed_by_one_command(cluster: Cluster) -> None
 
 def test_history_has_every_fix(cluster: Cluster) -> None:
     history = cluster.json("doctor", "--history")["history"]
-    assert [one["id"] for one in history if one["fixed"]][-3:] == [
-        "kill-task-failed",
-        *["low-memory"] * 2,
-    ]
+    fixes = [one["id"] for one in history if one["fixed"]]
+    assert fixes[-4:] == ["kill-task-failed", "conf-differs", *["low-memory"] * 2]
     assert "fixed low-memory, fish2 (register)" in cluster.shoal("doctor", "--history").stdout
 
 

@@ -104,6 +104,8 @@ def serve_peer(peer: socket.socket) -> None:
         counted += size
         if now - begin >= seconds:
             peer.sendall(struct.pack("!Qd", counted, now - since))
+            while peer.recv_into(buffer):  # until the peer ends: one that still sends would lose the answer
+                pass
             return
 
 

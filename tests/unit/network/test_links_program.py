@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,6 +60,16 @@ def players() -> Iterator[tuple[Player, Player]]:
         player.process.kill()
         if player.process.stdin and not player.process.stdin.closed:
             player.close()
+
+
+def test_answer_reaches_a_peer_that_still_sends(players: tuple[Player, Player]) -> None:
+    with socket.create_connection(("127.0.0.1", players[0].listen()["port"]), timeout=10) as peer:
+        peer.sendall(TOKEN.encode() + struct.pack("!Id", 0, 0.01))
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            peer.sendall(bytes(1 << 16))
+        counted, seconds = struct.unpack("!Qd", peer.recv(16, socket.MSG_WAITALL))
+        assert counted > 0 and seconds > 0
 
 
 def test_link_has_a_round_trip_time_and_a_bandwidth(players: tuple[Player, Player]) -> None:
