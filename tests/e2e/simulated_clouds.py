@@ -151,6 +151,7 @@ def shown(cluster: Cluster, job: str) -> dict[str, str]:
     return {key: value for key, _, value in (word.partition("=") for word in fields)}
 
 
-def asleep(cluster: Cluster) -> bool:
-    """Whether all nodes sleep, without a machine and without a mark of the past. Asks Slurm itself, which is cheap."""
-    return set(cluster.on("controller", "sinfo", "-h", "-N", "-o", "%t").split()) == {"idle~"}
+def asleep(cluster: Cluster, *nodes: str) -> bool:
+    """Whether all nodes, or these, sleep, without a machine and without a mark of the past. Asks Slurm itself."""
+    chosen = [f"--nodes={','.join(nodes)}"] if nodes else []
+    return set(cluster.on("controller", "sinfo", "-h", "-N", "-o", "%t", *chosen).split()) == {"idle~"}
