@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import HostError
-from shoal.hostlist import compress
+from shoal.hostlist import compress, expand
 from shoal.spec.finding import Finding, printable
 
 K = TypeVar("K")
@@ -95,7 +95,8 @@ def _group_findings(findings: Iterable[Finding]) -> Iterator[Finding]:
         return replace(finding, what=what, found=found_text, fix=fix, host=finding.host and _HOST)
 
     for key, group in group_by(findings, without_host).items():
-        hosts = [finding.host for finding in group if finding.host]
+        # A finding of several hosts has them as a hostlist.
+        hosts = [name for finding in group if finding.host for name in expand(finding.host)]
         what, found_text, fix, host = (_with_hosts(text, hosts) for text in (key.what, key.found, key.fix, key.host))
         yield replace(key, what=what, found=found_text, fix=fix, host=host)
 

@@ -29,7 +29,7 @@ class Finding:
     line: int = 0
     col: int = 0
     host: str = ""
-    """The host it concerns, where it concerns one."""
+    """The host it concerns, or a hostlist; empty where it concerns none."""
 
     def __str__(self) -> str:
         return self._text("")

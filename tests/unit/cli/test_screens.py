@@ -180,6 +180,16 @@ def test_error_of_several_hosts_is_shown_once_with_their_names() -> None:
     )
 
 
+def test_finding_of_a_hostlist_is_shown_with_others_of_its_kind() -> None:
+    found = [
+        Finding("warning", "no image", fix=f"see ssh {hosts}, then `shoal up {hosts}`", host=hosts)
+        for hosts in ("gpu[1-2,12]", "gpu3", "c1,gpu5")
+    ]
+    assert drawn(lambda console: show_findings(console, found)) == (
+        "warning c1,gpu[1-3,5,12]: no image\n    fix: see ssh gpu1, then `shoal up c1,gpu[1-3,5,12]`\n"
+    )
+
+
 def test_line_wraps_between_words_and_never_inside_a_command() -> None:
     told = "[red]no[/] NFS in the kernel of gpu01, `shoal node drain gpu01` takes it out\n\nof-it-all-and-for-ever"
 
