@@ -18,6 +18,7 @@ import stat
 import sys
 import warnings  # noqa: F401 - os.execvpe imports it, and inside there is no Python of the node
 
+from .gpu_driver import driver_mounts, driver_problem, driver_variables
 from .unpacked_image import DEFAULT_PATH, Problem, find_container, hold, own_store, unpacked
 from .variables import CONTAINER, IMAGE
 
@@ -51,9 +52,10 @@ def run_in_image(command: list[str]) -> int:
     try:
         root, writable = find_root(settings)
         config = image_config(root)
-        environment = variables(settings, config)
+        driver = driver_mounts()
+        environment = variables(settings, config, driver)
         arguments, directory = place_command(settings, command)
-        enter(root, mounts(settings), writable)
+        enter(root, [*driver, *mounts(settings)], writable)
         for place in (config.get("WorkingDir"), directory):
             with contextlib.suppress(OSError):
                 os.chdir(place or "/")
@@ -93,13 +95,18 @@ def image_config(root: str) -> dict[str, Any]:
     return config
 
 
-def variables(settings: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+def variables(settings: dict[str, Any], config: dict[str, Any], driver: list[tuple[str, str, bool]]) -> dict[str, str]:
     """The job's variables over the image's, but those that lead to files of the host."""
     image = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+    problem = driver_problem(image, driver)
+    if problem:
+        raise Problem("image %s %s" % (settings["name"], problem))
     job = {name: value for name, value in os.environ.items() if name not in OF_THE_IMAGE or name in settings["keep"]}
     joined = {"PATH": DEFAULT_PATH, **image, **job}
     if image.get("PYTHONPATH") and job.get("PYTHONPATH"):
         joined["PYTHONPATH"] = job["PYTHONPATH"] + ":" + image["PYTHONPATH"]
+    if driver:
+        joined.update(driver_variables(joined))
     # PMIx of another version than the host's meets it with these.
     pmix = {"PMIX_MCA_gds": "hash", "PMIX_MCA_psec": "native"}
     return {**pmix, **joined, CONTAINER: settings["container"] or settings["name"]}
