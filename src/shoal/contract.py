@@ -26,6 +26,13 @@ STOP_NOTE = "stop"
 PROGRESS_FILE = "progress.json"
 """In the job's directory: how far the training is, for `shoal jobs`."""
 
+STACK_SIGNAL = 50
+"""Asks a rank of `shoal.train` for its Python stack: SIGRTMAX-14, which no framework uses. Without a handler it would
+kill: only a process with a file STACK_MEMORY and a handler for it gets it."""
+STACK_MEMORY, STEP_MEMORY = "shoal-stack", "shoal-step"
+"""The names of a rank's files in memory: its stacks, and its last step as one JSON object of RECORD_BYTES."""
+RECORD_BYTES = 256
+
 PROFILE_DIRECTORY = "profile"
 """In the job's directory: what its profiler leaves."""
 

@@ -160,7 +160,8 @@ if role == "compute":
     directory("/var/lib/slurm/slurmd")
     for path in ("/var/lib/shoal", "/var/lib/shoal/health", "/usr/local/lib/shoal", "/usr/local/lib/shoal/node_health"):
         directory(path)
-    for name in ("node", "host_checks", "gpu_checks", "gpu_test", "leftovers", "main"):
+    modules = ("node", "host_checks", "gpu_checks", "gpu_driver", "gpu_test", "leftovers", "job_stacks", "training")
+    for name in (*modules, "hung_job", "main"):
         put(f"The health program: {name}", f"/usr/local/lib/shoal/node_health/{name}.py")
     put("The hook of the health program", "/usr/local/lib/shoal/health-hook", mode="755")
     put("The configuration of the health program", "/etc/shoal/health.json")

@@ -118,6 +118,8 @@ class Facts:
     cpu: Cpu = field(default_factory=Cpu)
     memory_mb: int = 0
     gpus: tuple[Gpu, ...] = ()
+    pci_gpus: tuple[str, ...] = ()
+    """NVIDIA's devices on the PCI bus, where no GPU works."""
     disks: tuple[Disk, ...] = ()
     spaces: Mapping[str, Space] = field(default_factory=dict)
     """By directory."""

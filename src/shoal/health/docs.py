@@ -57,6 +57,14 @@ HealthCheckProgram of your own (`slurm.options`) runs right after it.
 - When a node joins or has booted, and no job is there, each GPU is tested once, in seconds: it opens, half of its free
   memory holds two patterns, a copy comes back as it was, a product of matrices is right, and none of it is much slower
   than before. The test needs the driver alone. `health: {skip: [gpu-test]}` leaves it out.
+- A training that uses `shoal.train` and makes no step for `hung_after` (30m) is a finding. `shoal doctor --job JOB`
+  shows the step and the Python stack of each rank, and names the one that the others wait for. The stack comes from
+  py-spy if it is installed, otherwise from faulthandler: `shoal.train` registers it for signal 50, which no framework
+  uses; a script that handles that signal keeps its handler. From NCCL 2.24 on, the counters of its communicators are
+  shown as well. You see this of your own jobs without root.
+- `health: {hung_jobs: requeue}` queues such a job again without the node of the rank that is behind, and tells it so in
+  its log. It does not if the ranks do not tell which one is behind, the job has `--no-requeue` or names the node, or
+  the partition has too few other nodes. Without this line no job is touched.
 """
 _ACTIONS = {
     UP: "`shoal up`",

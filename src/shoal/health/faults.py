@@ -214,8 +214,8 @@ JOB_FAULTS = (
         "job-hung",
         "warning",
         "the job runs and makes no step",
-        "a rank hangs, and the others wait for it: the evidence names it where py-spy is installed on the nodes or in "
-        "the job's environment (`pip install py-spy`); or the job waits for data or a save",
+        "a rank hangs, and the others wait for it: the evidence names it where the script uses `shoal.train`, or "
+        "py-spy is installed on the nodes or in the job's environment; or the job waits for data or a save",
         "look at the rank that is behind; then `shoal cancel JOB`, or `scontrol requeue JOB` if it saves checkpoints",
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.health.faults import Fault
+from shoal.remote.node_health.gpu_driver import DEBIAN_PACKAGES, UBUNTU_PACKAGES
 from shoal.remote.node_health.node import DRAINING
 from shoal.spec.finding import Level
 
@@ -94,8 +95,16 @@ NODE_FAULTS = (
         "gpu-driver",
         "the host has an NVIDIA GPU without a driver that works, and Slurm counts none",
         "the driver is not installed, or the kernel was updated and its module was not built",
-        "Debian: enable `contrib non-free`, then install `linux-headers-amd64 nvidia-driver` and reboot; Ubuntu: "
-        "`ubuntu-drivers install --gpgpu` and reboot; then `shoal up`",
+        "write `driver: nvidia` in its nodeset, and `shoal up`. By hand: on Debian 12 and 13 enable `contrib non-free "
+        f"non-free-firmware`, then install `linux-headers-amd64 {' '.join(DEBIAN_PACKAGES)}`; on Ubuntu "
+        f"`{' '.join(UBUNTU_PACKAGES)}`; reboot; then `shoal up`",
+    ),
+    _fault(
+        "driver-reboot",
+        "the driver of its GPUs is installed, and works after a reboot",
+        "`driver: nvidia` in the cluster's file, and `shoal up` has installed it",
+        "wait: the node is drained, reboots when its jobs have ended, and is resumed when the driver works; then run "
+        "`shoal up`, which adds its GPUs. If it does not work then, `dkms status` and `dmesg` on the host say why",
     ),
     _fault(
         "gpu-driver-mismatch",
@@ -205,6 +214,13 @@ NODE_FAULTS = (
         "a job holds GPUs and does not use them",
         "the job waits for data, hangs, or needs no GPU; its log says so, too",
         "ask its user, or cancel it; `health: {idle_gpus: cancel, idle_after: 1h}` does so",
+    ),
+    _fault(
+        "training-hung",
+        "a training makes no step",
+        "a rank hangs, and the others wait for it; or all of them wait for data or a save",
+        "`shoal doctor --job JOB` names the rank that is behind; `health: {hung_jobs: requeue, hung_after: 30m}` "
+        "queues such a job again without its node",
     ),
 )
 """What the health program finds beside full and read-only file systems."""

@@ -23,6 +23,7 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
 from shoal.roles.elastic import SPEC
+from shoal.roles.gpu_driver import driver_keys
 from shoal.roles.registry import component_findings, shared_secrets, user_secrets
 from shoal.roles.shares import access_kind, homes_of
 from shoal.slurm.conf import JWKS, slurm_conf
@@ -99,6 +100,8 @@ async def make_plan(
         HostPlan(name, stages[name], host_changes(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
+    drivers = {key for name in reports for key in driver_keys(goal.now.facts_of(name))}
+    hosts = tuple(host.with_cost(Cost.DRAIN, drivers) for host in hosts)
     hosts, user_jobs, user_findings = _lock_users(goal.now, hosts, observed.slurm.jobs)
     hosts, rental_jobs, rental_findings = _release_rentals(goal.rented, hosts, observed.slurm.jobs)
     later_hosts = tuple(

@@ -36,12 +36,25 @@ change() {
     fi
 }
 
+# Only out of its own drain, and when Slurm says that it is over: no job is there, and none can come.
+reboot_if_drained() {
+    own=''
+    [ ! -r $state/drained ] || read -r own < $state/drained
+    found=$(timeout 10 sinfo --all --noheader --Node --nodes="$SLURMD_NODENAME" --format='%T %E') || return 0
+    [ -z "$own" ] || [ "${found%%
+*}" != "drained $own" ] || systemctl reboot
+}
+
+# Slurm gives a health check a minute, and a job's ranks may answer later.
+hung_job='import sys; sys.path.insert(0, "@DIRECTORY@"); from node_health.hung_job import main; main(*sys.argv[1:])'
 follow_orders() {
     mv $state/orders $state/orders.read
     while read -r verb job text; do
         case $verb in
         notify) timeout 10 scontrol notify "$job" "$text" ;;
         cancel) timeout 10 scancel "$job" ;;
+        reboot) reboot_if_drained ;;
+        hung) setsid -f timeout 300 python3 -I -S -B -c "$hung_job" "$job" "$text" < /dev/null > /dev/null 2>&1 ;;
         esac
     done < $state/orders.read
     rm -f $state/orders.read

@@ -16,7 +16,10 @@ from shoal.spec.model import Spec
 
 DIRECTORY = "/usr/local/lib/shoal"
 PACKAGE = f"{DIRECTORY}/node_health"
-MODULES = ("node", "host_checks", "gpu_checks", "gpu_test", "leftovers", "main")
+MODULES = (
+    *("node", "host_checks", "gpu_checks", "gpu_driver", "gpu_test", "leftovers", "job_stacks", "training", "hung_job"),
+    "main",
+)
 NAME = "shoal-health"
 TIMER = f"{NAME}.timer"
 UNITS = "/etc/systemd/system"
@@ -40,7 +43,7 @@ class HealthComponent(Component):
             # After slurmctld's restart, when no slurmd runs the hook any more.
             return {Stage.NODES: self.removal()} if facts.has_file(CONFIG) else {}
         # In place before slurmd reads of its hook.
-        return {Stage.BASE: (*_files(cluster.spec), *_services(facts.init != "none"))}
+        return {Stage.BASE: (*_files(cluster.spec, member), *_services(facts.init != "none"))}
 
     def removal(self) -> Document:
         return (
@@ -50,7 +53,7 @@ class HealthComponent(Component):
         )
 
 
-def _files(spec: Spec) -> Document:
+def _files(spec: Spec, member: Member) -> Document:
     return (
         Directory("/etc/shoal"),
         Directory("/var/lib/shoal"),
@@ -59,7 +62,7 @@ def _files(spec: Spec) -> Document:
         Directory(PACKAGE),
         *(File(f"{PACKAGE}/{name}.py", program_text(f"node_health/{name}.py")) for name in MODULES),
         File(HEALTH_HOOK, hook(spec), mode=0o755),
-        File(CONFIG, config(spec)),
+        File(CONFIG, config(spec, member)),
     )
 
 
@@ -90,7 +93,7 @@ def _services(systemd: bool) -> Document:
     )
 
 
-def config(spec: Spec) -> str:
+def config(spec: Spec, member: Member) -> str:
     """What the program reads at every run."""
     health = spec.health
     values = {
@@ -99,13 +102,17 @@ def config(spec: Spec) -> str:
         "leftovers": health.leftovers,
         "idle_gpus": health.idle_gpus,
         "idle_after_s": seconds(health.idle_after),
+        "hung_jobs": health.hung_jobs,
+        "hung_after_s": seconds(health.hung_after),
+        **({"driver": member.driver} if member.driver else {}),
     }
     return json.dumps(values) + "\n"
 
 
 def hook(spec: Spec) -> str:
     """Slurm's HealthCheckProgram: it ends with the operator's own, where the file names one."""
-    return program_text("health_hook.sh", STATE=STATE, PROGRAM=operator_program(spec.slurm.options))
+    words = {"STATE": STATE, "DIRECTORY": DIRECTORY, "PROGRAM": operator_program(spec.slurm.options)}
+    return program_text("health_hook.sh", **words)
 
 
 def operator_program(options: Mapping[str, str]) -> str:

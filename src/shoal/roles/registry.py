@@ -19,6 +19,7 @@ from shoal.roles.controller import ReturnToServiceComponent
 from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
 from shoal.roles.files import FilesComponent
+from shoal.roles.gpu_driver import GpuDriverComponent
 from shoal.roles.images import ImagesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
@@ -45,6 +46,7 @@ COMPONENTS: tuple[Component, ...] = (
     EnvironmentsComponent(),
     ImagesComponent(),
     MpiComponent(),
+    GpuDriverComponent(),
     ClientComponent(),
     UserProgramComponent(),
     ClockComponent(),

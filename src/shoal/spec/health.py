@@ -45,6 +45,12 @@ class Health(ShortForm):
     idle_after: Duration = "1h"
     """How long a job may hold GPUs that it does not use."""
 
+    hung_jobs: Annotated[Literal["warn", "requeue"], BeforeValidator(choice("mode", ("warn", "requeue")))] = "warn"
+    """Trainings with `shoal.train` that make no step: `warn` shows them. `requeue` also queues such a job again without
+    the node of the rank that the others wait for, where its state tells which one that is."""
+    hung_after: Duration = "30m"
+    """How long a training may make no step. It may be as long as 20 of its steps in any case."""
+
     @classmethod
     def from_short(cls, value: object) -> dict[str, Any] | None:
         return {"mode": value} if isinstance(value, str) else None

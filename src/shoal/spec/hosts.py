@@ -13,6 +13,7 @@ from shoal import hostlist
 from shoal.spec import values
 from shoal.spec.accounting import Price
 from shoal.spec.checks import choice, refusal, size_mb
+from shoal.spec.drivers import HasDriver, driver_problems
 from shoal.spec.finding import Path as FilePlace
 from shoal.spec.finding import Problem, path_text, show
 from shoal.spec.member import Member, Role, Shape
@@ -165,7 +166,7 @@ class HasSite(SpecModel):
     """Their site. Hosts of a site reach each other directly; a job stays on one site unless it asks for more."""
 
 
-class Controller(HasSite, LoginFields, MachineFields):
+class Controller(HasSite, HasDriver, LoginFields, MachineFields):
     """The host that runs slurmctld. Either `host` or `provider`."""
 
     host: HostEntry | None = None
@@ -187,7 +188,7 @@ class Login(HostSet):
     """Hosts that users log in to, to submit jobs from. They run no jobs. Either `hosts` or `provider`."""
 
 
-class NodeSet(HostSet):
+class NodeSet(HasDriver, HostSet):
     """Hosts of one kind that run jobs. Either `hosts` or `provider`; with `max` they are rented when jobs need them."""
 
     provider: ProviderName | None = None
@@ -277,6 +278,9 @@ def host_problems(
             yield from _source_problems(path, entry)
         if isinstance(entry, NodeSet) and entry.provider == SANDBOX and not entry.is_rental:
             yield from _image_problems(path, entry)
+        if isinstance(entry, HasDriver):
+            runs_jobs = not isinstance(entry, Controller) or entry.compute
+            yield from driver_problems(path, entry, runs_jobs, isinstance(entry, NodeSet) and entry.is_rental)
         if isinstance(entry, NodeSet) and entry.shards and entry.mps:
             yield Problem((*path, "mps"), "both `shards` and `mps`", "", "keep one: a GPU is divided in one way")
     yield from _duplicates(controller, login, nodesets)
@@ -395,4 +399,5 @@ def _sandbox_member(
 
 def _slurm_fields(entry: Controller | HostSet) -> dict[str, Any]:
     fields = ("features", "weight", "shards", "mps")
-    return {name: getattr(entry, name) for name in fields} if isinstance(entry, NodeSet) else {}
+    own = {name: getattr(entry, name) for name in fields} if isinstance(entry, NodeSet) else {}
+    return {**own, "driver": entry.driver or ""} if isinstance(entry, HasDriver) else own

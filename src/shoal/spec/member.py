@@ -53,6 +53,8 @@ class Member:
     shards: int = 0
     mps: int = 0
     """How many parts each of its GPUs has, for jobs that share one."""
+    driver: str = ""
+    """`nvidia`: the driver of its GPUs is installed where it has none."""
 
     @property
     def site(self) -> str:

@@ -31,6 +31,7 @@ from shoal.train.errors import EnvError, RendezvousError
 from shoal.train.gpu_binding import Binding, prove_binding
 from shoal.train.interfaces import interface_of, local_addresses, nccl_gloo_variables
 from shoal.train.proof_watch import begin_proof
+from shoal.train.rank_record import open_record
 from shoal.train.rendezvous import Rendezvous, RendezvousTimer, join_rendezvous
 from shoal.train.rendezvous_errors import check_reachability
 
@@ -89,6 +90,7 @@ def init(
     if _current is not None:
         return _current
     env = read_env(environ)
+    open_record(environ)
     timer = RendezvousTimer(timeout, explain_after)
     set_threads(env, environ)
     begin_proof(environ)

@@ -33,6 +33,7 @@ from shoal.train.env import Env, read_env
 from shoal.train.errors import StopExit
 from shoal.train.file_io import replace_file
 from shoal.train.proof_record import detach, proof_recorder
+from shoal.train.rank_record import end_record, open_record, record_step
 
 SPEED_WINDOW_S = 60.0
 FILE_PERIOD_S = 2.0
@@ -83,6 +84,7 @@ class Progress:
         self._environ = environ
         self._active = env.rank == 0
         self._proof = proof_recorder(environ)
+        open_record(environ)
         location = directory or environ.get(SHOAL_JOB_DIR)
         self._file = Path(location, PROGRESS_FILE) if location else None
         self._write = write or (lambda line: print(line, flush=True))
@@ -103,6 +105,7 @@ class Progress:
         if self._proof is not None:
             self._proof.loss("progress", step, loss)
         profile.step("progress", self._environ)
+        record_step("progress", step, self._environ)
         if not self._active:
             return
         self._samples += samples if samples is not None else self._samples_per_step or 0
@@ -117,6 +120,7 @@ class Progress:
 
     def close(self, state: State = "done") -> None:
         """End the reports; `stopped` if the job continues after a requeue."""
+        end_record()
         if self._active and self._step is not None:
             self._active = False
             self._report(self._clock(), state, with_line=True)

@@ -28,6 +28,7 @@ from shoal.train.data import Loader
 from shoal.train.dist import RankGroup
 from shoal.train.env import requeue_job_id
 from shoal.train.errors import StopExit
+from shoal.train.rank_record import end_record, open_record, record_step
 from shoal.train.stop import Stop, Stopper
 
 log = logging.getLogger("shoal.train.run")
@@ -60,6 +61,7 @@ class Run:
         self.save_every = save_every
         self._stopper = stopper or Stopper(environ=environ)
         self._environ = environ
+        open_record(environ)
         self._done = 0
         self._first = 0
 
@@ -115,6 +117,7 @@ class Run:
     def _after_step(self, step: int, *, last: bool) -> None:
         """After a step: stop if the job must, save if it is due."""
         profile.step("run", self._environ)
+        record_step("run", step, self._environ)
         stop = self._stopper.agree(step, save_seconds=self.checkpointer.save_seconds)
         if stop is not None and not last:
             self._save_and_exit(stop)
@@ -122,6 +125,7 @@ class Run:
             self.save(step)
 
     def _finish(self, step: int, *, trained: bool) -> None:
+        end_record()
         saved = self.checkpointer.save(step, self.state, reason="end", wait=True) if trained else None
         if saved is not None and not saved.committed:
             self._log(

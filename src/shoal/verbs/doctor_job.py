@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
-from shoal.errors import UsageError
+from shoal.errors import HostError, UsageError
 from shoal.health.diagnosis import Diagnosis
 from shoal.health.reasons import FAULTS
 from shoal.health.report import MAX_EVIDENCE
 from shoal.hostlist import expand
-from shoal.jobs.hang import RankStack, describe_stacks, hung_text, parse_stacks
+from shoal.jobs.hang import describe_stacks, hung_text, parse_nccl, parse_stacks
+from shoal.jobs.record import JobRecord
 from shoal.remote import python_command
 from shoal.slurm.state import JobState
 from shoal.verbs.context import Context
 from shoal.verbs.jobs import jobs
 from shoal.verbs.logs import logs
+from shoal.verbs.node_files import reader_command
 
+STACKS_PROGRAM = "node_health/job_stacks.py"
 STACKS_TIMEOUT_S = 60.0
+ASKED_MIN_S = 60.0
+"""Who asks about a job is told of a shorter pause than `shoal jobs` shows by itself."""
 MAX_RANKS = 16
 """Of so many ranks it is shown what they do."""
 
@@ -56,20 +62,18 @@ async def explain_hung_job(context: Context, tasks: Sequence[JobState]) -> list[
     except UsageError:
         return []  # it has ended meanwhile
     for view in views:
-        text = hung_text(view.progress, time.time())
+        text = hung_text(view.progress, time.time(), ASKED_MIN_S)
         if text:
-            # Users cannot log in to the nodes.
-            stacks = (
-                [] if context.joined is not None else await _read_stacks(context, view.record.id, view.record.nodes)
-            )
-            ranks = tuple(describe_stacks(stacks))[:MAX_RANKS]
+            answers = await _read_ranks(context, view.record)
+            ranks = describe_stacks(stack for node, answer in answers for stack in parse_stacks(node, answer))
+            counters = next(filter(None, (parse_nccl(answer) for _, answer in answers)), [])
             diagnosis = Diagnosis(
                 fault.id,
                 fault.level,
                 "",
                 fault.what,
                 view.record.id,
-                evidence=(text, *ranks),
+                evidence=(text, *ranks[:MAX_RANKS], *counters),
                 cause=fault.cause,
                 fix=fault.fix.replace("JOB", view.record.id),
             )
@@ -77,14 +81,24 @@ async def explain_hung_job(context: Context, tasks: Sequence[JobState]) -> list[
     return diagnoses
 
 
-async def _read_stacks(context: Context, job: str, nodes: str) -> list[RankStack]:
-    """What each rank does now. A node that does not answer is left out."""
-    stacks: list[RankStack] = []
+async def _read_ranks(context: Context, record: JobRecord) -> list[tuple[str, str]]:
+    """What each node says of its ranks. One that does not answer is left out.
+
+    Users cannot log in to the nodes: for them it is a step of their own job, which names its node itself.
+    """
+    command, nodes = python_command(STACKS_PROGRAM, record.number), expand(record.nodes)
+    answers: list[tuple[str, str]] = []
+    if context.joined is not None:
+        async with context.controller_host() as host:
+            line = reader_command(record, nodes, command)
+            with contextlib.suppress(HostError):
+                answers.append(("", (await host.run(line, timeout=STACKS_TIMEOUT_S, root=False)).text))
+        return answers
     async with await context.connections() as fleet:
 
         async def read(name: str) -> None:
-            result = await (await fleet.host(name)).run(python_command("job_stacks", job), timeout=STACKS_TIMEOUT_S)
-            stacks.extend(parse_stacks(name, result.text))
+            result = await (await fleet.host(name)).run(command, timeout=STACKS_TIMEOUT_S)
+            answers.append((name, result.text))
 
-        await fleet.each([name for name in expand(nodes) if name in fleet.targets], read)
-    return stacks
+        await fleet.each([name for name in nodes if name in fleet.targets], read)
+    return answers

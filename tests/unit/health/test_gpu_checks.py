@@ -137,18 +137,6 @@ def test_driver_that_asks_for_nothing_settles_an_xid(examine: Examine) -> None:
     assert [*examine({"recovery": 0}, log=xid(119))] == ["gpu-xid-past"]
 
 
-def test_device_on_the_bus_without_a_driver_is_found(
-    examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_checks, "LIBRARY", "/nonexistent/libnvidia-ml.so.1")
-    monkeypatch.setattr(gpu_checks, "PCI_DEVICES", str(tmp_path / "pci"))
-    for name, vendor, kind in (("0000:41:00.0", "0x10de", "0x030200"), ("0000:41:00.1", "0x10de", "0x040300")):
-        (tmp_path / "pci" / name).mkdir(parents=True)
-        (tmp_path / "pci" / name / "vendor").write_text(vendor + "\n")
-        (tmp_path / "pci" / name / "class").write_text(kind + "\n")
-    assert examine() == {"gpu-driver": ["0000:41:00.0: driver none"]}
-
-
 def test_processes_and_power_of_a_gpu_are_read(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_FAKE_NVML", str(tmp_path / "gpus"))
     (tmp_path / "gpus").write_text(nvml.answers({"pid": 77, "power": 71500}, {}))

@@ -75,6 +75,44 @@ def test_drain_and_resume(hook: Hook) -> None:
     assert hook.run() == [] and hook.reason == "none"
 
 
+def order(hook: Hook, text: str) -> None:
+    (hook.folder / "orders").write_text(f"{text}\n")
+    for name in ("systemctl", "setsid"):
+        program = hook.folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nprintf "{name} %s\\n" "$*" >> "${{0%/*}}/../updates"\n')
+        program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "reboots"),
+    [
+        ("drained", WANTED, True),
+        ("draining", WANTED, False),
+        ("drained*", WANTED, False),
+        ("drained", "kernel update by anna", False),
+        ("", "", False),
+    ],
+)
+def test_reboot_waits_until_its_own_drain_is_over(hook: Hook, state: str, reason: str, reboots: bool) -> None:
+    hook.run(WANTED)
+    order(hook, "reboot")
+    hook.reason = f"{state} {reason}".strip()
+    assert hook.run(WANTED) == (["systemctl reboot"] if reboots else [])
+    assert not (hook.folder / "orders").exists()
+
+
+def test_node_that_is_not_drained_is_not_rebooted(hook: Hook) -> None:
+    order(hook, "reboot")
+    hook.reason = "drained "
+    assert hook.run() == []
+
+
+def test_job_that_hangs_is_looked_at_beside_the_hook(hook: Hook) -> None:
+    order(hook, "hung 12 2001")
+    [line] = hook.run()
+    assert line.startswith("setsid -f timeout 300 python3 -I -S -B -c import sys; ") and line.endswith(" 12 2001")
+
+
 def test_new_finding_changes_the_reason_of_its_own_drain(hook: Hook) -> None:
     hook.run(WANTED)
     assert hook.run(f"{WANTED} too") == [f"update nodename=n1 reason={WANTED} too"]

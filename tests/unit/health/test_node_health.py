@@ -16,6 +16,7 @@ from shoal.remote import node_health
 from shoal.remote.node_health import host_checks, main, node
 from shoal.remote.node_health.main import drain_reason, run_checks
 from shoal.remote.node_health.node import WARN_ONLY_S, Baseline, Node, Process
+from shoal.roles.node_health import MODULES
 
 DAY = 24 * 3600
 
@@ -124,7 +125,7 @@ def test_program_runs_alone_as_the_timer_runs_it(tmp_path: Path) -> None:
     """With its files beside each other and nothing else, without the site's packages."""
     folder = tmp_path / "node_health"
     folder.mkdir()
-    for name in ("node", "host_checks", "gpu_checks", "gpu_test", "leftovers", "main"):
+    for name in MODULES:
         (folder / f"{name}.py").write_text((Path(node_health.__file__).parent / f"{name}.py").read_text())
     (tmp_path / "health.json").write_text('{"mode": "warn"}')
     start = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from node_health.main import main; main(*sys.argv[1:])"

@@ -97,7 +97,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_node_reports_each_rank_once(training: subprocess.Popen[bytes]) -> None:
-    line = [sys.executable, *python_command("job_stacks", JOB)[1:]]
+    line = [sys.executable, *python_command("node_health/job_stacks.py", JOB)[1:]]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     [found] = parse_stacks("n1", done.stdout)

@@ -75,6 +75,8 @@ def test_modes_and_switches_reach_the_program(mode: str) -> None:
         "leftovers": "warn",
         "idle_gpus": "warn",
         "idle_after_s": 3600,
+        "hung_jobs": "warn",
+        "hung_after_s": 1800,
     }
 
 

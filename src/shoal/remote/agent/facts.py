@@ -20,6 +20,7 @@ from shoal.remote.agent.unix_accounts import accounts, group_of, remote_mounts, 
 def gather_facts(ask: Item, context: ConvergeContext) -> Item:
     uname = os.uname()
     release = os_release()
+    working_gpus = gpus()
     return {
         "hostname": uname.nodename,
         "os_id": release.get("ID", ""),
@@ -32,7 +33,8 @@ def gather_facts(ask: Item, context: ConvergeContext) -> Item:
         "init": "systemd" if has_systemd() else "none",
         "cpu": cpu_topology(os.sched_getaffinity(0), "/sys/devices/system/cpu"),
         "memory_mb": memory_mb(),
-        "gpus": gpus(),
+        "gpus": working_gpus,
+        "pci_gpus": [] if working_gpus else pci_gpus(),
         "disks": disks(),
         "spaces": spaces(ask.get("directories") or []),
         "tun": can_open_device("/dev/net/tun"),
@@ -112,6 +114,13 @@ def gpus() -> list[Item]:
     query = [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     status, text = run(query, timeout=30.0)
     return parse_gpus(text, gpu_minors()) if status == 0 else []
+
+
+def pci_gpus(base: str = "/sys/bus/pci/devices") -> list[str]:
+    """NVIDIA's display devices on the bus, with or without a driver."""
+    names = sorted(os.listdir(base)) if os.path.isdir(base) else []
+    vendor_names = [name for name in names if read_text(f"{base}/{name}/vendor").strip() == "0x10de"]
+    return [name for name in vendor_names if read_text(f"{base}/{name}/class").startswith("0x03")]
 
 
 def parse_gpus(text: str, minors: dict[str, str]) -> list[Item]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import os
 import re
 from typing import Any, Callable, Iterator
 
-from .node import Node, read_text
+from .node import Node
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS, LOST, MISMATCH = 0, 15, 18
@@ -47,8 +46,6 @@ LINK_COUNTERS = {0: "replays", 1: "recoveries", 2: "errors of flits", 3: "errors
 MAX_LINK_ERRORS = 100
 """So many more since the last run are too many."""
 SWITCHES = "/proc/driver/nvidia-nvswitch/devices/*"
-PCI_DEVICES = "/sys/bus/pci/devices"
-DISPLAY_CLASS = "0x03"
 
 
 class FieldValue(ctypes.Structure):
@@ -171,18 +168,6 @@ def gpus(node: Node) -> list[Gpu]:
         except OSError:
             node.cache["gpus"] = []
     return list(node.cache["gpus"])
-
-
-def check_driver(node: Node) -> Iterator[str]:
-    """NVIDIA devices on the bus without a driver that works: Slurm counts them as no GPU."""
-    if gpus(node) or node.cache.get("nvml_status") == MISMATCH:
-        return
-    for folder in sorted(glob.glob(f"{PCI_DEVICES}/*")):
-        if read_text(f"{folder}/vendor").strip() == "0x10de" and read_text(f"{folder}/class").startswith(DISPLAY_CLASS):
-            driver = (
-                os.path.basename(os.path.realpath(f"{folder}/driver")) if os.path.exists(f"{folder}/driver") else ""
-            )
-            yield f"{os.path.basename(folder)}: driver {driver or 'none'}"
 
 
 def check_mismatch(node: Node) -> Iterator[str]:
@@ -310,7 +295,6 @@ def check_pcie(node: Node) -> Iterator[str]:
 
 
 GPU_CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {
-    "gpu-driver": check_driver,
     "gpu-driver-mismatch": check_mismatch,
     "gpu-lost": check_lost,
     "gpu-recovery": check_recovery,

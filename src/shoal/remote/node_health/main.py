@@ -9,6 +9,7 @@ import time
 from typing import Any, Callable, Iterator
 
 from .gpu_checks import GPU_CHECKS
+from .gpu_driver import DRIVER_CHECKS
 from .gpu_test import TEST_CHECKS
 from .host_checks import HOST_CHECKS
 from .leftovers import LEFTOVER_CHECKS
@@ -20,6 +21,7 @@ from .node import (
     DRAINING,
     ORDERS,
     PREFIX,
+    REQUESTED,
     RESULT,
     STATE,
     WARN_ONLY_S,
@@ -28,9 +30,17 @@ from .node import (
     Node,
     read_text,
 )
+from .training import TRAINING_CHECKS
 
 MAX_EVIDENCE, MAX_TEXT, MAX_REASON = 3, 200, 120
-CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {**HOST_CHECKS, **TEST_CHECKS, **GPU_CHECKS, **LEFTOVER_CHECKS}
+CHECKS: dict[str, Callable[[Node], Iterator[str]]] = {
+    **HOST_CHECKS,
+    **TEST_CHECKS,
+    **DRIVER_CHECKS,
+    **GPU_CHECKS,
+    **LEFTOVER_CHECKS,
+    **TRAINING_CHECKS,
+}
 
 
 def main(config_path: str = CONFIG, state: str = STATE, *, forget: bool = False) -> None:
@@ -43,7 +53,8 @@ def main(config_path: str = CONFIG, state: str = STATE, *, forget: bool = False)
     baseline = Baseline({} if forget else kept.get("values") or {})
     node = Node(baseline, earlier.get("memory") or {}, config, now)
     findings = run_checks(node, set(config.get("skip", ())), earlier.get("findings") or [])
-    reason = drain_reason(findings, now) if config.get("mode") == "drain" and now - since >= WARN_ONLY_S else ""
+    drains = config.get("mode") == "drain" and now - since >= WARN_ONLY_S
+    reason = drain_reason([finding for finding in findings if drains or finding["id"] in REQUESTED], now)
     save(f"{state}/{BASELINE}", json.dumps({"since": since, "values": baseline.values}))
     save(f"{state}/{DRAIN}", reason + "\n" if reason else "")
     if node.orders:

@@ -20,16 +20,19 @@ PREFIX = "shoal: health: "
 CHECK_NAMES = (
     *("disk-full", "inodes-full", "read-only", "share-hangs", "processes-stuck", "disk-errors", "memory-errors"),
     *("link-slow", "clock-source", "cpu-governor", "sensors", "gpu-test", "gpu-slow", "gpu-driver"),
+    "driver-reboot",
     *("gpu-driver-mismatch", "gpu-lost", "gpu-recovery", "gpu-xid", "gpu-xid-past", "gpu-ecc", "gpu-remap-pending"),
     *("gpu-remap-failed", "gpu-nvlink", "gpu-nvlink-errors", "gpu-clock", "gpu-pcie", "gpu-persistence"),
-    *("fabric-manager", "step-left", "gpu-process-left", "memory-held", "gpu-idle"),
+    *("fabric-manager", "step-left", "gpu-process-left", "memory-held", "gpu-idle", "training-hung"),
 )
 """Every check, by the name of its finding."""
 DRAINING = (
     *("disk-full", "inodes-full", "read-only", "share-hangs", "memory-errors", "gpu-lost", "gpu-recovery"),
-    *("gpu-xid", "gpu-ecc", "gpu-remap-failed", "gpu-driver-mismatch", "gpu-test", "fabric-manager"),
+    *("gpu-xid", "gpu-ecc", "gpu-remap-failed", "gpu-driver-mismatch", "gpu-test", "fabric-manager", "driver-reboot"),
 )
 """Checks that take a node out of service with `health: drain`; the others only warn."""
+REQUESTED = ("driver-reboot",)
+"""Those that the file asked for: they take a node out of service in every mode, and on its first day."""
 CONFIRMED = ("disk-full", "inodes-full", "share-hangs", "fabric-manager", "gpu-test")
 """Those that must fail in two runs: a server that restarts is back by then, and a busy host is not."""
 Evidence = List[str]
@@ -68,7 +71,7 @@ class Node:
     def __init__(self, baseline: Baseline, memory: dict[str, Any], config: dict[str, Any], now: float) -> None:
         self.baseline, self.memory, self.config, self.now = baseline, memory, config, now
         self.orders: list[str] = []
-        """What the hook is to ask of Slurm: `notify JOB TEXT`, `cancel JOB`."""
+        """What the hook is to ask of Slurm: `notify JOB TEXT`, `cancel JOB`, `hung JOB UID`, `reboot`."""
         self.cache: dict[str, Any] = {}
         """What several checks read, read once."""
         self._processes: dict[int, Process] | None = None
