@@ -40,6 +40,7 @@ NODES = """\
 nodesets:
   nodes:
     # user: ubuntu        # who to log in as, unless ~/.ssh/config says so
+    # driver: nvidia      # install it on hosts whose GPUs have none; they reboot
     hosts:
 {nodes}
 """
@@ -103,6 +104,7 @@ TAIL = """\
 #   torch: {requirements: requirements.txt}
 
 # firewall: false         # leave the hosts' firewalls alone
+# health: {hung_jobs: requeue}  # trainings that hang run on without the bad node
 """
 MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""

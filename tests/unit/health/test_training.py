@@ -212,23 +212,51 @@ def test_rank_without_a_step_is_found(rank: subprocess.Popen[str], mode: str, mo
     assert leftovers.LOWEST_USER == 1000
 
 
-def test_counters_of_nccl_are_read_from_where_ranks_differ() -> None:
+RAS = """\
+NCCL version 2.28.9 compiled with CUDA 13.0
+
+Job summary
+===========
+
+  Nodes  Processes         GPUs
+      1          1            1
+
+Communicators... (0.000s)
+=============
+
+Group     Comms     Nodes     Ranks    Status  Errors
+    0         1         1         1   RUNNING  MISMATCH
+
+Errors
+======
+
+Warnings
+========
+
+#0-0 (27a079b8) MISMATCH
+  Communicator ranks have different collective operation counts
+  1 ranks have launched up to operation 6650
+"""
+"""As NCCL 2.28.9 prints it, with a mismatch."""
+
+
+def test_counters_of_nccl_are_read() -> None:
     """A stand-in for the service of NCCL (simulated): no GPU is here."""
-    mismatch = "#0-0 (a1b2) MISMATCH\n  Collective operation counts: 7, 8\n"
-    report = "Job summary\n\n  Nodes 2\n" + "filler\n" * 30 + mismatch
     with socket.create_server(("localhost", 0)) as server:
 
         def answer() -> None:
             peer, _ = server.accept()
             with peer:
                 assert peer.recv(100) == b"verbose status\n"
-                peer.sendall(report.encode() + b"\x1b[2J\n")
+                peer.sendall(RAS.encode() + b"\x1b[2J\n")
 
         thread = threading.Thread(target=answer)
         thread.start()
         lines = nccl_counters(server.getsockname()[1])
         thread.join(timeout=30)
-    assert lines == ["#0-0 (a1b2) MISMATCH", "Collective operation counts: 7, 8", "[2J"]
+    assert lines[:2] == ["Group Comms Nodes Ranks Status Errors", "0 1 1 1 RUNNING MISMATCH"]
+    assert lines[2:5] == ["Errors", "Warnings", "#0-0 (27a079b8) MISMATCH"]
+    assert lines[-2:] == ["1 ranks have launched up to operation 6650", "[2J"]
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     assert nccl_counters(port) == []

@@ -34,7 +34,7 @@ RAS_PORT = 28028
 """Where NCCL from 2.24 on tells how far each communicator is, unless NCCL_RAS_ADDR says otherwise."""
 RAS_TIMEOUT_S = 5.0
 MAX_RAS_BYTES = 64 << 10
-MAX_RAS_LINES = 12
+MAX_RAS_LINES = 16
 COLLECTIVE = (
     *("torch/distributed/", "distributed_c10d.py", "nn/parallel/distributed.py", "mpi4py"),
     # DDP's all-reduce runs inside the backward pass, and that of NCCL ends where the host waits for the GPU.
@@ -218,7 +218,7 @@ def read_step(pid: int) -> dict[str, Any]:
 
 
 def nccl_counters(port: int) -> list[str]:
-    """What NCCL on this node says of communicators whose ranks differ; the last lines where it names none."""
+    """What NCCL on this node says of the job's communicators: their states, then errors and ranks that differ."""
     data, end = b"", time.monotonic() + RAS_TIMEOUT_S
     try:
         with socket.create_connection(("localhost", port), RAS_TIMEOUT_S) as peer:
@@ -233,9 +233,8 @@ def nccl_counters(port: int) -> list[str]:
         pass
     text = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in data.decode("utf-8", "replace"))
     lines = [" ".join(line.split())[:160] for line in text.splitlines() if line.strip()]
-    places = [place for place, line in enumerate(lines) if re.search(r"(?i)mismatch|missing|incomplete|error", line)]
-    start = places[0] if places else max(0, len(lines) - MAX_RAS_LINES)
-    return lines[start : start + MAX_RAS_LINES]
+    start = next((place for place, line in enumerate(lines) if line.startswith("Communicators")), len(lines))
+    return [line for line in lines[start + 1 :] if line.strip("=")][:MAX_RAS_LINES]
 
 
 def ranks_behind(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
