@@ -20,11 +20,13 @@ class HasDriver(SpecModel):
     drained, reboots when its jobs have ended, and takes jobs again when the driver works."""
 
 
-def driver_problems(path: Path, entry: HasDriver, runs_jobs: bool, rented: bool) -> Iterator[Problem]:
+def driver_problems(path: Path, entry: object, rented: bool) -> Iterator[Problem]:
     """A driver where none is installed."""
-    if entry.driver and rented:
+    if not isinstance(entry, HasDriver) or not entry.driver:
+        return
+    if rented:
         fix = "delete it: rented machines have what their `image` has"
         yield Problem((*path, "driver"), "`driver` for rented machines", show(entry.driver), fix)
-    elif entry.driver and not runs_jobs:
+    elif not getattr(entry, "compute", True):
         fix = "delete it, or add `compute: true`"
         yield Problem((*path, "driver"), "`driver` on a controller that runs no jobs", show(entry.driver), fix)

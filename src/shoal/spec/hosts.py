@@ -278,9 +278,7 @@ def host_problems(
             yield from _source_problems(path, entry)
         if isinstance(entry, NodeSet) and entry.provider == SANDBOX and not entry.is_rental:
             yield from _image_problems(path, entry)
-        if isinstance(entry, HasDriver):
-            runs_jobs = not isinstance(entry, Controller) or entry.compute
-            yield from driver_problems(path, entry, runs_jobs, isinstance(entry, NodeSet) and entry.is_rental)
+        yield from driver_problems(path, entry, isinstance(entry, NodeSet) and entry.is_rental)
         if isinstance(entry, NodeSet) and entry.shards and entry.mps:
             yield Problem((*path, "mps"), "both `shards` and `mps`", "", "keep one: a GPU is divided in one way")
     yield from _duplicates(controller, login, nodesets)
@@ -398,6 +396,5 @@ def _sandbox_member(
 
 
 def _slurm_fields(entry: Controller | HostSet) -> dict[str, Any]:
-    fields = ("features", "weight", "shards", "mps")
-    own = {name: getattr(entry, name) for name in fields} if isinstance(entry, NodeSet) else {}
-    return {**own, "driver": entry.driver or ""} if isinstance(entry, HasDriver) else own
+    own = ("features", "weight", "shards", "mps") if isinstance(entry, NodeSet) else ()
+    return {"driver": getattr(entry, "driver", None) or "", **{name: getattr(entry, name) for name in own}}

@@ -88,12 +88,18 @@ def slow_nodes(by_node: Mapping[str, float]) -> dict[str, float]:
 
 
 def slow_nodes_of_pairs(pairs: Iterable[PairSpeed]) -> dict[str, float]:
-    """Nodes whose best pair is far below the median of the pairs without them, each with the ratio."""
-    pairs = list(pairs)
+    """Nodes whose best pair is far below the median of the pairs without them, each with the ratio.
+
+    Of a pair that was measured both ways the slower one counts: a node may be slow only where it sends, or receives.
+    """
+    speeds: dict[frozenset[str], float] = {}
+    for pair in pairs:
+        key = frozenset((pair.first, pair.second))
+        speeds[key] = min(pair.speed, speeds.get(key, pair.speed))
     ratios = {}
-    for node in dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second)):
-        own = [pair.speed for pair in pairs if node in (pair.first, pair.second)]
-        others = [pair.speed for pair in pairs if node not in (pair.first, pair.second)]
+    for node in sorted({name for key in speeds for name in key}):
+        own = [speed for key, speed in speeds.items() if node in key]
+        others = [speed for key, speed in speeds.items() if node not in key]
         if others and median(others) > 0 and max(own) < SLOW_NODE * median(others):
             ratios[node] = max(own) / median(others)
     return ratios

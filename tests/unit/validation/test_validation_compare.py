@@ -61,6 +61,8 @@ def test_slow_node_is_isolated_by_its_pairs() -> None:
     assert slow_nodes_of_pairs([PairSpeed("n1", "n2", 1.0)]) == {}, "one pair does not tell which node is slow"
     one_bad_link = [*pairs("", 0.0)[1:], PairSpeed("n1", "n2", 1.0)]
     assert slow_nodes_of_pairs(one_bad_link) == {}, "a slow link between two good nodes blames neither"
+    sends_slowly = [PairSpeed("n3", other, 2.0) for other in ("n1", "n2", "n4")]
+    assert slow_nodes_of_pairs([*pairs("", 0.0), *sends_slowly]) == {"n3": 0.2}, "the slower way counts"
     [finding] = slow_node_findings([row(pairs=pairs("n3", 2.0))])
     assert (finding.host, finding.found) == ("n3", "all its pairs reach 20% of the median of the other pairs")
 
