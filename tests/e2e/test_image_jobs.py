@@ -16,7 +16,9 @@ import pytest
 from tests.e2e.cluster import Cluster, login_keys, running
 from tests.e2e.image_files import HERE, HOSTILE, OTHER, debian_layer, file, layer_of, write_archive
 from tests.e2e.torch_env import give_torch
+from tests.small_wheels import small_wheel
 
+from shoal.containers.registry import TRUSTED
 from shoal.remote.runner.unpacked_image import IMAGES
 from shoal.roles.images import LIMIT
 
@@ -34,7 +36,7 @@ users:
 partitions:
   main: {nodesets: [n], default: true}
   urgent: {nodesets: [n], priority: 10}
-containers: oci
+containers: {engine: oci, registry: true}
 """
 SCRIPT = """\
 import os, pathlib, shoal.contract
@@ -246,6 +248,91 @@ def test_running_container_is_entered_and_saved_by_its_user(ann: User, cluster: 
     cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-u", "ann", status=None) == "")
 
 
+def test_image_is_built_in_a_job_from_a_containerfile(ann: User, cluster: Cluster) -> None:
+    ann.do("mkdir -p context/sub && echo below > context/sub/file")
+    steps = "COPY sub /opt/sub\nRUN id -u > /opt/builder && chown 5:5 /opt/builder\nENV GREETING=built\n"
+    ann.do(f"printf %s {shlex.quote('FROM mini' + chr(10) + steps)} > context/Containerfile")
+    made = ann.json("image build made context")
+    assert made["architecture"] == HERE and made["digest"].startswith("sha256:")
+    [words] = lines(ann.run("-w n1 --image made"))
+    assert words[4:7] == ["built", "2001", "one"]
+    bundle = ann.do("shoal image bundle made").strip()
+    assert ann.do(f"srun -w n1 {bundle}/run cat /opt/sub/file /opt/builder").split() == ["below", "0"]
+    for text, message in {
+        "FROM mini\nRUN echo because >&2; exit 7\n": "because",
+        "FROM nothing\n": "you have no image nothing to build from; yours are: ",
+        "FROM mini\nCOPY absent /\n": "absent",
+    }.items():
+        ann.do(f"printf %s {shlex.quote(text)} > context/Containerfile")
+        assert message in ann.do("shoal image build broken context", status=2)
+    for node in ("n1", "n2"):
+        assert "build" not in cluster.on(node, "ls", f"{IMAGES}/ann")
+    assert "broken" not in ann.do("shoal image list")
+
+
+def test_image_is_built_of_a_list_of_packages(ann: User, cluster: Cluster) -> None:
+    index = cluster.provider.cache / "sandbox" / cluster.name / "shared" / "index"
+    small_wheel(index, "herring", "1.0", needs="sprat")
+    small_wheel(index, "sprat", "1.0")
+    serve = "cd /shared/index && (setsid python3 -m http.server 8099 > /dev/null 2>&1 &)"
+    cluster.on("controller", "sh", "-c", serve)
+    source = "--no-index\n--trusted-host controller\n--find-links http://controller:8099/\nherring\n"
+    ann.do(f"printf %s {shlex.quote(source)} > requirements.txt")
+    assert "an image needs a base" in ann.do("shoal image build fish requirements.txt", status=2)
+    ann.do("shoal image build fish requirements.txt --from mini")
+    bundle = ann.do("shoal image bundle fish").strip()
+    assert "herring" in ann.do(f"srun -w n1 {bundle}/run python3 -c 'import herring; print(herring.__name__)'")
+
+
+def test_registry_of_the_cluster_takes_and_gives_images(ann: User, cluster: Cluster) -> None:
+    pushed = ann.json("image push mini")
+    assert pushed["reference"] == "controller:5000/ann/mini" and pushed["digest"].startswith("sha256:")
+    bob = User(cluster, "bob")
+    pulled = bob.json("image pull controller:5000/ann/mini:latest --name back")
+    assert pulled["digest"] == pushed["digest"]
+    assert lines(bob.run("-w n2 --image back"))[0][6] == "one"
+    place = "/etc/shoal/registry/logins"
+    assert cluster.on("n1", "stat", "-c", "%U %a", f"{place}/ann") == "ann 400\n"
+    assert "Permission denied" in bob.do(f"cat {place}/ann", status=1)
+    assert bob.do("stat -c '%U %a' /shared/shoal-jobs/bob/images/auth.json") == "bob 600\n"
+    fetch = "import ssl, urllib.request as r; r.urlopen('https://controller:5000/v2/')"
+    assert "401" in cluster.on("n1", "sh", "-c", f"python3 -c {shlex.quote(fetch)} 2>&1", status=1)
+    login = "image login controller:5000 --user bob --password"
+    assert "the registry rejects this name or password" in bob.do(f"WRONG=no shoal {login} env:WRONG", status=2)
+    assert "--password is not" in bob.do(f"shoal {login} secret", status=2)
+    unknown = bob.do("shoal image pull controller:5000/ann/maxi", status=2)
+    assert "controller:5000/ann/maxi: the registry has no such image or tag" in unknown
+
+
+def test_registry_that_is_down_or_returns_wrong_data(ann: User, cluster: Cluster) -> None:
+    storage = "/var/lib/docker-registry/docker/registry/v2/blobs"
+    damage = (
+        f"find {storage} -name data -size +1000k -exec dd if=/dev/zero of={{}} bs=1 count=64 seek=4096 conv=notrunc ';'"
+    )
+    cluster.on("controller", "sh", "-c", f"{damage} 2>&1")
+    pull = "shoal image pull controller:5000/ann/mini --name damaged"
+    assert "the registry returned wrong data" in ann.do(pull, status=2)
+    cluster.on("controller", "systemctl", "stop", "docker-registry")
+    assert "the registry is down or cannot be reached" in ann.do(pull, status=2)
+    assert "damaged" not in ann.do("shoal image list")
+    assert "the registry's name is not known" in ann.do("shoal image pull registry.invalid/x", status=2)
+
+
+def test_bundle_of_another_tool_runs_with_crun(ann: User, cluster: Cluster) -> None:
+    place = "/shared/shoal-jobs/ann/plain-bundle"
+    copy = "ldd $p | grep -o '/[^ ]*' | while read f; do mkdir -p rootfs$(dirname $f); cp -L $f rootfs$f; done"
+    make = f"mkdir -p {place}/rootfs/bin {place}/rootfs/proc {place}/rootfs/dev {place}/rootfs/sys && cd {place}"
+    ann.do(f"{make} && for p in /bin/sh /bin/sleep; do cp -L $p rootfs/bin; {copy}; done")
+    ann.do(
+        f'cd {place} && srun -w n1 crun spec --rootless && sed -i \'s/"terminal": true/"terminal": false/\' config.json'
+    )
+    cluster.on("n1", "sh", "-c", "mkdir -p -m 700 /tmp/oci-ann && chown bob /tmp/oci-ann")  # another user's
+    assert "0" in ann.do(f"srun -w n1 --container={place} /bin/sh -c 'echo $((1 - 1)); exit 0'")
+    assert cluster.on("n1", "stat", "-c", "%U %a", f"{IMAGES}/ann/crun") == "ann 700\n"
+    ann.do(f"cd {place} && srun -w n1 --container={place} /bin/sleep 4711 > /dev/null 2>&1 & sleep 3; scancel --me")
+    cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-f", "sleep 4711", status=None) == "")
+
+
 def test_array_and_preemption_in_an_image(ann: User, cluster: Cluster) -> None:
     job = ann.start("-w n1 --exclusive --image mini", "resume.py")
     array = ann.run("-w n1 -p urgent --array 0-1 --image mini")
@@ -298,9 +385,10 @@ def test_host_without_user_namespaces_gets_no_such_jobs(ann: User, cluster: Clus
 
 
 def test_removed_section_removes_everything(ann: User, cluster: Cluster) -> None:
-    cluster.edit("containers: oci\n", "")
+    cluster.edit("containers: {engine: oci, registry: true}\n", "")
     cluster.json("up")
     for host in ("n1", "n2", "controller"):
-        assert cluster.on(host, "ls", "/etc/slurm/oci.conf", "/var/lib/shoal/images", status=None) == ""
+        places = ("/etc/slurm/oci.conf", "/var/lib/shoal/images", "/etc/shoal/registry", TRUSTED)
+        assert cluster.on(host, "ls", *places, status=None) == ""
     assert "no node of the cluster runs jobs in images" in ann.run("--image mini", status=2)
     assert cluster.json("up")["changed"] == []

@@ -1,4 +1,4 @@
-"""The commands about images: image pull, build, save, bundle, list, remove, prune."""
+"""The commands about images: image pull, build, push, login, save, bundle, list, remove, prune."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from shoal.cli.screen import Columns
 from shoal.cli.session import Session
 
 image = typer.Typer(
-    help="Pull, build, save, list and remove images that jobs run in.", no_args_is_help=True, rich_markup_mode=None
+    help="Pull, build, push, save, list and remove images that jobs run in.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -39,17 +41,82 @@ def image_pull(
 def image_build(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What to call it.")],
     source: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="A directory with a root file system, where you log in.")
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A Containerfile or its directory; a list of packages; or a root file system where you log in.",
+        ),
+    ],
+    base: Annotated[
+        str | None, typer.Option("--from", metavar="IMAGE", help="The image to start from: yours, or of a registry.")
+    ] = None,
+    node: Annotated[str | None, typer.Option(metavar="NODE", help="The node that builds. Default: any.")] = None,
+    *,
+    session: Session,
+) -> None:
+    """Make an image, in a job of yours on a node.
+
+    A Containerfile is sent with the files beside it. A list of packages (requirements.txt, a lock file, pyproject.toml)
+    is installed into the image of --from.
+    """
+    from shoal.verbs.image_build import build
+
+    built = session.run(build(session.open(), name, source, base, node))
+    if not session.finish(built):
+        session.console.print(f"[green]✓[/] {built.name}: {built.digest}, {built.architecture}", soft_wrap=True)
+
+
+@image.command("push")
+@with_session
+def image_push(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of your images.")],
+    reference: Annotated[
+        str | None,
+        typer.Argument(metavar="REFERENCE", help="Where to: REGISTRY/IMAGE:TAG. Default: the cluster's own registry."),
+    ] = None,
+    *,
+    session: Session,
+) -> None:
+    """Copy an image of yours to a registry."""
+    from shoal.verbs.images import push
+
+    pushed = session.run(push(session.open(), name, reference))
+    if not session.finish(pushed):
+        session.console.print(f"[green]✓[/] {pushed.reference}: {pushed.digest}", soft_wrap=True)
+
+
+@image.command("login")
+@with_session
+def image_login(
+    registry: Annotated[str, typer.Argument(metavar="REGISTRY", help="Such as registry.example.org or gpu01:5000.")],
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help="Your name there.")],
+    password: Annotated[
+        str, typer.Option(metavar="REFERENCE", help="Where your password is: env:NAME or file:PATH, on this machine.")
     ],
     *,
     session: Session,
 ) -> None:
-    """Make an image of a directory, such as mmdebstrap makes."""
-    from shoal.verbs.images import build
+    """Log in to a registry, for pulls, pushes and builds. Only you can read what is kept."""
+    from shoal.verbs.images import login
 
-    built = session.run(build(session.open(), name, source))
-    if not session.finish(built):
-        session.console.print(f"[green]✓[/] {built.name}: {built.digest}, {built.architecture}", soft_wrap=True)
+    session.run(login(session.open(), registry, user, password))
+    if not session.finish({"registry": registry, "user": user}):
+        session.console.print(f"[green]✓[/] {registry}: logged in as {user}")
+
+
+@image.command("logout")
+@with_session
+def image_logout(
+    registry: Annotated[str, typer.Argument(metavar="REGISTRY", help="As in `shoal image login`.")],
+    *,
+    session: Session,
+) -> None:
+    """Forget your login to a registry."""
+    from shoal.verbs.images import logout
+
+    session.run(logout(session.open(), registry))
+    if not session.finish({"registry": registry}):
+        session.console.print(f"[green]✓[/] {registry}: logged out")
 
 
 @image.command("save")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.remote import python_command
+from shoal.remote import modules_command
 from shoal.remote.runner.unpacked_image import PROGRAMS
 from shoal.spec.checks import refusal
 
@@ -21,6 +21,7 @@ STORE = "images"
 """The images in the user's directory for jobs."""
 STEP_PROGRAM = f"{PROGRAMS}/start.py"
 """Runs steps that `shoal run` does not start, on nodes."""
+REGISTRY = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?")
 REFERENCE = re.compile(r"(?!/)[a-z0-9]+([._:/-][A-Za-z0-9_.-]+)*(@sha256:[0-9a-f]{64})?")
 
 
@@ -135,7 +136,7 @@ def export_command(container: str) -> tuple[str, ...]:
 def store_command(verb: str, store: str, *words: str, proxy: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Run `remote/image_store.py` on the host that the user logs in to."""
     variables = ("env", *(f"{name}={value}" for name, value in proxy.items())) if proxy else ()
-    return (*variables, *python_command("image_store", verb, store, *words))
+    return (*variables, *modules_command(("image_registry", "image_store"), verb, store, *words))
 
 
 def parse_images(text: str) -> list[StoredImage]:

@@ -4,8 +4,20 @@ Each is sent as text over the SSH connection that is there. Modules here import 
 imports constants from them, so that both sides agree.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+
+MODULES_LOADER = """\
+import sys
+sys.modules["remote"] = type(sys)("remote")
+sys.modules["remote"].__path__ = []
+for name, text in %r:
+    module = sys.modules["remote." + name] = type(sys)("remote." + name)
+    module.__package__ = "remote"
+    exec(compile(text, name + ".py", "exec"), module.__dict__)
+sys.exit(module.main(sys.argv[1:]))
+"""
 
 
 @cache
@@ -20,6 +32,12 @@ def program_text(name: str, **words: object) -> str:
 def python_command(name: str, *arguments: str) -> tuple[str, ...]:
     """The command that runs a program of this package on a host."""
     return ("python3", "-I", "-S", "-B", "-c", program_text(name), *arguments)
+
+
+def modules_command(names: Sequence[str], *arguments: str) -> tuple[str, ...]:
+    """The command that runs programs of this package that import each other; the last one has `main`."""
+    texts = [(name, program_text(name)) for name in names]
+    return ("python3", "-I", "-S", "-B", "-c", MODULES_LOADER % (texts,), *arguments)
 
 
 def shell_command(text: str, *arguments: str) -> tuple[str, ...]:

@@ -3,7 +3,10 @@
     image_store.py find STORE IMAGE             what an image is, as JSON; `null` for one that is not here
     image_store.py pull STORE SOURCE NAME       from a registry, an archive or an OCI layout
     image_store.py build STORE SOURCE NAME      from a directory with a root file system
-    image_store.py save STORE NAME COMMAND...   from a container that the command prints (runner/image.py)
+    image_store.py receive STORE NAME COMMAND...    from a job that builds an image or saves a container
+    image_store.py push STORE NAME REFERENCE    to a registry; the cluster's own where REFERENCE is empty
+    image_store.py login STORE REGISTRY USER    keeps the password on standard input, for pulls and pushes
+    image_store.py logout STORE REGISTRY        forgets it
     image_store.py bundle STORE NAME SETTINGS PROGRAM    for `srun --container`: what commands run in, what runs them
     image_store.py list STORE                   all of them
     image_store.py remove STORE NAME            forgets a name, and removes the image if it has no other
@@ -19,19 +22,37 @@ Each prints JSON. What is wrong goes to standard error, status 3.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import urllib.parse
-import zlib
+
+from .image_registry import (
+    AUTH_FILE,
+    MESSAGE_END,
+    Problem,
+    login,
+    logout,
+    own_registry,
+    policy,
+    pull_image,
+    push_image,
+    read_digest,
+    repository,
+    run,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,25 +62,17 @@ if TYPE_CHECKING:
 EXIT_WITH_CAUSE = 3
 TAG = "image"
 """The name of an image in its OCI layout."""
-MESSAGE_END = 300
-"""The end of a program's message has the cause."""
 SHELLS = ("usr/bin/bash", "usr/bin/dash", "bin/bash", "bin/dash", "bin/busybox")
 LAYOUT_FILE = re.compile(r"(oci-layout|index\.json|blobs/sha256/[0-9a-f]{64})$")
 ELF_MACHINES = {62: "amd64", 183: "arm64"}
-MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-MEDIA_TYPE = "application/vnd.oci.image."
 ANNOTATION = "shoal.image"
 """Where a bundle says what its commands run in: `runner/bundle.py` reads it."""
 CAUSE = "shoal: error: "
 """How our own program on a node begins what is wrong. Slurm has lines of its own."""
-TAR_END = bytes(1024)
-"""How a tar ends; one without was cut off."""
+LAST_LINES = 20
+"""Of what a job says: the cause is among them."""
 CHUNK_BYTES = 1 << 20
-GZIP, FAST = 31, 1
-
-
-class Problem(Exception):
-    """What is wrong, and what to do about it."""
+PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> int:
@@ -67,8 +80,9 @@ def main(argv: list[str]) -> int:
     try:
         os.makedirs(os.path.join(store, "names"), 0o700, exist_ok=True)
         modes: dict[str, Callable[..., object]] = {
-            **{"find": find, "pull": pull, "build": build, "save": save, "bundle": bundle},
-            **{"list": list_images, "remove": remove, "prune": prune},
+            **{"find": find, "pull": pull, "build": build, "receive": receive, "push": push},
+            **{"login": login, "logout": logout},
+            **{"bundle": bundle, "list": list_images, "remove": remove, "prune": prune},
         }
         sys.stdout.write(json.dumps(modes[mode](store, *words)) + "\n")
     except (Problem, OSError) as error:
@@ -119,10 +133,9 @@ def pull(store: str, source: str, name: str) -> dict[str, Any]:
             run(["skopeo", *policy(), "copy", "--quiet", "%s:%s" % (kind, path), "oci:%s/layout:%s" % (new, TAG)])
             return keep(store, new + "/layout", name, source, "", stamp=before)
         # The digest first: what is pulled is what was asked for, and nodes can pull the same.
-        reference = "docker://" + source
-        digest = run(["skopeo", *policy(), "inspect", "--format", "{{.Digest}}", reference]).strip()
+        digest = read_digest(store, source)
         pinned = "docker://%s@%s" % (repository(source), digest)
-        run(["skopeo", *policy(), "copy", "--quiet", pinned, "oci:%s/layout:%s" % (new, TAG)])
+        pull_image(store, pinned, new + "/layout", TAG)
         return keep(store, new + "/layout", name, source, digest, source=pinned)
 
 
@@ -143,68 +156,60 @@ def build(store: str, source: str, name: str) -> dict[str, Any]:
         return keep(store, layout, name, source, "")
 
 
-def save(store: str, name: str, *command: str) -> dict[str, Any]:
-    """From a container: its files become the one layer of an image with the same variables."""
+def receive(store: str, name: str, *command: str) -> dict[str, Any]:
+    """From a job, which prints the tar of a layout (runner/image_export.py, image_build.py). Our input is the job's."""
     with locked(store, fcntl.LOCK_SH), new_place(store) as new:
-        layout = new + "/layout"
-        os.makedirs(layout + "/blobs/sha256")
-        with open(new + "/messages", "w+b") as messages:
-            pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": messages}
-            with subprocess.Popen(command, **pipe) as node:  # type: ignore[call-overload]
-                head = node.stdout.readline()
-                layer, plain_digest, is_whole = write_layer(node.stdout, layout)
-            messages.seek(0)
-            text = messages.read().decode(errors="replace").strip()
-        if node.returncode != 0 or not is_whole:
-            causes = [line for line in text.splitlines() if line.startswith(CAUSE)] or [text[-MESSAGE_END:]]
-            raise Problem(causes[0].replace(CAUSE, "") or "the container was not read whole")
-        container = json.loads(head)
-        config = {
-            "architecture": MACHINES.get(container["machine"], ""),
-            "os": "linux",
-            "config": container["config"],
-            "rootfs": {"type": "layers", "diff_ids": ["sha256:" + plain_digest]},
-        }
-        manifest = {"schemaVersion": 2, "mediaType": MEDIA_TYPE + "manifest.v1+json", "layers": [layer]}
-        manifest["config"] = write_blob(layout, config, "config.v1+json")
-        entry = write_blob(layout, manifest, "manifest.v1+json")
-        entry["annotations"] = {"org.opencontainers.image.ref.name": TAG}
-        write_json(layout + "/index.json", {"schemaVersion": 2, "manifests": [entry]})
-        write_json(layout + "/oci-layout", {"imageLayoutVersion": "1.0.0"})
-        return keep(store, layout, name, "", "")
+        lines: list[str] = []
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, preexec_fn=end_with_parent) as node:
+            assert node.stdout and node.stderr
+            relay = threading.Thread(target=relay_lines, args=(node.stderr, lines))
+            relay.start()
+            damage = ""
+            try:
+                with tarfile.open(fileobj=node.stdout, mode="r|") as tar:
+                    write_files(tar, new + "/layout")
+            except (tarfile.TarError, Problem) as error:
+                damage = str(error)
+            while node.stdout.read(CHUNK_BYTES):
+                pass  # a job that cannot print its end would not end
+            relay.join()
+        if node.returncode != 0:
+            causes = [line for line in lines if line.startswith(CAUSE)] or lines[-1:] or ["srun failed"]
+            raise Problem(causes[-1].replace(CAUSE, ""))
+        if damage or not os.path.exists(new + "/layout/oci-layout"):
+            raise Problem("the image was not read whole: %s" % (damage or "it has no end"))
+        return keep(store, new + "/layout", name, "", "")
 
 
-def write_layer(tar: IO[bytes], layout: str) -> tuple[dict[str, Any], str, bool]:
-    """Compress a tar into the layout. Returns its entry, the digest of the tar, and whether the tar was whole."""
-    packer = zlib.compressobj(FAST, zlib.DEFLATED, GZIP)
-    plain, packed, size, end = hashlib.sha256(), hashlib.sha256(), 0, b""
-    path = os.path.join(layout, "layer")
-    with open(path, "wb") as file:
-        while True:
-            data = tar.read(CHUNK_BYTES)
-            plain.update(data)
-            end = (end + data)[-len(TAR_END) :]
-            block = packer.compress(data) if data else packer.flush()
-            packed.update(block)
-            size += file.write(block)
-            if not data:
-                break
-    os.rename(path, os.path.join(layout, "blobs", "sha256", packed.hexdigest()))
-    entry = {"mediaType": MEDIA_TYPE + "layer.v1.tar+gzip", "digest": "sha256:" + packed.hexdigest(), "size": size}
-    return entry, plain.hexdigest(), end == TAR_END
+def end_with_parent() -> None:
+    """A job must not go on when nobody waits for its image any more."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def write_blob(layout: str, content: dict[str, Any], kind: str) -> dict[str, Any]:
-    data = json.dumps(content).encode()
-    digest = hashlib.sha256(data).hexdigest()
-    with open(os.path.join(layout, "blobs", "sha256", digest), "wb") as file:
-        file.write(data)
-    return {"mediaType": MEDIA_TYPE + kind, "digest": "sha256:" + digest, "size": len(data)}
+def relay_lines(messages: IO[bytes], lines: list[str]) -> None:
+    """Print what a job says, as it comes, and keep its last lines."""
+    for raw in messages:
+        text = raw.decode(errors="replace").rstrip()
+        lines[:] = [*lines, text][-LAST_LINES:]
+        sys.stdout.write(json.dumps({"progress": text[-MESSAGE_END:]}) + "\n")
+        sys.stdout.flush()
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
-    with open(path, "w") as file:
-        json.dump(content, file)
+def push(store: str, name: str, reference: str) -> dict[str, Any]:
+    """To a registry; without a reference to the cluster's own, below the user's name."""
+    image = read_name(store, name)
+    if image is None:
+        raise unknown_image(store, name)
+    if not reference:
+        if not own_registry():
+            raise Problem(
+                "the cluster has no registry of its own; name one, such as registry.example.org/lab/%s" % name
+            )
+        reference = "%s/%s/%s" % (own_registry(), pwd.getpwuid(os.getuid()).pw_name, name.rpartition("/")[2].lower())
+    with locked(store, fcntl.LOCK_SH), new_place(store) as new:
+        digest = push_image(store, image["layout"], TAG, reference, new + "/digest")
+    return {"name": name, "reference": reference, "digest": digest}
 
 
 def bundle(store: str, name: str, settings: str, program: str) -> dict[str, Any]:
@@ -214,7 +219,8 @@ def bundle(store: str, name: str, settings: str, program: str) -> dict[str, Any]
     process = {"args": ["true"], "cwd": "/", "env": [], "user": {"uid": os.getuid(), "gid": os.getgid()}}
     config = {"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": process, "mounts": []}
     new = "%s/config.%d" % (path, os.getpid())
-    write_json(new, {**config, "annotations": {ANNOTATION: settings}})
+    with open(new, "w") as file:
+        json.dump({**config, "annotations": {ANNOTATION: settings}}, file)
     os.replace(new, os.path.join(path, "config.json"))
     script = os.path.join(path, "run")
     with open(script, "w") as file:
@@ -283,7 +289,11 @@ def prune(store: str) -> list[str]:
     """The ids of what was removed. A job that waits in the queue fails if its image is: its message says so."""
     with locked(store, fcntl.LOCK_EX):
         used = {image["id"] for image in list_images(store)}
-        left = [name for name in os.listdir(store) if name not in used and name not in ("names", "bundles", ".lock")]
+        left = [
+            name
+            for name in os.listdir(store)
+            if name not in used and name not in ("names", "bundles", ".lock", AUTH_FILE)
+        ]
         for name in left:
             shutil.rmtree(os.path.join(store, name))
         for name in names_in(store):
@@ -331,28 +341,29 @@ def require_archive(path: str) -> str:
 
 
 def extract(source: str, place: str) -> None:
-    """Write the files of an OCI archive, those of a layout and no others. skopeo compares them with their digests."""
     with tarfile.open(source) as tar:
-        for member in tar:
-            name = member.name[2:] if member.name.startswith("./") else member.name
-            file = tar.extractfile(member) if LAYOUT_FILE.match(name) and member.isreg() else None
-            if file is not None:
-                path = os.path.join(place, name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as new:
-                    shutil.copyfileobj(file, new)
+        write_files(tar, place)
+
+
+def write_files(tar: tarfile.TarFile, place: str) -> None:
+    """Write the files of an OCI layout and no others. A blob whose content is not what its name says is an error."""
+    for member in tar:
+        name = member.name[2:] if member.name.startswith("./") else member.name
+        file = tar.extractfile(member) if LAYOUT_FILE.match(name) and member.isreg() else None
+        if file is not None:
+            path, digest = os.path.join(place, name), hashlib.sha256()
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as new:
+                for data in iter(lambda file=file: file.read(CHUNK_BYTES), b""):  # type: ignore[misc]
+                    digest.update(data)
+                    new.write(data)
+            if name.startswith("blobs/") and os.path.basename(name) != digest.hexdigest():
+                raise Problem("%s has other content than its digest says; get the image again" % name)
 
 
 def stamp(path: str) -> str:
     status = os.stat(path)
     return "%d.%d.%d" % (status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def repository(reference: str) -> str:
-    """A reference without its tag and digest."""
-    reference = reference.partition("@")[0]
-    place, _, last = reference.rpartition("/")
-    return (place + "/" if place else "") + last.partition(":")[0]
 
 
 def directory_architecture(root: str) -> str:
@@ -363,23 +374,3 @@ def directory_architecture(root: str) -> str:
             if head[:4] == b"\x7fELF":
                 return ELF_MACHINES.get(int.from_bytes(head[18:20], "little"), "")
     return ""
-
-
-def policy() -> list[str]:
-    return [] if os.path.exists("/etc/containers/policy.json") else ["--insecure-policy"]
-
-
-def run(line: list[str], stdin: bytes = b"") -> str:
-    try:
-        pipe = subprocess.PIPE
-        done = subprocess.run(line, input=stdin, stdout=pipe, stderr=pipe, check=False)
-    except FileNotFoundError:
-        raise Problem("%s is not installed; the operator adds `containers:` to the file" % line[0]) from None
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["status %d" % done.returncode]
-        raise Problem("%s: %s" % (line[0], lines[-1].strip()[-MESSAGE_END:]))
-    return done.stdout.decode(errors="replace")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

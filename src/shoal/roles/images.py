@@ -18,12 +18,14 @@ IMAGE_PACKAGES = ("skopeo", "umoci")
 """On hosts where users log in, and on nodes, which unpack images."""
 RUNTIME_PACKAGE = "crun"
 """What `srun --container` runs."""
+BUILD_PACKAGES = ("buildah", "uidmap", "fuse-overlayfs", "python3-pip-whl")
+"""What `shoal image build` needs on nodes; the last is for images without pip."""
 LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH = (
     "/proc/sys/user/max_user_namespaces",
     "/proc/sys/kernel/unprivileged_userns_clone",
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
 )
-MODULES = ("__init__", "bundle", "gpu_driver", "image", "unpacked_image", "variables")
+MODULES = ("__init__", "bundle", "gpu_driver", "image", "image_build", "image_export", "unpacked_image", "variables")
 """Of `remote/runner`: what a step of `srun --container` needs."""
 COMPILE = "compile the program of images"
 REMOVAL_TIMEOUT_S = 1800.0
@@ -52,7 +54,7 @@ class ImagesComponent(Component):
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if spec.containers is None:
             return ()
-        return (*IMAGE_PACKAGES, *((RUNTIME_PACKAGE,) if "compute" in member.roles else ()))
+        return (*IMAGE_PACKAGES, *((RUNTIME_PACKAGE, *BUILD_PACKAGES) if "compute" in member.roles else ()))
 
     def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
         return dict.fromkeys((LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH), "text") if spec.containers else {}

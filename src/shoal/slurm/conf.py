@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shoal.agent.document import HEADER
 from shoal.hostlist import fold
 from shoal.remote import program_text
-from shoal.remote.runner.unpacked_image import PROGRAMS, STOPPED_STATE
+from shoal.remote.runner.unpacked_image import CRUN_STATE, IMAGES, PROGRAMS, STOPPED_STATE
 from shoal.slurm.accounting import accounting_settings
 from shoal.slurm.conf_lines import (
     KEY,
@@ -124,15 +124,16 @@ def cgroup_conf(c: ClusterConf) -> str:
 def oci_conf() -> str:
     """oci.conf: `srun --container` runs an OCI bundle as the user and inside the job's cgroup.
 
-    Slurm 22.05 does not know `%U`. Slurm logs an error, in a batch job's output too, where a query has no answer: crun
-    does not know what another program has run.
+    Slurm 22.05 does not know `%U`, and asks as root before a step starts. crun is asked only about what it runs: Slurm
+    logs an error, in a batch job's output too, where a query has no answer.
     """
-    crun, job = "crun --rootless=true --root=/tmp/oci-%u/", "%n.%u.%j.%s.%t"
+    job, program = "%n.%u.%j.%s.%t", f"python3 -I -S {PROGRAMS}/start.py"
+    is_known = f"test -d {IMAGES}/%u/{CRUN_STATE}/{job}"
     commands = {
-        "Query": f"{crun} state {job} 2> /dev/null || cat {PROGRAMS}/{STOPPED_STATE}",
-        "Kill": f"{crun} kill -a {job}",
-        "Delete": f"{crun} delete --force {job}",
-        "Run": f"exec python3 -I -S {PROGRAMS}/start.py bundle %b {job} --",
+        "Query": f"{is_known} && {program} crun state %u {job} -- 2> /dev/null || cat {PROGRAMS}/{STOPPED_STATE}",
+        "Kill": f"{is_known} && {program} crun kill %u {job} -- || true",
+        "Delete": f"{is_known} && {program} crun delete %u {job} -- || true",
+        "Run": f"exec {program} bundle %b {job} --",
     }
     return HEADER + "".join(f'RunTime{name}="{command}"\n' for name, command in commands.items())
 

@@ -5,13 +5,15 @@ Everything is done as the user, on the one host that they log in to; nodes unpac
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.containers.images import (
     FEATURE,
+    REGISTRY,
     STEP_PROGRAM,
     STORE,
     JobImage,
@@ -26,13 +28,15 @@ from shoal.containers.images import (
 )
 from shoal.errors import CommandFailed, CommandTimeout, UsageError
 from shoal.hostlist import compress
-from shoal.hosts.api import Host
+from shoal.hosts.api import Host, Process
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import step_command
+from shoal.plan.progress import Phase
 from shoal.remote.image_store import EXIT_WITH_CAUSE
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
-from shoal.spec.checks import InvalidValue
+from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
+from shoal.spec.local_files import resolve_secret
 from shoal.verbs.context import Context
 from shoal.verbs.operator_login import read_login
 from shoal.verbs.own_jobs import choose_nodes, own_jobs
@@ -41,6 +45,8 @@ from shoal.verbs.slurmctld import slurm_output
 
 PULL_TIMEOUT_S = 3600.0
 LIST_TIMEOUT_S = 60.0
+LOGIN_TIMEOUT_S = 120.0
+ONE_TASK = ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/")
 DIRECTORY_FIX = "ask the operator to repair it"
 
 
@@ -52,10 +58,10 @@ class ImageStore:
     directory: str
     record: ClusterRecord
 
-    async def ask(self, verb: str, *words: str, what: str, timeout: float = LIST_TIMEOUT_S) -> str:
+    async def ask(self, verb: str, *words: str, what: str, timeout: float = LIST_TIMEOUT_S, stdin: bytes = b"") -> str:
         command = store_command(verb, self.directory, *words, proxy=self.record.proxy)
         try:
-            result = await self.host.run(command, timeout=timeout, root=False)
+            result = await self.host.run(command, stdin=stdin, timeout=timeout, root=False)
         except CommandTimeout:
             fix = "check that the host reaches the registry, and that its disks answer"
             raise CommandTimeout(self.host.name, f"cannot {what} within {timeout:g} s", hint=fix) from None
@@ -64,6 +70,42 @@ class ImageStore:
         if result.status != 0:
             raise CommandFailed(self.host.name, f"cannot {what}: {result.error_text.strip()}")
         return result.text
+
+    async def receive(self, name: str, job: Sequence[str], stdin: bytes, phase: Phase, *, what: str) -> StoredImage:
+        """Keep the image that a job prints, and show what the job says meanwhile."""
+        process = await self.host.start(store_command("receive", self.directory, name, *job), root=False)
+        image: StoredImage | None = None
+        try:
+            async with asyncio.timeout(PULL_TIMEOUT_S):
+                if stdin:
+                    await process.write(stdin)
+                image = await self._read_lines(process, phase)
+                result = await process.wait()
+        except TimeoutError:
+            fix = "see `squeue --me`: the job may wait for a node"
+            raise CommandTimeout(self.host.name, f"cannot {what} within {PULL_TIMEOUT_S:g} s", hint=fix) from None
+        finally:
+            await process.kill()
+        if image is None or result.status != 0:
+            raise UsageError(f"cannot {what}: {result.error_text.strip()}", hint="correct it and try again")
+        return image
+
+    async def _read_lines(self, process: Process, phase: Phase) -> StoredImage | None:
+        while line := await process.readline():
+            data = json.loads(line)
+            if "progress" not in data:
+                return StoredImage.of(data)
+            phase.update(self.host.name, data["progress"])
+        return None
+
+
+@dataclass(frozen=True)
+class PushedImage:
+    """An image that a registry has."""
+
+    name: str
+    reference: str
+    digest: str
 
 
 @asynccontextmanager
@@ -82,17 +124,47 @@ async def store_on(host: Host, record: ClusterRecord | None) -> ImageStore:
 
 async def pull(context: Context, source: str, name: str | None) -> StoredImage:
     """Get an image from a registry, an archive or an OCI layout."""
-    return await _add(context, "pull", _checked(source), name or source)
+    return await _add(context, "pull", checked_image(source), name or source)
 
 
-async def build(context: Context, name: str, source: str) -> StoredImage:
-    """Make an image of a directory with a root file system."""
-    return await _add(context, "build", _checked(source), name)
+async def build_of_directory(context: Context, name: str, source: str) -> StoredImage:
+    """Make an image of a directory with a root file system, on the host that the user logs in to."""
+    return await _add(context, "build", checked_image(source), name)
+
+
+async def push(context: Context, name: str, reference: str | None) -> PushedImage:
+    """Copy an image of the user's to a registry: without a reference, to the cluster's own."""
+    if reference is not None and not is_reference(reference):
+        raise UsageError(f"{reference!r} is not a place in a registry", hint="write it like registry/lab/train:3")
+    async with open_store(context) as store:
+        with context.progress.phase(f"image {name}", 1) as phase:
+            text = await store.ask("push", name, reference or "", what=f"push image {name}", timeout=PULL_TIMEOUT_S)
+            phase.done(store.host.name)
+    return PushedImage(**json.loads(text))
+
+
+async def login(context: Context, registry: str, user: str, password: str) -> None:
+    """Keep a login to a registry for pulls and pushes. `password` is a reference: `env:NAME`, `file:PATH`."""
+    try:
+        reference = secret_reference(password)
+    except InvalidValue as error:
+        raise UsageError(f"--password is {error.what}", hint=error.fix) from None
+    if not REGISTRY.fullmatch(registry):
+        raise UsageError(f"{registry!r} is not a registry", hint="write it like registry.example.org or gpu01:5000")
+    secret = resolve_secret(reference, "--password")
+    async with open_store(context) as store:
+        what = f"log in to {registry}"
+        await store.ask("login", registry, user, what=what, timeout=LOGIN_TIMEOUT_S, stdin=secret)
+
+
+async def logout(context: Context, registry: str) -> None:
+    async with open_store(context) as store:
+        await store.ask("logout", registry, what=f"log out of {registry}")
 
 
 async def save(context: Context, name: str, container: str, node: str | None, job: str | None) -> StoredImage:
     """Make an image of a container with a name: of the one on a node, or where a running job of the user's is."""
-    _checked(name)
+    checked_image(name)
     job_from_options({"script": "-", "container_name": container})  # rejects what is no name
     async with open_store(context) as store:
         if job is not None:
@@ -101,22 +173,28 @@ async def save(context: Context, name: str, container: str, node: str | None, jo
         else:
             step = await _export_job(store.host, container, node)
         with context.progress.phase(f"image {name}", 1) as phase:
-            what = f"save container {container}"
-            image = parse_image(await store.ask("save", name, *step, what=what, timeout=PULL_TIMEOUT_S))
+            image = await store.receive(name, step, b"", phase, what=f"save container {container}")
             phase.done(store.host.name)
-    assert image is not None
     return image
 
 
 async def _export_job(host: Host, container: str, node: str | None) -> tuple[str, ...]:
     """A job of its own on the node, which prints the container."""
-    nodes = [state for state in parse_nodes(await slurm_output(host, NODES_COMMAND)) if FEATURE in state.features]
-    chosen = [state for state in nodes if node in (state.name, None)]
+    chosen, others = await image_nodes(host, node)
     if len(chosen) != 1:
-        what = "each node has containers of its own" if node is None else f"{node} runs no jobs in images"
-        raise UsageError(what, hint=f"name one of {compress(state.name for state in nodes)} with --node")
-    options = (f"--nodelist={chosen[0].name}", f"--partition={chosen[0].partitions[0]}", "--job-name=shoal-image-save")
-    return ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/", *options, *export_command(container))
+        raise UsageError("each node has containers of its own", hint=f"name one of {others} with --node")
+    place = (f"--nodelist={chosen[0].name}", f"--partition={chosen[0].partitions[0]}")
+    return (*ONE_TASK, *place, "--job-name=shoal-image-save", *export_command(container))
+
+
+async def image_nodes(host: Host, node: str | None) -> tuple[list[NodeState], str]:
+    """The nodes that run jobs in images, or the one of this name; and the names of them all."""
+    nodes = [state for state in parse_nodes(await slurm_output(host, NODES_COMMAND)) if FEATURE in state.features]
+    names = compress(state.name for state in nodes)
+    chosen = [state for state in nodes if node in (state.name, None) and state.partitions]
+    if node is not None and not chosen:
+        raise UsageError(f"{node} runs no jobs in images", hint=f"name one of {names} with --node")
+    return chosen, names
 
 
 async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
@@ -130,7 +208,7 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
             )
         nodes = parse_nodes(await slurm_output(store.host, NODES_COMMAND))
         image = await job_image(store.host, store.record, job, nodes)
-        words = (_checked(name or job.image), image.as_json(()), STEP_PROGRAM)
+        words = (checked_image(name or job.image), image.as_json(()), STEP_PROGRAM)
         path: str = json.loads(await store.ask("bundle", *words, what=f"write a bundle of {job.image}"))["path"]
         return path
 
@@ -138,7 +216,7 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
 async def _add(context: Context, verb: str, source: str, name: str) -> StoredImage:
     async with open_store(context) as store:
         with context.progress.phase(f"image {name}", 1) as phase:
-            image = await _store(store, verb, source, _checked(name))
+            image = await _store(store, verb, source, checked_image(name))
             phase.done(store.host.name)
     return image
 
@@ -194,7 +272,7 @@ async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, node
     )
 
 
-def _checked(text: str) -> str:
+def checked_image(text: str) -> str:
     try:
         return image_name(text)
     except InvalidValue as error:

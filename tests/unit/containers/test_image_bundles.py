@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import signal
 import subprocess
@@ -96,13 +97,20 @@ def test_bundle_of_another_tool_is_run_by_crun(store: Path, tmp_path: Path) -> N
     crun.write_text('#!/bin/sh\necho "$@"\n')
     crun.chmod(0o755)
     (tmp_path / "config.json").write_text(json.dumps({"process": {"args": ["true"], "env": []}}))
-    line = [sys.executable, "-I", "-S", str(START), "bundle", str(tmp_path), "n1.ann.7.0.0", "--"]
-    variables = {"PATH": f"{tmp_path}:/usr/bin", "USER": "ann"}
-    done = subprocess.run(line, capture_output=True, text=True, env=variables, timeout=60)
-    assert done.stdout.split()[1:] == [
-        "--root=/tmp/oci-ann/",
-        *f"run --no-new-keyring --bundle {tmp_path} n1.ann.7.0.0".split(),
-    ]
+    own = f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import bundle as b, main; "
+    own += f"b.own_store = lambda: {str(tmp_path / 'own')!r}; sys.exit(main(sys.argv[1:]))"
+    user = pwd.getpwuid(os.getuid()).pw_name
+    cases = {
+        f"bundle {tmp_path} n1.{user}.7.0.0": f"run --no-new-keyring --bundle {tmp_path}",
+        f"crun state {user} n1.{user}.7.0.0": "state",
+        f"crun kill {user} n1.{user}.7.0.0": "kill -a",
+        f"crun delete {user} n1.{user}.7.0.0": "delete --force",
+    }
+    for words, expected in cases.items():
+        line = [sys.executable, "-I", "-S", "-c", own, *words.split(), "--"]
+        variables = {"PATH": f"{tmp_path}:/usr/bin"}
+        done = subprocess.run(line, capture_output=True, text=True, env=variables, timeout=60)
+        assert done.stdout == f"--rootless=true --root={tmp_path}/own/crun {expected} n1.{user}.7.0.0\n", done.stderr
 
 
 @pytest.mark.parametrize(("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2]), ("", [1])])
@@ -165,11 +173,11 @@ def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path
     (rootfs / "note").write_text("kept")
     (rootfs.parent / "image.json").write_text(json.dumps({"Env": ["A=b"]}))
     program = (
-        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import image as e; "
+        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import image_export as e; "
         f"e.own_store = lambda: {str(tmp_path / 'node')!r}; sys.exit(e.export_container(sys.argv[1]))"
     )
     node = (sys.executable, "-I", "-S", "-c", program)
-    saved = json.loads(ask("save", str(store), "tuned", *node, "mine"))
+    saved = json.loads(ask("receive", str(store), "tuned", *node, "mine"))
     layout = Path(saved["layout"])
     index = json.loads((layout / "index.json").read_text())
     manifest = json.loads((layout / "blobs" / index["manifests"][0]["digest"].replace(":", "/")).read_text())
@@ -184,9 +192,9 @@ def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path
     config = json.loads((layout / "blobs" / manifest["config"]["digest"].replace(":", "/")).read_text())
     assert config["config"] == {"Env": ["A=b"]} and config["architecture"] == saved["architecture"] != ""
     noisy = ("sh", "-c", 'echo "slurmstepd: noise" >&2; exec "$0" "$@"', *node, "other")
-    cause = ask("save", str(store), "x", *noisy, status=3)
+    cause = ask("receive", str(store), "x", *noisy, status=3)
     assert cause.endswith(": there is no container other of yours here\n") and "noise" not in cause
-    cut = ("sh", "-c", "echo {}; head -c 3000 /dev/zero | tr '\\0' x")
-    assert "not read whole" in ask("save", str(store), "x", *cut, status=3)
+    cut = ("sh", "-c", '"$@" | head -c 3000', "sh", *node, "mine")
+    assert "not read whole" in ask("receive", str(store), "x", *cut, status=3)
     assert [image["name"] for image in json.loads(ask("list", str(store)))] == ["tuned"]
     assert not [name for name in os.listdir(store) if name.startswith(".new")]

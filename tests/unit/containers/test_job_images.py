@@ -26,7 +26,7 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import controller
 from shoal.roles.current_conf import OCI_CONF
 from shoal.roles.documents import fact_files
-from shoal.roles.images import APPARMOR_SWITCH, DEBIAN_SWITCH, LIMIT, REMOVE, ImagesComponent
+from shoal.roles.images import APPARMOR_SWITCH, BUILD_PACKAGES, DEBIAN_SWITCH, LIMIT, REMOVE, ImagesComponent
 from shoal.slurm.conf import oci_conf, slurm_conf
 from shoal.spec.loader import load_text
 
@@ -118,7 +118,7 @@ def test_script_starts_ranks_with_the_python_of_the_node(launcher: str) -> None:
 def test_hosts_get_packages_directory_and_features() -> None:
     cluster, component = cluster_of(), ImagesComponent()
     c1, n1, _ = cluster.members
-    assert component.packages(cluster.spec, n1, None) == ("skopeo", "umoci", "crun")
+    assert component.packages(cluster.spec, n1, None) == ("skopeo", "umoci", "crun", *BUILD_PACKAGES)
     assert component.packages(cluster.spec, c1, None) == ("skopeo", "umoci")
     documents = component.documents(cluster, n1)
     assert documents[Stage.SERVICES] == (Directory(IMAGES, mode=0o1777),)

@@ -5,8 +5,10 @@
     start.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
     start.py image -- COMMAND                        becomes the command, in the job's image
     start.py bundle DIRECTORY ID --                  becomes the command of a bundle, for `srun --container`
+    start.py crun ACTION USER ID --                  becomes crun, which is asked about the bundle of another tool
     start.py step DIRECTORY -- COMMAND               becomes the command in the image of a bundle, without Slurm's help
-    start.py export NAME --                          prints a container of this node as a tar
+    start.py export NAME --                          prints a container of this node as an image
+    start.py build SETTINGS --                       builds an image of what it reads, and prints it
     start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
     start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
     start.py ended --                                after srun has failed: was it because a host was started again?
@@ -39,14 +41,22 @@ def main(argv: list[str]) -> int:
         from .bundle import run_bundle
 
         return run_bundle(*options)
+    if mode == "crun":
+        from .bundle import ask_crun
+
+        return ask_crun(*options)
     if mode == "step":
         from .bundle import run_step
 
         return run_step(options[0], command)
     if mode == "export":
-        from .image import export_container
+        from .image_export import export_container
 
         return export_container(*options)
+    if mode == "build":
+        from .image_build import build_image
+
+        return build_image(*options)
     from .launch import agent, relay, spawn
 
     if mode == "relay":

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 
 from .image import fail, run_in_image
+from .unpacked_image import CRUN_STATE, Problem, own_store
 from .variables import IMAGE, script_variables, step_variables
 
 TYPE_CHECKING = False
@@ -22,6 +24,7 @@ ANNOTATION = "shoal.image"
 SLURM_SCRIPT = "/tmp/slurm/startup"  # nosec B108
 """Where Slurm wants the batch script to be. /tmp is the node's, which users share."""
 SCRIPT = "/run/slurm/startup"
+CRUN_WORDS = {"state": ["state"], "kill": ["kill", "-a"], "delete": ["delete", "--force"]}
 
 
 def run_bundle(bundle: str, container: str) -> int:
@@ -70,10 +73,26 @@ def run_task(settings: dict[str, Any], command: list[str], container: str = "") 
 
 
 def run_with_crun(bundle: str, container: str) -> int:
-    root = "--root=/tmp/oci-%s/" % os.environ.get("USER", os.getuid())  # nosec B108
     # Some hosts, containers themselves, allow no new keyrings.
-    options = ["run", "--no-new-keyring", "--bundle", bundle, container]
+    return become_crun("run", "--no-new-keyring", "--bundle", bundle, container)
+
+
+def ask_crun(action: str, user: str, container: str) -> int:
+    """Become crun's `state`, `kill` or `delete`, as the user: Slurm calls it as root at times."""
+    if os.getuid() == 0:
+        account = pwd.getpwnam(user)
+        os.initgroups(user, account.pw_gid)
+        os.setgid(account.pw_gid)
+        os.setuid(account.pw_uid)
+    return become_crun(*CRUN_WORDS[action], container)
+
+
+def become_crun(*words: str) -> int:
+    """Its state is in the user's own directory, which nobody else can make."""
     try:
-        os.execvp("crun", ["crun", "--rootless=true", root, *options])  # nosec B606 B607
+        root = os.path.join(own_store(), CRUN_STATE)
+        os.execvp("crun", ["crun", "--rootless=true", "--root=" + root, *words])  # nosec B606 B607
     except OSError as error:
         return fail("cannot run crun: %s" % error.strerror)
+    except Problem as error:
+        return fail(str(error))

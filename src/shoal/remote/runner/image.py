@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import pwd
@@ -19,7 +18,7 @@ import sys
 import warnings  # noqa: F401 - os.execvpe imports it, and inside there is no Python of the node
 
 from .gpu_driver import driver_mounts, driver_problem, driver_variables
-from .unpacked_image import DEFAULT_PATH, Problem, find_container, hold, own_store, unpacked
+from .unpacked_image import DEFAULT_PATH, Problem, find_container, own_store, unpacked
 from .variables import CONTAINER, IMAGE
 
 TYPE_CHECKING = False
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXIT_WITH_CAUSE = 125
-FILES_CHANGED = 1
-"""The status of tar where a job has changed files meanwhile."""
 OF_THE_IMAGE = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that lead to files of the host. Inside, they are the image's, unless the job sets them."""
 HOST_DIRECTORIES = ("/proc", "/sys", "/dev", "/tmp")  # nosec B108
@@ -199,26 +196,6 @@ def read_accounts(root: str) -> dict[str, bytes]:
         kept = [entry for entry in content.splitlines(True) if entry.split(b":")[2:3] != [line.split(":")[2].encode()]]
         accounts[name] = line.encode() + b"".join(kept)
     return accounts
-
-
-def export_container(name: str) -> int:
-    """Print a container of this node as `shoal image save` reads it: a line of JSON, then a tar of its files."""
-    import subprocess  # no rank needs it
-
-    try:
-        path = os.path.join(own_store(), "containers", name)
-        if not os.path.isdir(path):
-            raise Problem("there is no container %s of yours here" % name)
-        hold(path, fcntl.LOCK_SH)
-    except Problem as error:
-        return fail(str(error))
-    root = os.path.join(path, "rootfs")
-    sys.stdout.write(json.dumps({"config": image_config(root), "machine": os.uname().machine}) + "\n")
-    sys.stdout.flush()
-    # Of root, as in any image. What jobs have mounted is not in here: mounts are of each process.
-    line = ["tar", "-c", "--sort=name", "--numeric-owner", "--owner=0", "--group=0", "-C", root, "."]
-    status = subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode
-    return 0 if status == FILES_CHANGED else status
 
 
 class OpenHow(ctypes.Structure):

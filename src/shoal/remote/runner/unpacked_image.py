@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 IMAGES = "/var/lib/shoal/images"
 PROGRAMS = "/usr/local/lib/shoal/images"
 """Where nodes have this program, for steps that `shoal run` does not start."""
+CRUN_STATE = "crun"
+"""In the user's directory: what crun knows of the bundles of other tools that it runs."""
 STOPPED_STATE = "stopped.json"
 """Beside it: what Slurm is told of a container that crun does not know."""
+OWN_REGISTRY, OWN_LOGINS = "/etc/shoal/registry/address", "/etc/shoal/registry/logins"
+"""The cluster's own registry, and each user's password for it."""
 TAG = "image"
 """The name of an image in its OCI layout."""
 KEEP_DAYS = 30
@@ -116,8 +120,24 @@ def pull(settings: dict[str, Any], layout: str) -> None:
         text = "image %s is in %s, which this node does not have; put the jobs' directory on a share (`storage:`)"
         raise Problem(text % (settings["name"], settings["layout"]))
     policy = [] if os.path.exists("/etc/containers/policy.json") else ["--insecure-policy"]
-    line = ["skopeo", *policy, "copy", "--quiet", settings["source"], "oci:%s:%s" % (layout, TAG)]
-    run(line, settings["name"], settings["proxy"])
+    options = [*policy, "copy", "--quiet", *own_login(os.path.dirname(layout))]
+    run(["skopeo", *options, settings["source"], "oci:%s:%s" % (layout, TAG)], settings["name"], settings["proxy"])
+
+
+def own_login(place: str) -> list[str]:
+    """skopeo's options for the cluster's own registry, where it has one and the user has a login."""
+    import base64
+
+    name = pwd.getpwuid(os.getuid()).pw_name
+    try:
+        with open(OWN_REGISTRY) as file, open(os.path.join(OWN_LOGINS, name)) as login:
+            registry, pair = file.read().strip(), "%s:%s" % (name, login.read().strip())
+    except OSError:
+        return []
+    path = os.path.join(place, "auth.json")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump({"auths": {registry: {"auth": base64.b64encode(pair.encode()).decode()}}}, file)
+    return ["--authfile", path]
 
 
 def run(line: list[str], image: str, proxy: dict[str, str] | None = None) -> None:

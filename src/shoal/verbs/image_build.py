@@ -1,0 +1,137 @@
+"""`shoal image build`: an image of a Containerfile or a list of packages, built in a job of the user's on a node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from shoal.containers.build import (
+    CONTAINERFILES,
+    REQUIREMENTS,
+    BuildRequest,
+    base_names,
+    build_command,
+    is_requirements,
+    requirements_containerfile,
+)
+from shoal.containers.images import StoredImage, parse_images
+from shoal.environments.requirements import read_requirements
+from shoal.errors import UsageError
+from shoal.jobs.bundle import archive
+from shoal.spec.environments import Environment
+from shoal.spec.local_files import read_regular_file
+from shoal.verbs.context import Context
+from shoal.verbs.images import ONE_TASK, ImageStore, build_of_directory, checked_image, image_nodes, open_store
+
+CONTEXT_BYTES = 512 * 1024 * 1024
+CONTAINERFILE_BYTES = 1024 * 1024
+IGNORED = (".git", "__pycache__", ".venv")
+
+
+async def build(context: Context, name: str, source: str, base: str | None, node: str | None) -> StoredImage:
+    """Make an image of a Containerfile, of requirements, or of a directory with a root file system."""
+    checked_image(name)
+    request = await asyncio.to_thread(read_source, source, base)
+    if request is None:
+        return await build_of_directory(context, name, source)
+    return await _build_in_job(context, name, request, base, node)
+
+
+def read_source(source: str, base: str | None) -> BuildRequest | None:
+    """What to send to a node; None for a root file system, which is where the user logs in. Raises UsageError."""
+    path = Path(source).expanduser()
+    if file := _containerfile(path):
+        return _of_containerfile(file)
+    if path.is_file() and is_requirements(path.name):
+        if base is None:
+            fix = "name one with Python: `--from docker.io/library/python:3.12-slim`, or one of `shoal image list`"
+            raise UsageError(f"{source} is a list of packages, and an image needs a base", hint=fix)
+        return _of_requirements(path, base)
+    if path.is_file():
+        fix = "name it Containerfile or Dockerfile; a list of packages ends with .txt, .lock or .toml"
+        raise UsageError(f"{source} is neither a Containerfile nor a list of packages", hint=fix)
+    if not source.startswith("/"):
+        what = f"{source} has no Containerfile" if path.is_dir() else f"there is no {source}"
+        fix = "a directory with a root file system is named by its absolute path where you log in"
+        raise UsageError(what, hint=fix)
+    if base is not None:
+        raise UsageError("--from is for a Containerfile or a list of packages", hint="leave it out")
+    return None
+
+
+def _containerfile(path: Path) -> Path | None:
+    """The Containerfile that a path names, itself or the one in a directory."""
+    if path.is_file():
+        known = (*CONTAINERFILES, *(f".{name.lower()}" for name in CONTAINERFILES))
+        is_one = path.name.startswith(CONTAINERFILES) or path.name.lower().endswith(known)
+        return path if is_one else None
+    return next((path / name for name in CONTAINERFILES if (path / name).is_file()), None)
+
+
+def _of_containerfile(file: Path) -> BuildRequest:
+    """The Containerfile with all files beside and below it."""
+    try:
+        text = read_regular_file(file, CONTAINERFILE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}", hint="check that it is the right file") from None
+    root, contents, size = file.parent, {}, 0
+    for place, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if name not in IGNORED]
+        links = [name for name in directories if Path(place, name).is_symlink()]
+        for path in (Path(place, name) for name in (*names, *links)):
+            if path.is_symlink() or path.is_file():
+                contents[path.relative_to(root).as_posix()] = path
+                size += path.lstat().st_size
+        if size > CONTEXT_BYTES:
+            fix = f"keep the Containerfile in a directory of its own with less than {CONTEXT_BYTES >> 20} MiB"
+            raise UsageError(f"{root.resolve()} is sent to the node, and has more than that", hint=fix)
+    return BuildRequest(file.name, text, contents=contents)
+
+
+def _of_requirements(path: Path, base: str) -> BuildRequest:
+    kind = "pyproject" if path.name == "pyproject.toml" else "lock" if path.suffix in (".lock", ".toml") else ""
+    entry = Environment.model_validate({kind or "requirements": str(path.absolute())})
+    found = read_requirements(entry, Path.cwd())
+    return BuildRequest(
+        "Containerfile",
+        requirements_containerfile(base, is_locked=found.locked),
+        texts={REQUIREMENTS: found.requirements, "constraints.txt": found.constraints},
+    )
+
+
+async def _build_in_job(
+    context: Context, name: str, request: BuildRequest, base: str | None, node: str | None
+) -> StoredImage:
+    data = await asyncio.to_thread(request.pack, archive)
+    async with open_store(context) as store:
+        nodes, _ = await image_nodes(store.host, node)
+        if not nodes:
+            fix = "the operator adds `containers: oci` to the file and runs `shoal up`"
+            raise UsageError("no node of the cluster builds images", hint=fix)
+        bases = await _own_bases(store, request.text, base)
+        names = sorted({chosen.partitions[0] for chosen in nodes})
+        place = (f"--nodelist={node}",) if node else ("--constraint=images",)
+        job = (*ONE_TASK, *place, f"--partition={','.join(names)}", "--job-name=shoal-image-build")
+        command = build_command(
+            name, request.file, base or "", bases, store.record.proxy, f"{store.directory}/auth.json"
+        )
+        with context.progress.phase(f"image {name}", 1) as phase:
+            image = await store.receive(name, (*job, *command), data, phase, what=f"build image {name}")
+            phase.done(store.host.name)
+    return image
+
+
+async def _own_bases(store: ImageStore, text: str, base: str | None) -> dict[str, StoredImage]:
+    """The user's own images that the Containerfile starts from."""
+    wanted = [base] if base else base_names(text)
+    stored = {image.name: image for image in parse_images(await store.ask("list", what="list images"))}
+    found = {name: stored[name] for name in wanted if name in stored}
+    for name in wanted:
+        if name not in found and not set("/:.@") & set(name) and name != "scratch":
+            known = ", ".join(stored) or "none"
+            raise UsageError(
+                f"you have no image {name} to build from; yours are: {known}",
+                hint=f"write the registry too, such as docker.io/library/{name}, or pull it first",
+            )
+    return found

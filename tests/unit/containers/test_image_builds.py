@@ -1,0 +1,103 @@
+"""What `shoal image build` sends to a node, and what the node keeps of an image that is damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from tests.unit.containers.test_image_store import ask
+
+from shoal.containers.build import base_names, build_command, requirements_containerfile
+from shoal.containers.images import StoredImage
+from shoal.errors import UsageError
+from shoal.verbs.image_build import read_source
+
+
+def names_of(data: bytes) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return sorted(member.name for member in tar)
+
+
+def test_containerfile_is_sent_with_the_files_beside_it(tmp_path: Path) -> None:
+    from shoal.jobs.bundle import archive
+
+    (tmp_path / "src").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("Containerfile", "src/a.c", ".git/config"):
+        (tmp_path / name).write_text("FROM mini\n")
+    (tmp_path / "link").symlink_to("src")
+    for source in (tmp_path, tmp_path / "Containerfile"):
+        request = read_source(str(source), None)
+        assert request is not None and names_of(request.pack(archive)) == ["Containerfile", "link", "src/a.c"]
+
+
+def test_list_of_packages_becomes_a_containerfile_that_installs_them(tmp_path: Path) -> None:
+    from shoal.jobs.bundle import archive
+
+    (tmp_path / "requirements.txt").write_text("numpy  # fast\n-c limits.txt\n")
+    (tmp_path / "limits.txt").write_text("numpy<3\n")
+    request = read_source(str(tmp_path / "requirements.txt"), "mini")
+    assert request is not None and request.text == requirements_containerfile("mini", is_locked=False)
+    assert request.texts == {"requirements.txt": "numpy\n", "constraints.txt": "numpy<3\n"}
+    assert names_of(request.pack(archive)) == ["Containerfile", "constraints.txt", "requirements.txt"]
+
+
+@pytest.mark.parametrize(
+    ("source", "base", "words"),
+    [
+        ("requirements.txt", None, "an image needs a base"),
+        ("train.py", None, "neither a Containerfile nor a list of packages"),
+        ("empty", None, "empty has no Containerfile"),
+        ("nowhere", None, "there is no nowhere"),
+        ("/srv/root", "mini", "--from is for a Containerfile"),
+    ],
+)
+def test_source_that_cannot_be_built_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, base: str | None, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("requirements.txt", "train.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=words):
+        read_source(source, base)
+
+
+def test_root_file_system_is_built_where_the_user_logs_in() -> None:
+    assert read_source("/srv/nowhere/root", None) is None
+
+
+def test_bases_of_a_containerfile_are_found() -> None:
+    text = (
+        "ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 docker.io/library/debian:12\nFROM one\nFROM $X\n"
+    )
+    assert base_names(text) == ["mini", "docker.io/library/debian:12"]
+
+
+def test_node_is_told_where_the_bases_are() -> None:
+    base = StoredImage("mini", layout="/shared/x", source="docker://r/mini@sha256:1", bytes=7)
+    words = build_command("new", "Containerfile", "mini", {"mini": base}, {"http_proxy": "http://p"}, "/a/auth.json")
+    settings = json.loads(words[-2])
+    assert settings["bases"] == {"mini": {"name": "mini", "layout": "/shared/x", "source": "docker://r/mini@sha256:1"}}
+    assert (settings["from"], settings["proxy"], settings["auth"]) == (
+        "mini",
+        {"http_proxy": "http://p"},
+        "/a/auth.json",
+    )
+
+
+def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Path) -> None:
+    name = f"blobs/sha256/{hashlib.sha256(b'right').hexdigest()}"
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = 5
+        tar.addfile(info, io.BytesIO(b"wrong"))
+    program = ("sh", "-c", f"echo step 1 >&2; cat {tmp_path}/x.tar")
+    (tmp_path / "names").mkdir()
+    text = ask("receive", str(tmp_path), "x", *program, status=3)
+    assert "has other content than its digest says" in text
+    assert ask("list", str(tmp_path)) == "[]\n"
