@@ -20,6 +20,7 @@ from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
 from shoal.roles.files import FilesComponent
 from shoal.roles.gpu_driver import GpuDriverComponent
+from shoal.roles.image_registry import ImageRegistryComponent
 from shoal.roles.images import ImagesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
@@ -45,6 +46,7 @@ COMPONENTS: tuple[Component, ...] = (
     NodeLoginsComponent(),
     EnvironmentsComponent(),
     ImagesComponent(),
+    ImageRegistryComponent(),
     MpiComponent(),
     GpuDriverComponent(),
     ClientComponent(),

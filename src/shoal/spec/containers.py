@@ -7,9 +7,30 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from shoal.spec.checks import choice
-from shoal.spec.values import ShortForm
+from shoal.spec.environments import HostDirectory
+from shoal.spec.values import Port, ShortForm
 
 ENGINES = ("oci",)
+REGISTRY_PORT = 5000
+
+
+class Registry(ShortForm):
+    """A registry of images on the controller, with TLS and a login for each user.
+
+    In the file it is `registry: true`, or a mapping of the fields below.
+    """
+
+    short_schema: ClassVar = {"type": "boolean"}
+    refusal = ("not a registry", "write true, or {port: 5000}, or delete it")
+
+    port: Port = REGISTRY_PORT
+    """Its port, open to members only."""
+    directory: HostDirectory = "/var/lib/docker-registry"
+    """Where it keeps images. They stay when you delete `registry` from the file."""
+
+    @classmethod
+    def from_short(cls, value: object) -> dict[str, Any] | None:
+        return {} if value is True else None
 
 
 class Containers(ShortForm):
@@ -23,6 +44,9 @@ class Containers(ShortForm):
 
     engine: Annotated[Literal["oci"], BeforeValidator(choice("engine", ENGINES))] = "oci"
     """`oci`: from Debian's packages, without root, on hosts with user namespaces."""
+
+    registry: Registry | None = None
+    """A registry of the cluster's own: `true`, or its port and directory."""
 
     @classmethod
     def from_short(cls, value: object) -> dict[str, Any] | None:

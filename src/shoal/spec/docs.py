@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from shoal.spec.accounting import Account, Accounting, Qos, Share
-from shoal.spec.containers import Containers
+from shoal.spec.containers import Containers, Registry
 from shoal.spec.environments import Environment, Proxy
 from shoal.spec.files import ShippedFile
 from shoal.spec.health import Health
@@ -78,6 +78,7 @@ _SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("users", ClusterUser),
     ("environments", Environment),
     ("containers", Containers),
+    ("A registry of images", Registry),
     ("proxy", Proxy),
     ("tracking", Tracking),
     ("files", ShippedFile),
