@@ -24,15 +24,18 @@ class OperatorConnection:
     """The connection to the operator: requests in, events out, and whether it is still open."""
 
     def __init__(self) -> None:
-        self.buffer = b""
+        self.parts: list[bytes] = []  # not one string: a document may have ten megabytes, and arrives in small pieces
+        self.lines = 0
         self.closed = False
 
     def request(self) -> Item | None:
         """The next request; None when the operator disconnected."""
-        while b"\n" not in self.buffer:
+        while not self.lines:
             if self.closed or not self._read():
                 return None
-        line, self.buffer = self.buffer.split(b"\n", 1)
+        line, rest = b"".join(self.parts).split(b"\n", 1)
+        self.parts = [rest]
+        self.lines -= 1
         request: Item = loads(line.decode())
         return request
 
@@ -58,7 +61,8 @@ class OperatorConnection:
             data = os.read(0, 1 << 20)
         except OSError:
             data = b""
-        self.buffer += data
+        self.parts.append(data)
+        self.lines += data.count(b"\n")
         self.closed = self.closed or not data
         return bool(data)
 
