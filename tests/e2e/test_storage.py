@@ -211,6 +211,35 @@ def test_files_written_over_ssh_are_open_to_all_users_on_the_server(lab: Lab) ->
     assert lab.says("alice", "controller", "cat /data/hers/his") == "2\n"
 
 
+FUSE = """\
+install -d -o alice /var/tmp/server /var/tmp/hers
+printf '#!/bin/sh\\nexec /usr/lib/openssh/sftp-server\\n' > /usr/local/bin/local-sftp
+chmod 755 /usr/local/bin/local-sftp
+runuser -u alice -- sshfs -o ssh_command=/usr/local/bin/local-sftp here:/var/tmp/server /var/tmp/hers
+"""
+"""A mount of alice's own. Root cannot look into it."""
+
+
+def test_operator_fetches_results_that_root_cannot_read(lab: Lab, tmp_path: Path) -> None:
+    lab.shell("fish1", FUSE)
+    try:
+        assert lab.ssh("fish1", "ls /var/tmp/hers").returncode != 0
+        # A job cannot start there: slurmstepd changes to its directory with root as the real user.
+        work = "cd /var/tmp/hers && mkdir $SLURM_JOB_ID 999 && echo 42 | tee $SLURM_JOB_ID/result > 999/result"
+        line = shlex.quote(f"{work} && mkdir -m 0 $SLURM_JOB_ID/closed")
+        job = lab.says("alice", "controller", f"sbatch --wait --parsable -w fish1 -D /tmp -o out --wrap {line}").strip()
+        # Slurm knows no job 999, and so no owner of its files.
+        for number, skipped in ((job, [{"name": "closed", "why": "closed to the job's user"}]), ("999", [])):
+            fetched = lab.json("fetch", number, "--directory", "/var/tmp/hers", "--to", str(tmp_path / number))
+            assert (tmp_path / number / "result").read_text() == "42\n"
+            assert (fetched["skipped"], fetched["failures"]) == (skipped, {})
+        lab.shell("fish1", "chmod 0 /var/tmp/server")
+        refused = lab.shoal("fetch", job, "--directory", "/var/tmp/hers", status=None)
+        assert refused.returncode != 0 and "fish1: the job's directory is closed to the job's user" in refused.stderr
+    finally:
+        lab.shell("fish1", "umount -l /var/tmp/hers")
+
+
 def test_symbolic_links_on_a_share_work_on_every_host(lab: Lab) -> None:
     """An environment's Python is an absolute link, and a cache of models is full of those with `..` in them."""
     lab.shell("fish2", "mkdir -p /data/links/in && cd /data/links && echo found > file && chmod -R a+rX .")

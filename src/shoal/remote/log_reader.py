@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
     if mode == "files":
         import base64  # noqa: F401 - logs are read without these, and a job's user may not be able to load them
         import json  # noqa: F401
-    if not take_identity(owner, *argv[2:4]):
+    if not take_identity(owner, *(word for word in argv[2:4] if word.startswith("/"))):
+        print("there is no user %s on %s" % (owner, os.uname().nodename), file=sys.stderr)
         return 1
     if mode == "progress":
         return print_progress(path, argv[3])
@@ -97,9 +98,29 @@ def owner_of(*paths: str) -> int:
     for path in paths:
         try:
             return os.lstat(path).st_uid
+        except PermissionError:
+            return owner_above(path)
         except OSError:
             continue
     return NOBODY
+
+
+def owner_above(path: str) -> int:
+    """The owner of what is closed to root: a share may take root for nobody, and FUSE may admit its user alone.
+
+    That is the user who mounted it, or the owner of the nearest directory above that root can see. Never root.
+    """
+    import re
+
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+        mounts = dict(re.findall(r"^\S+ (\S+) fuse\S* \S*\buser_id=(\d+)", file.read(), re.MULTILINE))
+    while path != "/" and path not in mounts:
+        path = os.path.dirname(path)
+        try:
+            return os.lstat(path).st_uid or NOBODY
+        except OSError:
+            continue
+    return int(mounts.get(path, NOBODY)) or NOBODY
 
 
 def open_regular(path: str) -> BinaryIO | None:
@@ -273,7 +294,8 @@ def send_files(directory: str, path: str) -> int:
     import json
 
     start = find_inside(directory, path)
-    send({"storage": storage(directory, os.path.dirname(directory)), "found": bool(start)})
+    place = storage(directory, os.path.dirname(directory))
+    send({"storage": place, "found": bool(start), "closed": not start and is_closed(directory)})
     known = sys.stdin.readline() if start else ""
     if not known.strip():
         return 0
@@ -282,10 +304,13 @@ def send_files(directory: str, path: str) -> int:
     files = [(os.path.relpath(name, base), name, status) for name, status in walk(start)]
     if not path:
         files = [file for file in files if not is_internal(file[0], file[2])]
-    send({"files": len(files), "bytes": sum(status.st_size for _, _, status in files if stat.S_ISREG(status.st_mode))})
+    sizes = [status.st_size for _, _, status in files if status is not None and stat.S_ISREG(status.st_mode)]
+    send({"files": len(files), "bytes": sum(sizes)})
     for name, place, status in files:
         try:
-            if stat.S_ISLNK(status.st_mode):
+            if status is None:
+                send({"name": name, "skipped": "closed to the job's user"})
+            elif stat.S_ISLNK(status.st_mode):
                 send({"name": name, "link": os.readlink(place)})
             elif not stat.S_ISREG(status.st_mode):
                 send({"name": name, "skipped": "not a regular file"})
@@ -311,24 +336,35 @@ def find_inside(directory: str, path: str) -> str:
     return ""
 
 
-def walk(place: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The path and status of each file, link or other thing that is no directory."""
+def is_closed(directory: str) -> bool:
+    """Whether the job's user cannot look into it. Nobody is who reads where there is no such directory."""
+    try:
+        return not os.lstat(os.path.join(directory, "."))
+    except OSError as error:
+        return isinstance(error, PermissionError) and os.geteuid() != NOBODY
+
+
+def walk(place: str) -> Iterator[tuple[str, os.stat_result | None]]:
+    """The path and status of each file, link or other thing that is no directory. None for what is closed."""
     try:
         status = os.lstat(place)
         if not stat.S_ISDIR(status.st_mode):
             yield place, status
             return
         names = sorted(os.listdir(place))
+    except PermissionError:
+        yield place, None
+        return
     except OSError:
-        return  # removed meanwhile, or closed to its owner
+        return  # removed meanwhile
     for name in names:
         yield from walk(os.path.join(place, name))
 
 
-def is_internal(name: str, status: os.stat_result) -> bool:
+def is_internal(name: str, status: os.stat_result | None) -> bool:
     """Whether it is Shoal's own, or came with the job's code and is unchanged."""
     if name.startswith(TREE + "/"):
-        return status.st_mtime <= SENT_TIME
+        return status is not None and status.st_mtime <= SENT_TIME
     return name.startswith(INTERNAL)
 
 

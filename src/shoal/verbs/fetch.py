@@ -79,6 +79,8 @@ class _Sender:
     process: Process
     storage: str
     found: bool
+    closed: bool = False
+    """The job's directory is closed to its user."""
     line: tuple[str, ...] = ()
     """The command of Slurm that runs it, where there is one."""
     sends: bool = False
@@ -129,6 +131,7 @@ async def _copy(
     try:
         chosen = list({sender.storage: sender for sender in reversed(senders) if sender.found}.values())[::-1]
         if not chosen:
+            fleet.failures.update({sender.name: _closed(sender.name) for sender in senders if sender.closed})
             return []
         copies: dict[str, _Copy] = {}
         with context.progress.phase(f"copying files of job {job}", 1) as phase:
@@ -139,6 +142,11 @@ async def _copy(
         return list(copies.values())
     finally:
         await asyncio.gather(*(_end(sender, controller) for sender in senders), return_exceptions=True)
+
+
+def _closed(name: str) -> HostError:
+    fix = "look at the owner and the mode of the directories on the way to it"
+    return CommandFailed(name, "the job's directory is closed to the job's user", hint=fix)
 
 
 def _path_inside(path: str, directory: str) -> str:
@@ -217,7 +225,7 @@ async def _open(name: str, process: Process) -> _Sender:
     except BaseException:
         await process.kill()
         raise
-    return _Sender(name, process, str(answer["storage"]), bool(answer.get("found")))
+    return _Sender(name, process, str(answer["storage"]), bool(answer.get("found")), bool(answer.get("closed")))
 
 
 def _raise_missing(job: str, path: str, directory: str, record: JobRecord | None, fleet: Connections) -> None:

@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,16 @@ ALICE = 65533
 MEMORY_BYTES = 512 << 20
 
 
-def read(*words: str | Path, memory: int = MEMORY_BYTES) -> subprocess.CompletedProcess[bytes]:
+def read(
+    *words: str | Path, memory: int = MEMORY_BYTES, before: Sequence[str] = (), stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
     """Run the reader as root does, with little memory. A file that blocks it fails the test."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
-    line = [sys.executable, "-I", "-S", log_reader.__file__, *map(str, words)]
-    return subprocess.run(line, capture_output=True, input=b"", timeout=60, preexec_fn=limit)
+    line = [*before, sys.executable, "-I", "-S", log_reader.__file__, *map(str, words)]
+    return subprocess.run(line, capture_output=True, input=stdin, timeout=60, preexec_fn=limit)
 
 
 def logs(job: Path, output: str | Path = "", owner: str = "") -> bytes:
@@ -68,6 +70,36 @@ def test_output_path_shows_no_file_that_its_owner_cannot_read(job: Path, place: 
 @as_root
 def test_logs_of_a_user_who_is_not_on_the_host_stay_closed(job: Path) -> None:
     assert logs(job, owner="nobody-here") == b""
+
+
+SQUASHED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
+"""Root that may read no more than others may, as on a share that takes root for nobody."""
+
+
+@as_root
+@pytest.mark.parametrize("owner", [str(ALICE), ""], ids=["known", "found"])
+def test_files_on_a_share_that_squashes_root_are_read_as_their_owner(job: Path, place: Path, owner: str) -> None:
+    """A job that Slurm has forgotten has no known owner."""
+    os.chown(place, ALICE, ALICE)
+    place.chmod(0o700)
+    closed = job / "roots"
+    closed.mkdir(mode=0o700)
+    (closed / "file").touch()
+    (job / "shadow").touch(mode=0o600)
+    assert b"1.0 mine" in read("logs", owner, job, "", "", "0", before=SQUASHED).stdout
+    lines = read("files", owner, job, "", before=SQUASHED, stdin=b"{}\n").stdout.splitlines()
+    messages = [json.loads(line) for line in lines if line.startswith(b"{")]
+    assert {"sent": "rank-0.0.log"} in messages
+    skipped = {message["name"]: message["skipped"] for message in messages if "skipped" in message}
+    assert skipped == {"roots": "closed to the job's user", "shadow": "it cannot be read"}
+
+
+@as_root
+def test_directory_that_is_closed_to_the_jobs_user_is_not_taken_for_missing(job: Path, place: Path) -> None:
+    place.chmod(0o700)
+    assert json.loads(read("files", str(ALICE), job, "").stdout)["closed"] is True
+    assert json.loads(read("files", str(ALICE), "/none/17", "").stdout)["closed"] is False
+    assert b"there is no user alice-of-nowhere on" in read("files", "alice-of-nowhere", job, "").stderr
 
 
 def test_symbolic_links_are_not_followed(job: Path, place: Path) -> None:
