@@ -86,6 +86,9 @@ COMMANDS = {
     "shoal image pull controller:5000/ann/train": JOB_IMAGES,
     "shoal image login registry.example.org --user ann --password file:~/.registry-password": JOB_IMAGES,
     "shoal image logout registry.example.org": JOB_IMAGES,
+    "ssh-keygen -q -t ed25519 -N '' -f /data/host_key": JOB_IMAGES,
+    "srun -w gpu01 $(shoal image bundle train --mount /data:/data --home on)/run /usr/sbin/sshd -D -f /dev/null -p 2222"
+    " -h /data/host_key -o UsePAM=no -o StrictModes=no -o PidFile=none": JOB_IMAGES,
     "shoal image list": JOB_IMAGES,
     "shoal image prune": JOB_IMAGES,
     "srun -N2 -C images --container=$(shoal image bundle debian --mount /data:/data) python3 /data/a.py": JOB_IMAGES,

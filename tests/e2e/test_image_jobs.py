@@ -333,6 +333,22 @@ def test_bundle_of_another_tool_runs_with_crun(ann: User, cluster: Cluster) -> N
     cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-f", "sleep 4711", status=None) == "")
 
 
+def test_sshd_runs_in_an_image_as_the_user(ann: User, cluster: Cluster) -> None:
+    place = "/shared/shoal-jobs/ann/ssh"
+    ann.do(f"mkdir -m 700 {place} && cd {place} && for n in host key; do ssh-keygen -q -t ed25519 -N '' -f $n; done")
+    mounts = f"--mount {place}:{place} --mount /usr/sbin:/usr/sbin:ro --mount /usr/lib:/usr/lib:ro"  # the node's sshd
+    bundle = ann.do(f"shoal image bundle mini --name sshd {mounts}").strip()
+    options = f"-o UsePAM=no -o StrictModes=no -o PidFile=none -o AuthorizedKeysFile={place}/key.pub"
+    server = f"/usr/sbin/sshd -f /dev/null -D -e -p 2222 -h {place}/host {options}"
+    ann.do(f"cd {place} && (setsid srun -w n1 {bundle}/run {server} > log 2>&1 < /dev/null &)")
+    cluster.wait("sshd listens", lambda: "listening" in ann.do(f"cat {place}/log"))
+    login = f"ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -q -i {place}/key -p 2222"
+    assert ann.do(f"{login} n1 'cat /mark && id -u'").split() == ["one2001"]
+    assert "/dev/pts/" in ann.do(f"{login} -tt n1 tty")
+    ann.do("scancel --me --name run")
+    cluster.wait("sshd has ended", lambda: cluster.on("n1", "pgrep", "-u", "ann", "sshd", status=None) == "")
+
+
 def test_array_and_preemption_in_an_image(ann: User, cluster: Cluster) -> None:
     job = ann.start("-w n1 --exclusive --image mini", "resume.py")
     array = ann.run("-w n1 -p urgent --array 0-1 --image mini")

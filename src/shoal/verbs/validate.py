@@ -172,6 +172,9 @@ def plan_jobs(settings: ValidationSettings, nodes: Sequence[NodeState]) -> list[
                 jobs.append(ValidationJob(title, launcher, tests, names, gpus, cpus))
         if settings.image:
             jobs.append(ValidationJob("srun, image", "srun", (*common, "torch"), names, gpus, cpus, settings.image))
+            if mpirun_row:
+                title = "srun --mpi=pmix, image"
+                jobs.append(ValidationJob(title, "pmix", ("cpu", "mpi"), names, gpus, cpus, settings.image))
     names = tuple(node.name for node in nodes)
     links = ("links",) if len(names) > 1 else ()
     jobs.append(ValidationJob("srun", "srun", (*links, "hpcc", "fio"), names))

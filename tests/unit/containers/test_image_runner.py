@@ -43,6 +43,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
     (place / "etc").mkdir()
+    (place / "etc/group").write_text("root:x:0:\ntty:x:5:\n")
     (place / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nsshd:x:77:77::/:/bin/sh\n")
     (place / "srv").mkdir()
     (place / "outward").symlink_to("/srv")
@@ -65,6 +66,7 @@ def test_command_is_the_user_and_ends_with_its_own_status(root: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == (f"{os.getuid()}\n3 /home/someone\n", "", 7)
     assert run(root, "sh", "-c", "kill -USR1 $$").returncode == -signal.SIGUSR1
     assert run(root, "cat", "/etc/passwd").stdout.count("sshd:x:77") == 1
+    assert "tty:" not in run(root, "cat", "/etc/group").stdout  # sshd would give terminals to it
 
 
 def test_image_is_read_only_and_its_links_lead_inside(root: Path, tmp_path: Path) -> None:

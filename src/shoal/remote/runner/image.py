@@ -193,7 +193,10 @@ def read_accounts(root: str) -> dict[str, bytes]:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=etc)
             if stat.S_ISREG(os.fstat(file).st_mode):
                 content = os.read(file, 1 << 20)
-        kept = [entry for entry in content.splitlines(True) if entry.split(b":")[2:3] != [line.split(":")[2].encode()]]
+        own = line.split(":")[2].encode()
+        kept = [entry for entry in content.splitlines(True) if entry.split(b":")[2:3] != [own]]
+        # sshd gives a terminal to this group where there is one, and no id but the user's can own anything.
+        kept = [entry for entry in kept if not entry.startswith(b"tty:")]
         accounts[name] = line.encode() + b"".join(kept)
     return accounts
 
