@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from .variables import IMAGE
@@ -18,6 +20,9 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*WARNING_SIGNALS, signal.SIGTERM, signal.SIGINT)
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
+RENAME_ATTEMPTS = 5
+RENAME_PAUSE_S = 0.2
+"""Between the attempts of a node to make the directory of a job."""
 ECHO_RANKS = "ranks"
 """SHOAL_ECHO of a job that a person watches: each rank prints its lines, and its unfinished line now and then, behind
 one of these marks and its number."""
@@ -181,12 +186,38 @@ def own_directory(directory: str, submission: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _content(mark) == submission:
             return None
-        if os.path.isdir(directory):
-            _set_aside(directory, "%s.before-%s" % (directory, submission))
-        os.mkdir(directory, 0o700)
-        with open(mark, "w") as file:
-            file.write(submission)
+        _begin_directory(directory, submission)
     return None
+
+
+def _begin_directory(directory: str, submission: str) -> None:
+    """Make the directory under another name and rename it: it appears with its mark, or not at all. Several nodes may
+    do so at once, for over SSH a lock holds on its own node only; the first one counts."""
+    place, name = os.path.split(directory)
+    mark = os.path.join(directory, "submission")
+    fresh = os.path.join(place, ".%s.%s.%d" % (name, os.uname().nodename, os.getpid()))
+    os.mkdir(fresh, 0o700)
+    try:
+        with open(os.path.join(fresh, "submission"), "w") as file:
+            file.write(submission)
+        for attempt in range(RENAME_ATTEMPTS):
+            try:
+                return os.rename(fresh, directory)
+            except OSError:  # an earlier directory, or that of another node; over SSH every reason is EPERM
+                if _content(mark) == submission:
+                    return None
+            try:
+                _set_aside(directory, "%s.before-%s" % (directory, submission))
+            except OSError:
+                # Another node may have been first with this as well.
+                if attempt == RENAME_ATTEMPTS - 1:
+                    raise
+                time.sleep(RENAME_PAUSE_S)
+        raise OSError(errno.EAGAIN, "others make it anew all the time", directory)
+    finally:
+        with contextlib.suppress(OSError):  # it has its place
+            os.unlink(os.path.join(fresh, "submission"))
+            os.rmdir(fresh)
 
 
 def _content(path: str) -> str:
@@ -233,8 +264,14 @@ def working_tree(directory: str) -> str:
                 if result.returncode != 0:
                     message = result.stderr.decode(errors="replace").partition("\n")[0]
                     raise OSError(0, message, os.environ["SHOAL_CODE"])
-                with contextlib.suppress(OSError):  # on shared storage another node may have been first
+                try:
                     os.rename(fresh, tree)
+                except OSError:  # on shared storage another node may have been first
+                    import shutil
+
+                    shutil.rmtree(fresh, ignore_errors=True)
+                    if not os.path.isdir(tree):
+                        raise
     return os.path.join(tree, os.environ.get("SHOAL_WORKDIR", "."))
 
 
