@@ -138,8 +138,7 @@ def test_compiled_program_runs_on_two_nodes_over_the_vpn_alone(mpi: Lab, launche
 
 def test_mpi_that_does_not_start_is_explained(mpi: Lab) -> None:
     _, alice = mpi
-    options = ("--launcher", "srun", "--export", "SLURM_MPI_TYPE=pmi2")
-    job = str(alice.json("run", "--wait", *FOUR, *options, "ring", status=1)["id"])
+    job = str(alice.json("run", "--wait", *FOUR, "--launcher", "srun", "ring", status=1)["id"])
     [finding] = alice.json("doctor", "--job", job, status=1)["findings"]
     assert finding["id"] == "job-failed" and finding["what"].startswith("MPI did not start: the program was started by")
     assert "--launcher pmix" in finding["fix"] and finding["evidence"]
