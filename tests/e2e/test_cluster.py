@@ -235,13 +235,13 @@ def test_exec_groups_equal_outputs(cluster: Cluster) -> None:
 
 
 def test_node_can_be_drained_and_resumed(cluster: Cluster) -> None:
-    cluster.shoal("node", "drain", "fish1", "--reason", "a new fan")
-    assert "DRAIN" in cluster.states()["fish1"]
+    cluster.shoal("node", "drain", "fish1", "fish2", "--reason", "a new fan")
+    assert all("DRAIN" in flags for flags in cluster.states().values())
     assert "a new fan" in cluster.shoal("status").stdout
     assert cluster.json("up")["unchanged"], "a node that a person drained stays drained"
-    assert "DRAIN" in cluster.states()["fish1"]
-    cluster.shoal("node", "resume", "fish1")
-    assert "DRAIN" not in cluster.states()["fish1"]
+    assert all("DRAIN" in flags for flags in cluster.states().values())
+    cluster.shoal("node", "resume", "fish1", "fish2")
+    assert not any("DRAIN" in flags for flags in cluster.states().values())
 
 
 def test_ssh_runs_a_command(cluster: Cluster) -> None:
