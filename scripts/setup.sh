@@ -48,6 +48,18 @@ need_root() {
     fi
 }
 
+# need_engine: stop unless an ordinary user can make sandbox hosts, as containers of podman or docker.
+need_engine() {
+    if ! command -v podman >/dev/null && ! command -v docker >/dev/null; then
+        cat >&2 <<'T'
+Without root, the hosts of the sandbox are containers of podman or docker, and neither is installed.
+Run this with sudo, or install podman once:
+  sudo apt-get install --no-install-recommends podman uidmap slirp4netns netavark iptables runc mmdebstrap
+T
+        exit 1
+    fi
+}
+
 # system_packages PROGRAM:PACKAGE...: install the packages whose program is missing.
 system_packages() {
     local missing=() pair
@@ -65,6 +77,14 @@ system_packages() {
 # sandbox_packages: install what sandbox hosts need on this machine.
 sandbox_packages() {
     system_packages systemd-nspawn:systemd-container mmdebstrap:mmdebstrap nft:nftables ip:iproute2 ssh:openssh-client
+}
+
+# engine_packages: install what sandbox hosts under podman need on this machine.
+engine_packages() {
+    system_packages podman:podman newuidmap:uidmap slirp4netns:slirp4netns runc:runc iptables:iptables \
+        mmdebstrap:mmdebstrap
+    # Helpers of podman are not on PATH.
+    [ -e /usr/lib/podman/netavark ] || system_packages netavark:netavark
 }
 
 # vm_packages: install what virtual machines need on this machine.

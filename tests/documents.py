@@ -34,9 +34,16 @@ STEPS = "with the number of the user's job, by check_commands_inside_jobs in tes
 VALIDATE = "by a user, with a PYTHONPATH in place of --env, by hand (-m matrix), by tests/e2e/test_validate.py"
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
 JOB_IMAGES = "with an image of its own, by hand (-m matrix), by tests/e2e/test_image_jobs.py"
+PODMAN = "with podman in place of docker and another port, by hand (-m matrix), by tests/e2e/test_engine_hosts.py"
+ONCE = "once for a machine, by hand; test_engine.py has the errors that name it"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {
+    "docker build -t shoal-node examples/node-image": PODMAN,
+    'export SHOAL_AUTHORIZED_KEY="$(cat ~/.ssh/id_ed25519.pub)"': PODMAN,
+    "docker run -d --name shoal-node --restart always -p 2222:22 -e SHOAL_AUTHORIZED_KEY shoal-node": PODMAN,
+    "sudo apt-get install --no-install-recommends podman uidmap slirp4netns netavark iptables runc mmdebstrap": ONCE,
+    "sudo sh -c 'mkdir -p /sys/fs/cgroup/systemd/ann && chown -R ann /sys/fs/cgroup/systemd/ann'": ONCE,
     "shoal join alice@desktop": LAB,
     "shoal exec --job 17 -- nvidia-smi -L": STEPS,
     "shoal ssh --job 17": STEPS,

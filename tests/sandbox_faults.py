@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import asyncssh
+from tests import engine_faults
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
@@ -31,16 +32,25 @@ class SandboxFaults:
     async def cut(self, cluster: str, host: str) -> None:
         """Pull the network cable: nothing reaches the host, and nothing leaves it."""
         layout, record = self._find(cluster, host)
+        if record.shape.engine:
+            await engine_faults.set_cable(layout, record, connected=False)
+            return
         await network.set_cable(layout, record, connected=False)
 
     async def heal(self, cluster: str, host: str) -> None:
         """Plug the cable in again."""
         layout, record = self._find(cluster, host)
+        if record.shape.engine:
+            await engine_faults.set_cable(layout, record, connected=True)
+            return
         await network.set_cable(layout, record, connected=True)
 
     async def freeze(self, cluster: str, host: str) -> None:
         """Stop every process of the host where it stands. The network still takes packets for it."""
-        layout, record = self._running(cluster, host)
+        layout, record = await self._running(cluster, host)
+        if record.shape.engine:
+            await engine_faults.run(layout, record, "pause")
+            return
         path, (_, frozen) = lifecycle.group(layout, record.name).freezer()
         path.write_text(frozen)
         for _ in range(int(FREEZE_TIMEOUT_S / 0.02)):
@@ -51,12 +61,18 @@ class SandboxFaults:
 
     async def thaw(self, cluster: str, host: str) -> None:
         """Let a frozen host go on."""
-        layout, record = self._running(cluster, host)
+        layout, record = await self._running(cluster, host)
+        if record.shape.engine:
+            await engine_faults.run(layout, record, "unpause")
+            return
         lifecycle.group(layout, record.name).thaw()
 
     async def kill(self, cluster: str, host: str) -> None:
         """Pull the power plug. The disk and the address stay; `create` starts the host again."""
         layout, record = self._find(cluster, host)
+        if record.shape.engine:
+            await engine_faults.run(layout, record, "kill")
+            return
         await lifecycle.stop(layout, record.name)
 
     async def start(self, cluster: str, host: str) -> None:
@@ -67,7 +83,10 @@ class SandboxFaults:
 
     async def reboot(self, cluster: str, host: str) -> None:
         """Ask the host to reboot, and wait until SSH answers again."""
-        layout, record = self._running(cluster, host)
+        layout, record = await self._running(cluster, host)
+        if record.shape.engine:
+            await engine_faults.reboot(layout, record)
+            return
         if record.shape.container:
             raise ProviderError(f"cannot reboot host {host}: it is a container", hint="kill it and create it")
         if record.shape.vm:
@@ -87,7 +106,7 @@ class SandboxFaults:
 
     async def fill_disk(self, cluster: str, host: str) -> None:
         """Write until the host's disk is full. Only for a host with a disk of its own (`disk_mb`)."""
-        layout, record = self._running(cluster, host)
+        layout, record = await self._running(cluster, host)
         if record.shape.vm or not record.shape.disk_mb:
             what = f"cannot fill the disk of host {host}: it shares this machine's"
             raise ProviderError(what, hint="ask for one with `disk_mb`")
@@ -95,7 +114,7 @@ class SandboxFaults:
 
     async def empty_disk(self, cluster: str, host: str) -> None:
         """Give the space that `fill_disk` took back."""
-        layout, record = self._running(cluster, host)
+        layout, record = await self._running(cluster, host)
         self._filler(layout, record).unlink(missing_ok=True)
 
     def _find(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
@@ -106,9 +125,11 @@ class SandboxFaults:
             raise ProviderError(f"sandbox cluster {cluster} has no host {host}", hint=f"its hosts are: {known}")
         return layout, record
 
-    def _running(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
+    async def _running(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
         layout, record = self._find(cluster, host)
-        if lifecycle.state(layout, host) == "stopped":
+        engine = record.shape.engine
+        state = await engine_faults.state(layout, record) if engine else lifecycle.state(layout, host)
+        if state == "stopped":
             raise ProviderError(f"host {host} of sandbox cluster {cluster} is stopped", hint="start it with `shoal up`")
         return layout, record
 

@@ -29,10 +29,13 @@ from tests.sandbox_faults import SandboxFaults
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 
 KIND = os.environ.get("SHOAL_TEST_KIND", "")
-"""What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_confinement.py` uses virtual machines."""
+"""What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_confinement.py` uses virtual machines.
+
+With `podman` or `docker` they are containers of that engine; test_cluster.py then runs as an ordinary user, too."""
 
 SLOWNESS = 9 if KIND == "vm" else 1
 """How many times as long as on containers something may take: virtual machines may be emulated."""
@@ -59,7 +62,7 @@ def on_image(text: str, image: str = IMAGE) -> str:
 
 def of_kind(text: str, kind: str = KIND) -> str:
     """A spec whose sandbox hosts are of this kind, where it names none."""
-    if not kind or "provider: sandbox" not in text or "sandbox: vm" in text:
+    if not kind or "provider: sandbox" not in text or re.search("^sandbox:", text, re.MULTILINE):
         return text
     return re.sub(r"^cluster: .*$", rf"\g<0>\nsandbox: {kind}", text, count=1, flags=re.MULTILINE)
 
@@ -160,7 +163,7 @@ class Cluster:
         """A shell command on a sandbox host, without Shoal, also when the spec no longer names it."""
         target = self.instances()[host]
         options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
-        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}"]
+        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, "-p", str(target.port), f"root@{target.address}"]
         if self._sockets is not None:
             line[1:1] = self._share_connection(host, line)
         return subprocess.run([*line, command], capture_output=True, text=True, timeout=LIMIT / 2)
@@ -185,6 +188,10 @@ class Cluster:
 
     def instances(self) -> dict[str, Target]:
         return {instance.name: instance.target for instance in asyncio.run(self.provider.instances(self.name))}
+
+    def addresses(self) -> dict[str, str]:
+        """The address of each host on the cluster's network; the machine may reach it at another."""
+        return {host.name: host.address for host in Layout(self.provider.cache, self.name).hosts().values()}
 
     def edit(self, old: str, new: str) -> None:
         text = self.file.read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import HOLD_APT, KIND, LIMIT, RELEASE_APT, SLOWNESS, Cluster, kill, read_until, taken_down
+from tests.e2e.engines import ENGINES, engine_lists, outside_prefix
 
 from shoal.sandbox.layout import Layout
 
@@ -114,7 +116,7 @@ def test_names_resolve_on_every_host(cluster: Cluster) -> None:
 
 
 def test_slurm_and_srun_listen_only_on_the_cluster_address(cluster: Cluster) -> None:
-    addresses = {name: str(target.address) for name, target in cluster.instances().items()}
+    addresses = cluster.addresses()
     for host, ports in (("controller", {6817}), ("login1", set()), ("fish1", {6818}), ("fish2", {6818})):
         assert listening(cluster, host) == {f"{addresses[host]}:{port}" for port in ports}
     # srun stays until its ports were seen, and takes them along.
@@ -135,7 +137,7 @@ def test_slurm_ports_are_closed_from_outside(cluster: Cluster) -> None:
     [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
     probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 5)"]
     cluster.wait("those inside are let in", lambda: cluster.on("fish1", *probe) == "")
-    outside = subprocess.run(probe, capture_output=True, text=True, timeout=LIMIT)
+    outside = subprocess.run([*outside_prefix(), *probe], capture_output=True, text=True, timeout=LIMIT)
     assert outside.returncode != 0 and "timed out" in outside.stderr
 
 
@@ -264,7 +266,10 @@ def test_down_is_rejected_while_jobs_run_and_removes_everything(cluster: Cluster
 def nothing_is_left_of(layout: Layout) -> bool:
     """Whether this machine has no link, namespace, rule, mount, loop device or process of a cluster any more."""
     seen: list[str] = []
-    for look in (["ip", "-o", "link"], ["ip", "netns"], ["nft", "list", "tables"], ["mount"], ["losetup", "-l"]):
+    looks = [["ip", "-o", "link"], ["ip", "netns"], ["mount"], ["losetup", "-l"]]
+    looks += [["nft", "list", "tables"]] if os.geteuid() == 0 else []
+    looks += engine_lists(KIND) if KIND in ENGINES else []
+    for look in looks:
         seen += subprocess.run(look, capture_output=True, text=True, check=True, timeout=LIMIT).stdout.splitlines()
     left = [line for line in seen if any(name in line for name in (layout.id, layout.table, str(layout.dir)))]
     for path in Path("/proc").glob("[0-9]*/cmdline"):

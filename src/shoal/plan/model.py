@@ -115,7 +115,7 @@ class Plan:
 
 def describe_shape(shape: Shape) -> str:
     """The shape in short: `debian12, 2 CPUs, 2 simulated GPUs`."""
-    texts = [shape.image, *(["virtual machine"] if shape.vm else [])]
+    texts = [shape.image, *(["virtual machine"] if shape.vm else [shape.engine] if shape.engine else [])]
     if shape.cpus:
         texts.append("1 CPU" if shape.cpus == 1 else f"{shape.cpus} CPUs")
     if shape.memory_mb:
@@ -159,6 +159,7 @@ def _describe_field(shape: Shape, name: str) -> str:
         "site": f"site {value}",
         "cgroups": "cgroups" if value else "no cgroups",
         "vm": "a virtual machine" if value else "a container",
+        "engine": f"a container of {value}" if value else "no container engine",
         "container": "no init system and one open port" if value else "a whole machine",
     }.get(name, f"{name} {value}")
 

@@ -99,7 +99,7 @@ def _machine_problems(cache: Path, machine: MachineFacts) -> list[Finding]:
     no_overlay = "the sandbox needs overlayfs, and this kernel has none"
     no_cgroups = "the sandbox needs cgroups, and no cgroup file system is mounted"
     rows = (
-        (not machine.root, "the sandbox needs root", "", "run the command with sudo"),
+        (not machine.root, "the sandbox needs root", "", "run the command with sudo, or install podman"),
         (bool(missing), f"the sandbox needs these programs: {', '.join(missing)}", "", f"run `{install}`"),
         (not machine.overlay, no_overlay, "", "run `modprobe overlay`"),
         (not machine.cgroups, no_cgroups, "", "mount cgroup2 on /sys/fs/cgroup"),

@@ -121,7 +121,7 @@ def require(image: str) -> None:
 async def ensure(cache: Path, image: str, progress: Progress) -> Path:
     """The image's directory, built first if it is not in the cache. Two processes at once build it once."""
     require(image)
-    settings = await _apt_settings()
+    settings = await apt_settings()
     room = cache / "images" / image
     place = room / _recipe_hash(image, settings)
     if place.is_dir():
@@ -229,7 +229,7 @@ async def _watch(log: Path, what: str, progress: Progress) -> None:
         progress(what, min(0.95, stages / STAGES))
 
 
-async def _apt_settings() -> str:
+async def apt_settings() -> str:
     """The machine's proxy settings for apt, so that a host's apt reaches what the machine's reaches."""
     dump = await call("apt-config", "dump", check=False) if shutil.which("apt-config") else ""
     setting = re.compile(r"Acquire::(https?::([^:]+::)?Proxy|Check-Valid-Until)\b", re.IGNORECASE)

@@ -6,7 +6,8 @@
                              /id_ed25519   the key that logs in to its hosts
                              /shared/      a directory that all its hosts see as /shared
                              /hosts/<name>/host.json, seed/, upper/, work/, root/, log
-                                          (a virtual machine: disk.qcow2, initrd, in place of upper/, work/, root/)
+                                          (a virtual machine: disk.qcow2, initrd, in place of upper/, work/, root/;
+                                          a container of podman or docker: host.json and seed.tar alone)
 
 Names of links, namespaces and groups follow from the cache and the cluster alone, so that what a killed process
 left can be found without any record.
@@ -69,6 +70,8 @@ class HostRecord:
     shape: Shape = field(default_factory=Shape)
     renter: str = ""
     """The simulated cloud whose machine it is; empty for a host of the cluster's own."""
+    port: int = 0
+    """The machine's port, on its loopback, behind which the SSH server of a host under a container engine answers."""
 
     @property
     def site(self) -> str:
@@ -191,4 +194,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _host_record(data: dict[str, Any]) -> HostRecord:
     shape = {name: value for name, value in data["shape"].items() if name in Shape.__dataclass_fields__}
     plain = {name: data[name] for name in ("name", "index", "address", "image", "host_key")}
-    return HostRecord(**plain, shape=Shape(**shape), renter=data.get("renter", ""))
+    return HostRecord(**plain, shape=Shape(**shape), renter=data.get("renter", ""), port=data.get("port", 0))

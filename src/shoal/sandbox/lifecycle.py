@@ -99,11 +99,11 @@ async def wait_for_ssh(layout: Layout, host: HostRecord, timeout_s: float = BOOT
     raise ProviderError(what, hint=f"its console log is {log}")
 
 
-async def ssh_answers(address: str, timeout_s: float = BANNER_TIMEOUT_S) -> bool:
+async def ssh_answers(address: str, timeout_s: float = BANNER_TIMEOUT_S, port: int = 22) -> bool:
     """Whether an SSH server answers there."""
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(address, 22)
+            reader, writer = await asyncio.open_connection(address, port)
             try:
                 return (await reader.read(4)) == b"SSH-"
             finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -41,7 +42,7 @@ MACHINE_LOCK = Path("/run")
 async def ensure_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
     """Give every named site a subnet and a bridge, and the cluster its firewall table."""
     async with locked(MACHINE_LOCK):
-        sites = await _choose_sites(layout, names)
+        sites = await choose_sites(layout, names)
         for site in sites.values():
             await _ensure_bridge(layout, site)
         raise_settings()
@@ -222,13 +223,15 @@ async def remove_all(layout: Layout) -> None:
             restore_settings()
 
 
-async def _choose_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
+async def choose_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
+    """The cluster's sites, each with a subnet that this machine does not use yet."""
     sites = layout.sites()
     missing = sorted(set(names) - set(sites))
     if not missing:
         return sites
     taken = [ipaddress.IPv4Network(subnet) for subnet in other_subnets(layout.cache)]
-    taken += _networks(await call("ip", "-j", "-4", "addr"), await call("ip", "-j", "-4", "route"))
+    if shutil.which("ip"):  # systems without it have hosts in a virtual machine of the container engine
+        taken += _networks(await call("ip", "-j", "-4", "addr"), await call("ip", "-j", "-4", "route"))
     for name in missing:
         subnet = choose_subnet(f"{layout.id}/{name}", taken)
         index = 1 + max((site.index for site in sites.values()), default=-1)

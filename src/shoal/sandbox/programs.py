@@ -15,13 +15,16 @@ LAST_LINES = 15
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-async def call(*argv: str | Path, stdin: str = "", check: bool = True) -> str:
-    """Run a program to its end and return what it printed. Raises ProviderError with its last lines when it fails."""
+async def call(*argv: str | Path, stdin: str | bytes = "", check: bool = True, shown: str = "") -> str:
+    """Run a program to its end and return what it printed. Raises ProviderError with its last lines when it fails.
+
+    `shown` is what the error calls it, in place of the beginning of its command line.
+    """
     async with _running(argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE) as process:
-        output, _ = await process.communicate(stdin.encode())
+        output, _ = await process.communicate(stdin if isinstance(stdin, bytes) else stdin.encode())
     text = output.decode("utf-8", "replace")
     if check and process.returncode != 0:
-        command = " ".join(str(word) for word in argv[:6])
+        command = shown or " ".join(str(word) for word in argv[:6])
         raise ProviderError(f"`{command}` ended with status {process.returncode}: {last_lines(text)}")
     return text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Instance, Progress, Request
 from shoal.local_files import cache_dir
-from shoal.sandbox import checks, images, lifecycle, network, nspawn, seed, vm, vm_disk
+from shoal.sandbox import checks, engine_checks, engine_hosts, images, lifecycle, network, nspawn, seed, vm, vm_disk
 from shoal.sandbox.cgroups import groups_named, hierarchies
 from shoal.sandbox.layout import HostRecord, Layout, Site, site_of
 from shoal.spec.finding import Finding
@@ -23,25 +23,34 @@ MAX_SHOWN_FAILURES = 3
 
 
 class SandboxProvider:
-    """Real Debian hosts: containers under systemd-nspawn, or virtual machines under QEMU."""
+    """Real Debian hosts: containers under systemd-nspawn, virtual machines under QEMU, or containers of an engine."""
 
     def __init__(self, cache: Path | None = None) -> None:
         self.cache = cache or cache_dir()
 
     def check(self, requests: Sequence[Request]) -> list[Finding]:
+        engine = next((request.shape.engine for request in requests if request.shape.engine), "")
+        if engine:
+            return engine_checks.find_problems(engine, requests, engine_checks.EngineFacts.observe(engine))
         return checks.find_problems(self.cache, requests, checks.MachineFacts.observe(self.cache))
 
     async def instances(self, cluster: str) -> list[Instance]:
         layout = Layout(self.cache, cluster)
         try:
             # A simulated cloud owns its machines; only `destroy` removes them.
-            return [lifecycle.instance(layout, host) for host in layout.hosts().values() if not host.renter]
+            hosts = [host for host in layout.hosts().values() if not host.renter]
+            if any(host.shape.engine for host in hosts):
+                return await engine_hosts.instances(layout, hosts)
+            return [lifecycle.instance(layout, host) for host in hosts]
         except PermissionError as error:
             raise ProviderError(f"cannot read {error.filename}: {error.strerror}", hint="run it with sudo") from None
 
     async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
         _raise_errors(self.check(requests))
         layout = Layout(self.cache, cluster)
+        _reject_other_kind(layout, requests)
+        if any(request.shape.engine for request in requests):
+            return await engine_hosts.create(layout, requests, progress)
         needed = sorted({request.shape.image for request in requests})
         built = {image: await images.ensure(self.cache, image, progress) for image in needed}
         for image in sorted({request.shape.image for request in requests if request.shape.vm}):
@@ -62,6 +71,9 @@ class SandboxProvider:
             hosts = layout.hosts()
             for count, name in enumerate(names):
                 progress(f"removing host {name}", count / len(names))
+                if name in hosts and hosts[name].shape.engine:
+                    await engine_hosts.delete(layout, hosts[name])
+                    continue
                 await lifecycle.stop(layout, name)
                 if name in hosts:
                     await network.unplug(layout, hosts[name])
@@ -70,19 +82,27 @@ class SandboxProvider:
 
     async def destroy(self, cluster: str, progress: Progress) -> None:
         layout = Layout(self.cache, cluster)
-        if os.geteuid() != 0:
+        engine = engine_hosts.engine_of(layout)
+        if os.geteuid() != 0 and not engine and layout.dir.exists():
             raise ProviderError("removing sandbox hosts needs root", hint="run the command with sudo")
         async with layout.locked():
             progress("stopping hosts", 0.0)
-            groups = groups_named(layout.prefix, hierarchies())
-            await asyncio.gather(*(lifecycle.stop(layout, group.name.removeprefix(layout.prefix)) for group in groups))
-            progress("removing the network", 0.4)
-            await network.remove_all(layout)
+            if engine:
+                await engine_hosts.destroy(layout)
+            elif os.geteuid() == 0:
+                await self._destroy_machines(layout, progress)
             progress("removing files", 0.7)
             await images.remove_tree(layout.dir)
             with contextlib.suppress(OSError):  # other clusters exist, or one is being made
                 layout.dir.parent.rmdir()
         progress("sandbox removed", 1.0)
+
+    async def _destroy_machines(self, layout: Layout, progress: Progress) -> None:
+        """Remove hosts that Shoal runs itself, and their network."""
+        groups = groups_named(layout.prefix, hierarchies())
+        await asyncio.gather(*(lifecycle.stop(layout, group.name.removeprefix(layout.prefix)) for group in groups))
+        progress("removing the network", 0.4)
+        await network.remove_all(layout)
 
     async def _lay_out(
         self,
@@ -164,6 +184,18 @@ async def _reported(host: HostRecord, progress: Progress, part: Callable[[], flo
 
 def _needs_start(layout: Layout, host: HostRecord) -> bool:
     return lifecycle.state(layout, host.name) == "stopped" or vm.is_resuming(layout, host.name)
+
+
+def _reject_other_kind(layout: Layout, requests: Sequence[Request]) -> None:
+    """Hosts of an engine have a network of the engine's own, which no other host is on."""
+    wanted = {request.shape.engine for request in requests}
+    other = [host for host in layout.hosts().values() if host.shape.engine not in wanted]
+    if len(wanted) == 1 and other and (wanted != {""} or other[0].shape.engine):
+        kind = other[0].shape.engine or "container or vm"
+        raise ProviderError(
+            f"cluster {layout.cluster} has hosts of another kind: {other[0].name} is of kind {kind}",
+            hint="take it down with `shoal down` first",
+        )
 
 
 def _raise_errors(findings: list[Finding]) -> None:

@@ -1,7 +1,6 @@
 """What makes a sandbox host itself: its name, keys, memory, GPUs and disk, laid out before it first starts."""
 
 # Files here are small and local: reading one takes less time than a thread would.
-# ruff: noqa: ASYNC240
 from __future__ import annotations
 
 import hashlib
@@ -57,6 +56,23 @@ async def lay_out(
     await remove_tree(home)
     for name in ("seed", "root", "disk"):
         (home / name).mkdir(parents=True)
+    public, files = identity_files(layout, host, authorized)
+    if host.shape.vm:
+        files["etc/tmpfiles.d/shoal-gpus.conf"] = render_gpu_devices(host.shape).encode(), 0o644
+    _write_layer(home / "seed", Path(host.image), {**files, **(more or {})})
+    _make_gpu_devices(home / "devices", host.shape)
+    if host.shape.disk_mb and not host.shape.vm:
+        with (home / "disk.img").open("wb") as sink:
+            sink.truncate(host.shape.disk_mb << 20)
+        options = ("-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1")
+        await call("mkfs.ext4", *options, home / "disk.img")
+    made = replace(host, host_key=public)
+    layout.save_host(made)
+    return made
+
+
+def identity_files(layout: Layout, host: HostRecord, authorized: str) -> tuple[str, dict[str, tuple[bytes, int]]]:
+    """A new public key of the host, and the files that make it itself: paths with their contents and modes."""
     key = _new_key(host.name)
     public = key.export_public_key().decode().strip()
     machine_id = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
@@ -77,18 +93,7 @@ async def lay_out(
     if host.shape.gpus:
         files["etc/shoal-gpus"] = render_gpus(layout, host).encode(), 0o644
         files["usr/bin/nvidia-smi"] = Path(nvidia_smi.__file__).read_bytes(), 0o755
-    if host.shape.vm:
-        files["etc/tmpfiles.d/shoal-gpus.conf"] = render_gpu_devices(host.shape).encode(), 0o644
-    _write_layer(home / "seed", Path(host.image), {**files, **(more or {})})
-    _make_gpu_devices(home / "devices", host.shape)
-    if host.shape.disk_mb and not host.shape.vm:
-        with (home / "disk.img").open("wb") as sink:
-            sink.truncate(host.shape.disk_mb << 20)
-        options = ("-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1")
-        await call("mkfs.ext4", *options, home / "disk.img")
-    made = replace(host, host_key=public)
-    layout.save_host(made)
-    return made
+    return public, files
 
 
 def render_meminfo(memory_mb: int) -> str:

@@ -36,7 +36,8 @@ from shoal.spec.values import Between, Duration, FilePath, Port, ShortForm, Spec
 
 IMAGES = ("debian11", "debian12", "debian13", "sid")
 DEFAULT_IMAGE = "debian12"
-SANDBOX_KINDS = ("container", "vm")
+ENGINES = ("podman", "docker")
+SANDBOX_KINDS = ("container", "vm", *ENGINES)
 
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
 
@@ -109,7 +110,7 @@ class LoginFields(SpecModel):
     """The private key to log in with, for every host here without its own."""
 
 
-SandboxKind = Annotated[Literal["container", "vm"], BeforeValidator(choice("kind", SANDBOX_KINDS))]
+SandboxKind = Annotated[Literal["container", "vm", "podman", "docker"], BeforeValidator(choice("kind", SANDBOX_KINDS))]
 
 
 class Sandbox(ShortForm):
@@ -122,7 +123,7 @@ class Sandbox(ShortForm):
     refusal = ("not a kind of sandbox host", f"choose one of {', '.join(SANDBOX_KINDS)}, or write {{kind: vm}}")
 
     kind: SandboxKind = "container"
-    """`container`: light and quick. `vm`: a virtual machine with a kernel of its own, under QEMU."""
+    """`container`: quick, needs root. `vm`: has its own kernel, under QEMU. `podman`, `docker`: run by that engine."""
 
     @classmethod
     def from_short(cls, value: object) -> dict[str, Any] | None:
@@ -144,7 +145,7 @@ class MachineFields(SpecModel):
     provider: Annotated[str, BeforeValidator(_maker), _SANDBOX_SCHEMA] | None = None
     """Who makes the hosts. `sandbox` makes real Debian hosts on this machine."""
     kind: SandboxKind | None = None
-    """`container` or `vm`; without it, as the file's `sandbox` says."""
+    """`container`, `vm`, `podman` or `docker`; without it, as the file's `sandbox` says."""
     image: Annotated[str, BeforeValidator(choice("image", IMAGES)), WithJsonSchema({"enum": [*IMAGES]})] = DEFAULT_IMAGE
     """Their system. It determines the Slurm of packages: 22.05, 24.11 or 26.05; debian11 needs `from: shoal`."""
     cpus: Annotated[int, Between(1, 1024)] | None = None
@@ -374,8 +375,9 @@ def _existing_members(
 
 
 def _sandbox_member(
-    name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet, kind: str
+    name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet, default_kind: str
 ) -> Member:
+    kind = machine.kind or default_kind
     return Member(
         name=name,
         roles=roles,
@@ -389,7 +391,8 @@ def _sandbox_member(
             gpus=machine.gpus,
             site=machine.site,
             cgroups=machine.cgroups,
-            vm=(machine.kind or kind) == "vm",
+            vm=kind == "vm",
+            engine=kind if kind in ENGINES else "",
         ),
         **_slurm_fields(machine),
     )

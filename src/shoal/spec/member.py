@@ -27,6 +27,8 @@ class Shape:
     """A container without systemd, TUN, mounts and open ports, as some providers rent out; else a whole machine."""
     vm: bool = False
     """A virtual machine with a kernel of its own; else a container on the kernel of this machine."""
+    engine: str = ""
+    """The container engine that runs it, `podman` or `docker`; empty for a host that Shoal runs itself."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.spec.checks import seconds, size_mb
-from shoal.spec.hosts import Controller, NodeSet, located_members
+from shoal.spec.hosts import Controller, NodeSet, Sandbox, SandboxKind, located_members
 from shoal.spec.member import Member, Shape
 from shoal.spec.model import Spec
 from shoal.spec.partitions import Partition
@@ -51,10 +51,11 @@ def partitions(spec: Spec) -> dict[str, Partition]:
     return {name: partition.model_copy(update={"default": name == first}) for name, partition in over.items()}
 
 
-def default_spec(cluster: str = "sandbox", nodes: int = 2, gpus: int = 2) -> Spec:
+def default_spec(cluster: str = "sandbox", nodes: int = 2, gpus: int = 2, kind: SandboxKind = "container") -> Spec:
     """What Shoal builds when there is no file: a sandbox with a controller and a few nodes with simulated GPUs."""
     return Spec(
         cluster=cluster,
+        sandbox=Sandbox(kind=kind),
         controller=Controller(provider="sandbox"),
         nodesets={"fish": NodeSet(provider="sandbox", count=nodes, gpus=gpus)},
     )

@@ -48,7 +48,7 @@ class Spec(SpecModel):
     nodesets: dict[NodesetName, NodeSet] = Field(default_factory=dict)
     """The hosts that run jobs, by the name of their set."""
     sandbox: Sandbox = Field(default_factory=Sandbox)
-    """What the sandbox's hosts are: `container`, or `vm` for virtual machines with a kernel of their own."""
+    """What the sandbox's hosts are: `container`, `vm` (with a kernel of their own), `podman` or `docker`."""
     partitions: dict[PartitionName, Partition] = Field(default_factory=dict)
     """The queues, by name. Without any, `main` with every nodeset, and the controller if it computes."""
     providers: dict[ProviderName, ProviderAccount] = Field(default_factory=dict)

@@ -296,11 +296,12 @@ def _reject_ambiguous_directory() -> None:
 
 
 def _sandbox(cluster: str) -> Spec:
+    from shoal.sandbox.engine import default_kind
     from shoal.spec.finding import printable
     from shoal.spec.members import default_spec
 
     try:
-        return default_spec(cluster)
+        return default_spec(cluster, kind=default_kind())
     except ValueError:
         raise UsageError(
             f"{printable(cluster)!r} is not a cluster name", hint="use lower-case letters, digits and -, as in reef"

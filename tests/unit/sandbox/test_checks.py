@@ -38,7 +38,7 @@ def test_suitable_machine_has_no_findings() -> None:
 def test_bare_machine_gets_all_errors_at_once() -> None:
     bare = replace(GOOD, root=False, programs=frozenset(), overlay=False, cgroups=False)
     assert texts(bare) == [
-        "error the sandbox needs root, run the command with sudo",
+        "error the sandbox needs root, run the command with sudo, or install podman",
         "error the sandbox needs these programs: systemd-nspawn, ip, nft, unshare, setsid, taskset, setpriv, "
         "mkfs.ext4, mmdebstrap, "
         "run `apt-get install systemd-container iproute2 nftables util-linux e2fsprogs mmdebstrap`",

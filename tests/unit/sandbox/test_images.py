@@ -92,4 +92,4 @@ async def test_apt_proxy_of_the_machine_is_copied_into_the_image(
     without = await images.ensure(tmp_path, "sid", quiet)
     monkeypatch.setenv("APT_CONFIG", str(settings))
     assert await images.ensure(tmp_path, "sid", quiet) != without
-    assert 'Acquire::http::Proxy "http://proxy.example:3142";' in await images._apt_settings()
+    assert 'Acquire::http::Proxy "http://proxy.example:3142";' in await images.apt_settings()
