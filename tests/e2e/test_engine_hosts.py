@@ -23,7 +23,7 @@ from tests.sandbox_faults import SandboxFaults
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
 from shoal.sandbox import engine_image
-from shoal.sandbox.engine import find_engine
+from shoal.sandbox.engine import find_engine, needs_runc
 from shoal.sandbox.layout import Layout
 from shoal.sandbox.network import gateway
 from shoal.sandbox.provider import SandboxProvider
@@ -139,8 +139,8 @@ default_ulimits = ["nofile=20000:20000", "nproc=20000:20000"]
 @pytest.mark.skipif(not shutil.which("podman-compose"), reason="needs podman-compose")
 def test_composition_of_the_examples_becomes_a_cluster(node_image: str, tmp_path: Path) -> None:
     conf = tmp_path / "containers.conf"
-    options = dict(zip(*[iter(find_engine("podman").prefix[1:])] * 2, strict=False))
-    conf.write_text(f'{CONTAINERS_CONF}cgroup_manager = "cgroupfs"\nruntime = "{options.get("--runtime", "crun")}"\n')
+    runtime = "runc" if needs_runc() else "crun"
+    conf.write_text(f'{CONTAINERS_CONF}cgroup_manager = "cgroupfs"\nruntime = "{runtime}"\n')
     place = ROOT / "examples/compose"
     with login_keys("operator") as keys:
         public = (keys / "operator.pub").read_text().strip()

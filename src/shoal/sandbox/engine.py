@@ -21,6 +21,8 @@ LABEL = "shoal.cluster"
 CGROUPS = Path("/sys/fs/cgroup")
 CAPABILITIES = ("AUDIT_WRITE", "NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE", "SYS_PTRACE")
 """What systemd, sshd, Slurm and nftables need beyond what engines give by default."""
+SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+"""The PATH of an ordinary user often lacks them, and podman's helpers need iptables."""
 ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
 STORAGE_FILES = (Path("/etc/containers/storage.conf"), Path.home() / ".config/containers/storage.conf")
 
@@ -45,14 +47,15 @@ def find_engine(name: str) -> Engine:
     options = []
     if not Path("/run/systemd/system").is_dir():
         options.append("--cgroup-manager=cgroupfs")
-    if needs_runc() and shutil.which("runc"):
+    path = os.pathsep.join([os.environ.get("PATH", ""), *SYSTEM_PROGRAMS])
+    if needs_runc() and shutil.which("runc", path=path):
         options += ["--runtime", "runc"]
     if is_rootless() and "STORAGE_DRIVER" not in os.environ and not any(file.exists() for file in STORAGE_FILES):
         # Debian's default copies the whole image for every host.
         options += ["--storage-driver", "overlay"]
     group = delegated_cgroup() if is_rootless() else None
     enter = ("sh", "-c", ENTER, str(group)) if group is not None else ()
-    return Engine(name, (*enter, name, *options))
+    return Engine(name, (*enter, "env", f"PATH={path}", name, *options))
 
 
 def default_kind() -> Literal["container", "podman", "docker"]:

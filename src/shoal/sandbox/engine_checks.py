@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.hosts.provider import Request
 from shoal.sandbox import images
-from shoal.sandbox.engine import has_cgroup, is_rootless, needs_runc
+from shoal.sandbox.engine import SYSTEM_PROGRAMS, has_cgroup, is_rootless, needs_runc
 from shoal.sandbox.layout import NAME, NAME_RULE, OPEN_SITE
 from shoal.spec.finding import Finding
 
@@ -121,7 +121,7 @@ def _host_problems(request: Request, engine: str) -> list[Finding]:
 
 def _find(program: str) -> str | None:
     """The PATH of an ordinary user often lacks the sbin directories, and podman's helpers have one of their own."""
-    more = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/lib/podman", "/usr/libexec/podman")
+    more = (*SYSTEM_PROGRAMS, "/usr/lib/podman", "/usr/libexec/podman")
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), *more]))
 
 
