@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +43,7 @@ class Engine:
 
 def find_engine(name: str) -> Engine:
     """The engine of that name, with the options that it needs on this machine."""
-    if name != "podman":
+    if name != "podman" or sys.platform != "linux":
         return Engine(name, (name,))
     options = []
     if not Path("/run/systemd/system").is_dir():
@@ -76,25 +77,31 @@ def needs_runc() -> bool:
 
 def delegated_cgroup(cgroups: Path = CGROUPS, user: str | None = None, own: str | None = None) -> Path | None:
     """The group that root gave to this user on a machine with cgroup v1, if ours is not writable already."""
-    named = cgroups / "systemd"
-    text = own if own is not None else Path("/proc/self/cgroup").read_text()
-    current = next((line.split(":", 2)[2] for line in text.splitlines() if ":name=systemd:" in line), "/")
-    given = named / (user or pwd.getpwuid(os.geteuid()).pw_name)
-    if os.access(named / current.lstrip("/") / "cgroup.procs", os.W_OK):
+    if _is_writable(_own_group(cgroups, own)):
         return None
-    return given if os.access(given / "cgroup.procs", os.W_OK) else None
+    given = cgroups / "systemd" / (user or pwd.getpwuid(os.geteuid()).pw_name)
+    return given if _is_writable(given) else None
 
 
 def has_cgroup() -> bool:
     """Whether this user may make cgroups, which systemd in a host needs."""
-    if not is_v2_only(hierarchies()):
-        text = Path("/proc/self/cgroup").read_text()
-        current = next((line.split(":", 2)[2] for line in text.splitlines() if ":name=systemd:" in line), "/")
-        return delegated_cgroup() is not None or os.access(CGROUPS / "systemd" / current.lstrip("/"), os.W_OK)
-    if Path("/run/systemd/system").is_dir():
+    if is_v2_only(hierarchies()) and Path("/run/systemd/system").is_dir():
+        # The manager of the user's login makes them.
         return Path(os.environ.get("XDG_RUNTIME_DIR", "/nonexistent"), "systemd").is_dir()
-    current = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
-    return os.access(CGROUPS / current.lstrip("/"), os.W_OK)
+    return _is_writable(_own_group(CGROUPS, None)) or delegated_cgroup() is not None
+
+
+def _own_group(cgroups: Path, text: str | None) -> Path:
+    """The group of this process: that of systemd's hierarchy in cgroup v1, else the one of v2."""
+    rows = [line.split(":", 2) for line in (text or Path("/proc/self/cgroup").read_text()).splitlines()]
+    for _, hierarchy, group in rows:
+        if hierarchy == "name=systemd":
+            return cgroups / "systemd" / group.lstrip("/")
+    return cgroups / next((group.lstrip("/") for _, hierarchy, group in rows if not hierarchy), "")
+
+
+def _is_writable(group: Path) -> bool:
+    return os.access(group / "cgroup.procs", os.W_OK)
 
 
 def create_arguments(layout: Layout, host: HostRecord, image: str, engine: str) -> list[str]:
