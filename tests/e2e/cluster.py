@@ -163,7 +163,8 @@ class Cluster:
         """A shell command on a sandbox host, without Shoal, also when the spec no longer names it."""
         target = self.instances()[host]
         options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
-        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, "-p", str(target.port), f"root@{target.address}"]
+        options += ["-p", str(target.port or 22)]
+        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}"]
         if self._sockets is not None:
             line[1:1] = self._share_connection(host, line)
         return subprocess.run([*line, command], capture_output=True, text=True, timeout=LIMIT / 2)

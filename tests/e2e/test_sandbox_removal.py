@@ -52,7 +52,8 @@ async def ssh(target: Target, command: str, *, user: str = "root", timeout: floa
     options = asyncssh.SSHClientConnectionOptions(
         username=user, client_keys=[str(target.identity)], known_hosts=([pinned], [], []), agent_path=None, config=None
     )
-    async with asyncio.timeout(timeout), asyncssh.connect(str(target.address), options=options) as connection:
+    connecting = asyncssh.connect(str(target.address), target.port or 22, options=options)
+    async with asyncio.timeout(timeout), connecting as connection:
         done = await connection.run(command)
     return f"{done.stdout}{done.stderr}".strip()
 
