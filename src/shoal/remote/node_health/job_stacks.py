@@ -65,12 +65,13 @@ def main(job: str) -> None:
 
 def rank_processes(job: str) -> dict[int, dict[str, str]]:
     """The environment of each rank's own process; those that it started have the same, and are left out."""
-    processes = {}
+    processes, own = {}, os.environ.get("SLURMD_NODENAME", "")
     for name in os.listdir("/proc"):
         if name.isdecimal():
             pairs = (text.partition("=") for text in read_text("/proc/%s/environ" % name).split("\0"))
             environment = {key: value for key, _, value in pairs}
-            if environment.get("SLURM_JOB_ID") == job and environment.get("RANK", "").isdecimal():
+            here = environment.get("SLURMD_NODENAME", own) in (own, "") if own else True  # a host may be several nodes
+            if environment.get("SLURM_JOB_ID") == job and environment.get("RANK", "").isdecimal() and here:
                 processes[int(name)] = environment
     return {pid: environment for pid, environment in processes.items() if parent(pid) not in processes}
 
