@@ -6,24 +6,12 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Command, Document, Packages
 from shoal.agent.facts import Facts
+from shoal.remote import python_command
+from shoal.remote.driver_sources import COMPONENTS
 from shoal.remote.node_health.gpu_driver import driver_packages
 from shoal.roles.component import Cluster, Component, Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-
-SOURCES = "/etc/apt/sources.list.d/shoal-nvidia.list"
-COMPONENTS = "contrib non-free non-free-firmware"
-ADD_SOURCES = f"""\
-set -e
-apt-get indextargets --format '$(SITE)|$(RELEASE)|$(COMPONENT)|$(SIGNED_BY)' 'Created-By: Packages' |
-    sort -u | while IFS='|' read -r site release component key; do
-    [ "$component" = main ] || continue
-    echo "deb ${{key:+[signed-by=$key] }}$site $release {COMPONENTS}"
-done > {SOURCES}.new
-mv {SOURCES}.new {SOURCES}
-apt-get -q -o DPkg::Lock::Timeout=120 update
-"""
-"""Adds the components of Debian with the driver, from the servers that the host has its other packages from."""
 
 
 class GpuDriverComponent(Component):
@@ -36,7 +24,7 @@ class GpuDriverComponent(Component):
             return {}
         fix = f"enable {COMPONENTS} in its package sources, or install the driver by hand"
         known = ("sh", "-c", 'apt-cache show "$@" > /dev/null 2>&1', "sh", *names)
-        sources = Command("add NVIDIA's package sources", ("sh", "-c", ADD_SOURCES), unless=known, fix=fix)
+        sources = Command("add NVIDIA's package sources", python_command("driver_sources"), unless=known, fix=fix)
         return {Stage.BASE: (*((sources,) if facts.os_id == "debian" else ()), Packages(names, fix=fix))}
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:

@@ -15,6 +15,7 @@ from shoal.agent.document import Command, Item, Packages
 from shoal.agent.facts import Facts, Gpu
 from shoal.plan.diff import driver_keys
 from shoal.remote.agent.facts import pci_gpus
+from shoal.remote.driver_sources import COMPONENTS, add_sources
 from shoal.remote.node_health import gpu_checks, gpu_driver, main
 from shoal.remote.node_health.gpu_driver import check_driver, check_reboot, driver_packages
 from shoal.remote.node_health.node import Baseline, Node
@@ -65,7 +66,8 @@ def install(bus: Path) -> None:
 
 def test_device_on_the_bus_without_a_driver_is_found(bus: Path) -> None:
     [text] = look(check_driver)[0]
-    assert text.startswith(f"0000:41:00.0: driver none; packages: {' '.join(DEBIAN)}; `driver: nvidia` ")
+    assert text == f"0000:41:00.0: driver none; `driver: nvidia` in the file installs {' '.join(DEBIAN)}"
+    assert len(text) < main.MAX_TEXT
     (bus / "os-release").write_text("ID=arch\n")
     assert look(check_driver)[0] == ["0000:41:00.0: driver none"]
     assert pci_gpus(str(bus / "pci")) == ["0000:41:00.0"]
@@ -84,11 +86,11 @@ def test_installed_driver_asks_for_one_reboot(bus: Path) -> None:
     install(bus)
     assert look(check_reboot, memory) == ([], []), "the file does not ask for it"
     texts, orders = look(check_reboot, memory, driver="nvidia")
-    assert texts == ["NVIDIA's driver is installed; the host reboots when its jobs have ended"]
+    assert texts == ["the NVIDIA driver is installed; the host reboots when its jobs have ended"]
     assert orders == ["reboot"] and look(check_reboot, memory, driver="nvidia")[1] == ["reboot"]
     (bus / "boot_id").write_text("second\n")
     texts, orders = look(check_reboot, memory, driver="nvidia")
-    assert texts == ["NVIDIA's driver does not work after the reboot: 0000:41:00.0: driver none"] and orders == []
+    assert texts == ["the NVIDIA driver does not work after the reboot: 0000:41:00.0: driver none"] and orders == []
     (bus / "pci/0000:41:00.0/class").write_text("0x040300\n")
     assert look(check_reboot, memory, driver="nvidia") == ([], []) and memory == {}
 
@@ -102,7 +104,7 @@ def test_reboot_drains_in_every_mode_and_on_the_first_day(
     (bus / "health.json").write_text(json.dumps({"mode": mode, "driver": "nvidia"}))
     main.main(str(bus / "health.json"), str(bus / "state"))
     reason = (bus / "state/drain").read_text()
-    assert reason.startswith("shoal: health: driver-reboot: NVIDIA s driver is installed") and "gone" not in reason
+    assert reason.startswith("shoal: health: driver-reboot: the NVIDIA driver is installed") and "gone" not in reason
     assert (bus / "state/orders").read_text() == "reboot\n"
 
 
@@ -128,6 +130,46 @@ def test_file_that_asks_for_it_installs_the_packages() -> None:
     assert driver_items(REEF.replace("DRIVER", ", driver: nvidia"), os_id="arch") == []
     [only] = driver_items(REEF.replace("DRIVER", ", driver: nvidia"), os_id="ubuntu", os_version="24.04")
     assert isinstance(only, Packages) and only.names == (*UBUNTU,)
+
+
+STANZAS = """\
+# the mirror
+Types: deb
+URIs: http://mirror.example/debian
+Suites: bookworm bookworm-updates
+Components: main
+Signed-By: /usr/share/keyrings/debian.gpg
+
+Types: deb
+URIs: http://mirror.example/other
+Suites: stable
+Components: main contrib non-free
+
+Types: deb
+Enabled: no
+URIs: http://mirror.example/off
+Suites: stable
+Components: main
+"""
+LINES = """\
+deb [signed-by=/k.gpg arch=amd64] http://mirror.example/debian bookworm main  # all of it
+# deb http://mirror.example/debian trixie main
+deb-src http://mirror.example/debian bookworm main
+deb [trusted=yes] file:/srv/debs ./
+deb http://mirror.example/debian bookworm-updates main non-free
+"""
+
+
+def test_components_are_added_with_the_options_of_each_source(tmp_path: Path) -> None:
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list").write_text(LINES)
+    (tmp_path / "sources.list.d/debian.sources").write_text(STANZAS)
+    for _ in range(2):
+        add_sources(str(tmp_path))
+        lines = (tmp_path / "sources.list.d/shoal-nvidia.list").read_text()
+        assert lines == f"deb [signed-by=/k.gpg arch=amd64] http://mirror.example/debian bookworm {COMPONENTS}\n"
+        stanzas = (tmp_path / "sources.list.d/shoal-nvidia.sources").read_text()
+        assert stanzas == STANZAS.partition("\n\n")[0].replace(": main", f": {COMPONENTS}") + "\n"
 
 
 def test_working_driver_is_left_alone() -> None:

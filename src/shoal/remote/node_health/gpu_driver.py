@@ -60,8 +60,7 @@ def check_driver(node: Node) -> Iterator[str]:
     devices = devices_without_driver(node)
     packages = own_packages()
     if devices and packages and not installed(packages):
-        where = "`driver: nvidia` beside `compute: true` or in the nodeset installs them at the next `shoal up`"
-        yield f"{devices[0]}; packages: {' '.join(packages)}; {where}"
+        yield f"{devices[0]}; `driver: nvidia` in the file installs {' '.join(packages)}"
         devices = devices[1:]
     yield from devices
 
@@ -76,9 +75,9 @@ def check_reboot(node: Node) -> Iterator[str]:
     boot = read_text(BOOT_ID).strip()
     if node.memory.setdefault("driver_boot", boot) == boot:
         node.orders.append("reboot")
-        yield "NVIDIA's driver is installed; the host reboots when its jobs have ended"
+        yield "the NVIDIA driver is installed; the host reboots when its jobs have ended"
     else:
-        yield f"NVIDIA's driver does not work after the reboot: {devices[0]}"
+        yield f"the NVIDIA driver does not work after the reboot: {devices[0]}"
 
 
 def installed(packages: list[str]) -> bool:
