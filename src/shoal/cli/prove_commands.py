@@ -77,6 +77,16 @@ def prove(
             metavar="NAME=VALUE", help="On a cluster: a variable for the script's environment; may be repeated."
         ),
     ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="On a cluster: the image that the script runs in.")
+    ] = None,
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE:DESTINATION[:ro]",
+            help="On a cluster: a directory of the nodes in the image; may be repeated.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Prove that a script trains the same with many processes.
@@ -102,11 +112,11 @@ def prove(
                     "--env brings its own Python, and --python names another", hint="leave one of them out"
                 )
             options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
-            options["environment"] = environment
+            options |= {"environment": environment, "image": image, "mount": mount}
             runner = _make_cluster_runner(session, settings, job, options)
         else:
             job_options = {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export}
-            _reject_job_options({**job_options, "--env": environment})
+            _reject_job_options({**job_options, "--env": environment, "--image": image, "--mount": mount})
             runner = _make_local_runner(settings, python)
         try:
             result = session.run(verb(settings, runner, progress_of(session), keep.absolute() if keep else None))
