@@ -226,7 +226,9 @@ def _space_faults(host: str, report: HostReport) -> Iterator[Diagnosis]:
 
 
 def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
-    if CHANGING & set(node.state) or not _is_out_of_service(node):
+    # One that was not there in time has no machine, either; Slurm says so until the next job that needs it.
+    is_late = "DOWN" in node.state and FAULTS["resume-timeout"].matches(node.reason)
+    if (CHANGING & set(node.state) and not is_late) or not _is_out_of_service(node):
         return
     since, reason = node.reason_time, node.reason
     if is_written_by_person(reason):

@@ -234,7 +234,7 @@ REASONS = (
         "info",
         "the node waits for a reboot, or reboots",
         "a person ran `scontrol reboot`",
-        ("reboot requested", "reboot issued", "reboot complete"),
+        ("Reboot ASAP", "reboot requested", "reboot issued", "reboot complete"),
         "wait; with nextstate=RESUME Slurm resumes the node itself",
     ),
     _drained(
@@ -295,6 +295,8 @@ _SEPARATORS = re.compile(r"[\s,:]+")
 def faults_in(reason: str) -> list[Fault]:
     """The faults that the reason of a node names, worst first."""
     faults = [fault for fault in REASONS if fault.matches(reason)]
+    if len(faults) > 1:  # Slurm appends what became of a reboot: `reboot issued : reboot timed out`
+        faults = [fault for fault in faults if fault.id != "reboot"]
     return sorted(faults, key=lambda fault: LEVELS.index(fault.level))
 
 

@@ -172,7 +172,13 @@ def test_machine_that_still_boots_is_no_finding() -> None:
 
 
 def test_node_without_a_machine_is_no_finding() -> None:
-    assert diagnose(view(node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN"))) == []
+    assert diagnose(view(node("", "IDLE", "CLOUD", "POWERED_DOWN"))) == []
+    assert diagnose(view(node("shoal: out", "DOWN", "CLOUD", "NOT_RESPONDING", "POWERING_UP"))) == []
+
+
+def test_machine_that_did_not_come_in_time_is_a_warning() -> None:
+    one = only(diagnose(view(node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN", "NOT_RESPONDING"))))
+    assert (one.id, one.level, one.action) == ("resume-timeout", "warning", "")
 
 
 def test_silent_slurmctld_is_a_finding_of_the_controller() -> None:
