@@ -53,7 +53,7 @@ follow_orders() {
         case $verb in
         notify) timeout 10 scontrol notify "$job" "$text" ;;
         cancel) timeout 10 scancel "$job" ;;
-        reboot) reboot_if_drained ;;
+        reboot) [ "$job" != "$(cat /proc/sys/kernel/random/boot_id)" ] || reboot_if_drained ;;  # not twice
         hung) setsid -f timeout 300 python3 -I -S -B -c "$hung_job" "$job" "$text" < /dev/null > /dev/null 2>&1 ;;
         esac
     done < $state/orders.read

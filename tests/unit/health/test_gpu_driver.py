@@ -87,7 +87,7 @@ def test_installed_driver_asks_for_one_reboot(bus: Path) -> None:
     assert look(check_reboot, memory) == ([], []), "the file does not ask for it"
     texts, orders = look(check_reboot, memory, driver="nvidia")
     assert texts == ["the NVIDIA driver is installed; the host reboots when its jobs have ended"]
-    assert orders == ["reboot"] and look(check_reboot, memory, driver="nvidia")[1] == ["reboot"]
+    assert orders == ["reboot first"] and look(check_reboot, memory, driver="nvidia")[1] == ["reboot first"]
     (bus / "boot_id").write_text("second\n")
     texts, orders = look(check_reboot, memory, driver="nvidia")
     assert texts == ["the NVIDIA driver does not work after the reboot: 0000:41:00.0: driver none"] and orders == []
@@ -105,7 +105,7 @@ def test_reboot_drains_in_every_mode_and_on_the_first_day(
     main.main(str(bus / "health.json"), str(bus / "state"))
     reason = (bus / "state/drain").read_text()
     assert reason.startswith("shoal: health: driver-reboot: the NVIDIA driver is installed") and "gone" not in reason
-    assert (bus / "state/orders").read_text() == "reboot\n"
+    assert (bus / "state/orders").read_text() == "reboot first\n"
 
 
 def cluster_of(text: str, **change: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.remote import program_text
 
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 WANTED = "shoal: health: gpu-lost: GPU-1 is gone"
 
 
@@ -95,16 +96,23 @@ def order(hook: Hook, text: str) -> None:
 )
 def test_reboot_waits_until_its_own_drain_is_over(hook: Hook, state: str, reason: str, reboots: bool) -> None:
     hook.run(WANTED)
-    order(hook, "reboot")
+    order(hook, f"reboot {BOOT}")
     hook.reason = f"{state} {reason}".strip()
     assert hook.run(WANTED) == (["systemctl reboot"] if reboots else [])
     assert not (hook.folder / "orders").exists()
 
 
 def test_node_that_is_not_drained_is_not_rebooted(hook: Hook) -> None:
-    order(hook, "reboot")
+    order(hook, f"reboot {BOOT}")
     hook.reason = "drained "
     assert hook.run() == []
+
+
+def test_order_of_an_earlier_boot_is_not_followed(hook: Hook) -> None:
+    hook.run(WANTED)
+    order(hook, "reboot 00000000-0000-0000-0000-000000000000")
+    hook.reason = f"drained {WANTED}"
+    assert hook.run(WANTED) == []
 
 
 def test_job_that_hangs_is_looked_at_beside_the_hook(hook: Hook) -> None:

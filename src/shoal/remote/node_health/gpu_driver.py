@@ -74,7 +74,7 @@ def check_reboot(node: Node) -> Iterator[str]:
         return
     boot = read_text(BOOT_ID).strip()
     if node.memory.setdefault("driver_boot", boot) == boot:
-        node.orders.append("reboot")
+        node.orders.append(f"reboot {boot}")
         yield "the NVIDIA driver is installed; the host reboots when its jobs have ended"
     else:
         yield f"the NVIDIA driver does not work after the reboot: {devices[0]}"

@@ -71,7 +71,7 @@ class Node:
     def __init__(self, baseline: Baseline, memory: dict[str, Any], config: dict[str, Any], now: float) -> None:
         self.baseline, self.memory, self.config, self.now = baseline, memory, config, now
         self.orders: list[str] = []
-        """What the hook is to ask of Slurm: `notify JOB TEXT`, `cancel JOB`, `hung JOB UID`, `reboot`."""
+        """What the hook is to ask of Slurm: `notify JOB TEXT`, `cancel JOB`, `hung JOB UID`, `reboot BOOT`."""
         self.cache: dict[str, Any] = {}
         """What several checks read, read once."""
         self._processes: dict[int, Process] | None = None
