@@ -68,6 +68,17 @@ def test_rank_is_known_where_slurm_does_not_tell_it(store: Path, root: Path, mon
 
 
 @needs_namespaces
+def test_rank_is_not_that_of_the_batch_script(store: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    for name, value in {**script, "SLURMD_NODENAME": "localhost"}.items():
+        monkeypatch.setitem(STEP, name, value)
+    monkeypatch.setitem(STEP, "SLURM_STEP_NODELIST", "localhost,n[2-3]")
+    monkeypatch.setitem(STEP, "SLURM_STEP_TASKS_PER_NODE", "1(x3)")
+    output = run_bundle(store, root, "sh", "-c", f"echo $SLURM_PROCID $SLURM_NODEID $SLURMD_NODENAME; {SHOW}")
+    assert output.startswith("1 1 n2\n1 3 0 1 1 127.0.0.1 ")
+
+
+@needs_namespaces
 def test_program_of_the_bundle_runs_a_command_in_its_image(store: Path, root: Path) -> None:
     run_bundle(store, root, "sh", "-c", SHOW)
     line = [str(store / "bundles/lab_tiny_1/run"), "sh", "-c", f"{SHOW}; exit 3"]

@@ -40,17 +40,21 @@ def set_ranks(rank: int, world: int, local: int, here: int, node: int) -> None:
 def step_variables(container: str = "") -> None:
     """The same for a task of plain `srun`, whose batch script is not Shoal's, and where the ranks meet.
 
-    Slurm 22.05 does not tell a container which task it is. Its name, NODE.USER.JOB.STEP.TASK, does.
+    Slurm 22.05 does not tell a container which task it is. Its name, NODE.USER.JOB.STEP.TASK, does. Below a batch
+    script the container then has the script's variables, those of task 0, on every node.
     """
     get = os.environ.get
     nodes = expand(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", ""))
     tasks = tasks_per_node(get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if container and "SLURM_PROCID" not in os.environ:
+    rank, node, local = (int(get(name, "0")) for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"))
+    if container:
         name, _, _, _, local_rank = container.rsplit(".", 4)
-        node, local = nodes.index(name) if name in nodes else 0, int(local_rank)
-        rank = sum(tasks[:node]) + local
-    else:
-        rank, node, local = (int(get(name, "0")) for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"))
+        place = nodes.index(name) if name in nodes else node
+        if place != node or "SLURM_PROCID" not in os.environ:
+            node, local = place, int(local_rank)
+            rank = sum(tasks[:node]) + local
+            values = {"SLURM_PROCID": rank, "SLURM_NODEID": node, "SLURM_LOCALID": local, "SLURMD_NODENAME": name}
+            os.environ.update({key: str(value) for key, value in values.items()})
     set_ranks(rank, sum(tasks), local, tasks[node] if node < len(tasks) else 1, node)
     meeting_variables(nodes, len(tasks))
 
