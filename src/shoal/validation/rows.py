@@ -79,7 +79,9 @@ def _read_test(
     if missing := [record for record in problems if record.get("missing")]:
         package, where = missing[0]["missing"], compress(dict.fromkeys(record["node"] for record in missing))
         detail = f"{missing[0]['problem']} on {where}"
-        row = replace(base, status="not run", package=package, detail=detail, fix=package_fix(package))
+        image = outcome.job.image
+        fix = f"install {package} in image {image}" if image else package_fix(package)
+        row = replace(base, status="not run", package=package, detail=detail, fix=fix)
         return [replace(row, test=name) for name in names]
     if problems:
         first = problems[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,12 @@ def test_missing_tool_is_not_run_and_names_the_package(test: str, package: str) 
     for row in rows(test, [*VALUES[test][:1], missing]).values():
         assert (row.status, row.package) == ("not run", package)
         assert row.detail == "it is not installed on fish2" and row.fix
+
+
+def test_missing_tool_of_an_image_is_to_be_installed_there() -> None:
+    made = outcome("torch", [{"test": "torch", "node": "fish2", "rank": 1, "problem": "no", "missing": "torch"}])
+    [row] = read_rows(replace(made, job=replace(made.job, image="mini")))
+    assert row.fix == "install torch in image mini"
 
 
 @pytest.mark.parametrize(
