@@ -36,14 +36,18 @@ SACCT_FIELDS = {
     **{"Timelimit": "TimeLimit", "WorkDir": "WorkDir", "JobName": "name"},
 }
 """The fields to ask for, each with scontrol's key. The name, which its owner chose, comes last."""
-JOBCOMP_COMMAND = ("sh", "-c", f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n {MAX_ENDED_JOBS}")
-"""The newest lines of the file, of the one before it as well while that is not compressed."""
+NO_JOBCOMP = "no-file-of-ended-jobs"
+JOBCOMP_COMMAND = (
+    *("sh", "-c"),
+    f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n {MAX_ENDED_JOBS}; [ -e {JOBCOMP} ] || echo {NO_JOBCOMP}",
+)
+"""The newest lines of the file, of the one before it as well while that is not compressed. Login hosts have none."""
 RECENT_COMMAND = ("sh", "-c", f"date -d '1 day ago' +%FT%T; {JOBCOMP_COMMAND[-1]}")
 """The same, behind the time that was a day ago by the clock that the file is written by."""
 STEPS_COMMAND = ("squeue", "-h", "-s", "-o", "%i %j")
 """The steps that run, each with its name."""
 SACCT_COMMAND = (
-    *("sacct", "-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "uts1", "-o", ",".join(SACCT_FIELDS)),
+    *("sacct", "-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "1970-01-02", "-o", ",".join(SACCT_FIELDS)),
 )
 """The same question for slurmdbd: every job of all time."""
 
@@ -237,15 +241,21 @@ def parse_jobcomp(text: str) -> list[JobRecord]:
     return _last(parse_runs(text))
 
 
-def parse_recent(text: str) -> list[JobRecord]:
-    """The answer to RECENT_COMMAND, oldest first, without the turns of jobs that were queued again."""
+def lacks_jobcomp(text: str) -> bool:
+    """Whether the host that answered has no file of ended jobs."""
+    return text.endswith(NO_JOBCOMP + "\n")
+
+
+def parse_recent(text: str, accounted: Iterable[JobRecord] = ()) -> list[JobRecord]:
+    """The answer to RECENT_COMMAND, oldest first, without the turns of jobs that were queued again. `accounted` are the
+    jobs that slurmdbd has, for hosts without the file."""
     since, _, jobcomp = text.partition("\n")
-    return [record for record in parse_jobcomp(jobcomp) if record.end >= since and not record.active]
+    return [record for record in (*parse_jobcomp(jobcomp), *accounted) if record.end >= since and not record.active]
 
 
 def parse_runs(text: str) -> list[JobRecord]:
     """What the file says, each run of a job for itself."""
-    return [_from_jobcomp(record) for record in split_records(text)]
+    return [_from_jobcomp(record) for record in split_records(text.removesuffix(NO_JOBCOMP + "\n"))]
 
 
 def parse_sacct(text: str) -> list[JobRecord]:

@@ -17,6 +17,7 @@ from shoal.jobs.record import (
     RECENT_COMMAND,
     STEPS_COMMAND,
     JobRecord,
+    lacks_jobcomp,
     parse_recent,
     parse_records,
     parse_steps,
@@ -108,8 +109,9 @@ async def _ended_records(
     """Jobs that slurmctld no longer knows: every one, or those that ended within a day."""
     if every:
         return logs.exclude_known(await logs.all_ended_jobs(context, controller), current_records)
-    recent_records = parse_recent(await slurm_output(controller, RECENT_COMMAND))
-    return logs.exclude_known(recent_records, current_records)
+    text = await slurm_output(controller, RECENT_COMMAND)
+    accounted = await logs.accounted_jobs(controller) if lacks_jobcomp(text) else []
+    return logs.exclude_known(parse_recent(text, accounted), current_records)
 
 
 async def _find(controller: Host, numbers: Sequence[str], otherwise: str = "") -> dict[str, list[JobRecord]]:

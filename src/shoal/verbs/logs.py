@@ -338,16 +338,21 @@ async def all_ended_jobs(context: Context, controller: Host) -> list[JobRecord]:
         if not record.active
     ]
     if context.accounting:
-        with contextlib.suppress(SlurmError):
-            records = slurm_jobs.merge_records(
-                records, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.SACCT_COMMAND))
-            )
+        records = slurm_jobs.merge_records(records, await accounted_jobs(controller))
     return records
+
+
+async def accounted_jobs(controller: Host) -> list[JobRecord]:
+    """The ended jobs of slurmdbd; none without accounting. A login host has no file of ended jobs."""
+    with contextlib.suppress(SlurmError):
+        return slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.SACCT_COMMAND))
+    return []
 
 
 async def ended_runs(controller: Host, job: str) -> list[JobRecord]:
     """One job, or the members of an array, as they last ended."""
-    records = slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
+    text = await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND)
+    records = await accounted_jobs(controller) if slurm_jobs.lacks_jobcomp(text) else slurm_jobs.parse_jobcomp(text)
     newest = {record.id: record for record in records if job in (record.id, record.id.partition("_")[0])}
     return [record for record in newest.values() if not record.active]
 

@@ -65,12 +65,15 @@ class Reef:
         """The number of queries after which slurmctld has no record of the job."""
         self.ended = ""
         """The records of ended jobs in slurmctld's file."""
+        self.accounted: bytes | Result = b""
+        """Those in slurmdbd."""
         controller = {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): self._scontrol,
             ("systemctl", "show"): lambda call: f"LoadState=loaded\nActiveState={self.slurmctld}\n".encode(),
             ("sh",): self._shell,
             ("scancel",): b"",
+            ("sacct",): lambda call: self.accounted,
         }
         self.controller = FakeHost(Target("c1"), controller)
         self.nodes = {name: FakeHost(Target(name), self._node(name)) for name in ("n1", "n2")}
@@ -451,6 +454,18 @@ async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day() -> 
     ]
     assert views[0].reason is not None and "ValueError: bad" in views[0].reason.text
     assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
+
+
+async def test_login_host_has_ended_jobs_from_accounting() -> None:
+    reef = Reef()
+    reef.ended = "no-file-of-ended-jobs\n"
+    row = "{}|COMPLETED|root|main|n1|1|0:0|{}T13:00:00|{}T14:00:00|01:00:00|UNLIMITED|/jobs|train".replace("|", "\x1f")
+    rows = [row.format(number, day, day) for number, day in ((14, "2026-11-13"), (15, "2026-11-15"))]
+    reef.accounted = ("\n".join(rows) + "\n").encode()
+    assert [view.record.id for view in (await jobs(reef.context)).jobs] == ["15", "17"]
+    assert [view.record.id for view in (await jobs(reef.context, ["14"])).jobs] == ["14"]
+    reef.accounted = Result(1, stderr=b"Slurm accounting storage is disabled\n")
+    assert [view.record.id for view in (await jobs(reef.context)).jobs] == ["17"]
 
 
 async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest() -> None:
