@@ -326,8 +326,13 @@ def _start_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
         return FailureReason("start", text, node=record.batch_host, fix=_MPIRUN_FIX)
     output = tuple(text for text in batch if text.strip())[-10:]
     code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
+    why = f" ({record.reason})" if record.reason else ""
+    if record.note is None:  # of plain sbatch or srun: Shoal does not see its ranks
+        first = next((text for text in output if "error:" in text), output[-1] if output else "")
+        message = _message(batch) if any(_TRACEBACK in text for text in batch) else first.strip()
+        cause = f": {message[:300]}" if message else why
+        return FailureReason("unknown", f"it ended with {code}{cause}", node=record.batch_host, details=output)
     if not output:
-        why = f" ({record.reason})" if record.reason else ""
         text = f"no rank of the job has started; it ended with {code}{why}"
         return FailureReason("unknown", text, node=record.batch_host)
     first = next((text for text in output if "error:" in text), output[-1])

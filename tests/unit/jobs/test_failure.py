@@ -330,7 +330,7 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         "rank 0 on fish1 was ended by SIGSEGV",
     ),
     "no such Python": (
-        FAILED,
+        replace(FAILED, comment="shoal:ab/cd"),
         JobLogs(
             tuple(
                 printed(
@@ -368,8 +368,22 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         "no rank of the job has started: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port"
         " 17: no answer",
     ),
-    "nothing is known": (
+    "plain srun": (
         JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode"),
+        JobLogs(),
+        "unknown",
+        None,
+        "it ended with exit status 2 (NonZeroExitCode)",
+    ),
+    "plain sbatch": (
+        JobRecord("7", "FAILED", exit_code=1, reason="NonZeroExitCode"),
+        JobLogs(tuple(printed(BATCH, *TRACEBACK, "srun: error: fish2: task 1: Exited with exit code 1"))),
+        "unknown",
+        None,
+        f"it ended with exit status 1: {TRACEBACK[-1]}",
+    ),
+    "nothing is known": (
+        JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode", comment="shoal:ab/cd"),
         JobLogs(),
         "unknown",
         None,

@@ -423,6 +423,7 @@ async def test_follow_of_a_job_unknown_to_slurm_reuses_the_connections() -> None
 
 async def test_batch_output_is_read_from_the_paths_of_the_job() -> None:
     reef = Reef()
+    reef.comment = "shoal:ab/cd"
     reef.record = RECORD.replace(" WorkDir", " StdErr=/tmp/17.err StdOut=/tmp/17.log WorkDir")
     reef.files = {"n1": "error@inode-7\t1.0 slurmstepd: error: execve(): /nope/python: No such file or directory\n"}
     for verb in (lambda: logs(reef.context, "17"), lambda: follow(reef.context, "17", lambda line: None)):
