@@ -6,8 +6,6 @@ stay listed for an hour; a list may have fewer items than a page holds. A machin
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -27,6 +25,8 @@ from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
 from shoal.cloud.providers.aws_query import parse_credentials, read_xml, sign
+from shoal_simulators import aws_addresses as elastic
+from shoal_simulators.aws_requests import filters, page, read_user_data, values
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
 from shoal_simulators.market import SERVER_ERRORS, ApiRejection
 from shoal_simulators.server import RateLimit, Simulator, iso_time
@@ -42,13 +42,12 @@ ERRORS = {
     **dict.fromkeys(SERVER_ERRORS, (500, "InternalError", "An internal error has occurred")),
 }
 """Reason -> status, code, message. Of `invalid`, the detail has the code."""
-STATES = {"pending": "pending", "up": "running", "error": "stopped", "stopping": "shutting-down", "gone": "terminated"}
+STATES = {"pending": "pending", "up": "running", "stopped": "stopped", "error": "stopped"}
+STATES |= {"stopping": "shutting-down", "gone": "terminated"}
 CODES = {"pending": 0, "running": 16, "shutting-down": 32, "terminated": 48, "stopped": 80}
 TERMINATED_SHOWN_S = 3600.0
 MAX_SKEW_S = 300.0
-PAGE = 25
 DEFAULT_QUOTA = 0.0
-USER_DATA_BYTES = 16384
 ZONES = ("us-east-1a", "us-east-1b", "us-west-2a")
 AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=(\w+)/(\d{8})/([a-z0-9-]+)/(ec2|servicequotas)/aws4_request,"
@@ -134,6 +133,7 @@ class AwsSimulator(Simulator):
         if target := request.headers.get("x-amz-target", ""):
             return self._quota(target.rpartition(".")[2], json.loads(request.state.body))
         form = dict(parse_qsl(request.state.body.decode(errors="replace")))
+        addresses = self.stored("addresses")
         actions: dict[str, Callable[[str, dict[str, str]], dict[str, Any]]] = {
             "RunInstances": self._run,
             "TerminateInstances": self._terminate,
@@ -142,6 +142,11 @@ class AwsSimulator(Simulator):
             "DescribeInstanceTypes": self._describe_types,
             "DescribeInstanceTypeOfferings": self._offerings,
             "DescribeSpotPriceHistory": self._spot_prices,
+            "StartInstances": self._start,
+            "DescribeAddresses": lambda where, asked: elastic.describe(where, filters(asked), addresses, self.market),
+            "AllocateAddress": lambda where, asked: elastic.allocate(where, asked, addresses, self.market),
+            "AssociateAddress": lambda where, asked: elastic.associate(where, asked, addresses, self.market),
+            "ReleaseAddress": lambda where, asked: elastic.release(where, asked, addresses, self.market),
             "DescribeSubnets": self._subnets,
             "DescribeImages": self._images,
             "DescribeSecurityGroups": self._groups,
@@ -199,7 +204,7 @@ class AwsSimulator(Simulator):
             raise ApiRejection("invalid", "InvalidParameterValue: Invalid value for InstanceType")
         if zone not in type.places:
             raise ApiRejection("invalid", f"Unsupported: {type.name} is not supported in {zone}.")
-        keys, script = _read_user_data(form.get("UserData", ""))
+        keys, script = read_user_data(form.get("UserData", ""))
         tags = {
             form[name]: form[f"{name[:-3]}Value"] for name in form if re.fullmatch(r"Tag\w+\.1\.Tag\.\d+\.Key", name)
         }
@@ -217,7 +222,7 @@ class AwsSimulator(Simulator):
         )
 
     def _terminate(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        ids = _values(form, "InstanceId")
+        ids = values(form, "InstanceId")
         machines = [self.market.instances.get(id) for id in ids]
         for id, machine in zip(ids, machines, strict=True):
             if machine is None or machine.order.region != region or machine not in self.market.list_instances():
@@ -227,20 +232,25 @@ class AwsSimulator(Simulator):
                 self.market.delete(machine.id)
         return {"instancesSet": [{"instanceId": id, "currentState": {"code": 32}} for id in ids]}
 
+    def _start(self, region: str, form: dict[str, str]) -> dict[str, Any]:
+        for id in values(form, "InstanceId"):
+            self.market.start(id)
+        return {"instancesSet": [{"instanceId": id} for id in values(form, "InstanceId")]}
+
     def _instances(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        filters = _filters(form)
-        states = filters.pop("instance-state-name", list(CODES))
+        wanted = filters(form)
+        states = wanted.pop("instance-state-name", list(CODES))
         shown = [
             {"reservationId": f"r-{machine.id[2:]}", "instancesSet": [self._shown(machine)]}
             for machine in self.market.list_instances()
             if machine.order.region == region
             and STATES[machine.phase] in states
-            and all(machine.order.marks["tags"].get(name.removeprefix("tag:")) in filters[name] for name in filters)
+            and all(machine.order.marks["tags"].get(name.removeprefix("tag:")) in wanted[name] for name in wanted)
         ]
-        return _page(form, "reservationSet", shown)
+        return page(form, "reservationSet", shown)
 
     def _spot_requests(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        wanted = _filters(form).get("status-code", [])
+        wanted = filters(form).get("status-code", [])
         rows = []
         for machine in self.market.list_instances():
             code = "marked-for-termination" if machine.preempted and machine.phase == "up" else "fulfilled"
@@ -248,7 +258,7 @@ class AwsSimulator(Simulator):
                 status = {"code": code, "updateTime": iso_time(self.market.clock())}
                 request = {"spotInstanceRequestId": machine.order.marks["request"], "state": "active"}
                 rows.append({**request, "instanceId": machine.id, "status": status})
-        return _page(form, "spotInstanceRequestSet", rows)
+        return page(form, "spotInstanceRequestSet", rows)
 
     def _shown(self, machine: SimulatedInstance) -> dict[str, Any]:
         state, order = STATES[machine.phase], machine.order
@@ -271,7 +281,7 @@ class AwsSimulator(Simulator):
 
     def _describe_types(self, region: str, form: dict[str, str]) -> dict[str, Any]:
         rows = [_shown_type(type) for type in self._asked(region, form)]
-        return _page(form, "instanceTypeSet", rows)
+        return page(form, "instanceTypeSet", rows)
 
     def _offerings(self, region: str, form: dict[str, str]) -> dict[str, Any]:
         rows = [
@@ -280,7 +290,7 @@ class AwsSimulator(Simulator):
             for zone in type.places
             if zone.startswith(region)
         ]
-        return _page(form, "instanceTypeOfferingSet", rows)
+        return page(form, "instanceTypeOfferingSet", rows)
 
     def _spot_prices(self, region: str, form: dict[str, str]) -> dict[str, Any]:
         now = iso_time(self.market.clock())
@@ -290,10 +300,10 @@ class AwsSimulator(Simulator):
             for zone in type.places
             if zone.startswith(region) and type.spot_usd_hour is not None
         ]
-        return _page(form, "spotPriceHistorySet", rows)
+        return page(form, "spotPriceHistorySet", rows)
 
     def _asked(self, region: str, form: dict[str, str]) -> list[MachineType]:
-        patterns = _filters(form).get("instance-type", ["*"])
+        patterns = filters(form).get("instance-type", ["*"])
         return [
             type
             for type in self.types
@@ -304,24 +314,22 @@ class AwsSimulator(Simulator):
     # Networks and images
 
     def _subnets(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        wanted = _filters(form).get("subnet-id")
+        wanted = filters(form).get("subnet-id")
         rows = [
             {"subnetId": f"subnet-{zone}", "vpcId": f"vpc-{region}", "availabilityZone": zone, "defaultForAz": True}
             for zone in ZONES
             if zone.startswith(region) and (wanted is None or f"subnet-{zone}" in wanted)
         ]
-        return _page(form, "subnetSet", rows)
+        return page(form, "subnetSet", rows)
 
     def _images(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        return {"imagesSet": [{"imageId": id, "rootDeviceName": "/dev/xvda"} for id in _values(form, "ImageId")]}
+        return {"imagesSet": [{"imageId": id, "rootDeviceName": "/dev/xvda"} for id in values(form, "ImageId")]}
 
     def _groups(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        names = _filters(form).get("group-name", [])
+        names = filters(form).get("group-name", [])
         groups = self.stored("groups").values()
         rows = [group for group in groups if group["vpcId"] == f"vpc-{region}" and group["groupName"] in names]
-        return _page(
-            form, "securityGroupInfo", [{name: row[name] for name in ("groupId", "groupName")} for row in rows]
-        )
+        return page(form, "securityGroupInfo", [{name: row[name] for name in ("groupId", "groupName")} for row in rows])
 
     def _make_group(self, region: str, form: dict[str, str]) -> dict[str, Any]:
         id = f"sg-{uuid.uuid4().hex[:17]}"
@@ -353,35 +361,6 @@ def _shown_type(type: MachineType) -> dict[str, Any]:
         card = {"name": type.gpu, "manufacturer": "NVIDIA", "count": type.gpus, "memoryInfo": memory}
         shown["gpuInfo"] = {"gpus": [card]}
     return shown
-
-
-def _read_user_data(encoded: str) -> tuple[tuple[str, ...], str]:
-    """The keys and the script, as cloud-init would read them."""
-    try:
-        text = base64.b64decode(encoded, validate=True).decode()
-    except (binascii.Error, ValueError):
-        raise ApiRejection("invalid", "InvalidUserData.Malformed: Invalid BASE64 encoding of user data") from None
-    if len(text.encode()) > USER_DATA_BYTES:
-        raise ApiRejection("invalid", "InvalidParameterValue: User data is limited to 16384 bytes")
-    if not text.startswith("#cloud-config\n"):
-        return (), text
-    config = json.loads(text.partition("\n")[2])
-    return tuple(config["ssh_authorized_keys"]), "".join(command[-1] for command in config.get("runcmd", []))
-
-
-def _values(form: dict[str, str], name: str) -> list[str]:
-    return [value for key, value in form.items() if re.fullmatch(rf"{re.escape(name)}\.\d+", key)]
-
-
-def _filters(form: dict[str, str]) -> dict[str, list[str]]:
-    numbers = sorted(key.split(".")[1] for key in form if re.fullmatch(r"Filter\.\d+\.Name", key))
-    return {form[f"Filter.{number}.Name"]: _values(form, f"Filter.{number}.Value") for number in numbers}
-
-
-def _page(form: dict[str, str], name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    start = int(form.get("NextToken", "0"))
-    more = {"nextToken": str(start + PAGE)} if start + PAGE < len(rows) else {}
-    return {name: rows[start : start + PAGE], **more}
 
 
 def _write(element: ElementTree.Element, data: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -35,6 +35,15 @@ class HostBackend(Protocol):
     def kill(self, id: str) -> None:
         """Power it off at once."""
 
+    def start(self, id: str) -> None:
+        """Boot a machine that was powered off, with all that is on its disk."""
+
+    def address_prefix(self) -> str:
+        """The first three numbers of the external addresses that the cloud may reserve."""
+
+    def route(self, routes: Mapping[str, str]) -> None:
+        """Route reserved external addresses, and no others, to machines: address -> id."""
+
     def adopt(self, ids: Iterable[str]) -> set[str]:
         """Which of these still exist from an earlier run. Any other host is removed."""
 
@@ -47,6 +56,8 @@ class NoHosts:
 
     def __init__(self) -> None:
         self._hosts: dict[str, HostStatus] = {}
+        self._starts = 100
+        """A machine without a reserved address gets another one at each start."""
 
     def begin(self, machine: SimulatedInstance, type: MachineType, profile: Profile) -> None:
         count = len(self._hosts)
@@ -61,6 +72,17 @@ class NoHosts:
 
     def kill(self, id: str) -> None:
         self._hosts[id] = HostStatus("dead")
+
+    def start(self, id: str) -> None:
+        address = f"192.0.2.{1 + (len(self._hosts) + self._starts) % 254}"
+        self._starts += 1
+        self._hosts[id] = HostStatus("up", address, 22, self._hosts[id].private_address)
+
+    def address_prefix(self) -> str:
+        return "203.0.113"
+
+    def route(self, routes: Mapping[str, str]) -> None:
+        pass
 
     def adopt(self, ids: Iterable[str]) -> set[str]:
         for id in ids:

@@ -16,34 +16,26 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
-from shoal_simulators.gcp_requests import API, MANY, TYPES, check, filtered, page_of, read_order, shown_type
+from shoal_simulators.gcp_addresses import add_address, check_address, get_address, remove_address, shown_address
+from shoal_simulators.gcp_requests import (
+    API,
+    ERRORS,
+    FAILURES,
+    MANY,
+    TYPES,
+    check,
+    filtered,
+    page_of,
+    read_insert,
+    read_order,
+    shown_type,
+)
 from shoal_simulators.instances import Profile, SimulatedInstance
-from shoal_simulators.market import SERVER_ERRORS, ApiRejection, Market
+from shoal_simulators.market import ApiRejection, Market
 from shoal_simulators.server import RateLimit, Simulator, iso_time, read_json
 
 POLLS_UNTIL_DONE = 2
 """Requests after which an operation is done."""
-
-ERRORS = {
-    "auth": (401, "authError", "Request had invalid authentication credentials."),
-    "rate": (403, "rateLimitExceeded", "Quota exceeded for quota group 'default' and limit 'Queries per minute'."),
-    "balance": (403, "BILLING_DISABLED", "This API method requires billing to be enabled."),
-    **dict.fromkeys(SERVER_ERRORS, (503, "backendError", "Backend Error")),
-    "duplicate-name": (409, "alreadyExists", "The resource '{}' already exists"),
-    "invalid": (400, "invalid", "{}"),
-    "not-found": (404, "notFound", "The resource '{}' was not found"),
-}
-"""Reason -> status, code, message of an immediate error."""
-
-FAILURES = {
-    "stockout": (
-        "ZONE_RESOURCE_POOL_EXHAUSTED",
-        "The zone '{}' does not have enough resources available to fulfill the request. Try a different zone, or try"
-        " again later.",
-    ),
-    "quota": ("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally."),
-}
-"""Reason -> code, message of a failed operation."""
 
 
 @dataclass
@@ -74,7 +66,7 @@ class GoogleComputeSimulator(Simulator):
         billing=Billing(step=1, least=60, from_up=True),
     )
     types = TYPES
-    creating = rf"POST {base}/projects/[^/]+/zones/[^/]+/instances/bulkInsert"
+    creating = rf"POST {base}/projects/[^/]+/zones/[^/]+/instances(/bulkInsert)?"
     listing = rf"GET {base}/projects/[^/]+/(aggregated|zones/[^/]+)/instances"
 
     def __init__(self, market: Market) -> None:
@@ -87,12 +79,18 @@ class GoogleComputeSimulator(Simulator):
 
     def routes(self) -> list[BaseRoute]:
         zone = f"{self.base}/projects/{{project}}/zones/{{zone}}"
+        region = f"{self.base}/projects/{{project}}/regions/{{region}}"
         return [
             Route(f"{self.base}/projects/{{project}}", self._project),
             Route(f"{self.base}/projects/{{project}}/regions/{{region}}", self._region),
             Route(f"{self.base}/projects/{{project}}/global/firewalls", self._add_firewall, methods=["POST"]),
             Route(f"{self.base}/projects/{{project}}/global/firewalls/{{name}}", self._firewall),
             Route(f"{self.base}/projects/{{project}}/aggregated/{{what}}", self._aggregated),
+            Route(f"{region}/addresses", self._add_address, methods=["POST"]),
+            Route(f"{region}/addresses/{{name}}", self._address, methods=["GET", "DELETE"]),
+            Route(f"{region}/operations/{{name}}", self._operation, methods=["GET"]),
+            Route(f"{zone}/instances", self._insert, methods=["POST"]),
+            Route(f"{zone}/instances/{{name}}/{{verb}}", self._power, methods=["POST"]),
             Route(f"{zone}/instances/{{name}}", self._get, methods=["GET"]),
             Route(f"{zone}/instances/{{name}}", self._delete, methods=["DELETE"]),
             Route(f"{zone}/instances/bulkInsert", self._bulk_insert, methods=["POST"]),
@@ -175,6 +173,42 @@ class GoogleComputeSimulator(Simulator):
         if lost:
             raise ApiRejection("error-after-create")
         return JSONResponse(self._shown_operation(operation))
+
+    async def _insert(self, request: Request) -> Response:
+        """One machine, which may have a reserved address."""
+        body, zone = await read_json(request), request.path_params["zone"]
+        asked = request.query_params.get("requestId", "")
+        if asked and asked in self._requests:
+            return JSONResponse(self._shown_operation(self._requests[asked]))
+        properties, natted = read_insert(body, zone)
+        if natted:
+            check_address(natted, zone, self.stored("addresses"), self.market)
+        made, failed, lost = self._order_all([body["name"]], zone, properties)
+        operation = self._begin("insert", zone)
+        operation.errors = [{"code": FAILURES[one][0], "message": FAILURES[one][1].format(zone)} for one in failed]
+        self._requests[asked or operation.name] = operation
+        if made and natted:
+            self.market.attach(made[0], natted)
+        if lost:
+            raise ApiRejection("error-after-create")
+        return JSONResponse(self._shown_operation(operation))
+
+    async def _power(self, request: Request) -> Response:
+        machine, verbs = self._find(request), {"start": self.market.start, "stop": self.market.stop}
+        if request.path_params["verb"] not in verbs:
+            raise ApiRejection("not-found", request.path_params["verb"])
+        verbs[request.path_params["verb"]](machine.id)
+        return JSONResponse(self._shown_operation(self._begin(request.path_params["verb"], machine.order.zone)))
+
+    async def _add_address(self, request: Request) -> Response:
+        await add_address(request, self.stored("addresses"), self.market)
+        return JSONResponse(self._shown_operation(self._begin("insert", "")))
+
+    async def _address(self, request: Request) -> Response:
+        if request.method == "GET":
+            return get_address(request, self.stored("addresses"), self.market)
+        remove_address(request, self.stored("addresses"), self.market)
+        return JSONResponse(self._shown_operation(self._begin("delete", "")))
 
     def _order_all(self, names: list[str], zone: str, asked: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
         """The machines made, the reasons for those that were not, and whether the response is an error all the same."""
@@ -276,7 +310,7 @@ class GoogleComputeSimulator(Simulator):
         empty = {"warning": {"code": "NO_RESULTS_ON_PAGE", "message": "There are no results on this page."}}
         items: dict[str, Any] = {place: dict(empty) for place in places}
         for row in shown:
-            place = f"zones/{row['zone'].rpartition('/')[2]}"
+            place = "/".join((row.get("zone") or row["region"]).split("/")[-2:])
             items.setdefault(place, {}).pop("warning", None)
             items[place].setdefault(what, []).append(row)
         return JSONResponse({"kind": "compute#aggregatedList", "items": items} | token)
@@ -295,6 +329,8 @@ class GoogleComputeSimulator(Simulator):
             rows = [self._shown(request, machine) for machine in self.market.list_instances()]
         elif what == "machineTypes":
             rows = [shown_type(type, zone) for type in self.types if "+" not in type.name for zone in type.places]
+        elif what == "addresses":
+            rows = [shown_address(address, self.market) for address in self.stored("addresses").values()]
         elif what == "operations":
             rows = [self._shown_operation(operation) for operation in self._operations.values()]
         else:
@@ -347,6 +383,6 @@ class GoogleComputeSimulator(Simulator):
         if machine.phase == "pending":
             half = machine.ordered + machine.boot_seconds / 2
             return "PROVISIONING" if self.market.clock() < half else "STAGING"
-        if machine.phase in ("error", "gone"):
+        if machine.phase in ("stopped", "error", "gone"):
             return "TERMINATED"
         return "STOPPING" if machine.phase == "stopping" else "RUNNING"  # also while it has its notice

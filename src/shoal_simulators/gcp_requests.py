@@ -12,7 +12,7 @@ from starlette.requests import Request
 from shoal.cloud.providers.google_orders import NOT_ON_DEMAND
 from shoal.cloud.providers.prices import Prices, shipped
 from shoal_simulators.instances import InstanceOrder, MachineType
-from shoal_simulators.market import ApiRejection
+from shoal_simulators.market import SERVER_ERRORS, ApiRejection
 
 API = "https://compute.googleapis.com/compute/v1"
 ZONES = ("us-central1-a", "us-central1-b", "us-central1-c", "us-east1-b", "us-west1-b", "europe-west4-b")
@@ -28,6 +28,26 @@ GPUS = {
 }
 """A GPU and its memory -> Google's name of it."""
 NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+ERRORS = {
+    "auth": (401, "authError", "Request had invalid authentication credentials."),
+    "rate": (403, "rateLimitExceeded", "Quota exceeded for quota group 'default' and limit 'Queries per minute'."),
+    "balance": (403, "BILLING_DISABLED", "This API method requires billing to be enabled."),
+    **dict.fromkeys(SERVER_ERRORS, (503, "backendError", "Backend Error")),
+    "duplicate-name": (409, "alreadyExists", "The resource '{}' already exists"),
+    "invalid": (400, "invalid", "{}"),
+    "not-found": (404, "notFound", "The resource '{}' was not found"),
+}
+"""Reason -> status, code, message of an immediate error."""
+
+FAILURES = {
+    "stockout": (
+        "ZONE_RESOURCE_POOL_EXHAUSTED",
+        "The zone '{}' does not have enough resources available to fulfill the request. Try a different zone, or try"
+        " again later.",
+    ),
+    "quota": ("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally."),
+}
+"""Reason -> code, message of a failed operation."""
 
 
 def check(request_id: str, body: Mapping[str, Any]) -> None:
@@ -59,6 +79,25 @@ def check(request_id: str, body: Mapping[str, Any]) -> None:
         )
     if "maxRunDuration" in scheduling and "instanceTerminationAction" not in scheduling:
         raise ApiRejection("invalid", "Instance termination action must be specified with max run duration.")
+
+
+def read_insert(body: Mapping[str, Any], zone: str) -> tuple[dict[str, Any], str]:
+    """The properties of one machine as bulkInsert has them, and its reserved address. It names types by their paths."""
+    if not re.fullmatch(NAME, str(body.get("name", ""))):
+        raise ApiRejection("invalid", f"Invalid value for field 'resource.name': '{body.get('name')}'.")
+    paths = [body.get("machineType", ""), *(gpu["acceleratorType"] for gpu in body.get("guestAccelerators", []))]
+    paths += [disk["initializeParams"]["diskType"] for disk in body.get("disks", [])]
+    for path in paths:
+        if not re.fullmatch(rf"zones/{zone}/(machine|accelerator|disk)Types/[a-z0-9-]+", path):
+            raise ApiRejection("invalid", f"Invalid value for a type: '{path}'. The URL is malformed.")
+    gpus = [
+        {**gpu, "acceleratorType": gpu["acceleratorType"].rpartition("/")[2]}
+        for gpu in body.get("guestAccelerators", [])
+    ]
+    properties = {**body, "machineType": body["machineType"].rpartition("/")[2]}
+    properties |= {"guestAccelerators": gpus} if gpus else {}
+    access = body.get("networkInterfaces", [{}])[0].get("accessConfigs", [])
+    return properties, next((config["natIP"] for config in access if "natIP" in config), "")
 
 
 def type_of(properties: Mapping[str, Any]) -> str:

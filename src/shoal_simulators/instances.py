@@ -15,7 +15,7 @@ from shoal.errors import UsageError
 REAL_HOST_STOP_S = 1.0
 """Stop time beside that of the real host."""
 
-Phase = Literal["pending", "up", "stopping", "error", "gone"]
+Phase = Literal["pending", "up", "stopped", "stopping", "error", "gone"]
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,16 @@ class SimulatedInstance:
     host: str = ""
     port: int = 22
     private_address: str = ""
+    external_address: str = ""
+    """The reserved address that it has; lists then show no other."""
+    stopped_at: float | None = None
+    """Since when it is stopped, and not billed."""
+    unbilled_s: float = 0.0
+    """How long it was stopped before."""
 
     @property
     def live(self) -> bool:
-        return self.phase in ("pending", "up", "error")
+        return self.phase in ("pending", "up", "stopped", "error")
 
 
 def numeric_id(id: str) -> int:

@@ -141,6 +141,37 @@ class Market:
         self.save()
         return machine
 
+    def stop(self, id: str) -> SimulatedInstance:
+        """Stop a machine: its disk stays. Raises ApiRejection with `not-found`."""
+        machine = self._live(id)
+        if machine.phase != "stopped":
+            machine.phase, machine.stopped_at, machine.host = "stopped", self.clock(), ""
+            self.backend.kill(machine.id)
+        self.save()
+        return machine
+
+    def start(self, id: str) -> SimulatedInstance:
+        """Start a machine that is stopped, or has shut itself down. Raises ApiRejection with `not-found`."""
+        machine = self._live(id)
+        if machine.phase in ("stopped", "error"):
+            machine.unbilled_s += self.clock() - (machine.stopped_at or self.clock())
+            machine.phase, machine.stopped_at = "pending", None
+            self.backend.start(machine.id)
+        self.save()
+        return machine
+
+    def attach(self, id: str, address: str) -> None:
+        """Give a machine a reserved address; an empty one takes it away."""
+        machine = self._live(id)
+        machine.external_address = machine.host = address
+        self.route_addresses()
+
+    def route_addresses(self) -> None:
+        """Route all reserved addresses to their machines."""
+        live = [one for one in self.instances.values() if one.live and one.external_address]
+        self.backend.route({one.external_address: one.id for one in live})
+        self.save()
+
     def update(self) -> None:
         """Apply everything that is due now."""
         now = self.clock()
@@ -162,6 +193,7 @@ class Market:
                 machine.phase = "error"
             elif machine.phase == "stopping":
                 self.backend.end(machine.id)
+        self.route_addresses()
         self.update()
 
     def save(self) -> None:
@@ -234,8 +266,9 @@ class Market:
     def _advance(self, machine: SimulatedInstance, now: float) -> None:
         status = self.backend.status(machine.id)
         shown_at = machine.ordered + self.profile.address_s + machine.late_address_s
-        if machine.live and now >= shown_at and status.host:
-            machine.host, machine.port, machine.private_address = status.host, status.port, status.private_address
+        if machine.phase in ("pending", "up", "error") and now >= shown_at and status.host:
+            machine.host = machine.external_address or status.host
+            machine.port, machine.private_address = status.port, status.private_address
         # The cloud shows an unreachable machine as up.
         if machine.phase == "pending" and now >= machine.ordered + machine.boot_seconds:
             if status.state == "up" or (status.state == "making" and not machine.reachable):
@@ -270,12 +303,15 @@ class Market:
         machine.phase, machine.stopping, machine.ended = "stopping", self.clock(), self.clock()
         self._taken[machine.order.type, machine.order.place] -= 1
         self.backend.end(machine.id)
+        if machine.external_address:
+            self.route_addresses()
 
     def _billed(self, machine: SimulatedInstance) -> dict[str, Any]:
         billing = self.profile.billing
         started = machine.up if billing.from_up else machine.ordered
         until = machine.ended if machine.ended is not None else self.clock()
-        seconds = billing.seconds(until - started) if started is not None else 0
+        until = until if machine.stopped_at is None else min(until, machine.stopped_at)
+        seconds = billing.seconds(until - started - machine.unbilled_s) if started is not None else 0
         return {
             **{name: getattr(machine, name) for name in ("id", "usd_hour", "phase", "ordered", "ended")},
             **{name: getattr(machine.order, name) for name in ("name", "type", "region", "zone", "market")},

@@ -13,8 +13,7 @@ import logging
 import os
 import re
 import socket
-import stat
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,57 +31,19 @@ from shoal.sandbox.programs import call
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 from shoal_simulators.backend import HostStatus
+from shoal_simulators.first_boot import authorized_keys, break_devices, first_boot_files
 from shoal_simulators.instances import MachineType, Profile, SimulatedInstance
+from shoal_simulators.reserved_addresses import address_prefix, translate
 from shoal_simulators.server import METADATA, listen
 
 log = logging.getLogger("shoal_simulators")
 
+ROUTES = "routes of reserved addresses"
+"""The name of that task; other tasks have the ids of machines."""
 MAX_BOOTS = 4
 """Hosts that boot at a time: enough to load two cores."""
 REMOVE_RETRY_S = 2.0
 NAME_LENGTH = 38
-FIRST_BOOT = """\
-[Unit]
-Description=The login user of this machine, and its key
-Before=ssh.service
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStart=/usr/local/lib/shoal-first-boot
-"""
-FIRST_BOOT_PROGRAM = """\
-#!/bin/sh
-set -eu
-user=$(cat /etc/shoal-cloud/user)
-id "$user" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$user"
-home=$(getent passwd "$user" | cut -d: -f6)
-install -d -m 0700 -o "$user" -g "$user" "$home/.ssh"
-install -m 0600 -o "$user" -g "$user" /etc/shoal-cloud/authorized_keys "$home/.ssh/authorized_keys"
-if [ "$user" != root ]; then
-    echo "$user ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/90-cloud
-    chmod 0440 /etc/sudoers.d/90-cloud
-fi
-"""
-USER_DATA = """\
-[Unit]
-Description=The script that this machine was ordered with
-After=network.target ssh.service
-ConditionPathExists=!/var/lib/shoal-user-data-ran
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStartPre=/usr/bin/touch /var/lib/shoal-user-data-ran
-ExecStart=/etc/shoal-cloud/user-data
-"""
-BROKEN_SMI = b"""\
-#!/bin/sh
-echo "Unable to determine the device handle for GPU0000:00:05.0: Unknown Error" >&2
-exit 15
-"""
-NO_DEVICE = os.makedev(240, 0)
-"""A device number without a driver: opening it fails with ENXIO, as for a GPU that fell off its bus."""
 
 
 STAND_INS = {
@@ -120,6 +81,8 @@ class SandboxBackend:
         """The lock held until `close`: one process runs a cloud in a cluster."""
         self._metadata_port = 0
         """The port of the metadata service; 0 without one."""
+        self._routes: dict[str, str] = {}
+        self._translates = False
         self.has_state = False
         """Whether an earlier run left machines or a bill here."""
 
@@ -168,6 +131,17 @@ class SandboxBackend:
 
     def kill(self, id: str) -> None:
         self._start(id, partial(self._power_off, id))
+
+    def start(self, id: str) -> None:
+        self._status[id] = HostStatus("making")
+        self._start(id, partial(self._power_on, id))
+
+    def address_prefix(self) -> str:
+        return address_prefix(self.layout)
+
+    def route(self, routes: Mapping[str, str]) -> None:
+        self._routes = dict(routes)
+        self._start(ROUTES, self._translate)
 
     def adopt(self, ids: Iterable[str]) -> set[str]:
         id_by_host = {self.host_name(id): id for id in ids}
@@ -275,6 +249,7 @@ class SandboxBackend:
             if not ordered.reachable:
                 await network.set_cable(self.layout, host, connected=False)
             await self._route_metadata()
+            await self._translate()
             await nspawn.start(self.layout, host)
         self._status[ordered.id] = self._host_status(host, "making")
         return host
@@ -316,6 +291,25 @@ class SandboxBackend:
         await lifecycle.stop(self.layout, self.host_name(id))
         self._status[id] = replace(self._status.get(id, HostStatus("gone")), state="dead")
 
+    async def _power_on(self, id: str) -> None:
+        host = self.layout.hosts()[self.host_name(id)]
+        async with self.layout.locked():
+            sites = await network.ensure_sites(self.layout, [host.site])
+            await network.plug_in(self.layout, host, sites[host.site])
+            await nspawn.start(self.layout, host)
+        await lifecycle.wait_for_ssh(self.layout, host)
+        self._status[id] = self._host_status(host, "up")
+        await self._translate()
+
+    async def _translate(self) -> None:
+        """Translate the external addresses of machines that have a host by now."""
+        site, hosts = self.layout.sites().get(OPEN_SITE), self.layout.hosts()
+        names = {address: self.host_name(id) for address, id in self._routes.items()}
+        routes = {address: hosts[name].address for address, name in names.items() if name in hosts}
+        if site is not None and (routes or self._translates):
+            self._translates = True
+            await translate(self.layout, site, f"{chain_of(self.kind)}_addresses", routes)
+
 
 async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> None:
     """Cancel the running operation on a machine, then start the next."""
@@ -349,45 +343,6 @@ flush chain ip {layout.table} {chain}
 def chain_of(kind: str) -> str:
     """The nftables chain of one cloud."""
     return "cloud_" + re.sub(r"\W", "_", kind)
-
-
-def first_boot_files(ordered: SimulatedInstance, profile: Profile, shape: Shape) -> dict[str, tuple[bytes, int]]:
-    """The files that make a host the ordered machine at its first boot."""
-    files: dict[str, tuple[bytes, int]] = {}
-    if not ordered.gpu_works and shape.gpus:
-        files["usr/bin/nvidia-smi"] = (BROKEN_SMI, 0o755)
-    if shape.container:
-        return files
-    files |= {
-        "etc/shoal-cloud/user": (f"{profile.user}\n".encode(), 0o644),
-        "etc/shoal-cloud/authorized_keys": (authorized_keys(ordered).encode(), 0o644),
-        "usr/local/lib/shoal-first-boot": (FIRST_BOOT_PROGRAM.encode(), 0o755),
-        "etc/systemd/system/shoal-first-boot.service": (FIRST_BOOT.encode(), 0o644),
-        "etc/systemd/system/ssh.service.d/cloud.conf": (
-            b"[Unit]\nWants=shoal-first-boot.service\nAfter=shoal-first-boot.service\n",
-            0o644,
-        ),
-    }
-    if ordered.order.user_data and ordered.runs_user_data:
-        files["etc/shoal-cloud/user-data"] = (ordered.order.user_data.encode(), 0o700)
-        files["etc/systemd/system/shoal-user-data.service"] = (USER_DATA.encode(), 0o644)
-        files["etc/systemd/system/multi-user.target.d/cloud.conf"] = (
-            b"[Unit]\nWants=shoal-user-data.service\n",
-            0o644,
-        )
-    return files
-
-
-def authorized_keys(ordered: SimulatedInstance) -> str:
-    return "".join(f"{key.strip()}\n" for key in ordered.order.public_keys)
-
-
-def break_devices(where: Path) -> None:
-    """Replace every GPU device of a host by one that cannot be opened."""
-    for path in where.glob("nvidia*"):
-        path.unlink()
-        os.mknod(path, 0o666 | stat.S_IFCHR, NO_DEVICE)
-        path.chmod(0o666)
 
 
 def _silent(what: str, done: float) -> None:

@@ -236,7 +236,7 @@ class SimulatorApp:
         return JSONResponse([asdict(fault) for fault in self.market.faults])
 
     async def _fail_machine(self, request: Request) -> Response:
-        events = {"preempt": self.market.preempt, "kill": self.market.kill}
+        events = {"preempt": self.market.preempt, "kill": self.market.kill, "stop": self.market.stop}
         if request.path_params["event"] not in events:
             return PlainTextResponse("not found", 404)
         machine = events[request.path_params["event"]](request.path_params["id"])

@@ -203,9 +203,12 @@ class _SweepResults:
 
 
 async def _marked_instances(cluster: str, login: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
-    """The cluster's own. A client may list more, and those are another cluster's."""
-    instances = await provider.instances(cluster)
-    return [replace(instance, account=login.name) for instance in instances if instance.cluster == cluster]
+    """The cluster's nodes. A client may list more, which are another cluster's; and permanent hosts are `down`'s."""
+    return [
+        replace(instance, account=login.name)
+        for instance in await provider.instances(cluster)
+        if instance.cluster == cluster and not instance.permanent
+    ]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
-from shoal.cloud.providers.api import FailureKind
+from shoal.cloud.providers.api import PERMANENT_TOKEN, FailureKind
 from shoal.cloud.rental import cost, micros
 from shoal.cloud.service.context import REJECTED_OFFER_BLOCK_S, UNFIT_PREFIX
 from shoal.cloud.service.provider_account import LOST_ORDER_SEARCH_S
@@ -429,6 +429,18 @@ async def test_orphan_machine_is_released_after_its_grace(tmp_path: Path) -> Non
         assert "stray" in {machine.id for machine in it.machines()}
         await it.passes(200)
         assert {machine.id for machine in it.machines()} == {ours.id}
+
+
+async def test_own_controller_is_never_released(tmp_path: Path) -> None:
+    """A rented controller carries the cluster's mark and has no rental in its own ledger."""
+    async with scene(tmp_path, "lambda") as it:
+        it.slurm.submit("1", 1, seconds=3000)
+        await running(it, "1")
+        [ours] = it.machines()
+        tags = _tags(ours, token=f"{PERMANENT_TOKEN}0123456789ab", epoch=str(int(it.clock.now())))
+        it.market().order(replace(ours.order, marks={**ours.order.marks, "tags": tags}), "controller")
+        await it.passes(1000)
+        assert {machine.id for machine in it.machines()} == {ours.id, "controller"}
 
 
 async def test_machine_without_the_shoal_tag_or_of_another_cluster_is_never_released(tmp_path: Path) -> None:

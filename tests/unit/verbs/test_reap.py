@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
 
 from shoal.cli.rental_commands import show_preview, show_reap
-from shoal.cloud.providers.api import Abilities, FailureKind, RentedInstance
+from shoal.cloud.providers.api import PERMANENT_TOKEN, Abilities, FailureKind, RentedInstance
 from shoal.plan.progress import NoProgress, Phase
 from shoal.verbs.reap import MAX_LISTS, Polling, ReapPreview, ReapResult, preview, reap
 from shoal.verbs.rentals import LedgerRental
@@ -64,6 +64,15 @@ async def test_listed_machines_of_other_clusters_are_never_deleted() -> None:
     assert ids(found.found) == [("lambda", "a")]
     result = await reaped(**{"lambda": everybodys})
     assert (ids(result.gone), result.clean, everybodys.machines) == ([("lambda", "a")], True, theirs)
+
+
+async def test_rented_hosts_that_stay_are_left_to_down() -> None:
+    controller_machine = replace(machine("c"), node="controller", token=f"{PERMANENT_TOKEN}0123456789ab")
+    cloud = FakeRenter(machines=[controller_machine, machine("d")])
+    result = await reaped(cloud=cloud)
+    assert ids(result.gone) == [("cloud", "d")]
+    assert result.clean
+    assert cloud.machines == [controller_machine]
 
 
 async def test_client_exception_is_reported_and_the_other_accounts_cleared() -> None:

@@ -197,6 +197,10 @@ class RentalOrder:
     """What the provider's firewall must admit: `tcp:22`, `udp:51820`."""
     lifetime: int = 0
     """Seconds after which the provider itself ends it, where it can; 0 for never."""
+    permanent: bool = False
+    """It stays when it is shut down, with its disk and its address; for a provider that `KeepsMachines`."""
+    address: str = ""
+    """The reserved external address of a permanent machine, where the order must name it."""
 
     def cloud_config(self) -> str:
         """What cloud-init reads: the key for the image's own user, and the script."""
@@ -257,6 +261,46 @@ class HasQuotas(Protocol):
         """The quotas that a machine of this offer takes from."""
 
 
+@dataclass(frozen=True)
+class ReservedAddress:
+    """An external address that the account keeps, whether a machine has it or not."""
+
+    id: str
+    """As the provider names it."""
+    address: str
+    node: str
+    """The member that it is for."""
+    region: str
+    instance: str = ""
+    """The id of the machine that has it."""
+
+
+@runtime_checkable
+class KeepsMachines(Protocol):
+    """A provider whose machines can stay for good: a stop keeps their disk, and a reserved address.
+
+    `create` takes one permanent order at a time. All of these raise ProviderError, and all may be repeated.
+    """
+
+    async def addresses(self, cluster: str) -> list[ReservedAddress]:
+        """Every address that is reserved for a member of the cluster. An error raises; it is never an empty list."""
+
+    async def reserve_address(self, cluster: str, node: str, region: str) -> ReservedAddress:
+        """Reserve an address for a member, or return the one it has there."""
+
+    async def attach_address(self, address: ReservedAddress, machine: RentedInstance) -> None:
+        """Give a running machine its address, where the order could not."""
+
+    async def release_address(self, address: ReservedAddress) -> None:
+        """Give an address back. One that is gone is no error."""
+
+    async def start(self, machine: RentedInstance) -> None:
+        """Start a machine that is stopped."""
+
+
+PERMANENT_TOKEN = "member"  # nosec B105: no secret
+"""Begins the tokens of permanent machines. Those of rented nodes are hexadecimal numbers."""
+
 Marks = tuple[str, str, str]
 """Cluster, node and token of a machine; empty for one that is not ours."""
 
@@ -296,6 +340,11 @@ class RentedInstance:
     """The provider account, where the machines of several are listed together."""
     host_key: str = ""
     """The host key that it must show, filled in by the rental service; empty: trusted on first use."""
+
+    @property
+    def permanent(self) -> bool:
+        """Whether it is a host that stays, such as the controller. What rents and releases nodes leaves it alone."""
+        return self.token.startswith(PERMANENT_TOKEN)
 
     @classmethod
     def listed(

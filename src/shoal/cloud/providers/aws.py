@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shoal.cloud.providers import api
+from shoal.cloud.providers import aws_addresses as elastic
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.aws_query import QueryClient, number
 from shoal.cloud.providers.aws_quotas import vcpu_quotas
@@ -33,7 +34,7 @@ GPU_IMAGE = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubu
 IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{arch}/hvm/ebs-gp3/ami-id"
 """Public parameters with the newest image of a region; RunInstances resolves them itself."""
 SSH, ANYWHERE = "tcp:22", "0.0.0.0/0"
-CLUSTER, NODE, TOKEN = "shoal-cluster", "shoal-node", "shoal-token"
+CLUSTER, NODE, TOKEN = elastic.CLUSTER, elastic.NODE, "shoal-token"
 MARKETS: dict[str, api.Market] = {"on-demand": "on-demand", "spot": "spot"}
 """Amazon's usage classes that are offers; a capacity block is bought in advance."""
 CAPACITY_BLOCK = "capacity-block"
@@ -118,6 +119,22 @@ class AwsProvider(HttpProvider):
 
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         return await map_concurrently(self._terminate, instances)
+
+    async def addresses(self, cluster: str) -> list[api.ReservedAddress]:
+        return await elastic.list_addresses(self._ec2, self._regions, cluster)
+
+    async def reserve_address(self, cluster: str, node: str, region: str) -> api.ReservedAddress:
+        reserved = [one for one in await self.addresses(cluster) if (one.node, one.region) == (node, region)]
+        return reserved[0] if reserved else await elastic.allocate_address(self._ec2, cluster, node, region)
+
+    async def attach_address(self, address: api.ReservedAddress, machine: api.RentedInstance) -> None:
+        await elastic.associate_address(self._ec2, address, machine)
+
+    async def release_address(self, address: api.ReservedAddress) -> None:
+        await elastic.release_address(self._ec2, address)
+
+    async def start(self, machine: api.RentedInstance) -> None:
+        await elastic.start_machine(self._ec2, machine)
 
     async def quotas(self, offer: api.Offer) -> list[api.Quota]:
         """The vCPUs of the offer's family in its region. A capacity block has none."""
@@ -306,6 +323,7 @@ def machine_order(
     name = f"{order.cluster}--{order.node}--{order.token}"
     tags = {CLUSTER: order.cluster, NODE: order.node, TOKEN: order.token, "Name": name}
     interface = {"DeviceIndex": 0, "SubnetId": subnet, "SecurityGroupId": [security_group]}
+    own_address = order.permanent and bool(order.address)  # it is attached once the machine runs
     market: dict[str, Any] = {}
     if block:
         target = {"CapacityReservationTarget": {"CapacityReservationId": block}}
@@ -320,7 +338,7 @@ def machine_order(
         "MaxCount": 1,
         "ClientToken": client_token,
         "UserData": base64.b64encode(order.cloud_config().encode()).decode(),
-        "InstanceInitiatedShutdownBehavior": "terminate",
+        "InstanceInitiatedShutdownBehavior": "stop" if order.permanent else "terminate",
         "MetadataOptions": {"HttpTokens": "required"},
         "BlockDeviceMapping": [
             {
@@ -328,7 +346,7 @@ def machine_order(
                 "Ebs": {"VolumeSize": order.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True},
             }
         ],
-        "NetworkInterface": [{**interface, "AssociatePublicIpAddress": True, "DeleteOnTermination": True}],
+        "NetworkInterface": [{**interface, "AssociatePublicIpAddress": not own_address, "DeleteOnTermination": True}],
         "TagSpecification": [
             {"ResourceType": "instance", "Tag": [{"Key": key, "Value": value} for key, value in tags.items()]}
         ],

@@ -90,12 +90,14 @@ class GoogleProvider(HttpProvider):
     async def create(self, orders: Sequence[api.RentalOrder]) -> list[api.RequestOutcome]:
         """One bulkInsert. If it made fewer machines, the listed ones count as made."""
         names = [f"{order.node}--{order.token}" for order in orders]
-        offer = orders[0].offer
+        offer, permanent = orders[0].offer, orders[0].permanent
         if note := orders_of.not_sold(offer.type, offer.market, self._account.settings):
             return [api.RequestOutcome(failure=FailureKind.INVALID, message=note) for _ in orders]
         await self._ensure_firewall(orders[0])
         try:
-            made, errors = await self._insert(names, orders[0])
+            made, errors = await (
+                self._insert_one(names[0], orders[0]) if permanent else self._insert(names, orders[0])
+            )
             if made >= len(names):
                 return [api.RequestOutcome(name) for name in names]
             with ambiguous_on_error():
@@ -116,6 +118,37 @@ class GoogleProvider(HttpProvider):
         return await map_concurrently(
             lambda one: self._api.remove(f"{zones}/{one.zone}/instances/{one.id}", one.id), instances
         )
+
+    async def addresses(self, cluster: str) -> list[api.ReservedAddress]:
+        listed = [one async for one in self._list_all_zones("addresses", 'name eq "shoal-.*"')]
+        return [address for one in listed if (address := address_of(one, cluster)) is not None]
+
+    async def reserve_address(self, cluster: str, node: str, region: str) -> api.ReservedAddress:
+        path, name = f"{self._project}/regions/{region}/addresses", orders_of.address_name(cluster, node)
+        body = {"name": name, "addressType": "EXTERNAL", "description": orders_of.address_mark(cluster, node)}
+        try:
+            await self._finish(await self._api.request("POST", path, json=body), f"regions/{region}")
+        except ApiError as error:
+            if error.failure is not FailureKind.CONFLICT:
+                raise
+        answer = await self._api.request("GET", f"{path}/{name}")
+        address = address_of(answer, cluster)
+        if address is None:
+            raise answer.error(f"{name} is not an address of cluster {cluster}", "delete it in Google's console")
+        return address
+
+    async def attach_address(self, address: api.ReservedAddress, machine: api.RentedInstance) -> None:
+        """The order names it."""
+
+    async def release_address(self, address: api.ReservedAddress) -> None:
+        outcome = await self._api.remove(f"{self._project}/regions/{address.region}/addresses/{address.id}", address.id)
+        if outcome.failure is not None:
+            raise ApiError(outcome.message, outcome.failure)
+
+    async def start(self, machine: api.RentedInstance) -> None:
+        zone = f"zones/{machine.zone}"
+        operation = await self._api.request("POST", f"{self._project}/{zone}/instances/{machine.id}/start")
+        await self._finish(operation, zone)
 
     async def quotas(self, offer: api.Offer) -> list[api.Quota]:
         """Those of GPUs, of the region and of all regions. Google may keep those of new GPUs elsewhere."""
@@ -156,14 +189,35 @@ class GoogleProvider(HttpProvider):
                 return None
             raise
 
+    async def _insert_one(self, name: str, order: api.RentalOrder) -> tuple[int, list[CodedError]]:
+        """Create a machine that stays. Returns how many were made, and the errors."""
+        zone = f"zones/{order.offer.zone}"
+        request = orders_of.insert(name, order, self._account.settings)
+        path, params = f"{self._project}/{zone}/instances", {"requestId": orders_of.request_id([name], order.offer)}
+        operation = await self._api.request("POST", path, params=params, json=request, creates=True)
+        ended = await self._poll(operation, zone)
+        with ambiguous_on_error():
+            errors = errors_of(ended)
+            return int(ended.text("status") == "DONE" and not errors), errors
+
+    async def _poll(self, operation: Body, place: str) -> Body:
+        """An operation of a zone or region once it is done, or after a while."""
+        path = f"{self._project}/{place}/operations/{operation.text('name')}"
+        return await self._api.poll(operation, path, lambda it: it.text("status") == "DONE", FOLLOW_TIMEOUT_S)
+
+    async def _finish(self, operation: Body, place: str) -> None:
+        """Wait for an operation. Raises ApiError if it fails."""
+        if errors := errors_of(await self._poll(operation, place)):
+            outcome = outcome_of(errors)
+            raise ApiError(f"{self._account.name}: {outcome.message}", outcome.failure or FailureKind.TRANSIENT)
+
     async def _insert(self, names: Sequence[str], order: api.RentalOrder) -> tuple[int, list[CodedError]]:
         """Create machines as one order describes. Returns how many were made, and the errors of the others."""
         zone = f"{self._project}/zones/{order.offer.zone}"
         request = orders_of.bulk_insert(names, order, self._account.settings)
         path, params = f"{zone}/instances/bulkInsert", {"requestId": orders_of.request_id(names, order.offer)}
         operation = await self._api.request("POST", path, params=params, json=request, creates=True)
-        path = f"{zone}/operations/{operation.text('name')}"
-        ended = await self._api.poll(operation, path, lambda it: it.text("status") == "DONE", FOLLOW_TIMEOUT_S)
+        ended = await self._poll(operation, f"zones/{order.offer.zone}")
         with ambiguous_on_error():
             there = ended.object_or_empty("instancesBulkInsertOperationMetadata").object_or_empty("perLocationStatus")
             counts = [one.number("createdVmCount", 0) - one.number("deletedVmCount", 0) for _, one in there.items()]
@@ -244,6 +298,16 @@ def instance_of(instance: Body) -> api.RentedInstance:
         created=instance.time("creationTimestamp"),
         ending=STATES.get(status) == "stopping",
     )
+
+
+def address_of(address: Body, cluster: str) -> api.ReservedAddress | None:
+    """A reserved address of the cluster; None for another one."""
+    owner, node, _ = api.marks_in_name(address.text("description", ""))
+    if owner != cluster or not address.has("address"):
+        return None
+    users = [row.value.rpartition("/")[2] for row in address.rows_or_empty("users")]
+    region = address.last_part("region")
+    return api.ReservedAddress(address.text("name"), address.text("address"), node, region, "".join(users[:1]))
 
 
 def errors_of(operation: Body) -> list[CodedError]:

@@ -11,6 +11,7 @@ from shoal.cloud.providers import api, responses
 USER, CLUSTER = "ubuntu", "shoal-cluster"
 TAG_LENGTH = 55
 """Google's limit is 63, with the names of our rules."""
+NAME_LENGTH = 63
 NOTICE_S = 120
 """How long before the end a spot machine gets notice. Without the request Google powers it off at once."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -94,6 +95,32 @@ def bulk_insert(names: Sequence[str], order: api.RentalOrder, settings: Mapping[
     }
     request = {"count": str(len(names)), "minCount": "1", "perInstanceProperties": {name: {} for name in names}}
     return responses.drop_none({**request, "instanceProperties": properties})
+
+
+def insert(name: str, order: api.RentalOrder, settings: Mapping[str, str]) -> Any:
+    """The request for one machine that stays: it restarts by itself, and has its reserved address."""
+    properties = bulk_insert([name], order, settings)["instanceProperties"]
+    zone = f"zones/{order.offer.zone}"
+    for disk in properties["disks"]:
+        disk["initializeParams"]["diskType"] = f"{zone}/diskTypes/{disk['initializeParams']['diskType']}"
+    for gpu in properties.get("guestAccelerators", ()):
+        gpu["acceleratorType"] = f"{zone}/acceleratorTypes/{gpu['acceleratorType']}"
+    for access in properties["networkInterfaces"][0].get("accessConfigs", ()) if order.address else ():
+        access["natIP"] = order.address
+    machine = f"{zone}/machineTypes/{properties['machineType']}"
+    scheduling = {**properties["scheduling"], "automaticRestart": True}
+    return {**properties, "name": name, "machineType": machine, "scheduling": scheduling}
+
+
+def address_name(cluster: str, node: str) -> str:
+    """The name of a member's reserved address. Google allows 63 characters."""
+    name = f"shoal-{cluster}--{node}"
+    return name if len(name) <= NAME_LENGTH else f"shoal-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}"
+
+
+def address_mark(cluster: str, node: str) -> str:
+    """The description of a member's reserved address: it tells whose it is, however long the name."""
+    return f"{cluster}--{node}--address"
 
 
 def _reservation(settings: Mapping[str, str], model: str) -> dict[str, Any] | None:

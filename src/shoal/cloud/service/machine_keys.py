@@ -73,4 +73,36 @@ cut -d ' ' -f 1,2 {KEY}.pub
 """
 
 
+def prepare_script(folder: str = FOLDER) -> str:
+    """A shell script that makes the key which `activate_script` installs, once, and prints the public half.
+
+    In two steps, so that the expected key can be stored before the machine shows it.
+    """
+    return f"""\
+set -eu
+cd {folder}
+if [ "$(cat {MARK})" = own ]; then
+    cut -d ' ' -f 1,2 {KEY}.pub
+    exit
+fi
+[ -s {KEY}.new.pub ] || {{ rm -f {KEY}.new; ssh-keygen -q -t ed25519 -N '' -C '' -f {KEY}.new; }}
+cut -d ' ' -f 1,2 {KEY}.new.pub
+"""
+
+
+def activate_script(folder: str = FOLDER, reload: str = RELOAD) -> str:
+    """A shell script that installs the prepared key, if it is not installed. Connections stay."""
+    return f"""\
+set -eu
+cd {folder}
+[ "$(cat {MARK})" != own ] || exit 0
+if [ -e {KEY}.new ]; then mv -f {KEY}.new {KEY}; fi
+if [ -e {KEY}.new.pub ]; then mv -f {KEY}.new.pub {KEY}.pub; fi
+echo own > {MARK}
+{reload}
+"""
+
+
 REPLACE = ("sh", "-c", replace_script())
+PREPARE = ("sh", "-c", prepare_script())
+ACTIVATE = ("sh", "-c", activate_script())

@@ -102,7 +102,8 @@ class AccountClient:
         machines: dict[str, tuple[RentedInstance, ...]] = {}
         try:
             for machine in await self.provider.instances(self.cluster):
-                if machine.cluster == self.cluster and machine.token:  # a machine without our mark is not ours
+                # a machine without our mark is not ours, and a permanent one is the operator's: the controller itself
+                if machine.cluster == self.cluster and machine.token and not machine.permanent:
                     machines[machine.token] = (*machines.get(machine.token, ()), machine)
         except Exception as error:  # any error: one provider's client must not block the others
             return self._not_listed(error_text(error))
