@@ -113,20 +113,30 @@ def up(
         bool, typer.Option("--leave-records", help="Proceed even if accounting moves without its records.")
     ] = False,
     take_over: TakeOver = False,
+    yes: Yes = False,
 ) -> None:
-    """Build the cluster, or change it to match the file."""
+    """Build the cluster, or change it to match the file.
+
+    Asks before it rents a controller or login hosts, with their price.
+    """
     from shoal.plan.apply import ApplyTimeouts
+    from shoal.verbs.up import rental_costs
     from shoal.verbs.up import up as verb
+
+    context = session.open(operator=True)
+    if any(member.machine for member in context.members):
+        costs = session.run(rental_costs(context))
+        if costs:
+            confirm(costs, f"This {costs}. Rent?", yes)
 
     permissions = {
         "allow_job_loss": allow_job_loss,
         "leave_rented": leave_rented,
         "leave_records": leave_records,
         "take_over": take_over,
+        "rent": True,
     }
-    finish_up(
-        session, session.run(verb(session.open(operator=True), ApplyTimeouts(drain_s=drain_timeout), **permissions))
-    )
+    finish_up(session, session.run(verb(context, ApplyTimeouts(drain_s=drain_timeout), **permissions)))
 
 
 def finish_up(session: Session, result: UpResult) -> None:
@@ -162,7 +172,8 @@ def down(
 ) -> None:
     """Remove the cluster.
 
-    Sandbox hosts are deleted. On other hosts Slurm is stopped and Shoal's files are removed; packages stay.
+    Sandbox hosts are deleted, and rented hosts given back. On other hosts Slurm is stopped and Shoal's files are
+    removed; packages stay.
     """
     from shoal.hostlist import compress
     from shoal.verbs.down import down as verb
@@ -172,6 +183,10 @@ def down(
     if hosts:
         names = compress(hosts)
         confirm(f"stops Slurm on {names}", f"Stop Slurm and remove Shoal's files on {names}?", yes)
+    if rented := [member.name for member in context.members if member.machine]:
+        names = compress(rented)
+        effect = f"gives {names} back, with all that is on their disks"
+        confirm(effect, f"Give {names} back to the provider, with all that is on their disks?", yes)
     finish_down(session, session.run(verb(context, force=force)))
 
 

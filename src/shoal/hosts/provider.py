@@ -9,7 +9,7 @@ from typing import Protocol
 from shoal import registry
 from shoal.hosts.api import Target
 from shoal.spec.finding import Finding
-from shoal.spec.member import Shape
+from shoal.spec.member import RentedMachine, Shape
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,28 @@ class Request:
 
     name: str
     shape: Shape
+    machine: RentedMachine | None = None
+    """What to rent, from a provider account; None where the provider makes hosts of a shape."""
+
+
+@dataclass(frozen=True)
+class HostQuote:
+    """What a host is going to cost, before it is rented."""
+
+    name: str
+    provider: str
+    """The provider account."""
+    type: str
+    place: str
+    disk_gb: int
+    keep_address: bool
+    usd_hour: float | None
+    """Of the machine alone; None where it is not known."""
+
+    def __str__(self) -> str:
+        address = " and a reserved address" if self.keep_address else ""
+        price = "price unknown" if self.usd_hour is None else f"${self.usd_hour:.4g} an hour"
+        return f"{self.type} in {self.place} with a disk of {self.disk_gb} GB{address}: {price}"
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,9 @@ class Instance:
     target: Target
     shape: Shape = field(default_factory=Shape)
     """What it was made as. It stays so: a host of another shape is another host."""
+    type: str = ""
+    place: str = ""
+    """What was rented, and where; empty for a host that is not rented."""
 
 
 Progress = Callable[[str, float], None]

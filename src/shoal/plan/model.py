@@ -9,7 +9,7 @@ from enum import IntEnum
 from shoal.agent.document import Document
 from shoal.errors import HostError
 from shoal.hostlist import compress
-from shoal.hosts.provider import Request
+from shoal.hosts.provider import HostQuote, Request
 from shoal.roles.component import SharedSecret, Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member, Shape
@@ -65,6 +65,8 @@ class Plan:
     cluster: str
     create: tuple[tuple[str, Request], ...] = ()
     """Hosts to create, each with the name of its provider. Their changes are known once they exist."""
+    rent: tuple[HostQuote, ...] = ()
+    """What those of `create` cost that are rented."""
     drain: tuple[str, ...] = ()
     """Nodes that leave: drained, waited for, then removed."""
     delete: tuple[tuple[str, str], ...] = ()
@@ -90,8 +92,9 @@ class Plan:
 
     @property
     def changes(self) -> tuple[Change, ...]:
+        quotes = {quote.name: f"rent from {quote.provider}: {quote}" for quote in self.rent}
         create_changes = tuple(
-            Change(request.name, "host", f"create on {provider}: {describe_shape(request.shape)}")
+            Change(request.name, "host", quotes.get(request.name) or _creation(provider, request))
             for provider, request in self.create
         )
         drain_changes = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
@@ -113,6 +116,12 @@ class Plan:
         return not self.changes
 
 
+def _creation(provider: str, request: Request) -> str:
+    if request.machine is not None:  # rented before, and stopped
+        return f"start {request.machine.type} at {provider}"
+    return f"create on {provider}: {describe_shape(request.shape)}"
+
+
 def describe_shape(shape: Shape) -> str:
     """The shape in short: `debian12, 2 CPUs, 2 simulated GPUs`."""
     texts = [shape.image, *(["virtual machine"] if shape.vm else [shape.engine] if shape.engine else [])]
@@ -130,7 +139,7 @@ def describe_shape(shape: Shape) -> str:
 def shape_findings(members: Iterable[Member], made: Mapping[str, Shape]) -> list[Finding]:
     """Hosts that were created in another shape than the spec now has: only creating them again changes that."""
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for member in members:
+    for member in (member for member in members if member.machine is None):
         current_shape = made.get(member.name, member.shape)
         names = [field.name for field in fields(Shape)]
         changed_fields = [name for name in names if getattr(current_shape, name) != getattr(member.shape, name)]

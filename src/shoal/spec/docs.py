@@ -13,17 +13,8 @@ from shoal.spec.containers import Containers, Registry
 from shoal.spec.environments import Environment, Proxy
 from shoal.spec.files import ShippedFile
 from shoal.spec.health import Health
-from shoal.spec.hosts import (
-    Controller,
-    HasSite,
-    HostEntry,
-    HostSet,
-    Login,
-    LoginFields,
-    MachineFields,
-    NodeSet,
-    Sandbox,
-)
+from shoal.spec.hosts import Controller, HostEntry, HostSet, Login, NodeSet
+from shoal.spec.machines import RENTED_FIELDS, HasSite, LoginFields, MachineFields, RentedHostFields, Sandbox
 from shoal.spec.model import Spec
 from shoal.spec.network import Network
 from shoal.spec.partitions import Partition
@@ -64,6 +55,7 @@ _SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("A host", HostEntry),
     ("Logging in", LoginFields),
     ("Made by a provider", MachineFields),
+    ("Rented hosts", RentedHostFields),
     ("sandbox", Sandbox),
     ("partitions", Partition),
     ("providers", ProviderAccount),
@@ -187,10 +179,13 @@ def _section(title: str, model: type[SpecModel]) -> str:
         entry = definition["properties"][name]
         default = "required" if name in required else _default(entry.get("default"))
         lines.append(f"| `{name}` | {_type(entry)} | {default} | {entry['description']} |")
-    for base, text in ((LoginFields, "Logging in"), (MachineFields, "Made by a provider")):
+    for base, text, when in (
+        (LoginFields, "Logging in", "Without `provider`"),
+        (MachineFields, "Made by a provider", "With `provider`"),
+        (RentedHostFields, "Rented hosts", "With an account as `provider`"),
+    ):
         if base in model.__mro__[1:]:
             anchor = text.lower().replace(" ", "-")
-            when = "With `provider`" if base is MachineFields else "Without `provider`"
             lines += ["", f"{when}, also the fields of [{text}](#{anchor})."]
     return "\n".join(lines) + "\n"
 
@@ -200,6 +195,7 @@ def _own_fields(model: type[SpecModel]) -> list[str]:
     shared: set[str] = set()
     if model not in (LoginFields, MachineFields) and issubclass(model, LoginFields | MachineFields):
         shared = {*LoginFields.model_fields, *MachineFields.model_fields} - {*model.__annotations__}
+        shared |= {*RENTED_FIELDS} if issubclass(model, Controller | Login) else set()
     fields = [name for name in model.model_fields if name not in shared]
     # `hosts` before what is particular to the kind of set
     return sorted(fields, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else fields

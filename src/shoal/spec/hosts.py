@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, StrictBool, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, StrictBool, model_validator
 
 from shoal import hostlist
 from shoal.spec import values
@@ -16,10 +16,21 @@ from shoal.spec.checks import choice, refusal, size_mb
 from shoal.spec.drivers import HasDriver, driver_problems
 from shoal.spec.finding import Path as FilePlace
 from shoal.spec.finding import Problem, path_text, show
-from shoal.spec.member import Member, Role, Shape
+from shoal.spec.machines import (
+    DEFAULT_IMAGE,
+    ENGINES,
+    IMAGES,
+    RENTED_FIELDS,
+    HasSite,
+    LoginFields,
+    MachineFields,
+    RentedHostFields,
+    Sandbox,
+)
+from shoal.spec.member import Member, RentedMachine, Role, Shape
 from shoal.spec.network import Endpoint
-from shoal.spec.rental import KINDS as RENTERS
 from shoal.spec.rental import (
+    DISK_GB,
     MAX_NODES,
     SANDBOX,
     Budget,
@@ -33,11 +44,6 @@ from shoal.spec.rental import (
     Zone,
 )
 from shoal.spec.values import Between, Duration, FilePath, Port, ShortForm, SpecModel, UserName
-
-IMAGES = ("debian11", "debian12", "debian13", "sid")
-DEFAULT_IMAGE = "debian12"
-ENGINES = ("podman", "docker")
-SANDBOX_KINDS = ("container", "vm", *ENGINES)
 
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
 
@@ -99,75 +105,7 @@ def parse_host(text: str) -> dict[str, Any]:
     return fields
 
 
-class LoginFields(SpecModel):
-    """How to log in to hosts that exist already."""
-
-    user: UserName | None = None
-    """The user to log in as, for every host here without its own."""
-    port: Port | None = None
-    """The port of the SSH daemon, for every host here without its own."""
-    identity: FilePath | None = None
-    """The private key to log in with, for every host here without its own."""
-
-
-SandboxKind = Annotated[Literal["container", "vm", "podman", "docker"], BeforeValidator(choice("kind", SANDBOX_KINDS))]
-
-
-class Sandbox(ShortForm):
-    """The hosts that the sandbox makes, for those that say nothing themselves.
-
-    In the file it is a word (`sandbox: vm`) or a mapping: `{kind: vm}`.
-    """
-
-    short_schema: ClassVar = {"type": "string", "enum": [*SANDBOX_KINDS]}
-    refusal = ("not a kind of sandbox host", f"choose one of {', '.join(SANDBOX_KINDS)}, or write {{kind: vm}}")
-
-    kind: SandboxKind = "container"
-    """`container`: quick, needs root. `vm`: has its own kernel, under QEMU. `podman`, `docker`: run by that engine."""
-
-    @classmethod
-    def from_short(cls, value: object) -> dict[str, Any] | None:
-        return {"kind": value} if isinstance(value, str) else None
-
-
-_SANDBOX_SCHEMA = WithJsonSchema({"type": "string", "const": "sandbox"})
-
-
-def _maker(value: object) -> str:
-    if isinstance(value, str) and value in RENTERS and value != SANDBOX:
-        raise refusal("only nodesets are rented", "use `host`, or `provider: sandbox`")
-    return choice("provider", (SANDBOX,))(value)
-
-
-class MachineFields(SpecModel):
-    """The hosts that a provider makes."""
-
-    provider: Annotated[str, BeforeValidator(_maker), _SANDBOX_SCHEMA] | None = None
-    """Who makes the hosts. `sandbox` makes real Debian hosts on this machine."""
-    kind: SandboxKind | None = None
-    """`container`, `vm`, `podman` or `docker`; without it, as the file's `sandbox` says."""
-    image: Annotated[str, BeforeValidator(choice("image", IMAGES)), WithJsonSchema({"enum": [*IMAGES]})] = DEFAULT_IMAGE
-    """Their system. It determines the Slurm of packages: 22.05, 24.11 or 26.05; debian11 needs `from: shoal`."""
-    cpus: Annotated[int, Between(1, 1024)] | None = None
-    """CPUs of each host."""
-    memory: values.Memory | None = None
-    """Memory of each host, at least 256M."""
-    disk: values.Disk | None = None
-    """Disk space of each host. Without it, 100G where it is rented, else whatever this machine has."""
-    gpus: Annotated[int, Between(0, 16)] = 0
-    """Simulated GPUs of each host."""
-    cgroups: StrictBool = False
-    """Give the hosts writable cgroup controllers, so that Slurm confines jobs. With cgroup v1, only with debian12."""
-
-
-class HasSite(SpecModel):
-    """Where hosts are."""
-
-    site: values.SiteName = "a"
-    """Their site. Hosts of a site reach each other directly; a job stays on one site unless it asks for more."""
-
-
-class Controller(HasSite, HasDriver, LoginFields, MachineFields):
+class Controller(HasSite, HasDriver, LoginFields, RentedHostFields):
     """The host that runs slurmctld. Either `host` or `provider`."""
 
     host: HostEntry | None = None
@@ -185,7 +123,7 @@ class HostSet(HasSite, LoginFields, MachineFields):
     """How many hosts the provider makes. Their names begin with the set's: `fish1`, `fish2`."""
 
 
-class Login(HostSet):
+class Login(HostSet, RentedHostFields):
     """Hosts that users log in to, to submit jobs from. They run no jobs. Either `hosts` or `provider`."""
 
 
@@ -253,7 +191,7 @@ def located_members(
             for member in _existing_members("controller", roles, controller.host, controller):
                 yield ("controller", "host"), member
         elif controller.provider is not None:
-            yield ("controller",), _sandbox_member("controller", "controller", roles, controller, kind)
+            yield ("controller",), _made_member("controller", "controller", roles, controller, kind)
     if login is not None:
         yield from _set_members(("login",), frozenset({"login"}), login, kind)
     for name, nodeset in nodesets.items():
@@ -277,7 +215,7 @@ def host_problems(
     for path, entry in sets:
         if entry is not None:
             yield from _source_problems(path, entry)
-        if isinstance(entry, NodeSet) and entry.provider == SANDBOX and not entry.is_rental:
+        if entry is not None and entry.provider == SANDBOX and not (isinstance(entry, NodeSet) and entry.is_rental):
             yield from _image_problems(path, entry)
         yield from driver_problems(path, entry, isinstance(entry, NodeSet) and entry.is_rental)
         if isinstance(entry, NodeSet) and entry.shards and entry.mps:
@@ -287,7 +225,7 @@ def host_problems(
         yield Problem((), "no host runs jobs", "", "add `nodesets`, or set `compute: true` on the controller")
 
 
-def _image_problems(path: FilePlace, entry: NodeSet) -> Iterator[Problem]:
+def _image_problems(path: FilePlace, entry: MachineFields) -> Iterator[Problem]:
     if entry.image not in IMAGES and "image" not in entry.invalid:
         yield Problem((*path, "image"), "unknown image", show(entry.image), f"choose one of {', '.join(IMAGES)}")
 
@@ -298,6 +236,8 @@ def _source_problems(path: FilePlace, entry: Controller | HostSet) -> Iterator[P
     existing, created = entry.is_set(key), entry.is_set("provider")
     if not existing and isinstance(entry, NodeSet) and entry.is_rental:
         yield from _misplaced_fields(path, entry, LoginFields, key)
+    elif not existing and isinstance(entry, RentedHostFields) and entry.is_rented:
+        return  # see `rented_hosts`
     elif existing and created:
         fix = "keep the one you mean, delete the other"
         yield Problem((*path, "provider"), f"both `{key}` and `provider`", "", fix)
@@ -305,6 +245,9 @@ def _source_problems(path: FilePlace, entry: Controller | HostSet) -> Iterator[P
         yield from _misplaced_fields(path, entry, MachineFields, "provider")
     elif created:
         yield from _misplaced_fields(path, entry, LoginFields, key)
+        for name in entry.set_among(RENTED_FIELDS) if isinstance(entry, RentedHostFields) else ():
+            fix = "delete it, or name an account of `providers` to rent from"
+            yield Problem((*path, name), f"`{name}` where nothing is rented", "", fix)
         if entry.provider == SANDBOX and isinstance(entry, HostSet) and not entry.is_set("count"):
             yield Problem(path, "missing key `count`", "", "say how many hosts to make: `count: 2`")
     elif "hosts" in entry.model_fields_set:
@@ -317,6 +260,8 @@ def _misplaced_fields(
     path: FilePlace, entry: Controller | HostSet, fields: type[SpecModel], other: str
 ) -> Iterator[Problem]:
     names = [name for name in fields.model_fields if name != "provider"]
+    if fields is MachineFields and isinstance(entry, RentedHostFields):
+        names += RENTED_FIELDS
     if fields is MachineFields and isinstance(entry, HostSet):
         names.insert(0, "count")
     for name in entry.set_among(names):
@@ -350,9 +295,10 @@ def _set_members(
     for index, host in enumerate(entry.hosts):
         for member in _existing_members(name, roles, host, entry) if host is not None else ():
             yield (*path, "hosts", index), member
-    if entry.provider == SANDBOX and not entry.hosts:
-        for number in range(1, (entry.count or 0) + 1):
-            yield path, _sandbox_member(f"{name}{number}", name, roles, entry, kind)
+    rented = isinstance(entry, RentedHostFields) and entry.is_rented
+    if (entry.provider == SANDBOX or rented) and not entry.hosts:
+        for number in range(1, (entry.count or int(rented)) + 1):
+            yield path, _made_member(f"{name}{number}", name, roles, entry, kind)
 
 
 def _existing_members(
@@ -374,9 +320,11 @@ def _existing_members(
         )
 
 
-def _sandbox_member(
+def _made_member(
     name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet, default_kind: str
 ) -> Member:
+    if isinstance(machine, RentedHostFields) and machine.is_rented:
+        return _rented_member(name, nodeset, roles, machine)
     kind = machine.kind or default_kind
     return Member(
         name=name,
@@ -395,6 +343,27 @@ def _sandbox_member(
             engine=kind if kind in ENGINES else "",
         ),
         **_slurm_fields(machine),
+    )
+
+
+def _rented_member(name: str, nodeset: str, roles: frozenset[Role], host: Controller | Login) -> Member:
+    return Member(
+        name=name,
+        roles=roles,
+        nodeset=nodeset,
+        provider=host.provider,
+        identity=Path(host.identity).expanduser() if host.identity else None,
+        shape=Shape(site=host.site),
+        machine=RentedMachine(
+            type=host.type or "",
+            region=host.region or "",
+            zone=host.zone or "",
+            image=host.image if host.is_set("image") else "",
+            disk_gb=-(-size_mb(host.disk) // 1024) if host.disk else DISK_GB,
+            keep_address=host.address,
+            usd_hour=host.usd_hour,
+        ),
+        **_slurm_fields(host),
     )
 
 

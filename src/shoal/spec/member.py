@@ -32,6 +32,32 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class RentedMachine:
+    """The machine that a provider account is to rent out for a member that is always there."""
+
+    type: str
+    region: str = ""
+    zone: str = ""
+    image: str = ""
+    """The provider's name of the image; empty for its default."""
+    disk_gb: int = 100
+    keep_address: bool = True
+    """Its external address is reserved, and survives a stop."""
+    usd_hour: float | None = None
+    """Its price, where the file gives one."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rented host is, and how to log in."""
+
+    address: str
+    user: str
+    port: int = 22
+    identity: Path | None = None
+
+
+@dataclass(frozen=True)
 class Member:
     """One host of the cluster."""
 
@@ -44,7 +70,7 @@ class Member:
     user: str | None = None
     identity: Path | None = None
     provider: str | None = None
-    """The provider that makes it; None for a host that is there already."""
+    """The provider that makes it, or the provider account to rent it from; None for a host that is there already."""
     shape: Shape = field(default_factory=Shape)
     features: tuple[str, ...] = ()
     weight: int = 1
@@ -57,6 +83,8 @@ class Member:
     """How many parts each of its GPUs has, for jobs that share one."""
     driver: str = ""
     """`nvidia`: the driver of its GPUs is installed where it has none."""
+    machine: RentedMachine | None = None
+    """What `shoal up` rents for it; None where it is no rented member."""
 
     @property
     def site(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shoal.spec.checks import seconds, size_mb
-from shoal.spec.hosts import Controller, NodeSet, Sandbox, SandboxKind, located_members
+from shoal.spec.hosts import Controller, NodeSet, located_members
+from shoal.spec.machines import Sandbox, SandboxKind
 from shoal.spec.member import Member, Shape
 from shoal.spec.model import Spec
 from shoal.spec.partitions import Partition

@@ -19,11 +19,13 @@ from shoal.spec.environments import Environment, EnvironmentName, Proxy, environ
 from shoal.spec.files import Destination, ShippedFile, file_problems
 from shoal.spec.finding import Problem
 from shoal.spec.health import Health
-from shoal.spec.hosts import Controller, Login, NodeSet, Sandbox, host_problems, located_members, rental_names
+from shoal.spec.hosts import Controller, Login, NodeSet, host_problems, located_members, rental_names
+from shoal.spec.machines import Sandbox
 from shoal.spec.network import Network, network_problems
 from shoal.spec.partitions import Partition, partition_account_problems, partition_problems
 from shoal.spec.rental import SANDBOX, Budget, ProviderAccount, ProviderName
 from shoal.spec.rental_rules import hub_problems, rental_problems
+from shoal.spec.rented_hosts import located_sets, rented_host_problems
 from shoal.spec.slurm_options import SlurmOptions, option_problems, source_problems
 from shoal.spec.storage import SharedDirectory, SharePath, storage_problems
 from shoal.spec.tracking import Tracking, tracking_problems
@@ -111,6 +113,7 @@ class Spec(SpecModel):
         computes = self.controller is not None and self.controller.compute
         listable = [*(name for name in self.nodesets if name != "controller"), *(["controller"] if computes else [])]
         sets = (self.controller, self.login, *self.nodesets.values())
+        rented = [entry.provider for _, entry in located_sets(self.controller, self.login)]
         has_sandbox = any(entry is not None and entry.provider == SANDBOX for entry in sets)
         return [
             *host_problems(self.controller, self.login, self.nodesets, all_known=all_known),
@@ -125,6 +128,7 @@ class Spec(SpecModel):
             *storage_problems(self.storage, hosts, has_sandbox=has_sandbox),
             *user_problems(self.users),
             *file_problems(self.files, self.nodesets, self.storage, self.slurm.options),
-            *rental_problems(self.providers, self.nodesets, self.partitions, self.budget),
+            *rental_problems(self.providers, self.nodesets, self.partitions, self.budget, rented),
+            *rented_host_problems(self.controller, self.login, self.providers, self.network),
             *hub_problems(self.network, controller, self.nodesets),
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from shoal.spec.checks import minutes, seconds
 from shoal.spec.finding import Path, Problem, nearest, show
@@ -35,17 +35,21 @@ _LIMITS = ("per_hour", "per_day", "per_month")
 
 
 def rental_problems(
-    accounts: Accounts, nodesets: NodeSets, partitions: Mapping[str, Partition | None], budget: Budget | None
+    accounts: Accounts,
+    nodesets: NodeSets,
+    partitions: Mapping[str, Partition | None],
+    budget: Budget | None,
+    hosts: Collection[str | None] = (),
 ) -> Iterator[Problem]:
-    """Every rule about rented machines that does not hold."""
+    """Every rule about rented machines that does not hold. `hosts` has the accounts of rented hosts that stay."""
     readable = {name: nodeset for name, nodeset in nodesets.items() if nodeset is not None}
-    yield from _account_problems(accounts, readable)
+    yield from _account_problems(accounts, readable, hosts)
     for name, nodeset in readable.items():
         yield from _nodeset_problems(("nodesets", name), nodeset, accounts)
         yield from _budget_problems(("nodesets", name, "budget"), nodeset.budget)
     yield from _budget_problems(("budget",), budget)
     rentals = {name: nodeset for name, nodeset in readable.items() if nodeset.is_rental}
-    if budget is not None and not rentals:
+    if budget is not None and not rentals and not hosts:
         yield Problem(("budget",), "nothing is rented", "", "delete it, or give a nodeset a provider", "warning")
     yield from _lifetime_problems(rentals, partitions)
 
@@ -58,12 +62,16 @@ def hub_problems(network: Network, controller: str | None, nodesets: NodeSets) -
         yield Problem(("network", "hub"), "not the controller, and nodes are rented", show(network.hub), fix)
 
 
-def _account_problems(accounts: Accounts, nodesets: Mapping[str, NodeSet]) -> Iterator[Problem]:
-    """An account names its provider and its credentials, and some nodeset uses it."""
+def _account_problems(
+    accounts: Accounts, nodesets: Mapping[str, NodeSet], hosts: Collection[str | None]
+) -> Iterator[Problem]:
+    """An account names its provider and its credentials, and something is rented from it."""
     used = {account for nodeset in nodesets.values() for _, account in _named_accounts((), nodeset)}
+    used |= {account for account in hosts if account is not None}
     offers = [offer for nodeset in nodesets.values() for offer in nodeset.offers]
     # A name that is unknown or invalid may mean any of the accounts.
-    all_known = used <= {*accounts} and not any(offer is None or "provider" in offer.invalid for offer in offers)
+    unknown = None in hosts or any(offer is None or "provider" in offer.invalid for offer in offers)
+    all_known = used <= {*accounts} and not unknown
     for name, account in accounts.items():
         if account is None:
             continue
@@ -85,7 +93,7 @@ def _account_problems(accounts: Accounts, nodesets: Mapping[str, NodeSet]) -> It
             yield Problem((*path, "project"), f"`project` for {kind}", "", "delete it: only Google Cloud has projects")
         yield from _setting_problems(path, kind, account)
         if name not in used and all_known:
-            yield Problem(path, "no nodeset rents from it", "", "name it in one, or delete it", "warning")
+            yield Problem(path, "nothing is rented from it", "", "name it in one, or delete it", "warning")
 
 
 def _setting_problems(path: Path, kind: str, account: ProviderAccount) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from shoal.errors import CommandTimeout, SlurmError, VersionMismatch
+from shoal.errors import CommandTimeout, ProviderError, SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.network.addresses import strangers
 from shoal.plan.cluster_findings import drained_findings, space_findings
@@ -37,10 +37,16 @@ async def check(context: Context) -> list[Finding]:
     """All findings, worst first. Without an `error`, `shoal up` can run, and what it made works."""
     findings = list(context.warnings)
     for name in context.provider_names():
-        findings += context.providers(name).check(requests(context.members, name))
-    stock = await survey(context)
+        findings += context.provider(name).check(requests(context.members, name))
+    account_problems = await account_findings(context.spec)
+    findings += account_problems
+    try:
+        stock = await survey(context)
+    except ProviderError:
+        if any(finding.level == "error" for finding in account_problems):
+            return _worst_first(findings)  # an account that rejects our key has no hosts to tell of
+        raise
     findings += stock.findings
-    findings += await account_findings(context.spec)
     instances = await context.instances()
     missing = [m.name for m in context.members if m.provider and m.name not in instances]
     if missing:
@@ -51,6 +57,10 @@ async def check(context: Context) -> list[Finding]:
             findings += await _check_hosts(context, fleet, stock)
     else:
         findings += creation_version_findings(context, stock, {})
+    return _worst_first(findings)
+
+
+def _worst_first(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.level))
 
 

@@ -21,14 +21,16 @@ from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.verbs.joined_cluster import JoinedCluster, JoinedConnector, find_joined, known_hosts, user_connector
+from shoal.verbs.rented_record import placements, recorded_accounts, recorded_instances
 from shoal.verbs.spec_cache import CachedSpec, read_cache, write_cache
 
 if TYPE_CHECKING:
     from shoal.plan.connections import Fleet
     from shoal.spec.model import Spec
+    from shoal.verbs.rented_hosts import RentedHosts
 
 DEFAULT_FILE = Path("shoal.yaml")
-NO_FILE = "sandbox"
+NO_FILE = SANDBOX = "sandbox"
 """The cluster without a file and without --cluster."""
 
 
@@ -56,15 +58,27 @@ class Context:
     """The names of all providers."""
     connector: Connector | None = None
     """How hosts are reached; None is SSH with this cluster's known host keys."""
+    accounts: dict[str, RentedHosts] = field(default_factory=dict, compare=False, repr=False)
+    """The provider accounts that were asked for hosts that stay; they keep what they have quoted."""
 
     @property
     def spec(self) -> Spec:
-        """The whole spec. Reads the file where only the hosts are cached. Raises UsageError for ordinary users."""
+        """The whole spec, with rented hosts where they are. Raises UsageError for ordinary users."""
+        spec = self._file_spec
+        if not any(member.machine for member in self.members):
+            return spec
+        from shoal.spec.rented_hosts import place_hosts
+
+        return place_hosts(spec, placements(self.cluster))
+
+    @property
+    def _file_spec(self) -> Spec:
+        """The spec as the file has it. Reads it where only the hosts are cached."""
         if isinstance(self.known, JoinedCluster):
             raise needs_operator(self.cluster)
         if not isinstance(self.known, CachedSpec):
             return self.known
-        return open_context(self.file, None if self.file else self.known.cluster).spec
+        return open_context(self.file, None if self.file else self.known.cluster)._file_spec
 
     @property
     def cluster(self) -> str:
@@ -148,9 +162,12 @@ class Context:
     async def instances(self) -> dict[str, Instance]:
         """The members that their providers have made, by name."""
         provider_of = {member.name: member.provider for member in self.members}
-        instances_by_name: dict[str, Instance] = {}
+        rented = [member.name for member in self.members if member.machine]
+        instances_by_name = recorded_instances(self.cluster, rented) if rented else {}
         for name in self.provider_names():
-            instances = await self.providers(name).instances(self.cluster)
+            if all(member.name in instances_by_name for member in self.members if member.provider == name):
+                continue  # where they were last is known; `shoal up` and `shoal check` ask again
+            instances = await self.provider(name).instances(self.cluster)
             instances_by_name |= {
                 instance.name: instance for instance in instances if provider_of.get(instance.name) == name
             }
@@ -161,15 +178,26 @@ class Context:
         instances: list[tuple[str, Instance]] = []
         findings: list[Finding] = []
         file_providers = self.provider_names()
-        for name in sorted({*file_providers, *self.registry()}):
+        former = recorded_accounts(self.cluster) & {*self._file_spec.providers}  # for hosts no longer in the file
+        for name in sorted({*file_providers, *self.registry(), *former}):
             try:
-                instances += [(name, instance) for instance in await self.providers(name).instances(self.cluster)]
+                instances += [(name, instance) for instance in await self.provider(name).instances(self.cluster)]
             except ProviderError as error:
                 if name in file_providers:
                     raise
                 what = f"cannot ask {name} whether it has hosts of cluster {self.cluster}"
                 findings.append(Finding("warning", what, error.message, error.hint))
         return ProviderInstances(tuple(instances), tuple(findings))
+
+    def provider(self, name: str) -> Provider:
+        """The provider of that name, or the provider account."""
+        if name == SANDBOX or name not in self._file_spec.providers:
+            return self.providers(name)
+        if name not in self.accounts:
+            from shoal.verbs.rented_accounts import open_rented_hosts
+
+            self.accounts[name] = open_rented_hosts(self._file_spec, name, self.connect)
+        return self.accounts[name]
 
     def provider_names(self) -> list[str]:
         """The providers that the file names."""
@@ -320,7 +348,7 @@ def job_file_hosts(context: Context) -> list[str]:
 
 def requests(chosen: Iterable[Member], provider: str) -> list[Request]:
     """The instances to request from a provider."""
-    return [Request(member.name, member.shape) for member in chosen if member.provider == provider]
+    return [Request(member.name, member.shape, member.machine) for member in chosen if member.provider == provider]
 
 
 def _target(cluster: str, member: Member, instances: dict[str, Instance]) -> Target:

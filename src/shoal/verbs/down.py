@@ -234,5 +234,5 @@ async def _delete(context: Context, instances: ProviderInstances) -> tuple[str, 
     """Delete what providers have. Providers that the file names also remove what a killed run left behind."""
     for name in sorted({*context.provider_names(), *(provider for provider, _ in instances.found)}):
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
-            await context.providers(name).destroy(context.cluster, report_to(phase))
+            await context.provider(name).destroy(context.cluster, report_to(phase))
     return tuple(instance.name for _, instance in instances.found)

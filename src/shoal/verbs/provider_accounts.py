@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal.cloud.providers import rental_provider
-from shoal.cloud.providers.api import FailureKind, HasFirewall, HasQuotas, Offer, ProviderLogin, Query, RentalProvider
+from shoal.cloud.providers.api import (
+    FailureKind,
+    HasFirewall,
+    HasQuotas,
+    KeepsMachines,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalProvider,
+)
 from shoal.cloud.providers.http import ApiError
 from shoal.cloud.providers.prices import prices, store_prices
 from shoal.errors import ProviderError, ShoalError, UsageError
 from shoal.roles.rented import rented_ports
 from shoal.spec.finding import Finding, Level
 from shoal.spec.local_files import resolve_secret
+from shoal.spec.members import members, rented_sets
 from shoal.spec.members import provider_accounts as accounts_of
-from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
-from shoal.spec.rental import OfferChoice, RentedSet, account_settings
+from shoal.spec.rental import OfferChoice, account_settings
 from shoal.verbs.context import Context
 from shoal.verbs.rentals import read_public_report
 
@@ -122,6 +131,7 @@ async def release_findings(spec: Spec, opened: Open = rental_provider) -> list[F
     key that is not on this machine is reported where it is needed.
     """
     used = {account for nodeset in rented_sets(spec).values() for account in nodeset.accounts}
+    used |= {member.provider for member in members(spec) if member.machine and member.provider}
     findings = []
     for login in open_accounts(spec).usable if used else ():
         try:
@@ -135,17 +145,16 @@ async def release_findings(spec: Spec, opened: Open = rental_provider) -> list[F
 
 async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[Finding]:
     """What provider accounts answer before anything is rented: to the key, the types and places named, and quotas."""
-    choices: dict[str, list[tuple[RentedSet, OfferChoice]]] = {}
-    for nodeset in rented_sets(spec).values():
-        for choice in nodeset.offers:
-            choices.setdefault(choice.provider, []).append((nodeset, choice))
+    choices: dict[str, list[_Choice]] = {}
+    for choice in _choices(spec):
+        choices.setdefault(choice.offer.provider, []).append(choice)
     if not choices:
         return []
     accounts = open_accounts(spec)
     used = OpenAccounts(tuple(login for login in accounts.usable if login.name in choices))
 
     async def question(login: ProviderLogin, client: RentalProvider) -> list[Finding]:
-        answers = [await _ask(client, nodeset, choice) for nodeset, choice in choices[login.name]]
+        answers = [await _ask(client, choice) for choice in choices[login.name]]
         if isinstance(client, HasFirewall):
             what = "the first rental makes rules of its firewall, if the key may; otherwise run these commands"
             commands = await client.firewall_commands(spec.cluster, rented_ports(spec))
@@ -169,9 +178,39 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
     return findings
 
 
-async def _ask(client: RentalProvider, nodeset: RentedSet, choice: OfferChoice) -> list[Finding]:
-    """What a provider answers to one of a nodeset's `offers`."""
-    account, path = choice.provider, f"nodesets.{nodeset.name}"
+@dataclass(frozen=True)
+class _Choice:
+    """What the file rents from one account."""
+
+    path: str
+    max: int
+    most: str
+    """The words for `max`, in a finding."""
+    offer: OfferChoice
+    stays: bool = False
+
+
+def _choices(spec: Spec) -> Iterator[_Choice]:
+    for nodeset in rented_sets(spec).values():
+        for offer in nodeset.offers:
+            yield _Choice(f"nodesets.{nodeset.name}", nodeset.max, f"`max` is {nodeset.max}", offer)
+    for path in ("controller", "login"):
+        hosts = [member for member in members(spec) if member.nodeset == path and member.machine and member.provider]
+        for member in hosts[:1]:
+            machine = member.machine
+            assert machine is not None
+            fields = {"provider": member.provider, "type": machine.type, "region": machine.region, "zone": machine.zone}
+            offer = OfferChoice.model_validate({key: value for key, value in fields.items() if value})
+            yield _Choice(path, len(hosts), f"the file wants {len(hosts)}", offer, stays=True)
+
+
+async def _ask(client: RentalProvider, chosen: _Choice) -> list[Finding]:
+    """What a provider answers to one choice of the file."""
+    choice, path = chosen.offer, chosen.path
+    account = choice.provider
+    if chosen.stays and not isinstance(client, KeepsMachines):
+        what = f"{account} rents out no host that stays"
+        return [Finding("error", what, fix="rent it elsewhere, such as from gcp or aws", path=path)]
     query = Query(
         types=(choice.type,) if choice.type else (),
         regions=(choice.region,) if choice.region else (),
@@ -187,7 +226,8 @@ async def _ask(client: RentalProvider, nodeset: RentedSet, choice: OfferChoice) 
     if all(offer.note for offer in offers):
         return [Finding("error", offers[0].note, path=path)]
     if all(offer.available == "no" for offer in offers):
-        return [Finding("info", f"{account} has no {name} now; jobs for it wait", path=path)]
+        waits = "`shoal up` fails" if chosen.stays else "jobs for it wait"
+        return [Finding("info", f"{account} has no {name} now; {waits}", path=path)]
     if not isinstance(client, HasQuotas):
         return []
     by_region = {offer.region: offer for offer in offers}
@@ -196,18 +236,18 @@ async def _ask(client: RentalProvider, nodeset: RentedSet, choice: OfferChoice) 
     except ApiError as error:  # it listed its offers, so the key is good
         what = f"{account} does not tell its quotas, so they are not checked"
         return [Finding("info", what, error.message, error.hint, path=path)]
-    most = max(quotas, key=lambda some: min((quota.machines for quota in some), default=nodeset.max))
+    most = max(quotas, key=lambda some: min((quota.machines for quota in some), default=chosen.max))
     fix = "ask the provider for a higher quota, or name another type or place"
     return [
         Finding(
             "warning" if quota.machines else "error",
             f"the quota {quota.name} of {account} allows {quota.machines} more {choice.type}",
-            f"limit {quota.limit:g}, in use {quota.usage:g}; one needs {quota.need:g}, and `max` is {nodeset.max}",
+            f"limit {quota.limit:g}, in use {quota.usage:g}; one needs {quota.need:g}, and {chosen.most}",
             fix,
             path=path,
         )
         for quota in most
-        if quota.machines < nodeset.max
+        if quota.machines < chosen.max
     ]
 
 

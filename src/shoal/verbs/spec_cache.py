@@ -16,7 +16,7 @@ from typing import Any
 
 import shoal
 from shoal.spec import member as member_module
-from shoal.spec.member import Member, Shape
+from shoal.spec.member import Member, RentedMachine, Shape
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,6 @@ def _member(values: dict[str, Any]) -> Member:
         "shape": Shape(**values["shape"]),
         "roles": frozenset(values["roles"]),
         "features": tuple(values["features"]),
+        "machine": RentedMachine(**values["machine"]) if values["machine"] else None,
     }
     return Member(**{**values, **typed_values})

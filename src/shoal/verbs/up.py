@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shoal.agent.facts import Facts
 from shoal.cloud.rental import Rental
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
-from shoal.hosts.provider import Instance, Request
+from shoal.hosts.provider import HostQuote, Instance, Request
 from shoal.plan.apply import ApplyTimeouts, apply, preparations, prepare
 from shoal.plan.cluster_findings import image_version, member_version_findings, state_finding
 from shoal.plan.connections import Fleet
@@ -36,10 +38,18 @@ from shoal.roles.slurm_tree import uses_tree
 from shoal.roles.user_ids import choose_user_ids, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
-from shoal.verbs.context import Context, cannot_make, compute_hosts, report_to
+from shoal.verbs.context import Context, cannot_make, compute_hosts, note_at_exit, report_to
 from shoal.verbs.controller_move import move_service, predecessor, record_controller
 from shoal.verbs.provider_accounts import release_findings
 from shoal.verbs.rentals import ledger_rentals, record_ended
+from shoal.verbs.rented_costs import (
+    price_findings,
+    quote_hosts,
+    quotes_text,
+    rented_versions,
+    require_consent,
+    type_findings,
+)
 from shoal.verbs.shares import unservable_share_findings
 
 DEFAULT_TIMEOUTS = ApplyTimeouts()
@@ -89,9 +99,11 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
     stock = await survey(context)
     await _check_before_creation(context, stock, take_over)
     missing_names = {request.name for _, request in stock.missing}
+    quotes = await rental_quotes(context, stock)
     if context.controller.name in missing_names:
         deletions = tuple((provider, instance.name) for provider, instance in stock.orphans)
-        return Plan(context.cluster, create=stock.missing, delete=deletions, findings=stock.findings)
+        findings = (*stock.findings, *price_findings(quotes))
+        return Plan(context.cluster, create=stock.missing, rent=quotes, delete=deletions, findings=findings)
     async with await context.fleet(member for member in context.members if member.name not in missing_names) as fleet:
         observed = await _observe(context, fleet)
         others = await foreign_hosts(context.spec, observed, fleet)
@@ -103,9 +115,15 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
         return replace(
             cluster_plan,
             create=stock.missing,
+            rent=quotes,
             take_over=tuple(host.change() for host in others),
             prepare=tuple(change for changes in preparation_changes.values() for change in changes),
-            findings=(*stock.findings, *(host.finding(take_over) for host in others), *cluster_plan.findings),
+            findings=(
+                *stock.findings,
+                *price_findings(quotes),
+                *(host.finding(take_over) for host in others),
+                *cluster_plan.findings,
+            ),
         )
 
 
@@ -117,14 +135,19 @@ async def up(
     leave_rented: bool = False,
     leave_records: bool = False,
     take_over: bool = False,
+    rent: bool = False,
 ) -> UpResult:
-    """Make missing hosts, apply the spec to all hosts, and wait until Slurm sees every node."""
+    """Make missing hosts, apply the spec to all hosts, and wait until Slurm sees every node.
+
+    With `rent`, the operator has accepted what rented hosts cost.
+    """
     for finding in await release_findings(context.spec):
         raise ProviderError(f"{finding.what}; nothing was changed", hint=finding.fix)
     stock = await survey(context)
     if context.controller.name in stock.new:
         require_secrets(unavailable_secrets(user_secrets(context.spec)))
     await _check_before_creation(context, stock, take_over)
+    require_consent(context.spec, await rental_quotes(context, stock), rent)
     create_failures = await _create(context, stock.missing)
     async with await context.fleet(member for member in context.members if member.name not in create_failures) as fleet:
         fleet.failures.update(create_failures)
@@ -194,8 +217,10 @@ def creation_version_findings(context: Context, stock: Survey, facts: Mapping[st
     """Members whose Slurm versions cannot talk to each other: those of images, and of hosts that exist."""
     if uses_tree(context.spec):
         return []  # one release for all
-    images = {member.name: member.shape.image for member in context.members if member.provider} | {**stock.images}
+    made = [member for member in context.members if member.provider and not member.machine]
+    images = {member.name: member.shape.image for member in made} | {**stock.images}
     versions = {name: version for name, image in images.items() if (version := image_version(image)) is not None}
+    versions |= rented_versions(context.spec, context.members)
     versions |= {name: version for name, fact in facts.items() if (version := slurm_version(fact)) is not None}
     return member_version_findings(context.spec, versions)
 
@@ -283,7 +308,7 @@ async def survey(context: Context) -> Survey:
         instance.name: instance for provider, instance in instances.found if (provider, instance.name) in member_keys
     }
     missing = tuple(
-        (member.provider, Request(member.name, member.shape))
+        (member.provider, Request(member.name, member.shape, member.machine))
         for member in context.members
         if member.provider
         and (member.name not in instance_by_name or instance_by_name[member.name].state in ("stopped", "starting"))
@@ -296,20 +321,34 @@ async def survey(context: Context) -> Survey:
     )
     new = tuple(request.name for _, request in missing if request.name not in instance_by_name)
     unreleasable = await release_findings(context.spec)
-    images = {name: instance.shape.image for name, instance in instance_by_name.items()}
-    return Survey(missing, orphans, new, images, (*instances.findings, *shape_warnings, *unreleasable))
+    images = {name: instance.shape.image for name, instance in instance_by_name.items() if not instance.type}
+    findings = (*instances.findings, *shape_warnings, *type_findings(context.members, instance_by_name), *unreleasable)
+    return Survey(missing, orphans, new, images, findings)
+
+
+async def rental_costs(context: Context) -> str:
+    """What `up` would rent and its price, as a sentence; empty where it rents no host. Changes nothing."""
+    quotes = await rental_quotes(context, await survey(context))
+    return quotes_text(quotes) if quotes else ""
+
+
+async def rental_quotes(context: Context, stock: Survey) -> tuple[HostQuote, ...]:
+    """What it costs to rent the hosts that no provider account has yet."""
+    return await quote_hosts(context, [(name, one) for name, one in stock.missing if one.name in stock.new])
 
 
 async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> dict[str, HostError]:
     """Make hosts. Returns the errors of those that could not be made; they do not stop the others."""
     failures: dict[str, HostError] = {}
     for name in dict.fromkeys(provider for provider, _ in missing):
-        provider = context.providers(name)
+        provider = context.provider(name)
         requests = [request for provider_name, request in missing if provider_name == name]
         problems = [finding for finding in provider.check(requests) if finding.level == "error"]
         if problems:
             raise cannot_make(name, problems)
-        with context.progress.phase(f"{name} hosts", 1) as phase:
+        note = f"machines may be rented from {name}; run `shoal up` to continue with them, or `shoal down`"
+        rents = note_at_exit(partial(str, note)) if any(one.machine for one in requests) else nullcontext()
+        with rents, context.progress.phase(f"{name} hosts", 1) as phase:
             try:
                 await provider.create(context.cluster, requests, report_to(phase))
             except ProviderError as error:
@@ -346,7 +385,7 @@ def _reject_job_loss(cluster_plan: Plan, allowed: bool) -> None:
 async def _remove(context: Context, cluster_plan: Plan) -> tuple[str, ...]:
     for name in dict.fromkeys(provider for provider, _ in cluster_plan.delete):
         hosts = [host for provider_name, host in cluster_plan.delete if provider_name == name]
-        provider = context.providers(name)
+        provider = context.provider(name)
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
             if name in context.provider_names():
                 await provider.delete(context.cluster, hosts, report_to(phase))

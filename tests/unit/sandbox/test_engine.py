@@ -12,7 +12,8 @@ from shoal.sandbox import engine, engine_hosts, engine_image
 from shoal.sandbox.engine_checks import PACKAGES, EngineFacts, find_problems
 from shoal.sandbox.layout import HostRecord, Layout
 from shoal.sandbox.provider import SandboxProvider
-from shoal.spec.hosts import Controller, NodeSet, Sandbox
+from shoal.spec.hosts import Controller, NodeSet
+from shoal.spec.machines import Sandbox
 from shoal.spec.member import Shape
 from shoal.spec.members import default_spec, members
 from shoal.spec.model import Spec

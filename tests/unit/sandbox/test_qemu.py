@@ -12,7 +12,8 @@ from shoal.sandbox import qemu, vm, vm_disk
 from shoal.sandbox.layout import HostRecord, Layout
 from shoal.sandbox.lifecycle import EMULATED_SLOWNESS, instance
 from shoal.sandbox.seed import render_gpu_devices
-from shoal.spec.hosts import Controller, NodeSet, Sandbox
+from shoal.spec.hosts import Controller, NodeSet
+from shoal.spec.machines import Sandbox
 from shoal.spec.member import Shape
 from shoal.spec.members import members
 from shoal.spec.model import Spec

@@ -107,8 +107,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
         GOOD + "  f: {provider: sandbox, count: 1, zzz: 2}\n",
         [
             's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, kind, image, cpus, memory, disk, gpus, '
-            "cgroups, user, port, identity, site, hosts, count, max, type, region, zone, market, offers, prefer, idle, "
-            "lifetime, max_price, budget, features, weight, shards, mps, price"
+            "cgroups, user, port, identity, site, hosts, count, driver, max, type, region, zone, market, offers, "
+            "prefer, idle, lifetime, max_price, budget, features, weight, shards, mps, price"
         ],
     ),
     "unknown key of a host": (
@@ -249,13 +249,41 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "a port: lab.example.org:51820",
         ],
     ),
-    "a controller cannot be rented": (
+    "a controller cannot be rented from every provider": (
         "cluster: reef\ncontroller: {provider: lambda}\nlogin: {provider: azure, count: 1}\n"
         "nodesets: {a: {hosts: [b]}}\n",
         [
-            's.yaml:2:24 controller.provider: only nodesets are rented, found "lambda", '
-            "use `host`, or `provider: sandbox`",
-            's.yaml:3:19 login.provider: unknown provider, found "azure", only `sandbox` is supported',
+            "s.yaml:2:24 controller.provider: lambda rents out no host that stays: its machines cannot be stopped, and "
+            'get another address and an empty disk when they are ordered again, found "lambda", rent it from aws, gcp',
+            's.yaml:3:19 login.provider: unknown provider, found "azure", '
+            "known: sandbox, aws, digitalocean, gcp, lambda, paperspace, runpod, vast",
+        ],
+    ),
+    "a rented controller without an account": (
+        "cluster: reef\ncontroller: {provider: gcp, type: e2-standard-2}\nnodesets: {a: {hosts: [b]}}\n",
+        [
+            's.yaml:2:24 controller.provider: no account at this provider, found "gcp", '
+            "add `providers: {gcp: {key: env:NAME}}`",
+        ],
+    ),
+    "a rented controller in a LAN, and fields that its type decides": (
+        "cluster: reef\ncontroller: {provider: gcp, type: e2-standard-2}\nproviders: {gcp: {project: p}}\n"
+        "login: {provider: gcp, cpus: 2, user: me}\nnodesets: {a: {hosts: [b]}}\n",
+        [
+            "s.yaml:2:24 controller.provider: a rented host in a LAN: providers translate its address, so Slurm cannot "
+            'use it, found "gcp", set `network: wireguard`',
+            "s.yaml:4:1 login: missing key `type`, say what to rent: `type: e2-standard-2`",
+            "s.yaml:4:30 login.cpus: `cpus` of a rented host, delete it: its type and its image decide",
+            "s.yaml:4:39 login.user: `user` of a rented host, delete it: its type and its image decide",
+        ],
+    ),
+    "fields of a rented host where nothing is rented": (
+        "cluster: reef\ncontroller: {provider: sandbox, type: e2-standard-2}\nlogin: {hosts: [a], zone: b}\n"
+        "nodesets: {a: {hosts: [b]}}\n",
+        [
+            "s.yaml:2:39 controller.type: `type` where nothing is rented, "
+            "delete it, or name an account of `providers` to rent from",
+            "s.yaml:3:27 login.zone: `zone` without `provider`, delete it, or use `provider`",
         ],
     ),
     "unknown provider and image": (

@@ -163,7 +163,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "say which provider it is: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
             "s.yaml:4:43 providers.sandbox: missing key `url`, "
             "give the address of your `shoal simulate sandbox` server",
-            "s.yaml:4:69 providers.other: warning: no nodeset rents from it, name it in one, or delete it",
+            "s.yaml:4:69 providers.other: warning: nothing is rented from it, name it in one, or delete it",
             's.yaml:4:83 providers.other.kind: unknown kind of provider, found "vost", '
             "choose one of aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
         ],
@@ -292,7 +292,7 @@ def test_job_time_above_the_lifetime_and_unused_accounts_are_warnings() -> None:
             "s.yaml:4:46 partitions.p.max_time: a job may run for longer than a node of `l` is kept, found 180, "
             "give at most its `lifetime`, or raise that: nodesets.l.lifetime",
         ),
-        ("warning", "s.yaml:5:35 providers.gcp: no nodeset rents from it, name it in one, or delete it"),
+        ("warning", "s.yaml:5:35 providers.gcp: nothing is rented from it, name it in one, or delete it"),
     ]
 
 

@@ -1,0 +1,139 @@
+"""A person without machines: controller, login host and nodes all rented from one file, as in the Google guide.
+
+The clouds are simulated; their machines are sandbox hosts, behind translated addresses as in a real cloud. This machine
+is the operator's. The kill at every request is in tests/unit/verbs/test_rented_hosts.py.
+
+    python -m pytest -q -s tests/e2e/test_rented_controller.py > bench/results/rented-controller.txt
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import LIMIT, Cluster, login_keys
+from tests.e2e.leftovers import noted
+from tests.e2e.simulated_clouds import GOOGLE_IMAGE, Cloud, bill, simulated
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.matrix,  # minutes for each cloud
+    pytest.mark.skip(reason="written, and not run yet: take this mark away with the first run that passes"),
+]
+
+CLOUDS = {
+    "gcp": (
+        Cloud("gcp", "key"),
+        ", project: p",
+        f"zone: us-central1-a, image: {GOOGLE_IMAGE}",
+        ("e2-standard-2", "n1-standard-4"),
+    ),
+    "aws": (
+        Cloud("aws", "AKIDEXAMPLE:key"),
+        "",
+        "region: us-east-1, zone: us-east-1a, image: ami-0123456789abcdef0",
+        ("c7i.large", "c7i.large"),
+    ),
+}
+
+
+@contextmanager
+def rented(directory: Path, kind: str) -> Iterator[tuple[Cluster, str, Path]]:
+    cloud, account, place, (host, node) = CLOUDS[kind]
+    name = f"ee-guide-{kind}"
+    with noted(name), login_keys("operator", "anna") as keys, simulated(name, cloud) as url:
+        shared = f"provider: {kind}, type: {host}, {place}, disk: 50G, usd_hour: 0.07, identity: {keys}/operator"
+        spec = f"""\
+cluster: {name}
+network: wireguard
+providers: {{{kind}: {{url: "{url}", key: "env:{cloud.variable}"{account}}}}}
+controller: {{{shared}}}
+login: {{{shared}}}
+nodesets:
+  gpu: {{provider: {kind}, type: {node}, {place}, max: 2, cpus: 1, memory: 1G, idle: 10s}}
+storage: {{/shared: {{kind: nfs}}}}
+users: {{anna: {{keys: ["file:{keys}/anna.pub"]}}}}
+time: none
+"""
+        cluster = Cluster(directory, spec)
+        cluster.env[cloud.variable] = cloud.key
+        yield cluster, url, keys
+
+
+@pytest.mark.parametrize("kind", sorted(CLOUDS))
+def test_cluster_from_one_file_without_machines(tmp_path: Path, kind: str) -> None:
+    begun = time.monotonic()
+
+    def step(what: str) -> None:
+        print(f"{kind:5} {time.monotonic() - begun:6.0f} s  {what}")
+
+    with rented(tmp_path, kind) as (cluster, url, keys):
+        try:
+            findings = cluster.json("check")["findings"]
+            assert [one for one in findings if one["level"] == "error"] == [], findings
+            plan = cluster.json("plan")
+            rents = [change for change in plan["changes"] if change["action"].startswith("rent from")]
+            assert [change["host"] for change in rents] == ["controller", "login1"]
+            assert all("$0.07 an hour" in change["action"] for change in rents), rents
+            assert bill(url)["machines"] == []
+            refused = cluster.shoal("up", status=2)
+            assert "together $0.14 an hour" in refused.stderr and "--yes" in refused.stderr, refused.stderr
+            assert bill(url)["machines"] == []
+            step("check, plan and a refused up: nothing rented")
+
+            killed = cluster.background("up", "--yes")
+            until = time.monotonic() + LIMIT
+            while not bill(url)["machines"] and time.monotonic() < until:
+                time.sleep(0.05)
+            killed.kill()
+            killed.wait(LIMIT)
+            step("up killed after its first order")
+
+            result = cluster.json("up", "--yes")
+            assert result["whole"], result
+            hosts = bill(url)["machines"]
+            assert len(hosts) == 2, hosts
+            step("up: controller and login host are a cluster, rented once each")
+
+            before = addresses(cluster)
+            assert run_as_user(before["login1"], keys / "anna", "srun -N2 hostname").split() == ["gpu1", "gpu2"]
+            step("a user's job on two rented nodes, through the login host")
+            cluster.on("controller", "sh", "-c", "echo kept > /root/mark")
+
+            [id] = [one["id"] for one in hosts if "controller" in one["name"]]
+            with urllib.request.urlopen(f"{url}/_simulator/stop/{id}", b"", timeout=30):
+                pass
+            assert cluster.json("up")["whole"]
+            assert addresses(cluster) == before
+            assert cluster.on("controller", "cat", "/root/mark").strip() == "kept"
+            assert len([one for one in bill(url)["machines"] if "controller" in one["name"]]) == 1
+            step("the stopped controller started again: same disk, same address")
+
+            wait_for_node = "srun -N1 hostname"
+            assert run_as_user(before["login1"], keys / "anna", wait_for_node).startswith("gpu")
+            step("a job after the restart: the rental service left its own controller alone")
+        finally:
+            cluster.shoal("down", "--force", "--yes")
+        assert all(machine["ended"] for machine in bill(url)["machines"]), bill(url)
+        assert not (Path(cluster.env["XDG_STATE_HOME"]) / "shoal" / cluster.name).exists()
+        step(f"down: {len(bill(url)['machines'])} machines, all given back")
+
+
+def addresses(cluster: Cluster) -> dict[str, str]:
+    record = Path(cluster.env["XDG_STATE_HOME"]) / "shoal" / cluster.name / "rented-hosts.json"
+    return {name: host["address"] for name, host in json.loads(record.read_text()).items()}
+
+
+def run_as_user(address: str, key: Path, command: str) -> str:
+    """The output of a command as an ordinary user of the login host."""
+    options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(key)]
+    line = ["ssh", "-q", *options, f"anna@{address}", command]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done
+    return "\n".join(sorted(done.stdout.split()))
