@@ -24,14 +24,14 @@ class BenchError(Exception):
     """The bench cannot continue: a program failed, or did not do the work that is measured."""
 
 
-def bench_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The options that every bench has."""
+def bench_parser(name: str, description: str, result: str = "") -> argparse.ArgumentParser:
+    """The options that every bench has; `result` is the table's name, where it is not that of the bench."""
     parser = argparse.ArgumentParser(
         prog=f"bench/{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="smallest size: check that it works, ignore the times")
-    size.add_argument("--save", action="store_true", help=f"write the table to bench/results/{name}.txt")
+    size.add_argument("--save", action="store_true", help=f"write the table to bench/results/{result or name}.txt")
     return parser
 
 

@@ -40,6 +40,10 @@ CHANGING = {"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"}
 DECODED = "Success"
 REJECTED = "Invalid credential"
 """What munge says to a credential of its own key, and of another."""
+SILENT = ("unreachable", "slurmd-stopped", "gpu-missing")
+"""Faults of a host that explain why Slurm does not hear of it."""
+NO_DEVICE = "can't stat gres.conf file"
+"""What slurmd logs, and ends, where a device file of a GPU is missing."""
 Key = tuple[str, str, str]
 
 
@@ -101,12 +105,19 @@ def diagnose(view: ClusterView) -> list[Diagnosis]:
         *(diagnosis for host, report in view.reports.items() for diagnosis in _host_faults(view, host, report)),
         *(_diagnosis(id, host, evidence=evidence) for id, host, evidence in _misfits(view)),
     ]
+    newcomers = _newcomers(view)
+    host_diagnoses = [
+        *(diagnosis for diagnosis in host_diagnoses if diagnosis.host not in newcomers),
+        *(_diagnosis("not-joined", host) for host in newcomers),
+    ]
     if view.slurm_error and not any(diagnosis.id == "slurmctld-stopped" for diagnosis in host_diagnoses):
         host_diagnoses.append(_diagnosis("slurmctld-silent", view.controller, evidence=(view.slurm_error,)))
     nodes = [diagnosis for node in view.nodes.values() for diagnosis in _node_faults(view, node, host_diagnoses)]
     # A host that cannot be checked explains why Slurm does not hear of it.
-    silent_hosts = {diagnosis.host for diagnosis in host_diagnoses if diagnosis.id in ("unreachable", "slurmd-stopped")}
+    silent_hosts = {diagnosis.host for diagnosis in host_diagnoses if diagnosis.id in SILENT}
     nodes = [diagnosis for diagnosis in nodes if diagnosis.id != "not-responding" or diagnosis.host not in silent_hosts]
+    host_keys = {diagnosis.key for diagnosis in host_diagnoses}
+    nodes = [diagnosis for diagnosis in nodes if diagnosis.key not in host_keys]
     records = view.reports.get(view.controller, HostReport()).records
     for name, numbers in unreliable_nodes(records):
         if name in view.nodes:
@@ -150,7 +161,10 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
         if problem:
             fault = FAULTS[f"{name}-stopped"]
             lines = report.log_lines(fault.log, RECENT_S) if fault.log else ()
-            yield _diagnosis(fault.id, host, evidence=(problem, *lines))
+            if name == "slurmd" and lines and NO_DEVICE in lines[-1]:
+                fault = FAULTS["gpu-missing"]  # a start would fail again
+            reason = view.nodes[host].reason if host in view.nodes else ""
+            yield _diagnosis(fault.id, host, evidence=(problem, *lines), reason=reason)
     answer = view.credentials.get(host, DECODED)
     if answer == REJECTED:
         lines = report.log_lines(FAULTS["munge-key"].log, RECENT_S)
@@ -172,14 +186,19 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
         yield _diagnosis("unreachable", host, evidence=(f"these checks did not end: {checks}",))
 
 
+def _newcomers(view: ClusterView) -> list[str]:
+    """Hosts that `shoal up` is about to make nodes: nothing is wrong with what they do not have yet."""
+    names = [name for nodes in view.nodesets.values() for name in nodes if name in view.reports]
+    return [name for name in names if view.nodes and name not in view.nodes]
+
+
 def _missing_names(view: ClusterView, host: str, report: HostReport) -> list[str]:
     """The names that a host should know and does not. A container behind a tunnel knows only the controller, and no
     other host knows it."""
     behind_tunnel = {node.name for node in view.nodes.values() if node.address == LOOPBACK} - {view.controller}
+    hidden = {*behind_tunnel, *_newcomers(view)}
     return [
-        name
-        for name in report.names
-        if name == view.controller or (host not in behind_tunnel and name not in behind_tunnel)
+        name for name in report.names if name == view.controller or (host not in behind_tunnel and name not in hidden)
     ]
 
 

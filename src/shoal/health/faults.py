@@ -59,6 +59,13 @@ HOST_FAULTS = (
         "look at its console; `shoal ssh {host}` shows if it answers again",
     ),
     Fault(
+        "not-joined",
+        "info",
+        "the host is not a node of Slurm yet",
+        "the cluster's file names it, and no `shoal up` has finished on it",
+        "wait for the `shoal up` that is running, or run it",
+    ),
+    Fault(
         "slurmctld-stopped",
         "error",
         "slurmctld does not run",

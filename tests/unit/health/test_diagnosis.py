@@ -176,6 +176,27 @@ def test_node_without_a_machine_is_no_finding() -> None:
     assert diagnose(view(node("shoal: out", "DOWN", "CLOUD", "NOT_RESPONDING", "POWERING_UP"))) == []
 
 
+def test_slurmd_without_a_device_file_of_a_gpu_lacks_the_gpu() -> None:
+    fatal = log("fatal: can't stat gres.conf file /dev/nvidia1: No such file or directory")
+    report = replace(WELL, services={"slurmd": "failed"}, logs=[fatal])
+    one = only(diagnose(view(node("Not responding", "DOWN", "NOT_RESPONDING"), report=report)))
+    assert (one.id, one.action, one.blocked, one.reason) == ("gpu-missing", "register", "", "Not responding")
+    assert one.evidence == ("slurmd is failed", fatal.text)
+    low = node("gres/gpu count reported lower than configured (1 < 2)", "IDLE", "DRAIN", "INVALID_REG")
+    assert [one.id for one in diagnose(view(low, report=report))] == ["gpu-missing"]
+
+
+def test_host_that_is_no_node_yet_is_no_error() -> None:
+    bare = HostReport(services={"munge": "inactive", "slurmd": "inactive"}, users={"alice": None}, names=("c1", "n1"))
+    reports = {"c1": replace(WELL, names=("n2",)), "n1": replace(WELL, names=("n2",)), "n2": bare}
+    nodesets = {"lab": ("n1", "n2")}
+    one = only(diagnose(ClusterView("c1", {"n1": node("", "IDLE")}, reports=reports, nodesets=nodesets)))
+    assert (one.id, one.level, one.host) == ("not-joined", "info", "n2")
+    # Where Slurm does not answer, nobody knows its nodes.
+    silent = ClusterView("c1", slurm_error="no", reports=reports, nodesets=nodesets)
+    assert "not-joined" not in {one.id for one in diagnose(silent)}
+
+
 def test_machine_that_did_not_come_in_time_is_a_warning() -> None:
     one = only(diagnose(view(node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN", "NOT_RESPONDING"))))
     assert (one.id, one.level, one.action) == ("resume-timeout", "warning", "")

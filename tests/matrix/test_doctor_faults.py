@@ -1,0 +1,89 @@
+"""The faults that `shoal doctor` is measured by, made on a cluster: found, with the right cause, fixed, and idle again.
+
+    scripts/test -m matrix tests/matrix/test_doctor_faults.py -s
+    SHOAL_SAVE_TABLE=1 ...      also writes bench/results/doctor.txt
+
+The tests share the cluster. Each leaves it healthy; after one that failed it is brought up again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests import nvml
+from tests.doctor_faults import Outcome, fault_table, saved_outcomes
+from tests.documents import ROOT
+from tests.e2e.cluster import Cluster, login_keys, taken_down
+from tests.matrix.doctor_cases import CASES, cancel_jobs
+from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, Case, Scene, await_health, play
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+
+
+TABLE = ROOT / "bench/results/doctor.txt"
+FRESH: set[int] = set()
+"""The faults that this run has made."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[int, Outcome]]:
+    """What was seen of each fault; the table is printed at the end, and saved if asked for.
+
+    Faults that this run does not make keep their row.
+    """
+    seen = saved_outcomes(TABLE.read_text()) if os.environ.get("SHOAL_SAVE_TABLE") else {}
+    yield seen
+    table = "\n".join(fault_table(seen)) + "\n"
+    print("\n" + table)
+    if os.environ.get("SHOAL_SAVE_TABLE"):
+        TABLE.write_text(table)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, outcomes: dict[int, Outcome]) -> Iterator[Scene]:
+    place = tmp_path_factory.mktemp("faults")
+    (place / "prolog.sh").write_text(SCRIPT.format("prolog"))
+    (place / "epilog.sh").write_text(SCRIPT.format("epilog") + HANG_EPILOG)
+    with login_keys("alice") as keys:
+        cluster = Cluster(place, SPEC.replace("KEYS", str(keys)))
+        with taken_down(cluster):
+            assert cluster.json("up")["whole"]
+            made = Scene(cluster, nvml.build(place))
+            made.age_node()
+            await_health(made)
+            yield made
+
+
+def restore(scene: Scene) -> None:
+    clean = f"{THAW}; umount -l /var/tmp /var/lib/slurm/slurmd; rm -f /run/fail-* /run/hang-epilog /etc/ld.so.preload"
+    for name in ("fish1", "fish2"):
+        scene.sh(name, f"{clean}; pkill -9 slurmstepd; systemctl restart munge", check=False)
+    cancel_jobs(scene)
+    scene.cluster.json("up", status=None)
+    scene.sh("controller", "systemctl restart slurmctld")
+    for name in ("fish1", "fish2"):
+        scene.sh(name, "systemctl reset-failed slurmd; systemctl restart slurmd", check=False)
+    scene.check_node(runs=2)
+    scene.wait("slurmctld answers", lambda: "fish1" in scene.node("fish1") or True)
+    scene.sh("controller", "sleep 5; scontrol update nodename=fish1,fish2 state=resume", check=False)
+    await_health(scene)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fault_is_found_with_its_cause_and_fixed(scene: Scene, outcomes: dict[int, Outcome], case: Case) -> None:
+    seen = {fault.number: Outcome(fault.how) for fault in case.faults}
+    try:
+        play(scene, case, seen)
+    except AssertionError:
+        restore(scene)
+        raise
+    finally:
+        # Of a fault that is made in two ways, one that fails is shown.
+        failed = {number for number in seen if number in FRESH and outcomes[number].idle != "yes"}
+        outcomes |= {number: row for number, row in seen.items() if number not in failed}
+        FRESH.update(seen)
+        print(f"{time.strftime('%H:%M:%S')} {case.name}: {seen}", flush=True)
