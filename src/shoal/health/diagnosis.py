@@ -40,7 +40,7 @@ CHANGING = {"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"}
 DECODED = "Success"
 REJECTED = "Invalid credential"
 """What munge says to a credential of its own key, and of another."""
-SILENT = ("unreachable", "slurmd-stopped", "gpu-missing")
+SILENT = ("unreachable", "slurmd-stopped", "gpu-missing", "munge-stopped", "munge-key")
 """Faults of a host that explain why Slurm does not hear of it."""
 NO_DEVICE = "can't stat gres.conf file"
 """What slurmd logs, and ends, where a device file of a GPU is missing."""

@@ -186,6 +186,12 @@ def test_slurmd_without_a_device_file_of_a_gpu_lacks_the_gpu() -> None:
     assert [one.id for one in diagnose(view(low, report=report))] == ["gpu-missing"]
 
 
+def test_wrong_key_explains_why_a_node_does_not_respond() -> None:
+    silent = node("Not responding", "DOWN", "NOT_RESPONDING")
+    found = diagnose(view(silent, credentials={"c1": "Success", "n1": "Invalid credential"}))
+    assert [one.id for one in found] == ["munge-key"]
+
+
 def test_host_that_is_no_node_yet_is_no_error() -> None:
     bare = HostReport(services={"munge": "inactive", "slurmd": "inactive"}, users={"alice": None}, names=("c1", "n1"))
     reports = {"c1": replace(WELL, names=("n2",)), "n1": replace(WELL, names=("n2",)), "n2": bare}
