@@ -24,7 +24,7 @@ from tests.e2e.simulated_clouds import GOOGLE_IMAGE, Cloud, bill, simulated
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,  # minutes for each cloud
-    pytest.mark.skip(reason="written, and not run yet: take this mark away with the first run that passes"),
+    pytest.mark.skip(reason="ran up to the first `up` so far: take this mark away with the first run that passes"),
 ]
 
 CLOUDS = {
@@ -57,7 +57,7 @@ controller: {{{shared}}}
 login: {{{shared}}}
 nodesets:
   gpu: {{provider: {kind}, type: {node}, {place}, max: 2, cpus: 1, memory: 1G, idle: 10s}}
-storage: {{/shared: {{kind: nfs}}}}
+storage: {{/data: {{kind: nfs}}}}
 users: {{anna: {{keys: ["file:{keys}/anna.pub"]}}}}
 time: none
 """
