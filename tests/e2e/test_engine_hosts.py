@@ -167,3 +167,4 @@ def test_composition_of_the_examples_becomes_a_cluster(node_image: str, tmp_path
             made.shoal("down", "--force")
         finally:
             run("down", "--volumes")
+            asyncio.run(find_engine("podman").run("network", "rm", "compose_cluster"))  # podman-compose keeps it
