@@ -266,8 +266,8 @@ def test_down_is_rejected_while_jobs_run_and_removes_everything(cluster: Cluster
 def nothing_is_left_of(layout: Layout) -> bool:
     """Whether this machine has no link, namespace, rule, mount, loop device or process of a cluster any more."""
     seen: list[str] = []
-    looks = [["ip", "-o", "link"], ["ip", "netns"], ["mount"], ["losetup", "-l"]]
-    looks += [["nft", "list", "tables"]] if os.geteuid() == 0 else []
+    looks = [["ip", "-o", "link"], ["ip", "netns"], ["mount"]]
+    looks += [["losetup", "-l"], ["nft", "list", "tables"]] if os.geteuid() == 0 else []
     looks += engine_lists(KIND) if KIND in ENGINES else []
     for look in looks:
         seen += subprocess.run(look, capture_output=True, text=True, check=True, timeout=LIMIT).stdout.splitlines()
