@@ -77,7 +77,8 @@ def test_command_list_is_complete() -> None:
         *("node drain", "node resume", "node remove"),
         *("join", "run", "jobs", "logs", "fetch", "cancel", "prove", "bench links", "validate"),
         *("env build", "env list", "env remove", "env clean", "ui"),
-        *("image pull", "image build", "image save", "image bundle", "image list", "image remove", "image prune"),
+        *("image pull", "image push", "image build", "image save", "image bundle", "image login", "image logout"),
+        *("image list", "image remove", "image prune"),
         *("usage", "restore", "keys rotate", "offers", "cost", "try", "reap", "simulate"),
     }
 
