@@ -37,6 +37,7 @@ from shoal.verbs.jobs import CancelResult, JobsResult, JobView
 from shoal.verbs.joined_cluster import JoinResult
 from shoal.verbs.keys import KeysResult
 from shoal.verbs.links import LinksResult
+from shoal.verbs.images import PushedImage
 from shoal.verbs.logs import LogsResult
 from shoal.verbs.provider_accounts import OffersResult
 from shoal.verbs.provider_trial import TryResult
@@ -80,6 +81,7 @@ COMMANDS = {
     "image pull": of(StoredImage),
     "image build": of(StoredImage),
     "image save": of(StoredImage),
+    "image push": of(PushedImage),
     "ui": of(WebPage),
     "simulate": of(Simulated),
 }
