@@ -33,11 +33,11 @@ from shoal.verbs.doctor import DoctorResult, FixOutcome
 from shoal.verbs.env import CleanResult, EnvironmentState
 from shoal.verbs.env_build import BuildResult
 from shoal.verbs.fetch import FetchResult, SkippedFile
+from shoal.verbs.images import PushedImage
 from shoal.verbs.jobs import CancelResult, JobsResult, JobView
 from shoal.verbs.joined_cluster import JoinResult
 from shoal.verbs.keys import KeysResult
 from shoal.verbs.links import LinksResult
-from shoal.verbs.images import PushedImage
 from shoal.verbs.logs import LogsResult
 from shoal.verbs.provider_accounts import OffersResult
 from shoal.verbs.provider_trial import TryResult
