@@ -36,6 +36,8 @@ from shoal_simulators.instances import Fault
 from shoal_simulators.market import Market
 from shoal_simulators.server import SimulatorApp, serve
 
+STEP = 4
+"""A kill at every fourth call; those between are in the matrix."""
 CLUSTER = "reef"
 MACHINES = {
     "gcp": RentedMachine("e2-standard-2", zone="us-central1-a", disk_gb=50),
@@ -240,9 +242,10 @@ async def test_everything_is_given_back(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-async def test_killed_at_any_call_nothing_is_ordered_twice_or_left(cloud: Cloud, after: bool) -> None:
+@pytest.mark.parametrize("first", [0, *(pytest.param(call, marks=pytest.mark.matrix) for call in range(1, STEP))])
+async def test_killed_at_any_call_nothing_is_ordered_twice_or_left(cloud: Cloud, first: int, after: bool) -> None:
     """The next run adopts what there is; `destroy`, killed as often, leaves nothing."""
-    one, cuts = requests(cloud, ["controller"]), 0
+    one, cuts = requests(cloud, ["controller"]), first
     while True:
         cloud.knife = Knife(cuts, after)
         with suppress(Killed):
@@ -261,7 +264,7 @@ async def test_killed_at_any_call_nothing_is_ordered_twice_or_left(cloud: Cloud,
         assert not RentedHostRecords.read(CLUSTER).hosts
         if not killed:
             break
-        cuts += 1
+        cuts += STEP
     assert cuts > 10
 
 
