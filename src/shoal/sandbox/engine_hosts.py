@@ -25,7 +25,7 @@ from shoal.sandbox import engine_image, seed
 from shoal.sandbox.engine import LABEL, LOOPBACK, Engine, create_arguments, find_engine, network_name
 from shoal.sandbox.images import remove_tree
 from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site
-from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, cpus_of, ssh_answers
+from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, cpus_of, each_host, ssh_answers
 from shoal.sandbox.network import choose_sites, new_host
 from shoal.sandbox.programs import last_lines
 
@@ -196,17 +196,10 @@ async def _start(engine: Engine, layout: Layout, hosts: Sequence[HostRecord], pr
         done += 1
         progress(f"host {host.name} is up", done / len(hosts))
 
-    outcomes = await asyncio.gather(*(bring_up(host) for host in hosts), return_exceptions=True)
-    failed: dict[str, str] = {}
-    for host, outcome in zip(hosts, outcomes, strict=True):
-        if isinstance(outcome, ProviderError):
-            failed[host.name] = outcome.message
-        elif isinstance(outcome, BaseException):
-            raise outcome
-    if failed:
-        what = f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + next(iter(failed.values()))
-        name = layout.namespace(next(iter(failed)))
-        raise ProviderError(what, hint=f"look at `{engine.name} logs {name}`, then run it again", hosts=failed)
+    def hint(name: str) -> str:
+        return f"look at `{engine.name} logs {layout.namespace(name)}`, then run it again"
+
+    await each_host(hosts, bring_up, total=len(hosts), hint=hint)
 
 
 async def _start_container(engine: Engine, layout: Layout, host: HostRecord, state: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import ProviderError
@@ -21,6 +22,8 @@ from shoal.sandbox.qemu import recorded_accelerator
 from shoal.sandbox.seed import write_file
 
 BOOT_TIMEOUT_S = 120.0
+MAX_SHOWN_FAILURES = 3
+"""An error shows the causes of this many hosts; others usually fail for the same cause."""
 BANNER_TIMEOUT_S = 2.0
 VM_BANNER_TIMEOUT_S = 30.0
 """An emulated host on a busy machine takes seconds to answer a connection. Each that is given up costs it as many."""
@@ -33,6 +36,28 @@ shift
 exec "$@"
 """
 """Enters the host's cgroups before anything else, so that all that follows can be found and ended there."""
+
+
+async def each_host(
+    hosts: Sequence[HostRecord],
+    bring_up: Callable[[HostRecord], Awaitable[None]],
+    total: int,
+    hint: Callable[[str], str],
+) -> None:
+    """Bring up hosts at the same time. Those that fail are one error, with the hint for the first of them."""
+    outcomes = await asyncio.gather(*(bring_up(host) for host in hosts), return_exceptions=True)
+    failed: dict[str, str] = {}
+    for host, outcome in zip(hosts, outcomes, strict=True):
+        if isinstance(outcome, ProviderError):
+            failed[host.name] = outcome.message
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    if failed:
+        causes = list(failed.values())
+        more = len(causes) - MAX_SHOWN_FAILURES
+        shown = [*causes[:MAX_SHOWN_FAILURES], *([f"and {more} more"] if more > 0 else [])]
+        what = f"{len(failed)} of {total} sandbox hosts did not come up: " + "\n".join(shown)
+        raise ProviderError(what, hint=hint(next(iter(failed))), hosts=failed)
 
 
 def group(layout: Layout, name: str) -> HostCgroups:

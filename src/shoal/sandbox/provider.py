@@ -18,8 +18,6 @@ from shoal.sandbox.layout import HostRecord, Layout, Site, site_of
 from shoal.spec.finding import Finding
 
 BOOT_REPORT_S = 10
-MAX_SHOWN_FAILURES = 3
-"""An error shows the causes of this many hosts; others usually fail for the same cause."""
 
 
 class SandboxProvider:
@@ -149,20 +147,8 @@ class SandboxProvider:
             done += 1
             progress(f"host {host.name} is up", done / len(waiting))
 
-        outcomes = await asyncio.gather(*(bring_up(host) for host in waiting), return_exceptions=True)
-        failed: dict[str, str] = {}
-        for host, outcome in zip(waiting, outcomes, strict=True):
-            if isinstance(outcome, ProviderError):
-                failed[host.name] = outcome.message
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        if failed:
-            causes = list(failed.values())
-            more = len(causes) - MAX_SHOWN_FAILURES
-            shown = [*causes[:MAX_SHOWN_FAILURES], *([f"and {more} more"] if more > 0 else [])]
-            what = f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join(shown)
-            hint = f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts again"
-            raise ProviderError(what, hint=hint, hosts=failed)
+        hint = f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts again"
+        await lifecycle.each_host(waiting, bring_up, total=len(hosts), hint=lambda _: hint)
 
 
 @contextlib.asynccontextmanager
