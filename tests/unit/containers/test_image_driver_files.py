@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.unit.containers.test_image_runner import ALLOWED, SETTINGS, START, root
 
-from shoal.remote.runner import gpu_driver
-from shoal.remote.runner.gpu_driver import driver_mounts, driver_problem, driver_variables, is_met
+from shoal.remote.runner import driver_files
+from shoal.remote.runner.driver_files import driver_mounts, driver_problem, driver_variables, is_met
 
 __all__ = ["root"]
 OF_CUDA_IMAGE = "cuda>=12.4 brand=tesla,driver>=470,driver<471 brand=nvidia,driver>=535,driver<536"
@@ -40,7 +40,7 @@ def driver(tmp_path: Path) -> Path:
 @pytest.fixture
 def installed(driver: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in constants(driver).items():
-        monkeypatch.setattr(gpu_driver, name, value)
+        monkeypatch.setattr(driver_files, name, value)
     return driver
 
 
@@ -52,7 +52,7 @@ def constants(driver: Path) -> dict[str, object]:
 
 
 def test_node_without_gpus_adds_nothing() -> None:
-    if Path(gpu_driver.DEVICE).exists():
+    if Path(driver_files.DEVICE).exists():
         pytest.skip("this machine has a GPU")
     assert driver_mounts() == []
 
@@ -108,8 +108,8 @@ def test_image_for_a_newer_cuda_is_rejected_with_the_versions(installed: Path, m
 @pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
 def test_command_in_an_image_finds_the_driver(root: Path, driver: Path) -> None:
     program = (
-        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import gpu_driver, image\n"
-        f"vars(gpu_driver).update({constants(driver)!r})\n"
+        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import driver_files, image\n"
+        f"vars(driver_files).update({constants(driver)!r})\n"
         "sys.exit(image.run_in_image(sys.argv[1:]))"
     )
     settings = {**SETTINGS, "directory": str(root)}

@@ -17,7 +17,7 @@ import stat
 import sys
 import warnings  # noqa: F401 - os.execvpe imports it, and inside there is no Python of the node
 
-from .gpu_driver import driver_mounts, driver_problem, driver_variables
+from .driver_files import driver_mounts, driver_problem, driver_variables
 from .unpacked_image import DEFAULT_PATH, Problem, find_container, own_store, unpacked
 from .variables import CONTAINER, IMAGE
 
