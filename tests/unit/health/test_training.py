@@ -195,6 +195,47 @@ def test_job_of_another_user_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 1
 
 
+def test_second_run_for_a_job_leaves_it_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hung_job, "STATE", str(tmp_path))
+    lock = tmp_path / f"hung-{JOB}"
+    runs: list[str] = []
+
+    def examine(job: str, user: str) -> str:
+        runs.append(job)
+        hung_job.main(job, user)
+        assert lock.exists()
+        return "seen"
+
+    monkeypatch.setattr(hung_job, "examine", examine)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        hung_job.main(JOB, "2001")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert runs == [JOB] and not lock.exists()
+
+
+def test_job_is_released_when_the_run_is_ended(tmp_path: Path) -> None:
+    """With a `scontrol` that writes down what it is told, and holds the job for ever."""
+    log, program = tmp_path / "log", tmp_path / "scontrol"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho JobState=RUNNING\n')
+    program.chmod(0o755)
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(hung_job.__file__).parents[1])!r})\n"
+        "from node_health import hung_job\n"
+        f"hung_job.STATE, hung_job.PATH = {str(tmp_path)!r}, {str(tmp_path)!r} + ':/usr/bin:/bin'\n"
+        "hung_job.examine = lambda job, user: hung_job.requeue_without(job, 'n1')\n"
+        f"hung_job.main({JOB!r}, '2001')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as run:
+        while not (log.exists() and "show job" in log.read_text()):
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.terminate()
+    lines = log.read_text().splitlines()
+    assert lines[0] == f"requeuehold {JOB}" and lines[-1] == f"release {JOB}"
+
+
 @pytest.mark.parametrize("mode", ["warn", "requeue"])
 def test_rank_without_a_step_is_found(rank: subprocess.Popen[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LOWEST_USER", 0)

@@ -11,7 +11,9 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -26,14 +28,19 @@ DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 
 def main(job: str, user: str) -> None:
     """`user` is the id of who owns the processes that hang: nobody else's job is touched for them."""
-    lock = os.open(f"{STATE}/hung-{int(job)}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path = f"{STATE}/hung-{int(job)}"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        say(job, examine(job, user))
     except BlockingIOError:
+        os.close(lock)
         return  # the last run is still at it
+    # The hook ends a run that takes too long: a job must not stay held then.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        say(job, examine(job, user))
     finally:
-        os.unlink(f"{STATE}/hung-{int(job)}")
+        os.unlink(path)
         os.close(lock)
 
 
