@@ -66,15 +66,21 @@ def require_consent(spec: Spec, quotes: Sequence[HostQuote], given: bool) -> Non
         raise UsageError(f"this {quotes_text(quotes)}", hint="use --yes")
 
 
-def type_findings(members: Iterable[Member], instances: Mapping[str, Instance]) -> list[Finding]:
-    """Rented hosts that are of another type than the file says."""
+def change_findings(members: Iterable[Member], instances: Mapping[str, Instance]) -> list[Finding]:
+    """Rented hosts that are of another type, or elsewhere, than the file says."""
     findings = []
     for member in members:
-        instance = instances.get(member.name)
-        if member.machine is None or instance is None or instance.type in ("", member.machine.type):
+        machine, instance = member.machine, instances.get(member.name)
+        if machine is None or instance is None:
             continue
-        what = f"was rented as {instance.type}; the file now says {member.machine.type}"
-        findings.append(Finding("warning", what, fix="`shoal down` and `shoal up` rent it anew", host=member.name))
+        pairs = (("as", instance.type, machine.type), ("in", instance.place, machine.zone))
+        for word, there, wanted in pairs:
+            if there and wanted and there != wanted:
+                what, fix = (
+                    f"was rented {word} {there}; the file now says {wanted}",
+                    "`shoal down` and `shoal up` rent it anew",
+                )
+                findings.append(Finding("warning", what, fix=fix, host=member.name))
     return findings
 
 

@@ -45,8 +45,6 @@ KEY_TIMEOUT_S = 60.0
 MAX_PLACES = 4
 """So many zones are tried where one has no machine left."""
 
-Client = RentalProvider
-
 
 @dataclass(frozen=True)
 class HostPolling:
@@ -165,7 +163,7 @@ class RentedHosts:
                 records.remove(name)
         progress("machines released", 1.0)
 
-    async def _machines(self, client: Client) -> list[RentedInstance]:
+    async def _machines(self, client: RentalProvider) -> list[RentedInstance]:
         """The hosts of the cluster that stay, oldest first."""
         listed = await client.instances(self.cluster)
         machines = [one for one in listed if one.cluster == self.cluster and one.permanent]
@@ -191,7 +189,7 @@ class RentedHosts:
         return Instance(name, state, host.target(name), type=machine.type, place=machine.zone or machine.region)
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[tuple[Client, ProviderLogin]]:
+    async def _client(self) -> AsyncIterator[tuple[RentalProvider, ProviderLogin]]:
         login = self.login()
         client = self.opened(login)
         try:
@@ -206,7 +204,7 @@ class _Run:
     """One run of `create`."""
 
     hosts: RentedHosts
-    client: Client
+    client: RentalProvider
     login: ProviderLogin
     records: RentedHostRecords
     progress: Progress

@@ -43,12 +43,12 @@ from shoal.verbs.controller_move import move_service, predecessor, record_contro
 from shoal.verbs.provider_accounts import release_findings
 from shoal.verbs.rentals import ledger_rentals, record_ended
 from shoal.verbs.rented_costs import (
+    change_findings,
     price_findings,
     quote_hosts,
     quotes_text,
     rented_versions,
     require_consent,
-    type_findings,
 )
 from shoal.verbs.shares import unservable_share_findings
 
@@ -322,7 +322,12 @@ async def survey(context: Context) -> Survey:
     new = tuple(request.name for _, request in missing if request.name not in instance_by_name)
     unreleasable = await release_findings(context.spec)
     images = {name: instance.shape.image for name, instance in instance_by_name.items() if not instance.type}
-    findings = (*instances.findings, *shape_warnings, *type_findings(context.members, instance_by_name), *unreleasable)
+    findings = (
+        *instances.findings,
+        *shape_warnings,
+        *change_findings(context.members, instance_by_name),
+        *unreleasable,
+    )
     return Survey(missing, orphans, new, images, findings)
 
 

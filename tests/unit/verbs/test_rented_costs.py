@@ -11,7 +11,7 @@ from shoal.hosts.api import Target
 from shoal.hosts.provider import HostQuote, Instance
 from shoal.spec.loader import load_text
 from shoal.spec.members import members
-from shoal.verbs.rented_costs import price_findings, quotes_text, rented_versions, require_consent, type_findings
+from shoal.verbs.rented_costs import change_findings, price_findings, quotes_text, rented_versions, require_consent
 
 TEXT = """\
 cluster: reef
@@ -70,12 +70,17 @@ def test_budget_holds_for_rented_hosts(quotes: tuple[HostQuote, ...], what: str,
     require_consent(spec, QUOTES, True)
 
 
-def test_machine_of_another_type_is_reported() -> None:
-    made = {"controller": Instance("controller", "running", Target("controller"), type="e2-small")}
-    [finding] = type_findings(members(SPEC), made)
-    assert str(finding) == (
-        "controller: was rented as e2-small; the file now says e2-standard-2, `shoal down` and `shoal up` rent it anew"
-    )
+def test_machine_of_another_type_or_zone_is_reported() -> None:
+    spec = load_text(TEXT.replace("compute: true", "compute: true, zone: us-central1-c"), "s.yaml")
+    made = Instance("controller", "running", Target("controller"), type="e2-standard-2", place="us-central1-c")
+    assert change_findings(members(spec), {"controller": made}) == []
+    other = replace(made, type="e2-small", place="us-central1-b")
+    then = ", `shoal down` and `shoal up` rent it anew"
+    assert [str(finding) for finding in change_findings(members(spec), {"controller": other})] == [
+        f"controller: was rented as e2-small; the file now says e2-standard-2{then}",
+        f"controller: was rented in us-central1-b; the file now says us-central1-c{then}",
+    ]
+    assert len(change_findings(members(SPEC), {"controller": other})) == 1, "any zone will do"
 
 
 def test_slurm_of_rented_hosts_comes_from_their_images() -> None:
