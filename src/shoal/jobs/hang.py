@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.remote.node_health.job_stacks import ranks_behind
+from shoal.remote.node_health.training import HUNG_STEPS
+from shoal.spec.finding import printable
 
-HUNG_STEPS = 20
-"""A training hangs if it has made no step for as long as it needs for so many."""
 HUNG_MIN_S = 300.0
 """Shorter pauses are saves, evaluations and the first batches of an epoch."""
 MAX_FRAMES = 3
@@ -57,12 +57,12 @@ def parse_stacks(node: str, text: str) -> list[RankStack]:
     stacks = []
     for values in _objects(text):
         try:
-            stack = tuple(_printable(str(frame)) for frame in values["stack"])
+            stack = tuple(printable(str(frame)) for frame in values["stack"])
             numbers = int(values["rank"]), int(values["pid"]), int(values["cpu_percent"])
             step = int(values["step"]) if "step" in values else None
             place = node or str(values["node"])
             stacks.append(
-                RankStack(numbers[0], place, numbers[1], numbers[2], _printable(str(values["wait"])), stack, step)
+                RankStack(numbers[0], place, numbers[1], numbers[2], printable(str(values["wait"])), stack, step)
             )
         except (KeyError, TypeError, ValueError):
             continue
@@ -71,12 +71,7 @@ def parse_stacks(node: str, text: str) -> list[RankStack]:
 
 def parse_nccl(text: str) -> list[str]:
     """What NCCL says of the job, in the answer of a node."""
-    return [f"NCCL: {_printable(str(line))}" for values in _objects(text) for line in values.get("nccl", ())]
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal would obey: a job's processes choose it."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return [f"NCCL: {printable(str(line))}" for values in _objects(text) for line in values.get("nccl", ())]
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
