@@ -119,8 +119,9 @@ def diagnose(view: ClusterView) -> list[Diagnosis]:
     host_keys = {diagnosis.key for diagnosis in host_diagnoses}
     nodes = [diagnosis for diagnosis in nodes if diagnosis.key not in host_keys]
     records = view.reports.get(view.controller, HostReport()).records
-    for name, numbers in unreliable_nodes(records):
-        if name in view.nodes:
+    stops = {name: report.stops for name, report in view.reports.items()}
+    for name, numbers in unreliable_nodes(records, stops):
+        if name in view.nodes and not view.nodes[name].cloud:  # a rented node is another machine each time
             nodes.append(_diagnosis("node-unreliable", name, evidence=(numbers,)))
     jobs = [diagnosis for job in view.jobs for diagnosis in _job_faults(job)]
     for entry in view.reports.get(view.controller, HostReport()).completing:

@@ -83,7 +83,8 @@ def doctor_markdown() -> str:
             _INTRODUCTION,
             _section(
                 "On hosts",
-                "Found by a check of each host, and in the controller's record of ended jobs.",
+                "Found by a check of each host, and in the controller's record of ended jobs. Jobs that their users "
+                "cancelled do not count there, nor those that ended when somebody rebooted a node or stopped slurmd.",
                 HOST_FAULTS,
                 "Shoal checks",
             ),

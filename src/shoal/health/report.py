@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.health.reliability import JobCounts
+from shoal.health.reliability import EndedJobs, Stop
 
 MAX_EVIDENCE = 3
 """So many lines of a log are shown."""
@@ -99,7 +99,7 @@ class HostReport:
     munge: Mapping[str, str] = field(default_factory=dict)
     unfinished: Sequence[str] = ()
     health: HealthReport | None = None
-    records: Mapping[str, JobCounts] = field(default_factory=dict)
+    records: Mapping[str, EndedJobs] = field(default_factory=dict)
     """What became of the jobs on each list of nodes. The controller has it."""
     clock: float | None = None
     version: str = ""
@@ -110,6 +110,8 @@ class HostReport:
     """Kernel, driver, packages and digests of files, to compare with other nodes."""
     completing: Sequence[CompletingJob] = ()
     """Jobs that have ended and still hold nodes. The controller has it."""
+    stops: Sequence[Stop] = ()
+    """When somebody rebooted the host, or stopped slurmd there."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> HostReport:
@@ -128,12 +130,16 @@ class HostReport:
                 {str(key): str(text) for key, text in values.get("munge", {}).items()},
                 tuple(map(str, values.get("unfinished", ()))),
                 HealthReport.parse(values["health"]) if values.get("health") else None,
-                {str(nodes): JobCounts(*map(int, counts)) for nodes, counts in values.get("records", {}).items()},
+                {
+                    str(nodes): EndedJobs(int(jobs), tuple(map(float, failed)), tuple(map(float, lost)))
+                    for nodes, (jobs, failed, lost) in values.get("records", {}).items()
+                },
                 float(values["clock"]) if "clock" in values else None,
                 str(values.get("version", "")),
                 {str(name): str(text) for name, text in values.get("confs", {}).items()},
                 {str(name): str(text) for name, text in values.get("facts", {}).items()},
                 tuple(CompletingJob(**job) for job in values.get("completing", ())),
+                tuple((float(begin), float(end)) for begin, end in values.get("stops", ())),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(str(error)) from error

@@ -34,6 +34,9 @@ RECORD = re.compile(
 )
 ENDS = ("COMPLETED", "FAILED", "NODE_FAIL", "BOOT_FAIL", "TIMEOUT", "OUT_OF_MEMORY")
 """Of jobs whose end says something of their nodes."""
+FAILURES = ("FAILED", "NODE_FAIL", "BOOT_FAIL")
+STOP = re.compile(rb"Slurmd shutdown completing|slurmd version \S+ started")
+"""What slurmd logs when it is told to end, also by a reboot that somebody asked for, and when it is back."""
 NOTABLE = re.compile(rb"error|fatal|[Pp]rolog|[Ee]pilog|slurmd version \S+ started")
 CACHED_CONF = ("/run/slurm/conf", "/var/lib/slurm/slurmd/conf-cache")
 """Where slurmd keeps the files that it fetched from slurmctld."""
@@ -164,20 +167,36 @@ def age(line: str) -> float | None:
         return None
 
 
-def check_records(path: str, days: str) -> dict[str, list[int]]:
-    """How many jobs ended on each list of nodes in these days, how many failed, and how many were lost with a node."""
-    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - int(days) * 86400))
-    counts: dict[str, list[int]] = {}
+def check_records(path: str, days: str) -> dict[str, list[Any]]:
+    """How many jobs ended on each list of nodes in these days, when some failed, and when some were lost with one."""
+    since = time.time() - int(days) * 86400
+    counts: dict[str, list[Any]] = {}
     for line in (*search(path + ".1", CHANGE_BYTES, RECORD), *search(path, CHANGE_BYTES, RECORD)):
         # The last match: a job's name comes before, and is its user's.
         for match in RECORD.finditer(line.encode()):
             state, end, nodes = (part.decode() for part in match.groups())
-        if end >= since and state in ENDS:
-            count = counts.setdefault(nodes, [0, 0, 0])
-            lost = state in ("NODE_FAIL", "BOOT_FAIL")
-            for place, counted in enumerate((True, lost or state == "FAILED", lost)):
-                count[place] += counted
+        seconds = age("[" + end)
+        ended = time.time() - seconds if seconds is not None else 0.0
+        if ended >= since and state in ENDS:
+            count = counts.setdefault(nodes, [0, [], []])
+            count[0] += 1
+            if state in FAILURES:
+                count[1 + (state != "FAILED")].append(round(ended))
     return counts
+
+
+def check_stops(path: str, days: str) -> list[list[float]]:
+    """When slurmd was told to end in these days, each time with its next start, or now."""
+    stops: list[list[float]] = []
+    for line in (*search(path + ".1", CHANGE_BYTES, STOP), *search(path, CHANGE_BYTES, STOP)):
+        seconds, is_open = age(line), bool(stops) and len(stops[-1]) == 1
+        if seconds is None or seconds > int(days) * 86400:
+            continue
+        if "started" not in line:
+            stops.append([time.time() - seconds])
+        elif is_open:
+            stops[-1].append(time.time() - seconds)
+    return [stop if len(stop) == 2 else [*stop, time.time()] for stop in stops]
 
 
 def check_health(config: str, result: str) -> dict[str, Any]:
@@ -295,6 +314,7 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "munge": check_munge,
     "health": check_health,
     "records": check_records,
+    "stops": check_stops,
     "clock": check_clock,
     "version": check_version,
     "confs": check_confs,

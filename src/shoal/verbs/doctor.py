@@ -157,7 +157,7 @@ def _request(context: Context, member: Member) -> dict[str, list[str]]:
         "clock": [],
         **({"version": [daemons[0]]} if daemons else {}),
         "confs": ["" if is_controller else "cached"],
-        **({"facts": files} if runs_jobs else {}),
+        **({"facts": files, "stops": [f"{LOG_DIRECTORY}/slurmd.log", str(RECORD_DAYS)]} if runs_jobs else {}),
         "logs": [f"{LOG_DIRECTORY}/{name}.log" for name in daemons],
         **({"munge": []} if munge else {}),
         **({"health": [CONFIG, f"{STATE}/{RESULT}"]} if context.spec.health.mode != "off" and runs_jobs else {}),

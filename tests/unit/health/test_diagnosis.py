@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from shoal.health.diagnosis import (
     hint,
     job_hint,
 )
-from shoal.health.reliability import JobCounts
+from shoal.health.reliability import EndedJobs
 from shoal.health.report import HealthReport, HostReport, LogEntry, NodeFinding, Space
 from shoal.slurm.state import JobState, NodeState
 
@@ -332,10 +333,29 @@ def test_health_is_read_as_it_is_sent() -> None:
 def test_node_on_which_more_jobs_fail_is_found_with_the_numbers(
     counts: dict[str, tuple[int, int, int]], unreliable: list[str]
 ) -> None:
-    records = {nodes: JobCounts(*numbers) for nodes, numbers in counts.items()}
+    records = {
+        nodes: EndedJobs(jobs, (900.0,) * (failed - lost), (1000.0,) * lost)
+        for nodes, (jobs, failed, lost) in counts.items()
+    }
     nodes = {name: node("", "IDLE", name=name) for name in ("n1", "n2")}
     found = diagnose(ClusterView("c1", nodes, reports={"c1": replace(WELL, records=records)}))
     assert [(one.id, one.host) for one in found] == [("node-unreliable", name) for name in unreliable]
     if counts.get("n1") == (20, 8, 0) and found:
         expected = "in 7 days 8 of 20 jobs failed here, 0 were lost with the node; on other nodes 4 of 100 failed"
         assert found[0].evidence == (expected,)
+
+
+def test_jobs_that_were_lost_in_a_planned_reboot_do_not_make_a_node_unreliable() -> None:
+    nodes = {name: node("", "IDLE", name=name) for name in ("n1", "n2")}
+
+    def found(stops: Sequence[tuple[float, float]], nodes: Mapping[str, NodeState] = nodes) -> list[Diagnosis]:
+        records = {"n[1-2]": EndedJobs(9, (980.0,), (1000.0, 1050.0, 5000.0))}
+        reports = {"c1": replace(WELL, records=records), "n1": WELL, "n2": replace(WELL, stops=stops)}
+        return diagnose(ClusterView("c1", nodes, reports=reports))
+
+    assert found([(990.0, 1010.0)]) == []
+    first, second = found([(990.0, 985.0), (4000.0, 4100.0)])
+    assert (first.host, second.host) == ("n1", "n2"), "after that it ended unasked"
+    assert first.evidence[0].startswith("in 7 days 2 of 7 jobs failed here, 2 were lost with the node")
+    rented = {name: replace(one, state=("IDLE", "CLOUD")) for name, one in nodes.items()}
+    assert found([], rented) == [], "each is another machine than the last"

@@ -94,7 +94,21 @@ def test_ended_jobs_are_counted_by_their_nodes(tmp_path: Path) -> None:
         + line("COMPLETED", "(null)", now)
     )
     answer = ask(records=[str(tmp_path / "jobcomp.log"), "7"])
-    assert answer["records"] == {"n1": [2, 1, 0], "n[1-2]": [1, 1, 1]}
+    [lost], [failed] = answer["records"]["n[1-2]"][2], answer["records"]["n1"][1]
+    assert abs(time.time() - lost) < 60 and failed == lost
+    assert answer["records"] == {"n1": [2, [failed], []], "n[1-2]": [1, [], [lost]]}
+
+
+def test_stops_of_slurmd_are_reported_with_its_next_start(tmp_path: Path) -> None:
+    def line(seconds_ago: float, text: str) -> str:
+        return f"[{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(time.time() - seconds_ago))}.123] {text}\n"
+
+    stop, start = "Slurmd shutdown completing", "slurmd version 22.05.8 started"
+    (tmp_path / "slurmd.log.1").write_text(line(9 * 86400, stop) + line(9000, start) + line(5000, stop))
+    # It did not log an end before its third start: power was lost.
+    (tmp_path / "slurmd.log").write_text(line(4900, start) + line(300, start) + line(100, stop))
+    stops = ask(stops=[str(tmp_path / "slurmd.log"), "7"])["stops"]
+    assert [[round((time.time() - end) / 100) * 100 for end in pair] for pair in stops] == [[5000, 4900], [100, 0]]
 
 
 def test_last_result_of_the_health_program_is_reported(tmp_path: Path) -> None:
