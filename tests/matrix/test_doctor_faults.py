@@ -78,7 +78,8 @@ def test_fault_is_found_with_its_cause_and_fixed(scene: Scene, outcomes: dict[in
     seen = {fault.number: Outcome(fault.how) for fault in case.faults}
     try:
         play(scene, case, seen)
-    except AssertionError:
+    except Exception as error:
+        print(f"{case.name}: {error}", flush=True)  # pytest shows it at the end of all
         restore(scene)
         raise
     finally:

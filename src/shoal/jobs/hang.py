@@ -41,15 +41,21 @@ class RankStack:
         return f"{place}: {self.cpu_percent} % of a core{f', in {self.wait}' if self.wait else ''}"
 
 
-def hung_text(progress: Mapping[str, Any], now: float, min_s: float = HUNG_MIN_S) -> str:
-    """How long a training has made no step, and how long one takes; empty where it goes on or says nothing."""
+def hung_text(
+    progress: Mapping[str, Any], now: float, min_s: float = HUNG_MIN_S, ranks: Iterable[RankStack] = ()
+) -> str:
+    """How long a training has made no step, and how long one takes; empty where it goes on or says nothing.
+
+    Its file of progress is behind by seconds. The ranks know their last step, where they are asked.
+    """
     updated, rate = progress.get("updated"), progress.get("steps_per_second")
     if progress.get("state") != "running" or not isinstance(updated, int | float) or not isinstance(rate, int | float):
         return ""
     silence_s = now - updated
     if rate <= 0 or silence_s < max(min_s, HUNG_STEPS / rate):
         return ""
-    return f"no step for {silence_s / 60:.0f} min, and one takes {1 / rate:.2g} s; the last was {progress.get('step')}"
+    last = max((rank.step for rank in ranks if rank.step is not None), default=progress.get("step"))
+    return f"no step for {silence_s / 60:.0f} min, and one takes {1 / rate:.2g} s; the last was {last}"
 
 
 def parse_stacks(node: str, text: str) -> list[RankStack]:

@@ -62,10 +62,11 @@ async def explain_hung_job(context: Context, tasks: Sequence[JobState]) -> list[
     except UsageError:
         return []  # it has ended meanwhile
     for view in views:
-        text = hung_text(view.progress, time.time(), ASKED_MIN_S)
-        if text:
+        now = time.time()
+        if hung_text(view.progress, now, ASKED_MIN_S):
             answers = await _read_ranks(context, view.record)
-            ranks = describe_stacks(stack for node, answer in answers for stack in parse_stacks(node, answer))
+            ranks = [stack for node, answer in answers for stack in parse_stacks(node, answer)]
+            text = hung_text(view.progress, now, ASKED_MIN_S, ranks)
             counters = next(filter(None, (parse_nccl(answer) for _, answer in answers)), [])
             diagnosis = Diagnosis(
                 fault.id,
@@ -73,7 +74,7 @@ async def explain_hung_job(context: Context, tasks: Sequence[JobState]) -> list[
                 "",
                 fault.what,
                 view.record.id,
-                evidence=(text, *ranks[:MAX_RANKS], *counters),
+                evidence=(text, *describe_stacks(ranks)[:MAX_RANKS], *counters),
                 cause=fault.cause,
                 fix=fault.fix.replace("JOB", view.record.id),
             )

@@ -48,6 +48,12 @@ def test_training_without_a_step_hangs(change: dict[str, Any], now: float, text:
     assert hung_text({**PROGRESS, **change}, now) == text
 
 
+def test_ranks_know_their_last_step_better_than_the_file() -> None:
+    ranks = [RankStack(number, "fish1", 7, 0, "", step=step) for number, step in enumerate((121, None, 122))]
+    assert hung_text(PROGRESS, 9000.0, ranks=ranks).endswith("; the last was 122")
+    assert hung_text(PROGRESS, 9000.0, ranks=ranks[1:2]).endswith("; the last was 120")
+
+
 def rank(number: int, *stack: str) -> RankStack:
     return RankStack(number, f"fish{number}", 70 + number, 100, "", stack)
 
