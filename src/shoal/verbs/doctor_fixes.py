@@ -33,8 +33,9 @@ from shoal.verbs.slurmctld import slurm_output
 from shoal.verbs.up import up
 
 START = "start"
-ORDER = (START, FORGET, UP, REGISTER, RESUME, RELEASE)
-"""What is wrong with a host comes before the state of its node, and nodes before the jobs that wait for them."""
+ORDER = (START, FORGET, UP, START, REGISTER, RESUME, RELEASE)
+"""What is wrong with a host comes before the state of its node, and nodes before the jobs that wait for them. A slurmd
+that needs another key first is started after that."""
 VERIFY_TIMEOUT_S = 90.0
 """For the cluster to show that a fix has worked: a node registers when slurmd has read its configuration."""
 SERVICE_TIMEOUT_S = 60.0
@@ -66,7 +67,10 @@ async def fix(context: Context, selection: Sequence[Diagnosis], hosts: str | Non
     applied: set[Key] = set()
     for kind in ORDER:
         candidates = [
-            diagnosis for diagnosis in current if diagnosis.key in keys and diagnosis.action.partition(" ")[0] == kind
+            diagnosis
+            for diagnosis in current
+            if diagnosis.key in keys - applied and diagnosis.action.partition(" ")[0] == kind
+            if not _needs_key(diagnosis, current)
         ]
         ready = [diagnosis for diagnosis in candidates if not diagnosis.blocked]
         outcomes |= {
@@ -83,9 +87,8 @@ async def fix(context: Context, selection: Sequence[Diagnosis], hosts: str | Non
                 text = problems.get(diagnosis.key) or _rest(diagnosis, current)
                 outcomes[diagnosis.key] = _outcome(diagnosis, not text, text)
     for diagnosis in selection:  # another fix has solved it, or a person has come first
-        outcomes.setdefault(
-            diagnosis.key, _outcome(diagnosis, not _rest(diagnosis, current), _rest(diagnosis, current))
-        )
+        text = _rest(diagnosis, current)
+        outcomes.setdefault(diagnosis.key, _outcome(diagnosis, not text, text))
     await _record(context, [outcome for key, outcome in outcomes.items() if key in applied])
     after = await doctor(context, hosts)
     return replace(after, fixes=tuple(outcomes.values()))
@@ -207,6 +210,13 @@ async def _check_again(context: Context, hosts: Iterable[str], attempts: set[Key
         if is_settled or time.monotonic() > end:
             return current
         await asyncio.sleep(1)
+
+
+def _needs_key(diagnosis: Diagnosis, current: Iterable[Diagnosis]) -> bool:
+    """Whether slurmd cannot fetch its files, nor register: its host has another munge key."""
+    return diagnosis.action == f"{START} slurmd" and any(
+        (other.id, other.host) == ("munge-key", diagnosis.host) for other in current
+    )
 
 
 def _rest(diagnosis: Diagnosis, current: Iterable[Diagnosis]) -> str:

@@ -205,6 +205,29 @@ async def test_fix_starts_a_service_then_resumes_and_records() -> None:
     assert "@" in told[0].by and told[0].time > 0
 
 
+async def test_slurmd_is_started_after_its_host_has_the_right_key() -> None:
+    reef = Lab()
+    context = await reef.up()
+    decode = python_command("health_probe", "decode")
+
+    def reject(call: Call) -> bytes:
+        answers = {host: "Invalid credential" if host == "n1" else "Success" for host in json.loads(call.stdin)}
+        return json.dumps(answers).encode()
+
+    for host in reef.world.hosts.values():
+        host.answers = {**host.answers, decode: reject}
+    reef.reports["n1"]["services"] = {"munge": "active", "slurmd": "failed"}
+    both = choose_fixes(await doctor(context), ["slurmd-stopped", "munge-key"])
+    after = await fix(context, both)
+    assert [(one.id, one.fixed) for one in after.fixes] == [("munge-key", False), ("slurmd-stopped", False)]
+    assert reef.starts == [], "it would not help"
+    for host in reef.world.hosts.values():  # as after `shoal up`
+        host.answers = {**host.answers, decode: reef._decode}
+    after = await fix(context, both)
+    assert [(one.id, one.fixed) for one in after.fixes] == [("munge-key", True), ("slurmd-stopped", True)]
+    assert reef.starts == [("n1", "slurmd")]
+
+
 async def test_every_service_of_a_host_is_started() -> None:
     reef = Lab()
     context = await reef.up()
