@@ -57,6 +57,8 @@ struct pci { char legacy[16]; unsigned domain, bus, device, ids[2]; char name[32
 int nvmlDeviceGetPciInfo_v3(void *device, struct pci *info) { memset(info, 0, sizeof *info); return get(device, "bus", &info->bus); }
 int nvmlDeviceGetMinorNumber(void *device, unsigned *value) { return get(device, "minor", value); }
 int nvmlDeviceGetPowerUsage(void *device, unsigned *value) { return get(device, "power", value); }
+struct utilization { unsigned gpu, memory; };
+int nvmlDeviceGetUtilizationRates(void *device, struct utilization *rates) { rates->memory = 0; return get(device, "utilization", &rates->gpu); }
 int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned *value) { return get(device, "limit", value); }
 int nvmlDeviceGetCurrPcieLinkWidth(void *device, unsigned *value) { return get(device, "width", value); }
 int nvmlDeviceGetRetiredPagesPendingStatus(void *device, unsigned *value) { return get(device, "retired", value); }

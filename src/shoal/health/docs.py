@@ -57,6 +57,9 @@ HealthCheckProgram of your own (`slurm.options`) runs right after it.
 - When a node joins or has booted, and no job is there, each GPU is tested once, in seconds: it opens, half of its free
   memory holds two patterns, a copy comes back as it was, a product of matrices is right, and none of it is much slower
   than before. The test needs the driver alone. `health: {skip: [gpu-test]}` leaves it out.
+- A job whose GPUs have no process, or take no more power than without one, for `idle_after` (1h) is a finding, and its
+  log says so. If the driver calls them busy all the same, their kernels wait for each other, as in a training that
+  hangs: that is shown after `hung_after` (30m). `health: {idle_gpus: cancel}` cancels such a job after `idle_after`.
 - A training that uses `shoal.train` and makes no step for `hung_after` (30m) is a finding. `shoal doctor --job JOB`
   shows the step and the Python stack of each rank, and names the one that the others wait for. The stack comes from
   py-spy if it is installed, otherwise from faulthandler: `shoal.train` registers it for signal 50, which no framework

@@ -137,10 +137,13 @@ class Job:
         monkeypatch.setenv("SHOAL_FAKE_NVML", str(self.file))
         monkeypatch.setattr(leftovers, "_jobs_with_gpus", lambda node: {JOB: ("alice", {0})})
 
-    def run(self, after_s: float = 300.0, *, mode: str = "warn", **gpu: object) -> tuple[list[str], list[str]]:
+    def run(
+        self, after_s: float = 300.0, *, mode: str = "warn", hung_after_s: float = 1800.0, **gpu: object
+    ) -> tuple[list[str], list[str]]:
         self.memory["now"] += after_s
         self.file.write_text(nvml.answers(gpu, {"pid": os.getpid(), "power": 600000}))
-        node, found = look(self.memory, leftovers.check_idle_gpus, {"idle_after_s": 600, "idle_gpus": mode})
+        config = {"idle_after_s": 600, "idle_gpus": mode, "hung_after_s": hung_after_s}
+        node, found = look(self.memory, leftovers.check_idle_gpus, config)
         return found, node.orders
 
 
@@ -163,6 +166,17 @@ def test_gpu_is_idle_by_power_though_a_process_holds_it(job: Job) -> None:
     for _ in range(3):
         found, _ = job.run(pid=os.getpid(), power=126000)
     assert len(found) == 1
+
+
+def test_gpu_that_is_used_at_idle_power_shows_a_training_that_hangs(job: Job) -> None:
+    """Its kernels wait for those of other ranks. That is shown sooner; a job is cancelled no sooner than others."""
+    job.run(power=70000, mode="cancel")
+    hung = {"pid": os.getpid(), "power": 126000, "utilization": 100, "hung_after_s": 200, "mode": "cancel"}
+    [text], orders = job.run(**hung)  # type: ignore[arg-type]
+    assert text.endswith(", by power: their kernels wait, as in a training that hangs (user alice)")
+    assert orders == [f"notify {JOB} shoal: {text.partition(' (')[0]}"]
+    [text], orders = job.run(**hung)  # type: ignore[arg-type]
+    assert text.endswith("(user alice, cancelled)") and orders[1:] == [f"cancel {JOB}"]
 
 
 def test_gpu_that_computes_is_not_idle(job: Job) -> None:

@@ -62,6 +62,12 @@ class FieldValue(ctypes.Structure):
     ]
 
 
+class Utilization(ctypes.Structure):
+    """nvmlUtilization_t."""
+
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
 class PciInfo(ctypes.Structure):
     """nvmlPciInfo_t."""
 
@@ -149,6 +155,13 @@ class Gpu:
     def watts(self) -> float | None:
         power = self.number("nvmlDeviceGetPowerUsage")
         return None if power is None else power / 1000
+
+    @property
+    def utilization(self) -> int | None:
+        """In how many percent of the time a kernel was there, whether it computed or waited."""
+        rates = Utilization()
+        status = self.nvml.call("nvmlDeviceGetUtilizationRates", self.handle, ctypes.byref(rates))
+        return int(rates.gpu) if status == SUCCESS else None
 
     @property
     def pids(self) -> list[int]:

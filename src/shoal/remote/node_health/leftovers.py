@@ -13,6 +13,8 @@ from .node import Node, Process, read_text
 
 HELD_PERCENT = 20
 """An idle node that uses this much more of its memory than at its best holds some back."""
+BUSY_PERCENT = 95
+"""By "utilization". At the power of an idle GPU, its kernels wait for those of other ranks."""
 IDLE_PART = 0.1
 """A GPU computes nothing if it takes less than this part of its power limit more than without a process.
 
@@ -112,15 +114,19 @@ def check_idle_gpus(node: Node) -> Iterator[str]:
         if not known or not known <= idle_minors:
             continue
         since[job] = float(last.get(job, node.now))
-        limit = float(node.config.get("idle_after_s", 3600))
-        if node.now - since[job] < limit:
+        idle_s, limit_s = node.now - since[job], float(node.config.get("idle_after_s", 3600))
+        waits = all((by_minor[minor].utilization or 0) >= BUSY_PERCENT for minor in known)
+        shown_s = min(limit_s, float(node.config.get("hung_after_s", 1800))) if waits else limit_s
+        if idle_s < shown_s:
             continue
         began = time.strftime("%H:%M", time.localtime(since[job]))
         text = f"the GPUs of job {job} have been idle since {began}"
-        cancels = node.config.get("idle_gpus") == "cancel"
+        if waits:
+            text += ", by power: their kernels wait, as in a training that hangs"
+        cancels = node.config.get("idle_gpus") == "cancel" and idle_s >= limit_s
         told = node.memory.setdefault("told", {})
-        if told.get(job) != since[job]:
-            told[job] = since[job]
+        if told.get(job) != [since[job], cancels]:
+            told[job] = [since[job], cancels]
             node.orders.append(f"notify {job} shoal: {text}{', so it is cancelled' if cancels else ''}")
             if cancels:
                 node.orders.append(f"cancel {job}")
