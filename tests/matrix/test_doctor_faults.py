@@ -2,6 +2,7 @@
 
     scripts/test -m matrix tests/matrix/test_doctor_faults.py -s
     SHOAL_SAVE_TABLE=1 ...      also writes bench/results/doctor.txt
+    SHOAL_TEST_IMAGE=debian13 ...   with Slurm 24.11, or sid, with 26.05; bench/results/doctor-24.11.txt
 
 The tests share the cluster. Each leaves it healthy; after one that failed it is brought up again.
 """
@@ -14,16 +15,17 @@ from collections.abc import Iterator
 
 import pytest
 from tests import nvml
-from tests.doctor_faults import Outcome, fault_table, saved_outcomes
+from tests.doctor_faults import FIRST_RELEASE, Outcome, fault_table, saved_outcomes
 from tests.documents import ROOT
-from tests.e2e.cluster import Cluster, login_keys, taken_down
+from tests.e2e.cluster import IMAGE, Cluster, login_keys, taken_down
 from tests.matrix.doctor_cases import CASES, cancel_jobs
 from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, Case, Scene, await_health, play
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 
-TABLE = ROOT / "bench/results/doctor.txt"
+RELEASE = {"debian13": "24.11", "sid": "26.05"}.get(IMAGE, FIRST_RELEASE)
+TABLE = ROOT / f"bench/results/doctor{'' if RELEASE == FIRST_RELEASE else f'-{RELEASE}'}.txt"
 FRESH: set[int] = set()
 """The faults that this run has made."""
 
@@ -34,9 +36,9 @@ def outcomes() -> Iterator[dict[int, Outcome]]:
 
     Faults that this run does not make keep their row.
     """
-    seen = saved_outcomes(TABLE.read_text()) if os.environ.get("SHOAL_SAVE_TABLE") else {}
+    seen = saved_outcomes(TABLE.read_text()) if os.environ.get("SHOAL_SAVE_TABLE") and TABLE.exists() else {}
     yield seen
-    table = "\n".join(fault_table(seen)) + "\n"
+    table = "\n".join(fault_table(seen, RELEASE)) + "\n"
     print("\n" + table)
     if os.environ.get("SHOAL_SAVE_TABLE"):
         TABLE.write_text(table)
