@@ -15,6 +15,7 @@ from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin, RentalProvider, RentedInstance
 from shoal.cloud.rental import OrderBlock
 from shoal.cloud.service.context import ServiceContext
+from shoal.cloud.service.host_costs import host_prices
 from shoal.cloud.service.job_file_copier import create_job_file_copier
 from shoal.cloud.service.join import LiveJoiner
 from shoal.cloud.service.leader import Leadership
@@ -72,6 +73,7 @@ def make_service(settings: ServiceSettings, ledger: Ledger, version: Version | N
         public_key=settings.public_key,
         ports=rented_ports(spec),
         unfit_offers=blocks_of_unfit_offers(spec, version) if version else (),
+        host_prices=host_prices(spec),
         budget=spec.budget,
         leadership=Leadership(settings.since, Path(SUPERSEDED)),
         pause_file=Path(HOLD),

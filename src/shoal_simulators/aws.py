@@ -267,7 +267,7 @@ class AwsSimulator(Simulator):
             "imageId": order.marks["image"],
             "instanceState": {"code": CODES[state], "name": state},
             "instanceType": order.type,
-            "launchTime": iso_time(machine.ordered),
+            "launchTime": iso_time(machine.started_at or machine.ordered),
             "placement": {"availabilityZone": order.zone, "tenancy": "default"},
             "privateIpAddress": machine.private_address or None,
             "ipAddress": machine.host if state == "running" and machine.host else None,

@@ -365,6 +365,7 @@ class GoogleComputeSimulator(Simulator):
             "kind": "compute#instance",
             "name": order.name,
             "creationTimestamp": iso_time(machine.ordered),
+            "lastStartTimestamp": iso_time(machine.started_at or machine.ordered),
             "status": self._status(machine),
             "zone": zone,
             "machineType": f"{zone}/machineTypes/{order.type.partition('+')[0]}",

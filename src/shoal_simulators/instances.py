@@ -132,6 +132,8 @@ class SimulatedInstance:
     """Since when it is stopped, and not billed."""
     unbilled_s: float = 0.0
     """How long it was stopped before."""
+    started_at: float | None = None
+    """When it was last started after a stop."""
 
     @property
     def live(self) -> bool:

@@ -155,7 +155,7 @@ class Market:
         machine = self._live(id)
         if machine.phase in ("stopped", "error"):
             machine.unbilled_s += self.clock() - (machine.stopped_at or self.clock())
-            machine.phase, machine.stopped_at = "pending", None
+            machine.phase, machine.stopped_at, machine.started_at = "pending", None, self.clock()
             self.backend.start(machine.id)
         self.save()
         return machine

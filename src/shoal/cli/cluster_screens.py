@@ -296,9 +296,10 @@ def accounting_line(accounting: AccountingHealth) -> str:
 
 def rented_lines(view: RentedView) -> Iterator[str]:
     """The rented machines, equal ones on one line, with their price; then problems."""
-    if view.nodes:
-        price = format_known_cost(micros(view.usd_hour), sum(node.usd_hour is None for node in view.nodes))
-        yield f"rented: {len(view.nodes)} machines, [bold]{price} an hour[/]"
+    machines = (*view.hosts, *view.nodes)
+    if machines:
+        price = format_known_cost(micros(view.usd_hour), sum(machine.usd_hour is None for machine in machines))
+        yield f"rented: {count(len(machines), 'machine')}, [bold]{price} an hour[/]"
     elif not view.problem:
         yield "rented: none"
 
@@ -306,7 +307,7 @@ def rented_lines(view: RentedView) -> Iterator[str]:
         spot = " (spot)" if node.market == "spot" else ""
         return f"{node.type} at {node.account} {node.place}{spot}", RENTAL_STATES.get(node.state, node.state)
 
-    for (location, state), nodes in group_by(view.nodes, where_and_state).items():
+    for (location, state), nodes in group_by(machines, where_and_state).items():
         usd_hour = nodes[0].usd_hour
         each = f", ${usd_hour:.2f} an hour each" if usd_hour is not None else ", price unknown"
         yield f"  {compress([node.name for node in nodes])}: {escape_text(location)}, {state}{each}"

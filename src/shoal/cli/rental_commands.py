@@ -220,6 +220,8 @@ def show_cost(console: Console, result: CostResult) -> None:
     if costs.total:
         limits = {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()}
         _show_costs(console, "nodeset", costs.nodesets, limits)
+        if costs.hosts:
+            _show_costs(console, "host", costs.hosts)
         _show_costs(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
         _show_jobs(console, result)
     if costs.unpriced:
@@ -239,6 +241,7 @@ def cost_json(result: CostResult) -> dict[str, Any]:
         "today": dollars(costs.today),
         "total": dollars(costs.total),
         "nodesets": {name: dollars(cost_micros) for name, cost_micros in costs.nodesets.items()},
+        "hosts": {name: dollars(cost_micros) for name, cost_micros in costs.hosts.items()},
         "users": {name: dollars(cost_micros) for name, cost_micros in costs.users.items()},
         "jobs": [{"id": job.id, "user": job.user, "name": job.name, "usd": dollars(job.micros)} for job in costs.jobs],
         "starting": dollars(costs.starting),
@@ -254,9 +257,13 @@ def show_preview(console: Console, preview: ReapPreview) -> None:
     """What `reap` is about to release."""
     _show_provider_errors(console, preview.failures)
     show_findings(console, preview.findings)
+    if preview.hosts:
+        console.print("hosts that stay; `shoal down` releases them:")
+        _show_instances(console, preview.hosts)
     if not preview.found:
         if not preview.failures and not preview.findings:
-            console.print(f"{preview.cluster}: no provider lists a machine of this cluster")
+            other = "other " if preview.hosts else ""
+            console.print(f"{preview.cluster}: no provider lists a {other}machine of this cluster")
         return
     _show_instances(console, preview.found)
 
@@ -277,7 +284,8 @@ def _reap_json(
     result: ReapPreview | ReapResult, released: Iterable[RentedInstance], remaining: Iterable[RentedInstance]
 ) -> dict[str, Any]:
     machines = {"gone": _instances_json(released), "remaining": _instances_json(remaining)}
-    return {"cluster": result.cluster, **machines, "failures": result.failures, "findings": result.findings}
+    problems = {"failures": result.failures, "findings": result.findings}
+    return {"cluster": result.cluster, **machines, "hosts": _instances_json(result.hosts), **problems}
 
 
 def _instances_json(instances: Iterable[RentedInstance]) -> list[dict[str, Any]]:

@@ -145,6 +145,32 @@ def from_row(row: Mapping[str, Any]) -> Rental:
     )
 
 
+def host_to_row(host: Rental, at: float) -> dict[str, object]:
+    """A rented host that stays, seen at this time, as the columns of its table."""
+    row = to_row(host)
+    shared = ("token", "node", "account", "offer", "id", "micros_hour", "billing")
+    return {**{name: row[name] for name in shared}, "begun": host.begun, "seen": max(at, host.begun), "stopped": 0}
+
+
+def host_from_row(row: Mapping[str, Any]) -> Rental:
+    """A time in which a rented host that stays ran, as a rental without a nodeset."""
+    begun: float = row["begun"]
+    return Rental(
+        token=f"{row['token']}@{begun:.0f}",
+        node=row["node"],
+        account=row["account"],
+        offer=_from_json(Offer, row["offer"]),
+        state="gone" if row["stopped"] else "joined",
+        id=row["id"],
+        usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
+        intended_at=begun,
+        made_at=begun,
+        joined_at=begun,
+        gone_at=row["seen"] if row["stopped"] else None,
+        billing=_from_json(Billing, row["billing"]),
+    )
+
+
 def price_of(usd: float | None) -> int | None:
     """A price in millionths, if there is one."""
     return None if usd is None else micros(usd)

@@ -72,10 +72,14 @@ def merge(ledger: Path, carried: Path) -> None:
         # The names are columns of our own table.
         query = f"INSERT INTO main.rentals ({listed}) SELECT {listed} FROM carried.rentals WHERE true"  # nosec B608
         database.execute(query + f" ON CONFLICT (token) DO UPDATE SET {changed}")  # nosec B608
+        listed = ", ".join(sorted(columns(database, "main", "hosts") & columns(database, "carried", "hosts")))
+        if listed:  # an older ledger has no such table
+            query = f"INSERT OR REPLACE INTO main.hosts ({listed}) SELECT {listed} FROM carried.hosts"  # nosec B608
+            database.execute(query)
 
 
-def columns(database: sqlite3.Connection, schema: str) -> set[str]:
-    return {row[1] for row in database.execute(f"PRAGMA {schema}.table_info(rentals)")}
+def columns(database: sqlite3.Connection, schema: str, table: str = "rentals") -> set[str]:
+    return {row[1] for row in database.execute(f"PRAGMA {schema}.table_info({table})")}
 
 
 def leader_since(path: Path) -> int:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal.cloud.service.costs import CostReport, decode
+from shoal.cloud.providers.api import ProviderLogin, RentalProvider
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.costs import CostReport, decode, summary
+from shoal.cloud.service.host_costs import host_prices, host_rental
 from shoal.errors import LedgerError, UsageError
 from shoal.roles.elastic import UNIT
-from shoal.spec.members import rented_sets
+from shoal.spec.members import members, rented_sets
 from shoal.spec.rental import Budget
 from shoal.verbs.context import Context
+from shoal.verbs.provider_accounts import ask_all, open_accounts
 from shoal.verbs.rentals import read_public_report
 
 _SCRIPT = r"""
@@ -47,6 +52,8 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
         raise UsageError(
             f"cluster {context.cluster} rents no machines", hint="`shoal usage` shows what your own GPUs cost"
         )
+    if not sets and any(member.machine for member in members(context.spec)):
+        return CostResult(context.cluster, await _ask_providers(context, month or ""), context.spec.budget or Budget())
     command = (*COMMAND, "--month", month) if month else COMMAND
     async with context.controller_host() as host:
         result = await host.run(command, timeout=COST_TIMEOUT_S)
@@ -58,6 +65,21 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
         raise _make_error(host.name, result.text, result.error_text) from None
     nodeset_budgets = {name: nodeset.budget for name, nodeset in sets.items() if nodeset.budget}
     return CostResult(context.cluster, costs, context.spec.budget or Budget(), nodeset_budgets)
+
+
+async def _ask_providers(context: Context, month: str) -> CostReport:
+    """The costs of rented hosts that stay, since their last start: without rented nodesets there is no ledger."""
+    now, found = time.time(), host_prices(context.spec)
+
+    async def running_hosts(login: ProviderLogin, client: RentalProvider) -> list[Rental]:
+        listed = await client.instances(context.cluster)
+        hosts = [one for one in listed if one.cluster == context.cluster and one.permanent and one.state != "stopped"]
+        return [host_rental(one, login.name, found, client.abilities.billing, now) for one in hosts]
+
+    answers, failures = await ask_all(open_accounts(context.spec), running_hosts)
+    for error in failures.values():
+        raise error
+    return summary([host for hosts in answers.values() for host in hosts], (), now, month)
 
 
 async def _read_as_user(context: Context, month: str | None) -> CostResult:

@@ -9,16 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal.cloud.providers import rental_provider
-from shoal.cloud.providers.api import (
-    FailureKind,
-    HasFirewall,
-    HasQuotas,
-    KeepsMachines,
-    Offer,
-    ProviderLogin,
-    Query,
-    RentalProvider,
-)
+from shoal.cloud.providers.api import FailureKind, Offer, ProviderLogin, Query, RentalProvider, RentedInstance
+from shoal.cloud.providers.capabilities import HasFirewall, HasQuotas, KeepsMachines
 from shoal.cloud.providers.http import ApiError
 from shoal.cloud.providers.prices import prices, store_prices
 from shoal.errors import ProviderError, ShoalError, UsageError
@@ -148,13 +140,20 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
     choices: dict[str, list[_Choice]] = {}
     for choice in _choices(spec):
         choices.setdefault(choice.offer.provider, []).append(choice)
-    if not choices:
+    if not accounts_of(spec):
         return []
     accounts = open_accounts(spec)
-    used = OpenAccounts(tuple(login for login in accounts.usable if login.name in choices))
+    used = OpenAccounts(accounts.usable)
 
     async def question(login: ProviderLogin, client: RentalProvider) -> list[Finding]:
+        if login.name not in choices:
+            return _forgotten_hosts(spec, login.name, await client.instances(spec.cluster))
         answers = [await _ask(client, choice) for choice in choices[login.name]]
+        if isinstance(client, KeepsMachines):
+            answers.append(_forgotten_hosts(spec, login.name, await client.instances(spec.cluster)))
+        if not isinstance(client, HasQuotas):
+            what = "no quota in this provider's API, so it is not checked"
+            answers.append([Finding("info", what, path=f"providers.{login.name}")])
         if isinstance(client, HasFirewall):
             what = "the first rental makes rules of its firewall, if the key may; otherwise run these commands"
             commands = await client.firewall_commands(spec.cluster, rented_ports(spec))
@@ -168,7 +167,9 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
         what = "its key is not on this machine, so it was not asked"
         findings.append(Finding("info", what, accounts.failures[name].message, path=f"providers.{name}"))
     for name, error in failures.items():
-        if isinstance(error, ApiError) and error.failure not in UNCERTAIN:
+        if isinstance(error, ApiError) and error.failure not in UNCERTAIN and name not in choices:
+            level, what = WARNING, "it rejects our question; the file rents nothing from it"
+        elif isinstance(error, ApiError) and error.failure not in UNCERTAIN:
             level, what = ERROR, "it rejects our question, and would reject every order"
         elif isinstance(error, ApiError | UnansweredError):
             level, what = WARNING, "it does not answer, so its key, types and quotas are not checked"
@@ -176,6 +177,23 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
             continue  # its client cannot be made, which `release_findings` reports
         findings.append(Finding(level, what, error.message, error.hint, path=f"providers.{name}"))
     return findings
+
+
+def _forgotten_hosts(spec: Spec, account: str, listed: Iterable[RentedInstance]) -> list[Finding]:
+    """Rented hosts of the cluster that stay, and that the file does not rent from this account any more."""
+    rented = {member.name for member in members(spec) if member.machine and member.provider == account}
+    forgotten = [one for one in listed if one.cluster == spec.cluster and one.permanent and one.node not in rented]
+    fix = "`shoal up` on the machine that rented it releases it; or delete it in the provider's console"
+    return [
+        Finding(
+            "warning",
+            f"a rented host of this cluster is there, which the file does not name: {one.node}",
+            f"{one.id}, {one.type} in {one.zone or one.region}, {one.raw_state}; it is paid for",
+            fix,
+            path=f"providers.{account}",
+        )
+        for one in forgotten
+    ]
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class ReapPreview:
     """Instances in the ledger that no list shows; set only where all lists are empty."""
     findings: tuple[Finding, ...] = ()
     """Instances of provider accounts that the file lacks; set only where all lists are empty."""
+    hosts: tuple[RentedInstance, ...] = ()
+    """Rented hosts that stay, which `reap` leaves alone: `shoal down` releases them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ReapResult:
     """By provider account: why it could not be asked, did not delete, or cannot be trusted."""
     findings: tuple[Finding, ...] = ()
     """Instances of provider accounts that the file lacks, and those removed from the ledger without proof."""
+    hosts: tuple[RentedInstance, ...] = ()
+    """Rented hosts that stay, as before."""
 
     @property
     def clean(self) -> bool:
@@ -78,13 +82,14 @@ class ReapResult:
 
 async def preview(context: Context, opened: Open = rental_provider, polling: Polling | None = None) -> ReapPreview:
     """What `reap` would delete. Reports "nothing" only once the lists can be trusted."""
-    answers, failures = await ask_all(open_accounts(context.spec), partial(_marked_instances, context.cluster), opened)
-    if instances_found := tuple(instance for instances in answers.values() for instance in instances):
-        return ReapPreview(context.cluster, instances_found, failures)
+    answers, failures = await ask_all(open_accounts(context.spec), partial(_all_instances, context.cluster), opened)
+    instances = [instance for account in answers.values() for instance in account]
+    hosts = tuple(instance for instance in instances if instance.permanent)
+    if instances_found := tuple(instance for instance in instances if not instance.permanent):
+        return ReapPreview(context.cluster, instances_found, failures, hosts=hosts)
     results = await _sweep(context, opened, polling, delete=False)
-    return ReapPreview(
-        context.cluster, results.left(), {**results.failures, **results.doubts()}, results.unlisted(), results.orphans
-    )
+    problems = {**results.failures, **results.doubts()}
+    return ReapPreview(context.cluster, results.left(), problems, results.unlisted(), results.orphans, hosts)
 
 
 async def reap(
@@ -102,7 +107,7 @@ async def reap(
         findings += (Finding("warning", what, ", ".join(map(str, unlisted)), "look in the provider's console"),)
     remaining = results.left() if force else (*results.left(), *unlisted)
     failures = results.failures if force else {**results.failures, **results.doubts()}
-    return ReapResult(context.cluster, results.gone(), remaining, failures, findings)
+    return ReapResult(context.cluster, results.gone(), remaining, failures, findings, results.hosts())
 
 
 async def _sweep(context: Context, opened: Open, polling: Polling | None, *, delete: bool) -> _SweepResults:
@@ -162,6 +167,9 @@ class _SweepResults:
     def left(self) -> tuple[RentedInstance, ...]:
         return tuple(instance for sweep in self.sweeps.values() for instance in sweep.left.values())
 
+    def hosts(self) -> tuple[RentedInstance, ...]:
+        return tuple(instance for sweep in self.sweeps.values() for instance in sweep.hosts)
+
     def gone(self) -> tuple[RentedInstance, ...]:
         listed_instances = [(sweep, instance) for sweep in self.sweeps.values() for instance in sweep.seen.values()]
         return tuple(instance for sweep, instance in listed_instances if instance.id not in sweep.left)
@@ -202,13 +210,10 @@ class _SweepResults:
         return {name: sweep for name, sweep in self.sweeps.items() if name not in self.failures and not sweep.left}
 
 
-async def _marked_instances(cluster: str, login: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
-    """The cluster's nodes. A client may list more, which are another cluster's; and permanent hosts are `down`'s."""
-    return [
-        replace(instance, account=login.name)
-        for instance in await provider.instances(cluster)
-        if instance.cluster == cluster and not instance.permanent
-    ]
+async def _all_instances(cluster: str, login: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
+    """The cluster's nodes and rented hosts. A client may list more, which are another cluster's."""
+    listed = await provider.instances(cluster)
+    return [replace(instance, account=login.name) for instance in listed if instance.cluster == cluster]
 
 
 @dataclass
@@ -224,6 +229,8 @@ class _AccountSweep:
     """What the ledger has of this account; None where it cannot be read."""
     seen: dict[str, RentedInstance] = field(default_factory=dict)
     left: dict[str, RentedInstance] = field(default_factory=dict)
+    hosts: list[RentedInstance] = field(default_factory=list)
+    """Rented hosts that stay: they are `down`'s."""
     _gone_at: dict[str, float] = field(default_factory=dict)
     """When an instance was first missing in a list, by token."""
 
@@ -233,7 +240,7 @@ class _AccountSweep:
         error_text = ""
         while True:
             try:
-                self._note(await _marked_instances(self.cluster, self.login, provider))
+                self._note(await _all_instances(self.cluster, self.login, provider))
             except ProviderError as error:
                 failures += 1
                 if failures >= MAX_FAILURES:
@@ -269,9 +276,10 @@ class _AccountSweep:
     def seconds_since_gone(self, token: str) -> float:
         return time.monotonic() - self._gone_at[token] if token in self._gone_at else 0.0
 
-    def _note(self, instances: Iterable[RentedInstance]) -> None:
+    def _note(self, instances: Sequence[RentedInstance]) -> None:
         earlier = self.left
-        self.left = {instance.id: instance for instance in instances}
+        self.hosts = [instance for instance in instances if instance.permanent]
+        self.left = {instance.id: instance for instance in instances if not instance.permanent}
         self.seen |= self.left
         for id, instance in earlier.items():
             if id not in self.left:

@@ -139,11 +139,13 @@ class RentedView:
     nodes: tuple[RentedNode, ...] = ()
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Why jobs wait for nodes, by job."""
+    hosts: tuple[RentedNode, ...] = ()
+    """Rented hosts that stay: the controller and login hosts."""
 
     @property
     def usd_hour(self) -> float:
         """What all machines together cost an hour, as far as prices are known."""
-        return sum(node.usd_hour or 0.0 for node in self.nodes)
+        return sum(machine.usd_hour or 0.0 for machine in (*self.nodes, *self.hosts))
 
 
 async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] = time.time) -> RentedView | None:
@@ -155,17 +157,20 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
         return RentedView("shoal-elastic has written no status yet; run `shoal up`")
     try:
         status = read_status(result.text)
-        rows = status.machines.values()
-        nodes = tuple(
-            RentedNode(row["node"], **{key: row[key] for key in _FIELDS}, problem=row.get("problem", ""))
-            for row in rows
+        nodes, hosts = (
+            tuple(
+                RentedNode(row["node"], **{key: row[key] for key in _FIELDS}, problem=row.get("problem", ""))
+                for row in rows
+            )
+            for rows in (status.machines.values(), status.hosts.values())
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return RentedView(f"{STATUS} is not a status of shoal-elastic; run `shoal up`")
     problem, age_s = status.problem, clock() - status.at
     if age_s > STALE_STATUS_S:
         problem = f"shoal-elastic has written no status for {age_s / 60:.0f} minutes; run `shoal up`"
-    return RentedView(problem, {name: text for name, text in status.accounts.items() if text}, nodes, dict(status.jobs))
+    accounts = {name: text for name, text in status.accounts.items() if text}
+    return RentedView(problem, accounts, nodes, dict(status.jobs), hosts)
 
 
 async def read_public_report(context: Context, host: Host) -> PublicReport:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.cloud.providers.api import KeepsMachines, Offer, ProviderLogin, Query, RentalProvider
+from shoal.cloud.providers.api import Offer, ProviderLogin, Query, RentalProvider
+from shoal.cloud.providers.capabilities import KeepsMachines
 from shoal.errors import ProviderError
 from shoal.spec.finding import Finding
 from shoal.spec.member import RentedMachine

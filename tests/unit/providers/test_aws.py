@@ -12,9 +12,10 @@ import pytest
 from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, account, trial
 
 from shoal.cloud.providers import aws, rental_provider
-from shoal.cloud.providers.api import FailureKind, HasQuotas, Market, Offer, Query, RentalOrder
+from shoal.cloud.providers.api import FailureKind, Market, Offer, Query, RentalOrder
 from shoal.cloud.providers.aws_query import Credentials, flatten, parse_credentials, read_xml, sign
 from shoal.cloud.providers.aws_quotas import quota_of
+from shoal.cloud.providers.capabilities import HasQuotas
 from shoal.cloud.providers.responses import ApiError, read_refusal
 from shoal.roles.rented_images import image_system
 

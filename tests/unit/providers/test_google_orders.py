@@ -10,7 +10,8 @@ import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
 
 from shoal.cloud.providers import google_orders
-from shoal.cloud.providers.api import FailureKind, HasFirewall, Offer, Query, RentalOrder
+from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
+from shoal.cloud.providers.capabilities import HasFirewall
 
 CASE = CASES["gcp"]
 SPOT = RentalOrder(

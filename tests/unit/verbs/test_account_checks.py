@@ -11,7 +11,7 @@ from tests.contract.rental_providers import CASES, Trial, account, saying, trial
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.cloud.providers import rental_provider
-from shoal.cloud.providers.api import ProviderLogin, RentalProvider
+from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, ProviderLogin, RentalOrder, RentalProvider
 from shoal.verbs.provider_accounts import account_findings
 
 TEXT = """
@@ -19,6 +19,13 @@ cluster: reef
 controller: {host: c1}
 nodesets: {pool: {provider: KIND, max: 4, cpus: 4, memory: 8G, LINE}}
 providers: {KIND: {key: env:PATH, url: "http://127.0.0.1:1"MORE}}
+"""
+NO_QUOTA = "no quota in this provider's API, so it is not checked"
+UNUSED = """
+cluster: reef
+controller: {host: c1}
+nodesets: {lab: {hosts: [n1]}}
+providers: {gcp: {key: env:PATH, url: "http://127.0.0.1:1", project: p}}
 """
 LINES = {
     kind: f"type: {case.offer.type}, region: {case.offer.region}, market: {case.offer.market}"
@@ -38,7 +45,7 @@ def opened(kind: str, url: str) -> Callable[[ProviderLogin], RentalProvider]:
 async def findings(it: Trial, line: str = "") -> list[str]:
     kind = it.case.kind
     found = await account_findings(spec(kind, line), opened(kind, it.url))
-    return [f"{one.level}: {one}" for one in found if "firewall" not in one.what]
+    return [f"{one.level}: {one}" for one in found if "firewall" not in one.what and one.what != NO_QUOTA]
 
 
 @pytest.fixture(params=sorted({*CASES} & {"aws", "gcp", "lambda", "paperspace", "runpod"}))
@@ -50,6 +57,31 @@ async def it(request: pytest.FixtureRequest) -> AsyncIterator[Trial]:
 async def test_account_that_has_all_that_is_named_is_silent(it: Trial) -> None:
     assert await findings(it) == []
     assert it.made == 0
+
+
+async def test_provider_without_quotas_in_its_api_is_named(it: Trial) -> None:
+    found = await account_findings(spec(it.case.kind), opened(it.case.kind, it.url))
+    assert [one.what for one in found if one.what == NO_QUOTA] == ([] if it.case.kind in ("aws", "gcp") else [NO_QUOTA])
+
+
+async def test_account_that_the_file_rents_nothing_from_is_asked_too() -> None:
+    async with trial(CASES["gcp"]) as it:
+        unused = spec_of(UNUSED)
+        assert await account_findings(unused, opened("gcp", it.url)) == []
+        it.fault("auth", -1)
+        [finding] = await account_findings(unused, opened("gcp", it.url))
+        assert (finding.level, finding.what) == ("warning", "it rejects our question; the file rents nothing from it")
+
+
+async def test_rented_host_that_the_file_does_not_name_is_shown() -> None:
+    async with trial(CASES["gcp"]) as it:
+        offer = Offer("gcp", "e2-standard-2", "us-central1", "us-central1-a")
+        order = RentalOrder("reef", "controller", f"{PERMANENT_TOKEN}1", offer, "ssh-ed25519 AAAA a", permanent=True)
+        [outcome] = await it.renter.create([order])
+        assert outcome.ok, outcome
+        [finding] = await account_findings(spec_of(UNUSED), opened("gcp", it.url))
+        assert finding.what == "a rented host of this cluster is there, which the file does not name: controller"
+        assert "e2-standard-2 in us-central1-a" in finding.found and "it is paid for" in finding.found
 
 
 async def test_rejected_key_is_an_error(it: Trial) -> None:

@@ -69,7 +69,10 @@ async def test_listed_machines_of_other_clusters_are_never_deleted() -> None:
 async def test_rented_hosts_that_stay_are_left_to_down() -> None:
     controller_machine = replace(machine("c"), node="controller", token=f"{PERMANENT_TOKEN}0123456789ab")
     cloud = FakeRenter(machines=[controller_machine, machine("d")])
+    seen = await preview(context(), clouds(cloud=cloud), Polling(sleep=NoSleep()))
+    assert (ids(seen.found), ids(seen.hosts)) == ([("cloud", "d")], [("cloud", "c")])
     result = await reaped(cloud=cloud)
+    assert ids(result.hosts) == [("cloud", "c")]
     assert ids(result.gone) == [("cloud", "d")]
     assert result.clean
     assert cloud.machines == [controller_machine]

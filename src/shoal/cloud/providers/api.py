@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 Market = Literal["on-demand", "spot"]
 InstanceState = Literal["pending", "up", "stopping", "stopped", "error"]
@@ -229,75 +229,6 @@ class RequestOutcome:
         return self.failure is None
 
 
-@dataclass(frozen=True)
-class Quota:
-    """A limit of the account, and how much of it one machine of an offer takes."""
-
-    name: str
-    """As the provider calls it, with its place: `NVIDIA_L4_GPUS in us-central1`."""
-    limit: float
-    usage: float
-    need: float
-
-    @property
-    def machines(self) -> int:
-        """How many more machines it allows."""
-        return int(max(0.0, self.limit - self.usage) // self.need) if self.need else 0
-
-
-@runtime_checkable
-class HasFirewall(Protocol):
-    """A provider whose firewall must admit the cluster's ports. `create` makes its rules, where our key may."""
-
-    async def firewall_commands(self, cluster: str, ports: Sequence[str]) -> list[str]:
-        """The commands that make the rules that are missing."""
-
-
-@runtime_checkable
-class HasQuotas(Protocol):
-    """A provider whose API tells how much of its quotas is left."""
-
-    async def quotas(self, offer: Offer) -> list[Quota]:
-        """The quotas that a machine of this offer takes from."""
-
-
-@dataclass(frozen=True)
-class ReservedAddress:
-    """An external address that the account keeps, whether a machine has it or not."""
-
-    id: str
-    """As the provider names it."""
-    address: str
-    node: str
-    """The member that it is for."""
-    region: str
-    instance: str = ""
-    """The id of the machine that has it."""
-
-
-@runtime_checkable
-class KeepsMachines(Protocol):
-    """A provider whose machines can stay for good: a stop keeps their disk, and a reserved address.
-
-    `create` takes one permanent order at a time. All of these raise ProviderError, and all may be repeated.
-    """
-
-    async def addresses(self, cluster: str) -> list[ReservedAddress]:
-        """Every address that is reserved for a member of the cluster. An error raises; it is never an empty list."""
-
-    async def reserve_address(self, cluster: str, node: str, region: str) -> ReservedAddress:
-        """Reserve an address for a member, or return the one it has there."""
-
-    async def attach_address(self, address: ReservedAddress, machine: RentedInstance) -> None:
-        """Give a running machine its address, where the order could not."""
-
-    async def release_address(self, address: ReservedAddress) -> None:
-        """Give an address back. One that is gone is no error."""
-
-    async def start(self, machine: RentedInstance) -> None:
-        """Start a machine that is stopped."""
-
-
 PERMANENT_TOKEN = "member"  # nosec B105: no secret
 """Begins the tokens of permanent machines. Those of rented nodes are hexadecimal numbers."""
 
@@ -333,7 +264,8 @@ class RentedInstance:
     market: Market = "on-demand"
     usd_hour: float | None = None
     created: float | None = None
-    """Seconds since 1970, where the provider tells."""
+    """Seconds since 1970, where the provider tells; `started` is when it was last started."""
+    started: float | None = None
     ending: bool = False
     """The provider has given notice that it will take this machine away."""
     account: str = ""

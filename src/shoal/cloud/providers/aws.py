@@ -20,6 +20,7 @@ from shoal.cloud.providers import aws_addresses as elastic
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.aws_query import QueryClient, number
 from shoal.cloud.providers.aws_quotas import vcpu_quotas
+from shoal.cloud.providers.capabilities import Quota, ReservedAddress
 from shoal.cloud.providers.http import HttpProvider, gather_all, map_concurrently
 from shoal.cloud.providers.prices import gpu_model, prices
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, refusal_by_code
@@ -109,9 +110,8 @@ class AwsProvider(HttpProvider):
             self._check(region)
         regions = query.regions or self._regions
         offers = [one for found in await gather_all(self._offers_in(one, query) for one in regions) for one in found]
-        if self._block:  # paid in advance, so no price applies
-            return [offer for offer in offers if query.admits(offer)]
-        return [offer for offer in prices().fill(self._account.kind, offers) if query.admits(offer)]
+        filled = offers if self._block else prices().fill(self._account.kind, offers)  # a block is paid in advance
+        return [offer for offer in filled if query.admits(offer)]
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
         listed = await gather_all(self._instances_in(region, cluster) for region in self._regions)
@@ -120,23 +120,23 @@ class AwsProvider(HttpProvider):
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         return await map_concurrently(self._terminate, instances)
 
-    async def addresses(self, cluster: str) -> list[api.ReservedAddress]:
+    async def addresses(self, cluster: str) -> list[ReservedAddress]:
         return await elastic.list_addresses(self._ec2, self._regions, cluster)
 
-    async def reserve_address(self, cluster: str, node: str, region: str) -> api.ReservedAddress:
+    async def reserve_address(self, cluster: str, node: str, region: str) -> ReservedAddress:
         reserved = [one for one in await self.addresses(cluster) if (one.node, one.region) == (node, region)]
         return reserved[0] if reserved else await elastic.allocate_address(self._ec2, cluster, node, region)
 
-    async def attach_address(self, address: api.ReservedAddress, machine: api.RentedInstance) -> None:
+    async def attach_address(self, address: ReservedAddress, machine: api.RentedInstance) -> None:
         await elastic.associate_address(self._ec2, address, machine)
 
-    async def release_address(self, address: api.ReservedAddress) -> None:
+    async def release_address(self, address: ReservedAddress) -> None:
         await elastic.release_address(self._ec2, address)
 
     async def start(self, machine: api.RentedInstance) -> None:
         await elastic.start_machine(self._ec2, machine)
 
-    async def quotas(self, offer: api.Offer) -> list[api.Quota]:
+    async def quotas(self, offer: api.Offer) -> list[Quota]:
         """The vCPUs of the offer's family in its region. A capacity block has none."""
         return [] if self._block else await vcpu_quotas(self._ec2, offer)
 
@@ -396,5 +396,5 @@ def _instance(one: Body, region: str) -> api.RentedInstance:
         region=region,
         zone=one.object_or_empty("placement").text("availabilityZone", ""),
         market="spot" if one.text("instanceLifecycle", "") == "spot" else "on-demand",
-        created=one.time("launchTime"),
+        created=one.time("launchTime"),  # of its last start
     )

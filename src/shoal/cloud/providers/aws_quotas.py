@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.cloud.providers.api import Market, Offer, Quota
+from shoal.cloud.providers.api import Market, Offer
 from shoal.cloud.providers.aws_query import QueryClient, number
+from shoal.cloud.providers.capabilities import Quota
 from shoal.cloud.providers.responses import ApiError
 
 SERVICE, TARGET = "servicequotas", "ServiceQuotasV20190624"

@@ -15,6 +15,7 @@ from typing import Any
 from shoal.cloud.providers import api, responses
 from shoal.cloud.providers import google_orders as orders_of
 from shoal.cloud.providers.api import FailureKind
+from shoal.cloud.providers.capabilities import Quota, ReservedAddress
 from shoal.cloud.providers.google_auth import GoogleTokens
 from shoal.cloud.providers.google_orders import CLUSTER, NOTICE_S, USER, split_type
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently, seconds_to_next_minute
@@ -119,11 +120,11 @@ class GoogleProvider(HttpProvider):
             lambda one: self._api.remove(f"{zones}/{one.zone}/instances/{one.id}", one.id), instances
         )
 
-    async def addresses(self, cluster: str) -> list[api.ReservedAddress]:
+    async def addresses(self, cluster: str) -> list[ReservedAddress]:
         listed = [one async for one in self._list_all_zones("addresses", 'name eq "shoal-.*"')]
         return [address for one in listed if (address := address_of(one, cluster)) is not None]
 
-    async def reserve_address(self, cluster: str, node: str, region: str) -> api.ReservedAddress:
+    async def reserve_address(self, cluster: str, node: str, region: str) -> ReservedAddress:
         path, name = f"{self._project}/regions/{region}/addresses", orders_of.address_name(cluster, node)
         body = {"name": name, "addressType": "EXTERNAL", "description": orders_of.address_mark(cluster, node)}
         try:
@@ -137,10 +138,10 @@ class GoogleProvider(HttpProvider):
             raise answer.error(f"{name} is not an address of cluster {cluster}", "delete it in Google's console")
         return address
 
-    async def attach_address(self, address: api.ReservedAddress, machine: api.RentedInstance) -> None:
+    async def attach_address(self, address: ReservedAddress, machine: api.RentedInstance) -> None:
         """The order names it."""
 
-    async def release_address(self, address: api.ReservedAddress) -> None:
+    async def release_address(self, address: ReservedAddress) -> None:
         outcome = await self._api.remove(f"{self._project}/regions/{address.region}/addresses/{address.id}", address.id)
         if outcome.failure is not None:
             raise ApiError(outcome.message, outcome.failure)
@@ -150,7 +151,7 @@ class GoogleProvider(HttpProvider):
         operation = await self._api.request("POST", f"{self._project}/{zone}/instances/{machine.id}/start")
         await self._finish(operation, zone)
 
-    async def quotas(self, offer: api.Offer) -> list[api.Quota]:
+    async def quotas(self, offer: api.Offer) -> list[Quota]:
         """Those of GPUs, of the region and of all regions. Google may keep those of new GPUs elsewhere."""
         metric = orders_of.quota_metric(offer)
         if not metric:
@@ -161,7 +162,7 @@ class GoogleProvider(HttpProvider):
             for row in (await self._api.request("GET", path)).rows_or_empty("quotas"):
                 if row.text("metric") == name:
                     limits = row.number("limit"), row.number("usage")
-                    quotas.append(api.Quota(f"{name} in {place}", *limits, need=offer.gpus))
+                    quotas.append(Quota(f"{name} in {place}", *limits, need=offer.gpus))
         return quotas
 
     async def firewall_commands(self, cluster: str, ports: Sequence[str]) -> list[str]:
@@ -296,18 +297,19 @@ def instance_of(instance: Body) -> api.RentedInstance:
         zone=zone,
         market="spot" if model == "SPOT" else "on-demand",
         created=instance.time("creationTimestamp"),
+        started=instance.time("lastStartTimestamp"),
         ending=STATES.get(status) == "stopping",
     )
 
 
-def address_of(address: Body, cluster: str) -> api.ReservedAddress | None:
+def address_of(address: Body, cluster: str) -> ReservedAddress | None:
     """A reserved address of the cluster; None for another one."""
     owner, node, _ = api.marks_in_name(address.text("description", ""))
     if owner != cluster or not address.has("address"):
         return None
     users = [row.value.rpartition("/")[2] for row in address.rows_or_empty("users")]
     region = address.last_part("region")
-    return api.ReservedAddress(address.text("name"), address.text("address"), node, region, "".join(users[:1]))
+    return ReservedAddress(address.text("name"), address.text("address"), node, region, "".join(users[:1]))
 
 
 def errors_of(operation: Body) -> list[CodedError]:

@@ -81,7 +81,7 @@ def exhausted_nodesets(
 ) -> dict[str, str]:
     """The nodesets whose machines must end because a budget with `then: end` is used up, with the reason."""
     ending: dict[str, str] = {}
-    live = {rental.nodeset for rental in rentals if rental.live}
+    live = {rental.nodeset for rental in rentals if rental.live and rental.nodeset}
     for nodeset, budget in (("", whole), *own.items()):
         if budget is None or budget.end_after is None:
             continue

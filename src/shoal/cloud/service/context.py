@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.rental import OrderBlock, Rental, cost, format_known_cost
+from shoal.cloud.service.host_costs import HostPrices
 from shoal.cloud.service.leader import Leadership
 from shoal.cloud.service.ledger import Ledger
 from shoal.cloud.service.provider_account import AccountClient
@@ -95,6 +96,8 @@ class ServiceContext:
     """What the firewalls of providers must admit to rented nodes: `tcp:22`."""
     unfit_offers: Sequence[OrderBlock] = ()
     """What is never rented: the Slurm of its image cannot talk to the controller's."""
+    host_prices: HostPrices = field(default_factory=HostPrices)
+    """What rented hosts that stay cost."""
     affordable_nodes: frozenset[str] = frozenset()
     """Nodes that are down because of a budget which now allows their machines: they are retried at once."""
     set_by_node: dict[str, RentedSet] = field(init=False)

@@ -66,6 +66,8 @@ class CostReport:
     total: int
     """Of the month."""
     nodesets: Mapping[str, int] = field(default_factory=dict)
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    """Rented hosts that stay, by name: the controller and login hosts."""
     users: Mapping[str, int] = field(default_factory=dict)
     jobs: tuple[JobCost, ...] = ()
     """Most expensive first."""
@@ -94,11 +96,15 @@ def summary(
     for use in uses:
         by_node[use.node].append(use)
     nodesets: Counter[str] = Counter()
+    hosts: Counter[str] = Counter()
     shares: Counter[tuple[str, str]] = Counter()
     names: dict[tuple[str, str], str] = {}
     users: Counter[str] = Counter()
     for rental in rentals:
         spent = cost_between(rental, begin, until)
+        if not rental.nodeset:  # no job is charged for a host that stays
+            hosts[rental.node] += spent
+            continue
         nodesets[rental.nodeset] += spent
         for use, part in _divided(rental, spent, by_node[rental.node], begin, until):
             shares[use.job, use.user] += part
@@ -112,8 +118,9 @@ def summary(
         per_hour=sum(hourly_rate(rental) for rental in rentals),
         machines=sum(rental.live for rental in rentals),
         today=sum(cost_between(rental, day, now) for rental in rentals),
-        total=nodesets.total(),
+        total=nodesets.total() + hosts.total(),
         nodesets={name: part for name, part in sorted(nodesets.items()) if part},
+        hosts={name: part for name, part in sorted(hosts.items()) if part},
         users={name: part for name, part in users.most_common() if part},
         jobs=tuple(sorted(jobs, key=lambda job: (-job.micros, job.id))),
         starting=shares[_STARTING.job, _STARTING.user],

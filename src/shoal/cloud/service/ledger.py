@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -22,13 +22,23 @@ from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
 
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 
+HOST_SEEN_INTERVAL_S = 60.0
+"""How often it is written that a host that stays still runs."""
+
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
-SCHEMA = 4
+SCHEMA = 5
 
 _BLOCKS = """CREATE TABLE blocks (
     account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
     until REAL, why TEXT NOT NULL, nodeset TEXT NOT NULL DEFAULT '', PRIMARY KEY (account, type, place, market, nodeset)
 )"""
+
+_HOSTS = """CREATE TABLE IF NOT EXISTS hosts (
+    token TEXT NOT NULL, begun REAL NOT NULL, seen REAL NOT NULL, stopped INTEGER NOT NULL DEFAULT 0,
+    node TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL, id TEXT NOT NULL, micros_hour INTEGER,
+    billing TEXT NOT NULL, PRIMARY KEY (token, begun)
+)"""
+"""The times in which rented hosts that stay ran: a row from a start to a stop."""
 
 _TABLES = (
     """CREATE TABLE rentals (
@@ -44,6 +54,7 @@ _TABLES = (
     "CREATE TRIGGER rentals_stay BEFORE DELETE ON rentals BEGIN SELECT RAISE(ABORT, 'no row of the ledger goes'); END",
     _BLOCKS,
     "CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL)",
+    _HOSTS,
 )
 _MIGRATIONS = {
     2: ("ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'",),
@@ -54,6 +65,7 @@ _MIGRATIONS = {
         "INSERT INTO blocks SELECT account, type, place, market, until, why, '' FROM old_blocks",
         "DROP TABLE old_blocks",
     ),
+    5: (_HOSTS,),
 }
 """By schema version: the statements that migrate from the version before."""
 
@@ -193,8 +205,42 @@ class Ledger:
             return self._database.total_changes, self._pragma("data_version")
 
     def all(self, since: float = 0.0) -> list[Rental]:
-        """Rentals that were live at that time or later, oldest first."""
-        return self._rentals("gone_at IS NULL OR gone_at >= ?", since)
+        """Rentals that were live at that time or later, oldest first; then the times of hosts that stay."""
+        return [*self._rentals("gone_at IS NULL OR gone_at >= ?", since), *self.hosts(since)]
+
+    def hosts(self, since: float = 0.0) -> list[Rental]:
+        """The times in which hosts that stay ran, each as a rental without a nodeset. They are never `live()`."""
+        with self._mapped_errors():
+            if self._pragma("user_version") < 5:
+                return []  # read beside an older service
+            found = self._execute("SELECT * FROM hosts WHERE NOT stopped OR seen >= ? ORDER BY begun, token", since)
+            names = [column[0] for column in found.description]
+            return [rows.host_from_row(dict(zip(names, row, strict=True))) for row in found.fetchall()]
+
+    def record_host(self, host: Rental, at: float) -> None:
+        """A host that stays ran at this time. One that was started since it was last seen begins anew."""
+        row = rows.host_to_row(host, at)
+        with self._transaction():
+            query = "SELECT begun, seen, stopped, micros_hour FROM hosts WHERE token = ? ORDER BY begun DESC"
+            begun, seen, stopped, price = self._execute(query, host.token).fetchone() or (None, 0.0, 0, None)
+            if begun is not None and host.begun <= seen:  # the same time, or a list has missed it
+                if stopped or at - seen >= HOST_SEEN_INTERVAL_S or price != row["micros_hour"]:
+                    values = (max(at, seen), row["micros_hour"], host.token, begun)
+                    self._execute(
+                        "UPDATE hosts SET stopped = 0, seen = ?, micros_hour = ? WHERE token = ? AND begun = ?", *values
+                    )
+                return
+            self._execute("UPDATE hosts SET stopped = 1 WHERE token = ?", host.token)
+            # The names are those of our own table.
+            self._execute(f"INSERT INTO hosts ({', '.join(row)}) VALUES ({_marks(row)})", *row.values())  # nosec B608
+
+    def record_stopped_hosts(self, account: str, running: Collection[str], at: float) -> None:
+        """The hosts of an account that run no longer, at this time: all but those with these tokens."""
+        for host in self.hosts(at):
+            token = host.token.rpartition("@")[0]
+            if host.live and host.account == account and token not in running:
+                with self._transaction():
+                    self._execute("UPDATE hosts SET stopped = 1, seen = ? WHERE token = ? AND NOT stopped", at, token)
 
     def of_node(self, node: str) -> list[Rental]:
         """The rentals of a node, newest first: the first live one counts."""

@@ -51,6 +51,8 @@ class InstanceListing:
     """When it was requested: later changes are not in it."""
     instances: Mapping[str, tuple[RentedInstance, ...]]
     """The machines of our cluster, by token. More than one per token is an error of the provider."""
+    permanent: tuple[RentedInstance, ...] = ()
+    """Its hosts that stay: the operator's, the controller itself among them."""
 
 
 @dataclass
@@ -100,17 +102,21 @@ class AccountClient:
         self._asked_at = self.clock.now()
         self._started_at = min(self._started_at, self._asked_at)  # the clock may be set back
         machines: dict[str, tuple[RentedInstance, ...]] = {}
+        permanent: list[RentedInstance] = []
         try:
             for machine in await self.provider.instances(self.cluster):
-                # a machine without our mark is not ours, and a permanent one is the operator's: the controller itself
-                if machine.cluster == self.cluster and machine.token and not machine.permanent:
+                if machine.cluster != self.cluster or not machine.token:
+                    continue  # a machine without our mark is not ours
+                if machine.permanent:
+                    permanent.append(machine)
+                else:
                     machines[machine.token] = (*machines.get(machine.token, ()), machine)
         except Exception as error:  # any error: one provider's client must not block the others
             return self._not_listed(error_text(error))
         if self.problem:
             log.info("%s answers again", self.name)
         self._failures, self.problem = 0, ""
-        self.listing = InstanceListing(self._asked_at, machines)
+        self.listing = InstanceListing(self._asked_at, machines, tuple(permanent))
         for token in machines:
             self._first_seen[token] = min(self._first_seen.get(token, self._asked_at), self._asked_at)
             self._absences[token] = 0

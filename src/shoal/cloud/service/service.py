@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service.boot import NodeBooter
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.host_costs import record_hosts
 from shoal.cloud.service.offers import OfferCatalog
 from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.provision import Provisioner
@@ -67,6 +68,8 @@ class RentalService:
         self._booter = NodeBooter(context, self._wake.set)
         self._provisioner = Provisioner(context, self._wake.set)
         self._problem = ""
+        self._hosts_recorded: dict[str, float] = {}
+        """The time of the last list, by account, whose hosts that stay are in the ledger."""
 
     @property
     def catalog(self) -> OfferCatalog:
@@ -143,6 +146,10 @@ class RentalService:
             if account.name not in self._listings.running and due(account):
                 self._listings.start(account.name, account.list_instances())
         await self._listings.wait()
+        for name, account in context.accounts.items():
+            if account.listing is not None and account.listing.at > self._hosts_recorded.get(name, 0.0):
+                record_hosts(context.ledger, name, account.listing, context.host_prices, account.abilities.billing)
+                self._hosts_recorded[name] = account.listing.at
         context.leadership.check(context.accounts.values(), lambda token: context.ledger.get(token) is not None)
 
     async def _snapshot(self) -> ClusterSnapshot | None:
@@ -191,6 +198,7 @@ class RentalService:
             | dict.fromkeys(left, "machines are rented there, but the spec has no such account"),
             jobs={job: text for job, text in context.job_comments.items() if states.get(job) != "RUNNING"},
             machines={rental.token: machine_entry(rental, self._booter.problem(rental)) for rental in rentals},
+            hosts={host.token: machine_entry(host) for host in context.ledger.hosts(context.clock.now()) if host.live},
         )
         write_status(self._status_file, status)
 

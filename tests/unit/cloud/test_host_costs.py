@@ -1,0 +1,120 @@
+"""Rented hosts that stay are in the ledger: budgets count them, and `shoal cost` shows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.contract.rental_providers import CASES, PUBLIC_KEY
+from tests.unit.cloud.scene import CLUSTER, Scene, scene
+
+from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, RentalOrder
+from shoal.cloud.providers.capabilities import KeepsMachines
+from shoal.cloud.rental import dollars, micros
+from shoal.cloud.service.budget import Purchase, refusal
+from shoal.cloud.service.costs import summary
+from shoal.cloud.service.host_costs import HostPrices
+from shoal.cloud.service.ledger import Ledger
+from shoal.spec.rental import Budget
+
+PRICE = 0.5
+TOKEN = f"{PERMANENT_TOKEN}000000000001"
+
+
+async def rent_controller(it: Scene, price: float | None = PRICE) -> str:
+    """A controller at Google, as `shoal up` rents it; its id."""
+    it.context.host_prices = HostPrices({"controller": price} if price is not None else {}, {"gcp": "gcp"})
+    offer = Offer("gcp", "e2-standard-2", "us-central1", "us-central1-a")
+    order = RentalOrder(CLUSTER, "controller", TOKEN, offer, PUBLIC_KEY, disk_gb=50, permanent=True)
+    [outcome] = await it.context.accounts["gcp"].provider.create([order])
+    assert outcome.ok, outcome
+    return outcome.id
+
+
+def spent(it: Scene) -> float:
+    return dollars(summary(it.ledger.all(), (), it.clock.now()).hosts.get("controller", 0))
+
+
+async def test_time_of_a_host_is_recorded_from_start_to_stop(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        id = await rent_controller(it)
+        await it.passes(3600, every=60)
+        assert abs(spent(it) - PRICE) < 0.02
+        [host] = it.ledger.hosts()
+        assert (host.node, host.state, host.nodeset, host.offer.type) == ("controller", "joined", "", "e2-standard-2")
+        assert it.ledger.live() == [], "it is no rental of a node"
+        assert not any(machine.ended for machine in it.machines())
+
+        [machine] = [one for one in it.machines() if one.order.name == id]
+        it.market().stop(machine.id)
+        await it.passes(120)
+        before = spent(it)
+        await it.passes(36000, every=600)
+        assert spent(it) == before, "a stopped machine costs nothing"
+        it.market().start(machine.id)
+        await it.passes(3600, every=60)
+        assert abs(spent(it) - before - PRICE) < 0.05
+        assert [host.state for host in it.ledger.hosts()] == ["gone", "joined"]
+
+
+async def test_time_in_which_the_service_was_off_is_not_counted_where_the_provider_tells(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        id = await rent_controller(it)
+        await it.passes(600, every=60)
+        before = spent(it)
+        [machine] = [one for one in it.machines() if one.order.name == id]
+        it.market().stop(machine.id)
+        it.clock.advance(100_000)  # with the controller, its service is off
+        it.market().start(machine.id)
+        it.service = it.restart()
+        it.service.context.host_prices = it.context.host_prices
+        await it.passes(600, every=60)
+        assert spent(it) < before + PRICE / 3
+        report = summary(it.ledger.all(), (), it.clock.now())
+        assert (report.machines, report.per_hour) == (1, micros(PRICE))
+        assert report.idle == report.starting == 0, "no job is charged for it"
+
+
+async def test_budget_counts_the_host(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        await rent_controller(it)
+        await it.passes(120)
+        purchase = Purchase("burst", replace(CASES["gcp"].offer, usd_hour=1.0), 1)
+        rentals, now = it.ledger.all(), it.clock.now()
+        assert refusal(purchase, Budget(per_hour=1.6), {}, rentals, now) is None
+        why = refusal(purchase, Budget(per_hour=1.4), {}, rentals, now)
+        assert why is not None and "$0.50 is in use" in why
+        assert refusal(purchase, Budget(), {"burst": Budget(per_hour=1.4)}, rentals, now) is None
+
+
+async def test_host_without_a_price_is_named_and_not_free(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        await rent_controller(it, None)
+        await it.passes(120)
+        assert summary(it.ledger.all(), (), it.clock.now()).unpriced == ("controller",)
+
+
+async def test_released_host_costs_no_more_and_the_ledger_keeps_what_it_cost(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        await rent_controller(it)
+        await it.passes(1800, every=60)
+        provider = it.context.accounts["gcp"].provider
+        assert isinstance(provider, KeepsMachines)
+        await provider.delete(await provider.instances(CLUSTER))
+        await it.passes(300)
+        before = spent(it)
+        await it.passes(7200, every=600)
+        assert spent(it) == before > 0
+        [host] = it.ledger.hosts()
+        assert host.state == "gone"
+
+
+def test_ledger_of_an_older_shoal_has_no_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    Ledger.open(path).close()
+    with Ledger.open(path) as ledger:
+        ledger._execute("DROP TABLE hosts")
+        ledger._execute("PRAGMA user_version = 4")
+        assert ledger.hosts() == [] == ledger.all()
+    with Ledger.open(path) as ledger:
+        assert ledger.hosts() == []
