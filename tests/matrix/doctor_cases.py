@@ -52,6 +52,16 @@ def change_gpus_under_a_job(scene: Scene) -> None:
     scene.await_reason("jobs are using them")
 
 
+def rename_gpu(scene: Scene) -> None:
+    """Slurm compares types only where a node reports several records of GPUs."""
+    split = r"s/^\(NodeName=.* Name=gpu .*File=.dev.nvidia\)\[0-1\]/\10\n\11/"
+    scene.edit_conf(split, "gres.conf")
+    for name in ("fish1", "fish2"):
+        scene.sh(name, "systemctl restart slurmd")
+    scene.wait("the nodes are idle", scene.is_idle)
+    conf(r"s/Gres=gpu:\([^:]*\):2/Gres=gpu:\1:1,gpu:h100:1/", reason="gres/gpu:")(scene)
+
+
 def lose_device(scene: Scene) -> None:
     """A card that fell off the bus: no device file, and nvidia-smi does not have it."""
     scene.sh("fish1", "touch /run/lost1; mount --bind /dev/nvidia1 /run/lost1; umount /dev/nvidia1; rm /dev/nvidia1")
@@ -365,8 +375,7 @@ CASES = (
     Case((fixed(19, "spool-full", "SlurmdSpoolDir is full"),), fill_spool,
          also=("inodes-full", "job-launch-failed"), repair=empty_spool),
     Case((fixed(5, "gpu-missing", "can't stat gres.conf file /dev/nvidia1"),), lose_device, after=return_device),
-    Case((fixed(6, "gpu-type-missing", r"gres/gpu:\S* count too low"),),
-         conf(r"s/Gres=gpu:\([^:]*\):2/Gres=gpu:\1:1,gpu:h100:1/", reason="gres/gpu:"),
+    Case((fixed(6, "gpu-type-missing", r"gres/gpu:\S* count too low"),), rename_gpu,
          also=(*REGISTERED, "gpu-missing")),
     Case((Fault(23, "not-responding", "(?i)not.responding"),), on_node("systemctl kill -s STOP slurmd"),
          repair=on_node("systemctl kill -s CONT slurmd"), patience_s=240),

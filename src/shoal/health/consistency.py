@@ -13,7 +13,12 @@ MAX_CLOCK_OFFSET_S = 60.0
 CGROUP_ERRORS = (
     "cannot find cgroup plugin",
     "is not a valid cgroup2 mountpoint",
+    "Hybrid mode is not supported",
+    "Cannot setup the cgroup namespace",
     "systemd scope for slurmstepd could not be set",
+    "scope and/or cgroup directory for slurmstepd could not be set",
+    "cannot initialize cgroup directory for stepds",
+    "Cannot enable subtree_control at the top level",
     "Unable to initialize the cpuset cgroup",
 )
 """What slurmd logs where the cgroups of its host do not work."""
@@ -59,10 +64,10 @@ def wrong_confs(controller: str, reports: Mapping[str, HostReport]) -> Iterator[
 
 
 def failed_cgroups(report: HostReport, is_running: bool) -> tuple[str, ...]:
-    """slurmd's errors of cgroups: those since its last start, or before it if it does not run."""
+    """slurmd's errors of cgroups since it last started; if it does not run and never did, all of them."""
     entries: Sequence[LogEntry] = report.logs
-    if is_running:
-        starts = [number for number, entry in enumerate(entries) if STARTED in entry.text]
+    starts = [number for number, entry in enumerate(entries) if STARTED in entry.text]
+    if starts or is_running:
         entries = entries[starts[-1] :] if starts else ()
     return tuple(entry.text for entry in entries if any(error in entry.text for error in CGROUP_ERRORS))[-3:]
 

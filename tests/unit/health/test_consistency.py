@@ -62,8 +62,11 @@ def test_errors_of_cgroups_are_found_until_slurmd_has_started(error: str) -> Non
     report = HostReport(services=running, logs=[start, line])
     assert find({"n1": report}) == [("cgroups", "n1", (line.text,))]
     assert find({"n1": HostReport(services=running, logs=[line, start])}) == []
-    found = find({"n1": HostReport(services=stopped, logs=[start, line])})
-    assert [id for id, _, _ in found] == ["slurmd-stopped", "cgroups"]
+    for logs in ([start, line], [line]):
+        found = find({"n1": HostReport(services=stopped, logs=logs)})
+        assert [id for id, _, _ in found] == ["slurmd-stopped", "cgroups"]
+    found = find({"n1": HostReport(services=stopped, logs=[line, start])})
+    assert [id for id, _, _ in found] == ["slurmd-stopped"], "it has started since"
 
 
 def test_node_unlike_its_nodeset_is_found() -> None:
