@@ -185,7 +185,10 @@ def give_up_cloud_node(scene: Scene) -> None:
 
 
 def reboot_in_vain(scene: Scene) -> None:
-    scene.sh("controller", "scontrol reboot ASAP nextstate=RESUME fish1")
+    """The host is told to reboot, and its slurmd is not heard of again: with ReturnToService=2 it would be forgiven."""
+    scene.sh("controller", "scontrol reboot ASAP fish1")
+    scene.wait("the reboot is issued", lambda: "REBOOT_ISSUED" in scene.node())
+    scene.sh("fish1", "systemctl kill -s STOP slurmd")
     scene.await_reason("reboot timed out", seconds=240)
 
 
@@ -382,7 +385,8 @@ CASES = (
     Case((fixed(22, "no-address", "NO NETWORK ADDRESS FOUND"),), lose_names, also=REGISTERED),
     Case((Fault(34, "cgroups", "cgroup"),), lose_cgroups, also=("slurmd-stopped", "not-responding", *REGISTERED),
          repair=repair_by_up),
-    Case((fixed(26, "reboot-timeout", "reboot timed out"),), reboot_in_vain, patience_s=240),
+    Case((fixed(26, "reboot-timeout", "reboot timed out"),), reboot_in_vain, patience_s=240,
+         repair=on_node("systemctl kill -s CONT slurmd")),
     Case((Fault(25, "resume-timeout", "ResumeTimeout reached"),), order_cloud_node, host="cloud1",
          also=(*REGISTERED, "job-waits-for-node"), repair=give_up_cloud_node),
     Case((fixed(20, "batch-complete-failure", "batch job complete failure"),), protect_spool,
