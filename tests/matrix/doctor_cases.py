@@ -119,11 +119,18 @@ def empty_spool(scene: Scene) -> None:
     cancel_jobs(scene)
 
 
-def protect_spool(scene: Scene) -> None:
-    spool = SPOOL_DIRECTORY
-    scene.sh("fish1", f"mount --bind {spool} {spool} && mount -o remount,ro,bind {spool}")
+def require_missing_plugin(scene: Scene) -> None:
+    """slurmstepd ends with an error that slurmctld does not know as harmless."""
+    keep = "cd /run/slurm/conf; [ ! -e plugstack.conf ] || mv plugstack.conf plugstack.kept"
+    scene.sh("fish1", f"{keep}; echo 'required /usr/lib/missing-plugin.so' > plugstack.conf")
     scene.submit("--wrap", "true")
     scene.await_reason("batch job complete failure")
+
+
+def drop_missing_plugin(scene: Scene) -> None:
+    restore = "[ ! -e plugstack.kept ] || mv plugstack.kept plugstack.conf"
+    scene.sh("fish1", f"cd /run/slurm/conf; rm plugstack.conf; {restore}")
+    cancel_jobs(scene)
 
 
 def lose_state_of_jobs(scene: Scene) -> None:
@@ -132,9 +139,10 @@ def lose_state_of_jobs(scene: Scene) -> None:
     scene.sh("fish1", "systemctl restart slurmd")
     scene.wait("fish1 is idle", scene.is_idle)
     job = start_stuck_job(scene)
-    scene.sh("controller", f"systemctl stop slurmctld; rm -f {STATE_DIRECTORY}/job_state*; systemctl start slurmctld")
+    lose = f"rm -f {STATE_DIRECTORY}/job_state*; echo FirstJobId={job} >> /etc/slurm/slurm.conf"
+    scene.sh("controller", f"systemctl stop slurmctld; {lose}; systemctl start slurmctld")
     scene.wait("fish1 is idle", lambda: scene.node().startswith("IDLE"))
-    scene.submit("--wrap", "true", f"--jobid={job}")
+    assert scene.submit("--wrap", "true") == job
     scene.await_reason("Duplicate jobid")
 
 
@@ -149,13 +157,22 @@ def lose_names(scene: Scene) -> None:
     scene.await_reason("NO NETWORK ADDRESS FOUND")
 
 
+RETURN = ("HealthCheckInterval: 3", "HealthCheckInterval: 3\n    ReturnToService: 0")
+
+
 def reboot_unasked(scene: Scene) -> None:
     """A container has the uptime of its machine; with -b slurmd reports that the host has booted just now."""
-    scene.edit_conf("s/ReturnToService=2/ReturnToService=0/")
+    scene.cluster.edit(*RETURN)
+    scene.cluster.json("up")
     scene.wait("fish1 is idle", scene.is_idle)
     scene.sh("fish1", "systemctl stop slurmd; sleep 2; sed -i 's/SLURMD_OPTIONS=[\"]*/&-b /' /etc/default/slurmd")
     scene.sh("fish1", "systemctl start slurmd")
     scene.await_reason("Node unexpectedly rebooted")
+
+
+def return_to_service(scene: Scene) -> None:
+    scene.cluster.edit(*reversed(RETURN))
+    repair_by_up(scene)
 
 
 def repair_by_up(scene: Scene) -> None:
@@ -389,11 +406,11 @@ CASES = (
          repair=on_node("systemctl kill -s CONT slurmd")),
     Case((Fault(25, "resume-timeout", "ResumeTimeout reached"),), order_cloud_node, host="cloud1",
          also=(*REGISTERED, "job-waits-for-node"), repair=give_up_cloud_node),
-    Case((fixed(20, "batch-complete-failure", "batch job complete failure"),), protect_spool,
-         also=("read-only", "job-launch-failed"), repair=empty_spool),
+    Case((fixed(20, "batch-complete-failure", "batch job complete failure"),), require_missing_plugin,
+         also=(*REGISTERED, "job-launch-failed"), repair=drop_missing_plugin),
     Case((fixed(21, "duplicate-job", "Duplicate jobid"),), lose_state_of_jobs, also=REGISTERED, repair=end_old_step),
-    Case((fixed(24, "unexpected-reboot", "Node unexpectedly rebooted"),), reboot_unasked, also=REGISTERED,
-         repair=repair_by_up),
+    Case((fixed(24, "unexpected-reboot", "Node unexpectedly rebooted"),), reboot_unasked,
+         after=return_to_service),
     Case((fixed(8, "gpu-changed-under-jobs", "jobs are using them"),), change_gpus_under_a_job, also=REGISTERED,
          repair=cancel_jobs),
     Case((fixed(18, "step-not-running", "Job step not running"),), end_before_start, repair=thaw),

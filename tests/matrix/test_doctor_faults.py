@@ -18,7 +18,7 @@ from tests import nvml
 from tests.doctor_faults import FIRST_RELEASE, Outcome, fault_table, saved_outcomes
 from tests.documents import ROOT
 from tests.e2e.cluster import IMAGE, Cluster, login_keys, taken_down
-from tests.matrix.doctor_cases import CASES, cancel_jobs
+from tests.matrix.doctor_cases import CASES, RETURN, cancel_jobs
 from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, Case, Scene, await_health, play
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
@@ -64,6 +64,7 @@ def restore(scene: Scene) -> None:
     for name in ("fish1", "fish2"):
         scene.sh(name, f"{clean}; pkill -9 slurmstepd; systemctl restart munge", check=False)
     cancel_jobs(scene)
+    scene.cluster.file.write_text(scene.cluster.file.read_text().replace(*reversed(RETURN)))
     scene.cluster.json("up", status=None)
     scene.sh("controller", "systemctl restart slurmctld")
     for name in ("fish1", "fish2"):
