@@ -45,9 +45,9 @@ def fail_script(name: str) -> Step:
 def change_gpus_under_a_job(scene: Scene) -> None:
     scene.submit("--gres=gpu:1", "--wrap", "sleep 600")
     scene.wait("the job runs", lambda: scene.sh("controller", "squeue -h -o %t").strip() == "R")
-    for name in ("fish1", "fish2"):
-        scene.sh(name, "touch /dev/nvidia2")  # slurmd only looks if it is there
-    scene.sh("controller", r"sed -i 's/nvidia\[0-1\]/nvidia[0-2]/' /etc/slurm/gres.conf && scontrol reconfigure")
+    # slurmctld ignores GPUs beyond those of slurm.conf, and calls fewer than those missing.
+    less = r"sed -i 's/Gres=gpu:\([^:]*\):2/Gres=gpu:\1:1/' /etc/slurm/slurm.conf && scontrol reconfigure"
+    scene.sh("controller", less)
     scene.sh("fish1", "systemctl restart slurmd")
     scene.await_reason("jobs are using them")
 
@@ -411,7 +411,8 @@ CASES = (
     Case((fixed(21, "duplicate-job", "Duplicate jobid"),), lose_state_of_jobs, also=REGISTERED, repair=end_old_step),
     Case((fixed(24, "unexpected-reboot", "Node unexpectedly rebooted"),), reboot_unasked,
          after=return_to_service),
-    Case((fixed(8, "gpu-changed-under-jobs", "jobs are using them"),), change_gpus_under_a_job, also=REGISTERED,
+    Case((fixed(8, "gpu-changed-under-jobs", "jobs are using them"),), change_gpus_under_a_job,
+         also=(*REGISTERED, "gpu-missing"),
          repair=cancel_jobs),
     Case((fixed(18, "step-not-running", "Job step not running"),), end_before_start, repair=thaw),
     Case((Fault(36, "job-completing", "on fish2 ended"),), hang_epilog, host="", patience_s=300,
