@@ -80,8 +80,11 @@ class AwsSimulator(Simulator):
         billing=Billing(step=1, least=60, from_up=True),
     )
     types = _types()
-    quotas: Mapping[str, float] = {"L-DB2E81BA": 256, "L-417A185B": 768, "L-3819A6DF": 256, "L-C4BD4855": 768}
-    """vCPUs by the code of the quota; others have the default of new accounts."""
+    quotas: Mapping[str, float] = {
+        **{"L-DB2E81BA": 256, "L-417A185B": 768, "L-3819A6DF": 256, "L-C4BD4855": 768},
+        "L-1216C47A": 256,
+    }
+    """vCPUs by the code of the quota; others have the default of new accounts with GPUs."""
     quota_rights = True
     creating = r"POST /RunInstances"
     listing = r"POST /DescribeInstances"

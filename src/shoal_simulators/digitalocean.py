@@ -57,6 +57,7 @@ class DigitalOceanSimulator(Simulator):
     types = _types()
     creating = r"POST /v2/droplets"
     listing = r"GET /v2/droplets"
+    droplet_limit = 100
 
     def limits(self) -> list[RateLimit]:
         return [RateLimit(60 / 250, slack=30.0), RateLimit(6.0, r"GET /v2/account/keys", slack=54.0)]
@@ -64,6 +65,7 @@ class DigitalOceanSimulator(Simulator):
     def routes(self) -> list[BaseRoute]:
         return [
             Route("/v2/sizes", self.sizes),
+            Route("/v2/account", self.account),
             Route("/v2/account/keys", self.keys),
             Route("/v2/account/keys", self.add_key, methods=["POST"]),
             Route("/v2/droplets", self.droplets),
@@ -93,6 +95,9 @@ class DigitalOceanSimulator(Simulator):
             vram = {"amount": type.gpu_memory_gb, "unit": "gib"}
             shown["gpu_info"] = {"count": type.gpus, "model": type.gpu, "vram": vram}
         return shown
+
+    async def account(self, request: Request) -> Response:
+        return JSONResponse({"account": {"droplet_limit": self.droplet_limit, "status": "active"}})
 
     async def keys(self, request: Request) -> Response:
         return self._page(request, "ssh_keys", list(self.stored("keys").values()))

@@ -53,6 +53,8 @@ class Profile:
     notice_s: float = 0.0
     unique_names: bool = False
     container: bool = False
+    restarts: bool = False
+    """The cloud starts a machine again whose first process ends; the bill goes on."""
     billing: Billing = field(default_factory=Billing)
 
     def adjusted(self, *, real_hosts: bool, boot_s: float | None) -> Profile:

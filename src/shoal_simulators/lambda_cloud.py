@@ -37,6 +37,7 @@ ERRORS = {
     "error-before-create": (503, "provider/internal-unavailable", "The provider is unavailable. Try again shortly."),
     "error-after-create": (500, "global/internal-error", "An unexpected error occurred."),
     "list-fails": (500, "global/internal-error", "An unexpected error occurred."),
+    "wrong-region": (400, f"{LAUNCH}/file-system-in-wrong-region", "A filesystem is in another region."),
     "duplicate-name": (400, "global/duplicate", "There is one of that name."),
     "invalid": (400, "global/invalid-parameters", "Invalid request data."),
     "not-found": (404, "global/object-does-not-exist", "Specified object does not exist."),
@@ -97,6 +98,8 @@ class LambdaSimulator(Simulator):
             Route(f"{base}/ssh-keys", self.add_key, methods=["POST"]),
             Route(f"{base}/ssh-keys/{{id}}", self.remove_key, methods=["DELETE"]),
             Route(f"{base}/images", self.images),
+            Route(f"{base}/file-systems", self.filesystems),
+            Route(f"{base}/filesystems", self.add_filesystem, methods=["POST"]),
             Route(f"{base}/firewall-rulesets", self.rulesets),
             Route(f"{base}/firewall-rulesets", self.add_ruleset, methods=["POST"]),
         ]
@@ -156,6 +159,7 @@ class LambdaSimulator(Simulator):
                 "tags": order.get("tags", []),
                 "hostname": order.get("hostname"),
                 "file_system_names": order.get("file_system_names", []),
+                "file_system_mounts": order.get("file_system_mounts", []),
                 "firewall_rulesets": order.get("firewall_rulesets", []),
                 "ssh_key_names": order["ssh_key_names"],
                 "jupyter_token": secrets.token_hex(16),
@@ -217,6 +221,27 @@ class LambdaSimulator(Simulator):
         ]
         return JSONResponse({"data": shown})
 
+    async def filesystems(self, request: Request) -> Response:
+        return JSONResponse({"data": list(self.stored("filesystems").values())})
+
+    async def add_filesystem(self, request: Request) -> Response:
+        body = await read_json(request)
+        name, region = body.get("name"), body.get("region")
+        if not isinstance(name, str) or region not in REGIONS:
+            raise ApiRejection("invalid", "name and region are required")
+        if name in {one["name"] for one in self.stored("filesystems").values()}:
+            raise ApiRejection("duplicate-name")
+        place = {"name": region, "description": REGIONS[region]}
+        made: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "name": name,
+            "mount_point": f"/lambda/nfs/{name}",
+            "region": place,
+        }
+        self.stored("filesystems")[made["id"]] = made
+        self.market.save()
+        return JSONResponse({"data": made})
+
     async def rulesets(self, request: Request) -> Response:
         return JSONResponse({"data": list(self.stored("rulesets").values())})
 
@@ -230,6 +255,10 @@ class LambdaSimulator(Simulator):
         self.stored("rulesets")[ruleset["id"]] = ruleset
         self.market.save()
         return JSONResponse({"data": ruleset})
+
+    def _elsewhere(self, region: str) -> list[dict[str, Any]]:
+        """The filesystems of other regions."""
+        return [one for one in self.stored("filesystems").values() if one["region"]["name"] != region]
 
     def _family(self, image: dict[str, str]) -> str:
         """The family of the image in an order; without one the default depends on the region."""
@@ -251,6 +280,11 @@ class LambdaSimulator(Simulator):
         if named[0] not in keys or order["instance_type_name"] not in self.market.types:
             raise ApiRejection("not-found")
         if self._family(order.get("image", {})) not in FAMILIES:
+            raise ApiRejection("not-found")
+        filesystems = set(order.get("file_system_names", []))
+        if any(one["name"] in filesystems for one in self._elsewhere(order["region_name"])):
+            raise ApiRejection("wrong-region")
+        if filesystems - {one["name"] for one in self.stored("filesystems").values()}:
             raise ApiRejection("not-found")
         rulesets = self.stored("rulesets")
         for one in order.get("firewall_rulesets", []):

@@ -1,7 +1,8 @@
 """A simulated RunPod: v2 of its REST API, with its documented or observed states, limits and errors.
 
 Unknown fields are rejected (422), only requested ports are open, RUNNING comes before SSH answers, each pod shows its
-price, and a 400 has several meanings. Machines are containers behind one port.
+price, and a 400 has several meanings. Machines are containers behind one port; one whose first process ends is started
+again with its command, and its bill goes on.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class RunPodSimulator(Simulator):
 
     kind = "runpod"
     base = "/v2"
-    profile = Profile(boot_s=40.0, stop_s=2.0, container=True)
+    profile = Profile(boot_s=40.0, stop_s=2.0, container=True, restarts=True)
     types = tuple(_types())
     creating = r"POST /v2/pods"
     listing = r"GET /v2/pods"

@@ -76,6 +76,8 @@ class SandboxBackend:
         self._provider = SandboxProvider(self.layout.cache)
         self._status: dict[str, HostStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._restarting: dict[str, SimulatedInstance] = {}
+        """The machines that this cloud starts again when they end by themselves."""
         self._room = asyncio.Semaphore(MAX_BOOTS)
         self._lock: int | None = None
         """The lock held until `close`: one process runs a cloud in a cluster."""
@@ -118,18 +120,26 @@ class SandboxBackend:
 
     def begin(self, machine: SimulatedInstance, type: MachineType, profile: Profile) -> None:
         self._status[machine.id] = HostStatus("making")
+        if profile.restarts:
+            self._restarting[machine.id] = machine
         self._start(machine.id, partial(self._make, machine, type, profile))
 
     def status(self, id: str) -> HostStatus:
         status = self._status.get(id, HostStatus("gone"))
         if status.state == "up" and lifecycle.state(self.layout, self.host_name(id)) == "stopped":
+            if machine := self._restarting.get(id):
+                if self._tasks[id].done():
+                    self._start(id, partial(self._restart, machine))
+                return status  # the API shows no difference
             status = self._status[id] = replace(status, state="dead")
         return status
 
     def end(self, id: str) -> None:
+        self._restarting.pop(id, None)
         self._start(id, partial(self._remove, id))
 
     def kill(self, id: str) -> None:
+        self._restarting.pop(id, None)
         self._start(id, partial(self._power_off, id))
 
     def start(self, id: str) -> None:
@@ -253,6 +263,21 @@ class SandboxBackend:
             await nspawn.start(self.layout, host)
         self._status[ordered.id] = self._host_status(host, "making")
         return host
+
+    async def _restart(self, ordered: SimulatedInstance) -> None:
+        """Start a container again whose first process ended. Its files are still there."""
+        name = self.host_name(ordered.id)
+        try:
+            async with self.layout.locked():
+                host, sites = self.layout.hosts()[name], self.layout.sites()
+                await lifecycle.stop(self.layout, name)
+                await network.plug_in(self.layout, host, sites[host.site])
+                await nspawn.start(self.layout, host)
+            await lifecycle.wait_for_ssh(self.layout, host)
+            if ordered.order.user_data and ordered.runs_user_data:
+                await self._run(host, ordered.order.user_data)
+        except (ProviderError, OSError, asyncssh.Error) as error:
+            log.error("%s: cannot start it again: %s", name, error)
 
     def _host_status(self, host: HostRecord, state: Any) -> HostStatus:
         if host.shape.container:

@@ -176,6 +176,23 @@ async def test_container_is_reachable_on_its_own_port_and_runs_its_command(backe
     assert str(said.stdout).split() == ["ran"]
 
 
+async def test_container_whose_first_process_ends_is_started_again(backend: SandboxBackend, key: Any) -> None:
+    pods = Profile(user="root", boot_s=0.0, stop_s=0.0, container=True, restarts=True)
+    market = Market(pods, TYPES, backend)
+    one = market.order(wanted(key, user_data="echo ran >> /root/args-ran"), "m1")
+    await until(market, lambda: one.phase == "up")
+    look = "until [ $(wc -l < /root/args-ran) = {} ]; do sleep 0.1; done; cat /proc/sys/kernel/random/uuid"
+    await on(one.host, one.port, key, "root", look.format(1))
+    with contextlib.suppress(asyncssh.Error, OSError):
+        await on(one.host, one.port, key, "root", "kill -TERM 1; sleep 60")
+    await until(market, lambda: one.phase != "up" or not backend._tasks["m1"].done())
+    await until(market, backend._tasks["m1"].done)
+    assert one.phase == "up"  # as its cloud shows it, and bills it
+    assert (await on(one.host, one.port, key, "root", look.format(2))).exit_status == 0
+    market.delete(one.id)
+    await until(market, lambda: one.phase == "gone")
+
+
 async def test_spot_machines_of_several_clouds_get_their_own_preemption_notice(key: Any) -> None:
     layout = Layout(cache_dir(), CLUSTER)
     ours, google = "notice", "computeMetadata/v1/instance/preempted"

@@ -58,9 +58,12 @@ given=/etc/shoal-sandbox.d/meminfo
 rm -rf /dev/net
 mkdir -p /run/sshd
 exec setpriv --inh-caps -all --bounding-set {",".join(f"-{name}" for name in NOT_IN_CONTAINERS)} \\
-    sh -c '/usr/sbin/sshd -D -e & wait'
+    sh -c 'trap "exit 143" TERM; /usr/sbin/sshd -D -e & wait'
 """
-"""A container's first process: it gives up what it may not do, starts the SSH server, and takes care of orphans."""
+"""A container's first process: it gives up what it may not do, starts the SSH server, and takes care of orphans.
+
+The kernel keeps signals from a first process that has no handler for them.
+"""
 
 
 async def start(layout: Layout, host: HostRecord) -> None:

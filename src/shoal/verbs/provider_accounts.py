@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shoal.cloud.providers import rental_provider
@@ -148,9 +148,11 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
     async def question(login: ProviderLogin, client: RentalProvider) -> list[Finding]:
         if login.name not in choices:
             return _forgotten_hosts(spec, login.name, await client.instances(spec.cluster))
-        answers = [await _ask(client, choice) for choice in choices[login.name]]
-        if isinstance(client, KeepsMachines):
-            answers.append(_forgotten_hosts(spec, login.name, await client.instances(spec.cluster)))
+        listed = await client.instances(spec.cluster) if isinstance(client, KeepsMachines) else []
+        hosts = {one.node for one in listed if one.cluster == spec.cluster and one.permanent}
+        wanted = [choice.without(hosts) for choice in choices[login.name]]
+        answers = [await _ask(client, choice) for choice in wanted if choice.max]
+        answers.append(_forgotten_hosts(spec, login.name, listed))
         if not isinstance(client, HasQuotas):
             what = "no quota in this provider's API, so it is not checked"
             answers.append([Finding("info", what, path=f"providers.{login.name}")])
@@ -205,7 +207,17 @@ class _Choice:
     most: str
     """The words for `max`, in a finding."""
     offer: OfferChoice
-    stays: bool = False
+    hosts: frozenset[str] = frozenset()
+    """The hosts that it is for, where they stay."""
+
+    @property
+    def stays(self) -> bool:
+        return bool(self.hosts)
+
+    def without(self, present: Container[str]) -> _Choice:
+        """The same without the hosts that are rented already."""
+        missing = sum(host not in present for host in self.hosts)
+        return replace(self, max=missing, most=f"the file wants {missing} more") if self.hosts else self
 
 
 def _choices(spec: Spec) -> Iterator[_Choice]:
@@ -219,7 +231,7 @@ def _choices(spec: Spec) -> Iterator[_Choice]:
             assert machine is not None
             fields = {"provider": member.provider, "type": machine.type, "region": machine.region, "zone": machine.zone}
             offer = OfferChoice.model_validate({key: value for key, value in fields.items() if value})
-            yield _Choice(path, len(hosts), f"the file wants {len(hosts)}", offer, stays=True)
+            yield _Choice(path, len(hosts), "", offer, frozenset(host.name for host in hosts))
 
 
 async def _ask(client: RentalProvider, chosen: _Choice) -> list[Finding]:

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, trial
 
-from shoal.cloud.providers import digitalocean
+from shoal.cloud.providers import digitalocean, rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
+from shoal.cloud.providers.capabilities import HasQuotas
 
 CASE = CASES["digitalocean"]
 ORDER = RentalOrder(CLUSTER, "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, "aa:bb")
@@ -47,6 +48,18 @@ async def test_droplets_with_and_without_gpus_are_listed(it: Trial) -> None:
     order = replace(await it.order("cpu1", "t2"), offer=Offer("acme", "s-2vcpu-4gb", "nyc2"))
     assert (await it.renter.create([order]))[0].ok
     assert sorted(one.node for one in await it.listed()) == ["cpu1", "gpu1"]
+
+
+async def test_all_droplets_count_against_the_limit_of_the_account(it: Trial) -> None:
+    provider = rental_provider(account(CASE, it.url))
+    assert isinstance(provider, HasQuotas)
+    await it.create("gpu1", "t1")
+    it.simulation.simulator.droplet_limit = 3  # type: ignore[attr-defined]
+    try:
+        [quota] = await provider.quotas(CASE.offer)
+    finally:
+        await provider.close()
+    assert (quota.name, quota.limit, quota.usage, quota.machines) == ("droplet_limit", 3, 1, 2)
 
 
 async def test_foreign_droplet_is_not_listed(it: Trial) -> None:

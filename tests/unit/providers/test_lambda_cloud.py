@@ -76,11 +76,36 @@ async def test_region_without_firewall_rules_is_ordered_without_a_ruleset(it: Tr
 
 
 async def test_filesystems_of_the_account_are_attached() -> None:
-    case = replace(CASES["lambda"], settings={"filesystems": "data, models"})
+    case = replace(CASES["lambda"], settings={"filesystems": "data, models:/data/models"})
     async with trial(case) as it:
+        ids = {}
+        for name in ("data", "models"):
+            _, made = await api(it, "POST", "/filesystems", {"name": name, "region": "us-west-1"})
+            ids[name] = made["data"]["id"]
         await it.create()
         [machine] = it.market.instances.values()
         assert machine.order.marks["file_system_names"] == ["data", "models"]
+        assert machine.order.marks["file_system_mounts"] == [
+            {"mount_point": "/data/models", "file_system_id": ids["models"]}
+        ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message", "scope"),
+    [
+        ("data", "acme has no filesystem data in us-west-1", "region"),
+        ("there:/etc", "Lambda mounts nothing at /etc", "provider"),
+    ],
+)
+async def test_filesystem_that_cannot_be_attached_is_named_before_renting(
+    setting: str, message: str, scope: str
+) -> None:
+    async with trial(replace(CASES["lambda"], settings={"filesystems": setting})) as it:
+        await api(it, "POST", "/filesystems", {"name": "data", "region": "us-east-1"})
+        await api(it, "POST", "/filesystems", {"name": "there", "region": "us-west-1"})
+        [outcome] = await it.renter.create([await it.order()])
+        assert (outcome.failure, outcome.scope, it.made) == (FailureKind.INVALID, scope, 0)
+        assert message in outcome.message
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from shoal.cloud.providers import api
 from shoal.cloud.providers.api import FailureKind
+from shoal.cloud.providers.capabilities import Quota
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
 from shoal.cloud.providers.prices import gpu_model
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_message
@@ -95,6 +96,15 @@ class DigitalOceanProvider(HttpProvider):
                 raise
             return registered  # another process was faster
         return made.object("ssh_key").text("fingerprint")
+
+    async def quotas(self, offer: api.Offer) -> list[Quota]:
+        """The account's limit of droplets. That of GPU droplets is not in the API: new accounts have none of them."""
+        limit = (await self._api.request("GET", "/account")).object("account").number("droplet_limit")
+        used = 0
+        for kind in ("gpus", "droplets"):
+            async for _ in self._all("/droplets", "droplets", type=kind):
+                used += 1
+        return [Quota("droplet_limit", limit, used, need=1)]
 
     async def _fingerprint(self, material: str) -> str:
         async for key in self._all("/account/keys", "ssh_keys"):

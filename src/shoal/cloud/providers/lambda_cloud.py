@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from shoal.cloud.providers import api
 from shoal.cloud.providers.api import FailureKind
@@ -47,6 +48,7 @@ NAME_LENGTH = 64
 ANYWHERE = "0.0.0.0/0"
 WITHOUT_RULES = ("us-south-1",)
 """Regions where Lambda's firewall rules have no effect."""
+MOUNT_POINT = r"(/home|/lambda/nfs|/data)(/[A-Za-z0-9._-]+)+"
 LAUNCH_INTERVAL_S = 12.0
 """Lambda requires this time between two launches."""
 
@@ -128,7 +130,7 @@ class LambdaProvider(HttpProvider):
             "tags": [{"key": key, "value": value} for key, value in tags.items()],
             "user_data": order.user_data or None,
             "hostname": order.node if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node) else None,
-            "file_system_names": list_setting(self._account.settings.get("filesystems", "")) or None,
+            **await self._filesystems(order.offer.region),
             "firewall_rulesets": await self._firewall(order),
         }
         launch = drop_none(request)
@@ -137,6 +139,22 @@ class LambdaProvider(HttpProvider):
         if len(ids) != 1 or not isinstance(ids[0].value, str):
             raise body.error(f"data.instance_ids has {len(ids)} ids, expected one")
         return api.RequestOutcome(ids[0].value)
+
+    async def _filesystems(self, region: str) -> dict[str, Any]:
+        """The fields of an order that attach the account's filesystems. Raises ApiError where the region lacks one."""
+        named = [name.partition(":") for name in list_setting(self._account.settings.get("filesystems", ""))]
+        if not named:
+            return {}
+        listed = (await self._api.request("GET", "/file-systems")).rows("data")
+        ids = {one.text("name"): one.text("id") for one in listed if one.object("region").text("name") == region}
+        if missing := [name for name, _, _ in named if name not in ids]:
+            message = f"{self._account.name} has no filesystem {', '.join(missing)} in {region}"
+            raise ApiError(message, FailureKind.INVALID, scope="region", hint="make it there, or name another region")
+        if wrong := [place for _, _, place in named if place and not re.fullmatch(MOUNT_POINT, place)]:
+            message = f"Lambda mounts nothing at {', '.join(wrong)}"
+            raise ApiError(message, FailureKind.INVALID, scope="provider", hint="use a directory below /data")
+        mounts = [{"mount_point": place, "file_system_id": ids[name]} for name, _, place in named if place]
+        return {"file_system_names": [name for name, _, _ in named], "file_system_mounts": mounts or None}
 
     async def _firewall(self, order: api.RentalOrder) -> list[dict[str, str]] | None:
         """The cluster's ruleset of a region, made once; None where Lambda has none, and its own rules stay."""
@@ -202,7 +220,7 @@ def firewall_rules(ports: Sequence[str]) -> list[dict[str, object]]:
 
 
 def list_setting(text: str) -> list[str]:
-    """The names in a setting such as `data, models`."""
+    """The names in a setting such as `data, models:/data/models`."""
     return [name for name in re.split(r"[ ,]+", text) if name]
 
 
