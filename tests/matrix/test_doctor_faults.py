@@ -62,7 +62,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory, outcomes: dict[int, Outcome]
 def restore(scene: Scene) -> None:
     clean = f"{THAW}; umount -l /var/tmp /var/lib/slurm/slurmd; rm -f /run/fail-* /run/hang-epilog /etc/ld.so.preload"
     for name in ("fish1", "fish2"):
-        scene.sh(name, f"{clean}; pkill -9 slurmstepd; systemctl restart munge", check=False)
+        scene.sh(name, f"{clean}; pkill -9 slurmstepd; pkill -x -f 'sleep 600'; systemctl restart munge", check=False)
     cancel_jobs(scene)
     scene.cluster.file.write_text(scene.cluster.file.read_text().replace(*reversed(RETURN)))
     scene.cluster.json("up", status=None)
