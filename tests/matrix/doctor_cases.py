@@ -69,9 +69,14 @@ def lose_device(scene: Scene) -> None:
     scene.sh("fish1", "systemctl restart slurmd", check=False)
 
 
+RETURN_DEVICE = (
+    "touch /dev/nvidia1; mount --bind /run/lost1 /dev/nvidia1; umount /run/lost1; "
+    "mv /etc/shoal-gpus.all /etc/shoal-gpus"
+)
+
+
 def return_device(scene: Scene) -> None:
-    scene.sh("fish1", "touch /dev/nvidia1; mount --bind /run/lost1 /dev/nvidia1; umount /run/lost1")
-    scene.sh("fish1", "mv /etc/shoal-gpus.all /etc/shoal-gpus")
+    scene.sh("fish1", RETURN_DEVICE)
     scene.cluster.json("up")
 
 

@@ -18,7 +18,7 @@ from tests import nvml
 from tests.doctor_faults import FIRST_RELEASE, Outcome, fault_table, saved_outcomes
 from tests.documents import ROOT
 from tests.e2e.cluster import IMAGE, Cluster, login_keys, taken_down
-from tests.matrix.doctor_cases import CASES, RETURN, cancel_jobs
+from tests.matrix.doctor_cases import CASES, RETURN, RETURN_DEVICE, cancel_jobs
 from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, Case, Scene, await_health, play
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
@@ -63,6 +63,7 @@ def restore(scene: Scene) -> None:
     clean = f"{THAW}; umount -l /var/tmp /var/lib/slurm/slurmd; rm -f /run/fail-* /run/hang-epilog /etc/ld.so.preload"
     for name in ("fish1", "fish2"):
         scene.sh(name, f"{clean}; pkill -9 slurmstepd; pkill -x -f 'sleep 600'; systemctl restart munge", check=False)
+    scene.sh("fish1", f"! mountpoint -q /run/lost1 || {{ {RETURN_DEVICE}; }}")
     cancel_jobs(scene)
     scene.cluster.file.write_text(scene.cluster.file.read_text().replace(*reversed(RETURN)))
     scene.cluster.json("up", status=None)

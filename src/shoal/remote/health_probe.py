@@ -28,6 +28,9 @@ MAX_LINES, MAX_CHANGES, MAX_LINE, MAX_NAMES = 100, 1000, 300, 3
 NOBODY = 65534
 PROCESSES = {"munge": "munged"}
 """The programs of services that have another name."""
+SERVICE_PROPERTIES = ("ActiveState", "NRestarts", "ActiveEnterTimestampMonotonic")
+STABLE_S = 10.0
+"""A service that failed, and has run for so long since, runs."""
 NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to")
 RECORD = re.compile(
     rb"JobState=([A-Z_]+) Partition=\S* TimeLimit=\S* StartTime=\S* EndTime=(\S+) NodeList=([^\s(]+) NodeCnt="
@@ -52,8 +55,16 @@ def check_services(*names: str) -> dict[str, str]:
     if not os.path.isdir("/run/systemd/system"):
         running = set(processes().values())
         return {name: "active" if PROCESSES.get(name, name) in running else "inactive" for name in names}
-    states = run(["systemctl", "is-active", *names]).stdout.split()
-    return dict(zip(names, states))
+    answer = run(["systemctl", "show", "-p", ",".join(SERVICE_PROPERTIES), *names]).stdout
+    parts = [dict(line.split("=", 1) for line in part.splitlines()) for part in answer.split("\n\n") if part]
+    return {name: service_state(part) for name, part in zip(names, parts)}
+
+
+def service_state(values: dict[str, str]) -> str:
+    """Its state. One that systemd has just started again is `activating`: it may be about to fail again."""
+    state, restarts, since_us = (values[name] for name in SERVICE_PROPERTIES)
+    is_new = time.monotonic() - int(since_us) / 1e6 < STABLE_S
+    return "activating" if state == "active" and int(restarts) and is_new else state
 
 
 def check_directories(*paths: str) -> list[dict[str, Any]]:

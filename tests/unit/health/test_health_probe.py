@@ -23,6 +23,22 @@ def ask(**request: list[str]) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("state", "restarts", "age_s", "expected"),
+    [
+        ("active", "0", 1, "active"),
+        ("active", "7", 1, "activating"),
+        ("active", "7", 60, "active"),
+        ("failed", "7", 1, "failed"),
+        ("inactive", "0", 0, "inactive"),
+    ],
+)
+def test_service_that_fails_over_and_over_does_not_run(state: str, restarts: str, age_s: float, expected: str) -> None:
+    begin = f"{(time.monotonic() - age_s) * 1e6:.0f}"
+    values = {"ActiveState": state, "NRestarts": restarts, "ActiveEnterTimestampMonotonic": begin}
+    assert health_probe.service_state(values) == expected
+
+
 def test_directories_are_reported_with_their_room(tmp_path: Path) -> None:
     [space] = ask(directories=[str(tmp_path), str(tmp_path / "missing")])["directories"]
     assert space["path"] == str(tmp_path)
