@@ -232,6 +232,7 @@ def lose_cgroups(scene: Scene) -> None:
     """The hosts of the sandbox have no cgroups of their own unless asked for."""
     scene.sh("controller", "sed -i 's/CgroupPlugin=.*/CgroupPlugin=cgroup\\/v2/' /etc/slurm/cgroup.conf")
     scene.edit_conf("s/ProctrackType=.*/ProctrackType=proctrack\\/cgroup/")
+    scene.wait("fish2 has registered", lambda: scene.node("fish2").startswith("IDLE"))
     scene.sh("fish1", "systemctl restart slurmd", check=False)
 
 
@@ -407,7 +408,7 @@ CASES = (
     Case((fixed(22, "no-address", "NO NETWORK ADDRESS FOUND"),), lose_names, also=REGISTERED),
     Case((Fault(34, "cgroups", "cgroup"),), lose_cgroups, also=("slurmd-stopped", "not-responding", *REGISTERED),
          repair=repair_by_up),
-    Case((fixed(26, "reboot-timeout", "reboot timed out"),), reboot_in_vain, patience_s=240,
+    Case((Fault(26, "reboot-timeout", "reboot timed out"),), reboot_in_vain, patience_s=240,
          repair=on_node("systemctl kill -s CONT slurmd")),
     Case((Fault(25, "resume-timeout", "ResumeTimeout reached"),), order_cloud_node, host="cloud1",
          also=(*REGISTERED, "job-waits-for-node"), repair=give_up_cloud_node),

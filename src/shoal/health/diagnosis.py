@@ -42,6 +42,8 @@ REJECTED = "Invalid credential"
 """What munge says to a credential of its own key, and of another."""
 SILENT = ("unreachable", "slurmd-stopped", "gpu-missing", "munge-stopped", "munge-key")
 """Faults of a host that explain why Slurm does not hear of it."""
+UNHEARD = ("not-responding", UNEXPLAINED.id)
+"""Faults of its node that come with them."""
 NO_DEVICE = "can't stat gres.conf file"
 """What slurmd logs, and ends, where a device file of a GPU is missing."""
 Key = tuple[str, str, str]
@@ -115,7 +117,7 @@ def diagnose(view: ClusterView) -> list[Diagnosis]:
     nodes = [diagnosis for node in view.nodes.values() for diagnosis in _node_faults(view, node, host_diagnoses)]
     # A host that cannot be checked explains why Slurm does not hear of it.
     silent_hosts = {diagnosis.host for diagnosis in host_diagnoses if diagnosis.id in SILENT}
-    nodes = [diagnosis for diagnosis in nodes if diagnosis.id != "not-responding" or diagnosis.host not in silent_hosts]
+    nodes = [diagnosis for diagnosis in nodes if diagnosis.id not in UNHEARD or diagnosis.host not in silent_hosts]
     host_keys = {diagnosis.key for diagnosis in host_diagnoses}
     nodes = [diagnosis for diagnosis in nodes if diagnosis.key not in host_keys]
     records = view.reports.get(view.controller, HostReport()).records

@@ -168,6 +168,11 @@ def test_node_out_of_service_without_a_reason_is_a_warning(state: str) -> None:
     assert (one.id, one.level, one.evidence) == ("node-unexplained", "warning", (state.lower(),))
 
 
+def test_stopped_slurmd_explains_why_its_node_is_unknown() -> None:
+    report = replace(WELL, services={"munge": "active", "slurmd": "failed"})
+    assert [one.id for one in diagnose(view(node("", "UNKNOWN"), report=report))] == ["slurmd-stopped"]
+
+
 def test_machine_that_still_boots_is_no_finding() -> None:
     assert diagnose(view(node("", "ALLOCATED", "CLOUD", "NOT_RESPONDING", "POWERING_UP"))) == []
 
