@@ -111,6 +111,11 @@ class FakeSlurm:
             starting.since = self._clock.now()
         self._save()
 
+    def forget_registration(self, node: str) -> None:
+        """slurmctld's machine lost power before it wrote down that the node is up."""
+        self.node_by_name[node].flags.append("POWERING_UP")
+        self._save()
+
     def lose(self, node: str) -> None:
         """Its slurmd has not answered for SlurmdTimeout."""
         self._down(self.node_by_name[node], "Not responding", "slurm")
@@ -305,6 +310,10 @@ class FakeJoiner:
                 self.joined.append(machine.id)
                 self._slurm.register(node)
         return errors
+
+    async def register(self, nodes: Mapping[str, RentedInstance]) -> None:
+        for node in nodes:
+            self._slurm.register(node)
 
     async def leave(self, nodes: Mapping[str, RentedInstance]) -> None:
         self.parted += [machine.id for machine in nodes.values()]

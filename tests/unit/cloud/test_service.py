@@ -608,3 +608,17 @@ def _tags(machine: Any, **changed: str) -> list[dict[str, str]]:
     known = {tag["key"]: tag["value"] for tag in machine.order.marks["tags"]}
     known |= {f"shoal-{name}": value for name, value in changed.items()}
     return [{"key": key, "value": value} for key, value in known.items()]
+
+
+async def test_node_whose_registration_slurmctld_lost_registers_again(tmp_path: Path) -> None:
+    async with scene(tmp_path, "gcp") as it:
+        it.slurm.submit("1", 1, seconds=7200)
+        await it.until(lambda: bool(it.rentals("joined")))
+        await it.passes(60)
+        [rental] = it.rentals("joined")
+        it.slurm.forget_registration(rental.node)
+        await it.passes(20, every=2)
+        assert "POWERING_UP" in it.slurm.state(rental.node), "a moment of it is usual"
+        await it.passes(60, every=2)
+        assert "POWERING_UP" not in it.slurm.state(rental.node)
+        assert [one.id for one in it.rentals("joined")] == [rental.id], "the machine stays"

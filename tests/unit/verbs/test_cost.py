@@ -7,10 +7,12 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from tests.unit.plan.fake_world import LAB, World, lab
+from tests.contract.rental_providers import CASES, trial
+from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 from tests.unit.verbs.fake_renters import RENTING
 
 from shoal.cli.rental_commands import cost_json, show_cost
+from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, RentalOrder
 from shoal.cloud.rental import micros
 from shoal.cloud.service.costs import CostReport, JobCost, encode
 from shoal.errors import LedgerError, UsageError
@@ -32,6 +34,15 @@ COSTS = CostReport(
     starting=micros("5"),
     idle=micros("15.02"),
 )
+
+
+HOSTS_ONLY = """
+cluster: reef
+network: wireguard
+controller: {provider: gcp, type: e2-standard-2, zone: us-central1-a, usd_hour: 0.5}
+nodesets: {lab: {hosts: [n1]}}
+providers: {gcp: {key: env:PATH, url: "URL", project: p}}
+"""
 
 
 def world(answer: object, text: str = RENTING) -> World:
@@ -146,3 +157,15 @@ def test_json_amounts_are_in_dollars() -> None:
     assert (found["per_hour"], found["total"], found["idle"]) == (31.92, 100.10, 15.02)
     assert found["jobs"][0] == {"id": "7", "user": "ann", "name": "train", "usd": 60.05}
     assert found["budget"] == {"per_month": 500.0}
+
+
+async def test_cost_of_rented_hosts_without_rented_nodesets_is_asked_of_the_provider() -> None:
+    async with trial(CASES["gcp"]) as it:
+        spec = spec_of(HOSTS_ONLY.replace("URL", it.url.partition("/compute")[0]))
+        offer = Offer("gcp", "e2-standard-2", "us-central1", "us-central1-a")
+        order = RentalOrder("reef", "controller", f"{PERMANENT_TOKEN}1", offer, "ssh-ed25519 AAAA a", permanent=True)
+        [outcome] = await it.renter.create([order])
+        assert outcome.ok, outcome
+        result = await cost(Context(spec))
+    assert (result.costs.machines, result.costs.per_hour) == (1, micros("0.5"))
+    assert "1 machine" in shown(result)[0]

@@ -64,6 +64,9 @@ def join_error_text(problem: str) -> str:
 JOIN_RETRY_S = 10.0
 """The pause before a failed join is retried, until the boot timeout."""
 
+REGISTER_AGAIN_S = 30.0
+"""After this time slurmd is started again on a joined node that slurmctld waits for."""
+
 
 @dataclass
 class NodeBooter:
@@ -77,6 +80,9 @@ class NodeBooter:
     _retry_at: dict[str, float] = field(default_factory=dict)
     _errors: dict[str, str] = field(default_factory=dict)
     """The last error, by token."""
+    _unregistered_since: dict[str, float] = field(default_factory=dict)
+    """Since when slurmctld waits for a node that has joined, by token."""
+    _registering: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def waits(self) -> bool:
@@ -109,6 +115,7 @@ class NodeBooter:
             if machine is None or rental.token in running or waits_for_retry:
                 continue
             ready[rental.node], tokens[rental.node] = machine, rental.token
+        self._register_again(snapshot)
         if ready and not self.context.joins_paused:
             task = asyncio.create_task(_join(self.context, ready))
             task.add_done_callback(lambda _: self.wake())
@@ -118,10 +125,32 @@ class NodeBooter:
 
     async def close(self) -> None:
         """Cancel the running joins: the next start repeats them."""
-        for task in self._joins:
+        tasks = [*self._joins, *self._registering]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._joins, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._joins.clear()
+
+    def _register_again(self, snapshot: ClusterSnapshot) -> None:
+        """Have nodes register again that joined, and that slurmctld waits for.
+
+        Its controller lost power before it wrote down that they are up; it would wait for ResumeTimeout.
+        """
+        waiting: dict[str, float] = {}
+        due: dict[str, RentedInstance] = {}
+        for rental in snapshot.rentals:
+            node, machine = snapshot.nodes.get(rental.node), self._up(rental)
+            if rental.state != "joined" or node is None or not wants_machine(node) or machine is None:
+                continue
+            waiting[rental.token] = self._unregistered_since.get(rental.token, snapshot.now)
+            if snapshot.now - waiting[rental.token] >= REGISTER_AGAIN_S:
+                waiting[rental.token], due[rental.node] = snapshot.now, machine
+        self._unregistered_since = waiting
+        if due:
+            log.info("%s: slurmctld has no registration; slurmd is started again", ", ".join(due))
+            task = asyncio.create_task(self.context.joiner.register(due))
+            self._registering.add(task)
+            task.add_done_callback(self._registering.discard)
 
     def _up(self, rental: Rental) -> RentedInstance | None:
         account = self.context.accounts.get(rental.account)

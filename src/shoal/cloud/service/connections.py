@@ -7,13 +7,14 @@ key is trusted on first use and stored under the machine's id, not its address, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.cloud.providers.api import RentedInstance
-from shoal.errors import Unreachable
+from shoal.errors import ShoalError, Unreachable
 from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.local import LocalConnector
 from shoal.hosts.ssh import SshConnector
@@ -55,6 +56,16 @@ class MachineConnector:
             targets[name] = replace(target, identity=self._identity)
             connectors[name] = self._there(self._known_hosts / _file_name(f"{PERMANENT}{name}"))
         return Fleet(targets, _ByName(connectors))
+
+    async def run_on(self, machines: Mapping[str, RentedInstance], command: Sequence[str], timeout_s: float) -> None:
+        """Run a command as root on machines, within this time. It never fails: some may be unreachable."""
+
+        async def run(name: str) -> None:
+            await (await fleet.host(name)).run(command, timeout=timeout_s, root=True)
+
+        with contextlib.suppress(ShoalError, TimeoutError):
+            async with asyncio.timeout(timeout_s), self.fleet(machines) as fleet:
+                await fleet.each(machines, run)
 
     def forget_others(self, machines: Iterable[RentedInstance]) -> None:
         """Remove the host keys of all other machines."""

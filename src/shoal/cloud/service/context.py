@@ -46,6 +46,9 @@ class Joiner(Protocol):
         It takes seconds at most and never fails: an unreachable machine is deleted all the same.
         """
 
+    async def register(self, nodes: Mapping[str, RentedInstance]) -> None:
+        """Have joined machines register with slurmctld again. It never fails; containers may not be able to."""
+
 
 UNFIT_PREFIX = "unfit: "
 """The prefix of a joiner's error for a machine that is up but defective, for example with a broken GPU."""

@@ -11,7 +11,6 @@ Permanent hosts learn of them afterwards, and no join waits for that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -55,6 +54,8 @@ SSH_WAIT_S = 20.0
 RECENT_JOIN_S = 120.0
 """After this time the ledger has what joined."""
 LOGOUT_TIMEOUT_S = 10.0
+RESTART_SLURMD = ("systemctl", "restart", "slurmd")
+RESTART_TIMEOUT_S = 60.0
 OTHER_KEY_TIMEOUT_S = 180.0
 """How long a machine may show another host key: SSH may answer before the boot script has run."""
 REPLACE_TIMEOUT_S = 60.0
@@ -129,18 +130,12 @@ class LiveJoiner:
     async def leave(self, nodes: Mapping[str, RentedInstance]) -> None:
         """Implements `shoal.cloud.service.context.Joiner`: a tailnet keeps listing machines that did not log out."""
         due = [name for name in rented_machines(self._spec) if name in nodes]
-        if self._spec.network.kind != "tailscale" or not due:
-            return
+        if self._spec.network.kind == "tailscale" and due:
+            await self._connector.run_on({name: nodes[name] for name in due}, LOGOUT, LOGOUT_TIMEOUT_S)
 
-        async def log_out(name: str) -> None:
-            await (await fleet.host(name)).run(LOGOUT, timeout=LOGOUT_TIMEOUT_S, root=True)
-
-        with contextlib.suppress(ShoalError, TimeoutError):
-            async with (
-                asyncio.timeout(LOGOUT_TIMEOUT_S),
-                self._connector.fleet({name: nodes[name] for name in due}) as fleet,
-            ):
-                await fleet.each(due, log_out)
+    async def register(self, nodes: Mapping[str, RentedInstance]) -> None:
+        """Implements `shoal.cloud.service.context.Joiner`: slurmd registers when it starts. Its jobs go on."""
+        await self._connector.run_on(nodes, RESTART_SLURMD, RESTART_TIMEOUT_S)
 
     async def remove_departed(self) -> None:
         """Remove nodes that are gone from the controller and the rented nodes. Raises ShoalError."""
