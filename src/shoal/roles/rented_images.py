@@ -29,7 +29,8 @@ CODENAMES: dict[str, System] = {
     "noble": System("ubuntu", "24.04"),
 }
 _UBUNTU = re.compile(r"(?:ubuntu|lambda-stack|gpu-base)(?:/server/|[-_: ])?(2\d)[.-]?(04|10)(?!\d)")
-"""`ubuntu-2404-lts-amd64`, `pytorch:2.4-ubuntu22.04`, Amazon's `.../ubuntu/server/24.04/...`, and Lambda's families, which are Ubuntu (its OpenAPI 1.8.3)."""
+"""`ubuntu-2404-lts-amd64`, `pytorch:2.4-ubuntu22.04`, Amazon's `.../ubuntu/server/24.04/...`, and Lambda's families,
+which are Ubuntu (its OpenAPI 1.8.3)."""
 _DEBIAN = re.compile(r"debian[-_: ]?(\d\d)(?!\d)")
 
 
