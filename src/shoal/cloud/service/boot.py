@@ -139,12 +139,13 @@ class NodeBooter:
         waiting: dict[str, float] = {}
         due: dict[str, RentedInstance] = {}
         for rental in snapshot.rentals:
-            node, machine = snapshot.nodes.get(rental.node), self._up(rental)
-            if rental.state != "joined" or node is None or not wants_machine(node) or machine is None:
+            node = snapshot.nodes.get(rental.node)
+            if rental.state != "joined" or node is None or not wants_machine(node):
                 continue
-            waiting[rental.token] = self._unregistered_since.get(rental.token, snapshot.now)
-            if snapshot.now - waiting[rental.token] >= REGISTER_AGAIN_S:
-                waiting[rental.token], due[rental.node] = snapshot.now, machine
+            since = waiting[rental.token] = self._unregistered_since.get(rental.token, snapshot.now)
+            with self.context.isolated(rental.node):
+                if snapshot.now - since >= REGISTER_AGAIN_S and (machine := self._up(rental)) is not None:
+                    waiting[rental.token], due[rental.node] = snapshot.now, machine
         self._unregistered_since = waiting
         if due:
             log.info("%s: slurmctld has no registration; slurmd is started again", ", ".join(due))
