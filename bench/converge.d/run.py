@@ -26,7 +26,9 @@ from harness import (
     show_progress,
 )
 from hosts import Hosts, fresh_hosts
-from tools import SHOAL, Ansible, Pyinfra, Shoal, Tool, run_tool
+from tools import SHOAL, Ansible, Pyinfra, Shoal, ShoalTree, Tool, run_tool
+
+from shoal.roles.slurm_tree import find_trees
 
 PACKAGES = "packages alone"
 APT = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends"
@@ -67,7 +69,8 @@ def _scratch_directory() -> Iterator[Path]:
 
 
 def _measure(options: argparse.Namespace, peers: Path, scratch: Path) -> Table:
-    tools: list[Tool] = [Shoal(), Pyinfra(peers), Ansible(peers)]
+    trees = [ShoalTree()] if find_trees() else []
+    tools: list[Tool] = [Shoal(), *trees, Pyinfra(peers), Ansible(peers)]
     directories = (scratch / str(number) for number in itertools.count())
     table: Table = {}
     for count in options.hosts:
@@ -156,6 +159,9 @@ def _targets(table: Table) -> str:
         ("no-op run, pyinfra / Shoal", no_op["pyinfra"] / no_op["Shoal"], "at least", 5.0),
         ("first run, Shoal / packages alone", first, "at most", 1.3),
     ]
+    if ShoalTree.name in rows:
+        tree = median(rows[ShoalTree.name].first) / median(rows[PACKAGES].first)
+        checks.append((f"first run, {ShoalTree.name} / packages alone", tree, "at most", 0.5))
     lines = [f"Targets, at {count} hosts:"]
     for what, value, relation, bound in checks:
         met = value >= bound if relation == "at least" else value <= bound

@@ -53,6 +53,15 @@ class Shoal:
         pass
 
 
+class ShoalTree(Shoal):
+    """The same with one Slurm for all hosts."""
+
+    name = "Shoal, tree"
+
+    def prepare(self, hosts: Hosts) -> None:
+        hosts.spec.write_text(f"{hosts.spec.read_text()}slurm: {{from: shoal}}\n")
+
+
 class Pyinfra:
     name = "pyinfra"
 

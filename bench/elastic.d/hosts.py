@@ -2,11 +2,13 @@
 
 Every step is real: slurmctld resumes the nodes, the service on the controller orders machines, sees them come
 up, joins them over SSH and checks their GPUs, slurmd registers and Slurm starts the job. The hosts share this machine's
-clock. They also share its CPUs while they install Slurm's packages, so the time grows with their number.
+clock. They also share its CPUs while they install Slurm, so the time grows with their number. Two clusters take turns:
+one installs Slurm's packages on its nodes, the other has `slurm: {from: shoal}`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import statistics
@@ -23,6 +25,7 @@ from tests.e2e.simulated_clouds import UNFINISHED, Cloud, asleep, bill, ended, p
 from wake import format_nodes
 
 from shoal.hostlist import compress
+from shoal.roles.slurm_tree import find_trees
 
 SPEC = """\
 cluster: {name}
@@ -61,19 +64,40 @@ class WakeTimes:
         return self.ordered + self.joined + self.started
 
 
+Woken = dict[int, list[WakeTimes]]
+"""The times by the number of nodes."""
+SOURCES = {"packages": "", "shoal": "slurm: {from: shoal}\n"}
+"""Where Slurm comes from, and what the spec says then."""
+TARGET_S, TARGET_NODES, TARGET_RATIO = 3.0, 32, 0.3
+"""The join of one bare host, and that of many at once beside packages."""
+
+
 def measure(name: str, sizes: Sequence[int], rounds: int) -> list[str]:
-    """The lines of the table. The cluster `name` is created and removed. The largest size is measured once, last."""
-    woken: dict[int, list[WakeTimes]] = {size: [] for size in sizes}
+    """The lines of the tables. Clusters are created and removed. The largest size is measured once, last."""
+    sources = SOURCES if find_trees() else {"packages": ""}
+    woken: dict[str, Woken] = {source: {size: [] for size in sizes} for source in sources}
     turns = [*((turn, size) for turn in range(rounds) for size in sizes[:-1]), (0, sizes[-1])]
-    spec = SPEC.format(name=name, most=max(sizes))
-    with tempfile.TemporaryDirectory() as scratch, renting(Path(scratch), spec, CLOUD) as (cluster, urls):
+    with contextlib.ExitStack() as stack:
+        clusters = {}
+        for source, line in sources.items():
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            spec = SPEC.format(name=f"{name}-{source}", most=max(sizes)) + line
+            clusters[source] = stack.enter_context(renting(scratch, spec, CLOUD))
         for turn, size in turns:
-            nodes = [f"burst{number}" for number in range(1, 1 + size)]
-            woken[size].append(_wake(cluster, urls["gcp"], nodes))
-            show_progress(f"{size} sandbox hosts, round {turn + 1}: {woken[size][-1]}")
-            cluster.on("controller", "scontrol", "update", f"nodename={compress(nodes)}", "state=power_down")
-            cluster.wait("the nodes sleep again", lambda: asleep(cluster) and ended(urls["gcp"]), seconds=LIMIT)
-    return _table(woken)
+            for source, (cluster, urls) in clusters.items():
+                times = _wake_once(cluster, urls["gcp"], size)
+                woken[source][size].append(times)
+                show_progress(f"{size} sandbox hosts, Slurm from {source}, round {turn + 1}: {times}")
+    return [*(line for source, table in woken.items() for line in _table(source, table)), *_targets(woken)]
+
+
+def _wake_once(cluster: Cluster, url: str, size: int) -> WakeTimes:
+    """Wake so many nodes, and let them sleep again."""
+    nodes = [f"burst{number}" for number in range(1, 1 + size)]
+    times = _wake(cluster, url, nodes)
+    cluster.on("controller", "scontrol", "update", f"nodename={compress(nodes)}", "state=power_down")
+    cluster.wait("the nodes sleep again", lambda: asleep(cluster) and ended(url), seconds=LIMIT)
+    return times
 
 
 def _wake(cluster: Cluster, url: str, nodes: Sequence[str]) -> WakeTimes:
@@ -115,7 +139,25 @@ def _run(cluster: Cluster, nodes: Sequence[str]) -> tuple[float, float]:
     return start, max(float(line) for line in printed(cluster, job))
 
 
-def _table(woken: dict[int, list[WakeTimes]]) -> list[str]:
+def _targets(woken: dict[str, Woken]) -> list[str]:
+    if "shoal" not in woken:
+        return ["Slurm from shoal: not measured; this machine has no tree (scripts/build-slurm)"]
+    joined = {
+        source: {size: statistics.median(times.joined for times in runs) for size, runs in table.items()}
+        for source, table in woken.items()
+    }
+    least, most = min(joined["shoal"]), max(joined["shoal"])
+    ratio = joined["shoal"][most] / joined["packages"][most]
+    checks = [(f"join of {format_nodes(least)} from shoal, in seconds", joined["shoal"][least], TARGET_S)]
+    if most == TARGET_NODES:
+        checks.append((f"join of {format_nodes(most)}, from shoal / from packages", ratio, TARGET_RATIO))
+    return [
+        f"  {'met   ' if value <= bound else 'MISSED'} {what}: {value:.2f} (at most {bound:g})"
+        for what, value, bound in checks
+    ]
+
+
+def _table(source: str, woken: Woken) -> list[str]:
     rows = {
         "sbatch to order: Slurm, then the service": "ordered",
         "order to the last machine up: boot in the cloud": "booted",
@@ -123,10 +165,10 @@ def _table(woken: dict[int, list[WakeTimes]]) -> list[str]:
         "registration to the first line of the job": "started",
         "total without the boot": "beside",
         "the same job on nodes that are up: Slurm alone": "again",
-        "CPU seconds a node, boot and packages included": "cpu",
+        "CPU seconds a node, boot and Slurm included": "cpu",
     }
     heads = "".join(f"{format_nodes(size):>11}" for size in woken)
-    lines = [f"{'on sandbox hosts, from sbatch to the first line':<52}{heads}"]
+    lines = [f"{f'sandbox hosts, Slurm from {source}: sbatch to the job':<52}{heads}"]
     for text, part in rows.items():
         medians = [statistics.median(getattr(times, part) for times in runs) for runs in woken.values()]
         lines.append(f"{f'  {text}':<52}" + "".join(f"{median:>11.2f}" for median in medians))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import Cluster, login_keys
 from tests.e2e.existing_hosts import Lent, lent_hosts
+from tests.slurm_builds import next_build
 
 from shoal.roles.slurm_tree import find_trees
 from shoal.spec.member import Shape
@@ -136,22 +137,86 @@ def test_restarted_slurmd_keeps_its_job(cluster: Cluster, lent: Lent, ann: Ann) 
     cluster.wait("it ends well", lambda: "COMPLETED" in ann.run(state).stdout)
 
 
-def test_packages_in_place_of_the_tree_are_rejected_with_the_jobs(cluster: Cluster) -> None:
+def test_packages_that_cannot_work_together_are_rejected(cluster: Cluster) -> None:
     text = cluster.file.read_text()
     cluster.edit("slurm: {from: shoal, ", "slurm: {")
     try:
         output = cluster.shoal("up", status=1).stderr
-        assert "has Slurm from Shoal, not from packages (no job runs there)" in output
-        assert "write `slurm: {from: shoal}` again" in output
-        assert any("not from packages" in found["what"] for found in cluster.json("check", status=1)["findings"])
+        assert "cannot talk to each other; nothing was changed" in output and "slurm: {from: shoal}" in output
     finally:
         cluster.file.write_text(text)
 
 
-def test_slurm_of_the_distribution_is_rejected_and_its_daemon_named(cluster: Cluster, lent: Lent) -> None:
-    lent.shell("deb12", "install -m 755 /bin/true /usr/sbin/slurmd")
+def test_system_without_wireguard_is_rejected(cluster: Cluster) -> None:
+    text = cluster.file.read_text()
+    cluster.edit("cluster: x-tree\n", "cluster: x-tree\nnetwork: wireguard\n")
     try:
-        output = cluster.shoal("plan", status=1).stderr
-        assert "deb12: has another Slurm already (slurmd)" in output and "apt-get remove slurmd" in output
+        reason = "deb11: WireGuard cannot run (the kernel has none, and debian 11 has no package wireguard-go)"
+        assert f"{reason}\nnothing was changed" in cluster.shoal("up", status=1).stderr
+        errors = [one for one in cluster.json("check", status=1)["findings"] if one["level"] == "error"]
+        assert {(one["host"], one["what"]) for one in errors} == {("deb11", "WireGuard cannot run")}
     finally:
-        lent.shell("deb12", "rm /usr/sbin/slurmd")
+        cluster.file.write_text(text)
+
+
+@pytest.mark.matrix  # ten seconds
+def test_daemon_of_the_distribution_without_a_task_is_masked(cluster: Cluster, lent: Lent) -> None:
+    unit = "[Service]\\nExecStart=/usr/sbin/slurmdbd\\n[Install]\\nWantedBy=multi-user.target\\n"
+    lent.shell("deb12", "printf '#!/bin/sh\\nexec sleep 1000\\n' >/usr/sbin/slurmdbd && chmod 755 /usr/sbin/slurmdbd")
+    lent.shell("deb12", f"printf '{unit}' >/usr/lib/systemd/system/slurmdbd.service && systemctl enable --now slurmdbd")
+    assert "mask the distribution's slurmdbd" in cluster.shoal("plan").stdout
+    assert cluster.json("up")["whole"]
+    state = "systemctl show -p LoadState -p ActiveState --value slurmdbd | xargs"
+    assert lent.shell("deb12", state) == "masked inactive\n"
+    assert cluster.json("up")["unchanged"]
+    lent.shell("deb12", "rm /usr/sbin/slurmdbd")
+
+
+def test_newer_build_takes_over_under_running_jobs_and_gives_back(
+    cluster: Cluster, lent: Lent, ann: Ann, tmp_path: Path
+) -> None:
+    [tree] = find_trees().values()
+    new = next_build(tree, tmp_path)
+    job = ann.run(f"sbatch --parsable -w deb11 --mem=20M --output=/dev/null --wrap '{WAIT}'").stdout.strip()
+    state = f"sacct -X -n -P -j {job} -o state"
+    cluster.wait("it runs", lambda: "RUNNING" in ann.run(state).stdout)
+    records = ann.run("sacct -X -n -P -o jobid").stdout
+    before, cluster.env = cluster.env, {**cluster.env, "SHOAL_CACHE": str(tmp_path)}
+    try:
+        assert {change["cost"] for change in cluster.json("plan")["changes"]} <= {"nothing", "restart"}
+        assert cluster.json("up")["whole"]
+        assert running_trees(lent) == {new}
+        # One kernel, one clock: slurmdbd first, nodes last.
+        assert (started := start_times(lent)) == sorted(started), started
+        assert lent.shell("deb11", "ls -d /opt/shoal/slurm-*").split() == sorted([tree.prefix, new])  # the job's
+        assert lent.shell("sid", "ls -d /opt/shoal/slurm-*").split() == [new]
+        assert cluster.json("up")["unchanged"]
+        assert "RUNNING" in ann.run(state).stdout
+        assert ann.run("srun -N4 --mem=20M true").returncode == 0
+        lent.shell("deb11", "touch /tmp/go")
+        cluster.wait("it ends well", lambda: "COMPLETED" in ann.run(state).stdout)
+        assert set(records.split()) <= set(ann.run("sacct -X -n -P -o jobid").stdout.split())
+    finally:
+        cluster.env = before
+    assert cluster.json("up")["whole"]  # and back
+    assert running_trees(lent) == {tree.prefix}
+    assert lent.shell("deb11", "ls -d /opt/shoal/slurm-*").split() == [tree.prefix]
+    assert ann.run("srun -N4 --mem=20M true").returncode == 0
+    assert cluster.json("up")["unchanged"]
+
+
+WAIT = "while [ ! -e /tmp/go ]; do sleep 0.2; done"
+
+
+def running_trees(lent: Lent) -> set[str]:
+    """The trees that Slurm's daemons run from."""
+    exe = r"for pid in $(pgrep -x 'slurmd|slurmctld|slurmdbd'); do readlink /proc/$pid/exe; done"
+    paths = {path for host in SHAPES if host != "pod" for path in lent.shell(host, exe).split()}
+    return {path.rpartition("/sbin/")[0] for path in paths}
+
+
+def start_times(lent: Lent) -> list[int]:
+    """When the daemons started: slurmdbd, slurmctld, slurmd."""
+    hosts = {"slurmdbd": ["ctl"], "slurmctld": ["ctl"], "slurmd": NODES}
+    show = "systemctl show -p ExecMainStartTimestampMonotonic --value {}"
+    return [int(lent.shell(host, show.format(name))) for name, names in hosts.items() for host in names[:1]]

@@ -29,6 +29,8 @@ class FactsRequest:
 
     packages: tuple[str, ...] = ()
     """For one that is not installed, the available version is reported; lists are fetched if there are none."""
+    installed: tuple[str, ...] = ()
+    """Packages of which only an installed version matters."""
     users: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     files: Mapping[str, Literal["hash", "text", "there", "program"]] = field(default_factory=dict)

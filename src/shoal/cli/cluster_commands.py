@@ -110,7 +110,7 @@ def up(
         bool, typer.Option("--leave-rented", help="Proceed even if some rented machines can no longer be released.")
     ] = False,
     leave_records: Annotated[
-        bool, typer.Option("--leave-records", help="Proceed even if accounting moves without its records.")
+        bool, typer.Option("--leave-records", help="Proceed even if records of jobs stay behind.")
     ] = False,
     take_over: TakeOver = False,
     yes: Yes = False,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from shoal.agent.document import HEADER, render_unit
 
+NFT = "/usr/sbin/nft"
 RULES = "/etc/shoal/firewall.nft"
 UNIT = "/etc/systemd/system/shoal-firewall.service"
 
@@ -40,7 +41,7 @@ def firewall_rules(members: Iterable[str], ports: Iterable[str], interface: str 
     )
 
 
-def firewall_unit() -> str:
+def firewall_unit(nft: str = NFT) -> str:
     """A systemd unit that loads the rules at boot, before the network is up."""
     return render_unit(
         Unit={
@@ -48,12 +49,13 @@ def firewall_unit() -> str:
             "DefaultDependencies": "no",
             "Before": "network-pre.target",
             "Wants": "network-pre.target",
+            "RequiresMountsFor": None if nft.startswith("/usr/") else nft,
         },
         Service={
             "Type": "oneshot",
             "RemainAfterExit": "yes",
-            "ExecStart": f"/usr/sbin/nft -f {RULES}",
-            "ExecStop": "/usr/sbin/nft delete table inet shoal",
+            "ExecStart": f"{nft} -f {RULES}",
+            "ExecStop": f"{nft} delete table inet shoal",
         },
         Install={"WantedBy": "sysinit.target"},
     )

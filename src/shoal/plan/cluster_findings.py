@@ -8,6 +8,7 @@ from itertools import groupby
 from shoal.agent.client import Report
 from shoal.agent.facts import Facts
 from shoal.agent.loader import STATE
+from shoal.errors import ShoalError
 from shoal.hostlist import compress
 from shoal.plan.nodes import LEAVING_REASON, NOT_READY
 from shoal.roles.accounting import has_database, slurmdbd_skew
@@ -142,3 +143,12 @@ def image_version(image: str) -> Version | None:
     """The Slurm of an image that a provider makes hosts from: `debian12`, `sid`."""
     name = image.removeprefix("debian")
     return packaged_version("debian", name)
+
+
+def reject_record_loss(findings: Iterable[Finding], allowed: bool) -> None:
+    """Raise where the new Slurm cannot read what the old one wrote."""
+    for finding in () if allowed else findings:
+        if finding.path == "slurm.from" and finding.level == "warning":
+            raise ShoalError(
+                f"{finding.host}: {finding.what}; nothing was changed", hint=f"run `shoal up` {finding.fix}"
+            )

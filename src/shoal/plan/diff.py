@@ -16,6 +16,7 @@ from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observation
 from shoal.plan.progress import Phase
 from shoal.plan.secret_values import add_digests, missing_secret_findings
+from shoal.roles.accounting import database_host
 from shoal.roles.assembly import assemble
 from shoal.roles.auth import KEY
 from shoal.roles.base import MUNGE_KEY, munge_secret
@@ -26,6 +27,7 @@ from shoal.roles.elastic import SPEC
 from shoal.roles.gpu_driver import driver_keys
 from shoal.roles.registry import component_findings, shared_secrets, user_secrets
 from shoal.roles.shares import access_kind, homes_of
+from shoal.roles.slurm_source import records_finding, unreadable
 from shoal.slurm.conf import JWKS, slurm_conf
 from shoal.slurm.parsed_conf import change_cost, loses_jobs
 from shoal.slurm.state import ACTIVE_STATES, JobState
@@ -57,9 +59,11 @@ def cluster_goal(spec: Spec, observed: Observation, reached: Mapping[str, str]) 
     rented_names = {member.name for member in rented_members(spec)}
     compute_names = {member.name for member in members if "compute" in member.roles} | rented_names
     leaving_nodes = tuple(name for name in current.nodes if name not in compute_names)
-    now = assemble(spec, observed.facts, reached, current, leaving_nodes)
+    # Jobs that began under munge end under it.
+    keep_munge = any(job.state in ACTIVE_STATES for job in observed.slurm.jobs)
+    now = assemble(spec, observed.facts, reached, current, leaving_nodes, keep_munge=keep_munge)
     _check_versions(now)
-    later = assemble(spec, observed.facts, reached, current) if leaving_nodes else None
+    later = assemble(spec, observed.facts, reached, current, keep_munge=keep_munge) if leaving_nodes else None
     names = {member.name for member in members} | rented_names
     left_hosts = tuple(name for name in {**current.nodes, **current.addresses} if name not in names)
     released_rentals = tuple(name for name in left_hosts if name in current.nodes and current.nodes[name].cloud)
@@ -128,6 +132,7 @@ async def make_plan(
             *member_version_findings(spec, goal.now.versions),  # errors were raised before
             *dnf_findings(spec, observed.facts),
             *goal.now.findings,
+            *filter(None, [records_finding(goal.now, database_host(spec))]),
             *component_findings(goal.now),
             *user_findings,
             *rental_findings,
@@ -215,6 +220,8 @@ def _lost_jobs(cluster: Cluster, observed: Observation) -> tuple[bool, tuple[str
     if not old_conf:
         return False, ()
     jobs = [job for job in observed.slurm.jobs if job.state != "COMPLETING"]
+    if unreadable(cluster, cluster.controller.name, "slurmctld"):
+        return True, tuple(job.id for job in jobs)
     if loses_jobs(old_conf, slurm_conf(cluster.conf)):
         return True, tuple(job.id for job in jobs if job.state in ACTIVE_STATES)
     old_partitions = read_current_conf(cluster.facts[cluster.controller.name]).partitions.values()

@@ -25,9 +25,11 @@ from shoal.plan.reachability import SSH_PORT, add_reachability, connection_addre
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.registry import component_filesystems
+from shoal.roles.slurm_source import VERSIONED_PACKAGES
 from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.conf import LOG_DIRECTORY, SPOOL_DIRECTORY, STATE_DIRECTORY
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
+from shoal.spec.member import Member
 from shoal.spec.members import all_members
 from shoal.spec.model import Spec
 
@@ -74,9 +76,7 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None, *, reach
 
     async def observe_host(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
-        facts = _require_packages(
-            spec, name, await agent.facts(replace(request, packages=packages(spec, members[name])))
-        )
+        facts = _require_packages(spec, name, await agent.facts(_with_packages(request, spec, members[name])))
         facts = replace(facts, connected_at=addresses.get(name))
         # Slurm's commands wait long for a slurmctld that does not run.
         if name != controller or not facts.is_active("slurmctld"):
@@ -97,6 +97,14 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None, *, reach
             facts[controller] = replace(facts[controller], tailscale=new_facts.tailscale)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
     return Observation(facts, view)
+
+
+def _with_packages(request: FactsRequest, spec: Spec, member: Member) -> FactsRequest:
+    """With the packages to ask for. What is available matters for those that bring Slurm and Tailscale."""
+    names = packages(spec, member)
+    if not uses_tree(spec):
+        return replace(request, packages=names)
+    return replace(request, packages=names if spec.network.kind == "tailscale" else (), installed=VERSIONED_PACKAGES)
 
 
 async def slurm_view(host: Host) -> SlurmView:

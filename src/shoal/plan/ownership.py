@@ -16,7 +16,9 @@ from shoal.plan.progress import ProgressReporter
 from shoal.roles.documents import removal
 from shoal.roles.host_record import RECORD_FILES, HostRecord, foreign_records, is_controller, read_host_record
 from shoal.roles.registry import cluster_services
-from shoal.roles.slurm_tree import DAEMONS, other_slurm
+from shoal.roles.slurm_source import other_slurm
+from shoal.roles.slurm_tree import DAEMONS
+from shoal.roles.wireguard import missing_wireguard
 from shoal.slurm.state import ACTIVE_STATES, JobState
 from shoal.spec.finding import Finding
 from shoal.spec.members import members
@@ -92,8 +94,8 @@ def _jobs_text(answers: bool, jobs: Sequence[JobState]) -> str:
     return f"running: job {', '.join(f'{job.id} ({job.user})' for job in jobs)}"
 
 
-async def other_slurm_findings(spec: Spec, observed: Observation, fleet: Fleet) -> list[Finding]:
-    """The hosts whose Slurm comes from elsewhere than the file says, each with the jobs of that Slurm."""
+async def unusable_host_findings(spec: Spec, observed: Observation, fleet: Fleet) -> list[Finding]:
+    """The hosts that cannot become what the file says: they have another Slurm, with its jobs, or lack WireGuard."""
     others = other_slurm(spec, observed.facts)
 
     async def inspect(name: str) -> Finding:
@@ -104,7 +106,7 @@ async def other_slurm_findings(spec: Spec, observed: Observation, fleet: Fleet) 
             jobs = _jobs_text(view.running, [job for job in view.jobs if job.state in ACTIVE_STATES])
         return Finding("error", what, jobs, fix, host=name, path="slurm.from")
 
-    return list((await fleet.each(others, inspect)).values())
+    return [*(await fleet.each(others, inspect)).values(), *missing_wireguard(spec, observed.facts)]
 
 
 async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tuple[ForeignHost, ...]:

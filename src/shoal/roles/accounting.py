@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from shoal.agent.document import Command, Directory, Document, File, Secret, Service, restart_drop_in
 from shoal.agent.facts import Facts
-from shoal.remote import program_text
+from shoal.remote import program_text, shell_command
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.host_address import DROP_INS, address_wait_file, listen_address
+from shoal.roles.slurm_source import release_mark, unreadable
 from shoal.roles.slurm_tree import daemon
 from shoal.slurm import accounting as text
 from shoal.slurm.versions import Version
@@ -103,6 +104,8 @@ def database(cluster: Cluster, member: Member) -> Document:
         Directory("/etc/shoal"),
         File(MARIADB_CONF, text.mariadb_conf(facts.memory_mb), restarts=("mariadb",)),
         Service("mariadb", command=("/usr/bin/mariadbd-safe",)),
+        *_old_records(cluster, member),
+        *release_mark(cluster, member.name, "slurmdbd"),
         Secret(PASSWORD),
         sql,
         login,
@@ -119,7 +122,7 @@ def database(cluster: Cluster, member: Member) -> Document:
         address_wait_file(cluster, member, "slurmdbd"),
         replace(conf, owner="slurm", group="slurm", restarts=("slurmdbd",), keep=True),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
-        *daemon(cluster, "slurmdbd"),
+        *daemon(cluster, member.name, "slurmdbd"),
         File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth, address)),
         Command(
             "register the cluster",
@@ -139,6 +142,16 @@ def database(cluster: Cluster, member: Member) -> Document:
         File(BACKUP_TIMER, text.backup_timer(), restarts=(TIMER,)),
         Service(TIMER),
     )
+
+
+def _old_records(cluster: Cluster, member: Member) -> Document:
+    """Puts records aside that slurmdbd cannot read."""
+    old = unreadable(cluster, member.name, "slurmdbd")
+    if old is None:
+        return ()
+    kept = f"{text.DATABASE}_slurm_{old.major}_{old.minor:02}"
+    keep = shell_command(program_text("keep_records.sh"), text.DATABASE, kept)
+    return (Command(f"keep the records of Slurm {old} as database {kept}", keep, restarts=("slurmdbd",)),)
 
 
 def _partition_qos(cluster: Cluster, address: str | None) -> Document:

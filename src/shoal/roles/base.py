@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from shoal.agent.document import Directory, Document, File, Group, Item, Packages, SecretRef, Service, User
 from shoal.agent.facts import Facts
-from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
+from shoal.network.firewall import NFT, RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.tailscale import INTERFACE as TAILSCALE
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE as WIREGUARD
-from shoal.roles.component import Cluster, SharedSecret
+from shoal.roles.component import PACKAGES_PREFIX, Cluster, SharedSecret
 from shoal.roles.containers import container_names
 from shoal.roles.host_address import host_name_items
 from shoal.roles.host_record import host_record_items
 from shoal.roles.plugins import pmix_items, pmix_packages
 from shoal.roles.registry import component_packages, component_ports
+from shoal.roles.slurm_source import source_items
 from shoal.roles.slurm_tree import SLURM_PACKAGES, tree_items, uses_tree
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
@@ -36,7 +37,7 @@ def base(cluster: Cluster, member: Member) -> Document:
     """What all roles build on."""
     return (
         *installation(cluster, member),
-        *(_munge(cluster, member) if cluster.conf.munge else ()),
+        *_munge(cluster, member),
         *host_record_items(cluster),
         *([container_names(cluster, member)] if member.name in cluster.tunnels else host_name_items(cluster, member)),
         *_firewall(cluster, member),
@@ -48,9 +49,10 @@ def installation(cluster: Cluster, member: Member) -> Document:
     facts = cluster.facts[member.name]
     if uses_tree(cluster.spec):
         names = packages(cluster.spec, member, facts)
-        return (*_accounts(cluster), *([Packages(names)] if names else ()), *tree_items(cluster, member))
+        installed = [Packages(names)] if names else ()
+        return (*_accounts(cluster), *source_items(cluster, member), *installed, *tree_items(cluster, member))
     names = (*packages(cluster.spec, member, facts), *pmix_packages(facts))
-    return (*_accounts(cluster), Packages(names), *pmix_items(facts))
+    return (*_accounts(cluster), *source_items(cluster, member), Packages(names), *pmix_items(facts))
 
 
 def neighbour_items(cluster: Cluster, member: Member) -> Document:
@@ -76,7 +78,7 @@ def _accounts(cluster: Cluster) -> list[Item]:
         User("munge", ids.munge.uid, group="munge", owns=MUNGE_DIRECTORIES, services=("munge",)),
     ]
     return [
-        *(munge if cluster.conf.munge else ()),
+        *(() if uses_tree(cluster.spec) else munge),
         Group("slurm", ids.slurm.gid),
         User(
             "slurm",
@@ -98,12 +100,18 @@ def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[st
         names.append("slurmd")
     if spec.firewall and not (facts and needs_tunnel(spec.network.kind, facts)):
         names.append("nftables")
-    replaced = SLURM_PACKAGES if uses_tree(spec) else ()
+    replaced = set(SLURM_PACKAGES) if uses_tree(spec) else set()
+    if spec.network.kind == "wireguard" and not member.rented:
+        replaced.discard("nftables")  # the network's hub runs it by name
     needed = dict.fromkeys((*names, *component_packages(spec, member, facts)))
     return tuple(name for name in needed if name not in replaced)
 
 
 def _munge(cluster: Cluster, member: Member) -> list[Item]:
+    if uses_tree(cluster.spec):
+        # What packages left stays as it is until the jobs that began with it have ended.
+        is_left = cluster.facts[member.name].digest(MUNGE_KEY) and not cluster.conf.munge
+        return [Service("munge", enabled=False, running=False), File(MUNGE_KEY)] if is_left else []
     # systemd creates it otherwise.
     run = [Directory("/run/munge", owner="munge", group="munge")] if member.name in cluster.tunnels else []
     return [
@@ -123,9 +131,15 @@ def _firewall(cluster: Cluster, member: Member) -> list[Item]:
     rules = firewall_rules(cluster.addresses.values(), ports, INTERFACES.get(cluster.spec.network.kind, ""))
     return [
         File(RULES, rules, restarts=("shoal-firewall",)),
-        File(UNIT, firewall_unit(), restarts=("shoal-firewall",)),
+        File(UNIT, firewall_unit(_nft(cluster, member)), restarts=("shoal-firewall",)),
         Service("shoal-firewall"),
     ]
+
+
+def _nft(cluster: Cluster, member: Member) -> str:
+    """The host's own program where it has one: an older nft dies of sets that a newer one has made."""
+    own = cluster.slurm_prefix == PACKAGES_PREFIX or cluster.facts[member.name].has_file(NFT)
+    return NFT if own else f"{cluster.slurm_prefix}{NFT.removeprefix('/usr')}"
 
 
 def firewall_removal() -> list[Item]:

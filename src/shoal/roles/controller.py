@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal.agent.document import Command, Directory, Document, File, Service, daemon_unit
-from shoal.remote import program_text
+from shoal.remote import program_text, shell_command
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, OCI_CONF, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.host_address import address_wait_file
 from shoal.roles.host_record import state_of_other_cluster
+from shoal.roles.slurm_source import release_mark, unreadable
 from shoal.roles.slurm_tree import daemon
 from shoal.slurm.accounting import jobcomp_rotation
 from shoal.slurm.conf import (
@@ -45,6 +46,7 @@ def controller(cluster: Cluster) -> Document:
         Directory("/etc/slurm"),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         *_old_state(cluster),
+        *release_mark(cluster, cluster.controller.name, "slurmctld"),
         Directory(STATE_DIRECTORY, owner="slurm", group="slurm", mode=0o700, writable=True),
         File(ROTATION, jobcomp_rotation()),
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
@@ -54,7 +56,7 @@ def controller(cluster: Cluster) -> Document:
         *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
         replace(slurm_conf_file(cluster), restarts=restarts, reloads=reloads),
         address_wait_file(cluster, cluster.controller, "slurmctld"),
-        *daemon(cluster, "slurmctld"),
+        *daemon(cluster, cluster.controller.name, "slurmctld"),
         # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
@@ -72,6 +74,10 @@ def _oci_file(cluster: Cluster) -> Document:
 
 def _old_state(cluster: Cluster) -> Document:
     """Puts aside what another cluster left: slurmctld does not start with the state of another name."""
+    if old := unreadable(cluster, cluster.controller.name, "slurmctld"):
+        backup = f"{STATE_DIRECTORY}.slurm-{old.release}"
+        move = 'systemctl stop slurmctld; [ ! -e "$1" ] || mv -T --backup=numbered "$1" "$2"'
+        return (Command(f"keep the state of Slurm {old} as {backup}", shell_command(move, STATE_DIRECTORY, backup)),)
     name = state_of_other_cluster(cluster)
     if not name:
         return ()

@@ -37,6 +37,8 @@ class CurrentConf:
     sites: Mapping[str, str] = field(default_factory=dict)
     """The site of every node, where there are several."""
     pmix: bool = False
+    munge: bool = False
+    """Whether slurmctld accepts messages that munge signed."""
     one_address: bool = False
     """Whether Slurm's daemons listen at one address of their host only."""
 
@@ -47,14 +49,16 @@ def read_current_conf(controller: Facts | None) -> CurrentConf:
     conf = controller.text(SLURM_CONF)
     if not is_written_by_shoal(conf):
         return CurrentConf()  # none, or one that Shoal did not write: its nodes are not ours to drain
+    settings = parse_conf(conf).settings
     return CurrentConf(
         nodes=nodes_in_conf(conf, controller.text(GRES_CONF)),
         partitions=parse_conf(conf).partitions_of_nodes(),
         addresses=addresses_in(controller.text(HOSTS), HOSTS_BLOCK),
         confinement=_confinement(conf, controller.text(CGROUP_CONF)),
         sites=switches_of_nodes(controller.text(TOPOLOGY_CONF)),
-        pmix=parse_conf(conf).settings.get("mpidefault") == "pmix",
-        one_address="NoInAddrAny" in parse_conf(conf).settings.get("communicationparameters", ""),
+        pmix=settings.get("mpidefault") == "pmix",
+        munge="auth/munge" in (settings.get("authtype"), settings.get("authalttypes")),
+        one_address="NoInAddrAny" in settings.get("communicationparameters", ""),
     )
 
 

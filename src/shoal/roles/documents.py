@@ -17,6 +17,7 @@ from shoal.roles.host_record import HOST_RECORD, RECORD_FILES, STATE_OWNER
 from shoal.roles.node_logins import neighbour_key_items
 from shoal.roles.plugins import pmix_files, spanning_files
 from shoal.roles.registry import COMPONENTS, component_files, components_of
+from shoal.roles.slurm_source import SOURCE_FILES, last_items, mask_removal
 from shoal.roles.slurm_tree import tree_fact_files, tree_removal
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -36,6 +37,7 @@ def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
         **RECORD_FILES,
         **dict.fromkeys((*pmix_files(), *spanning_files(), host_address.CLOUD_INIT, host_address.NAMES_UNIT), "there"),
         **tree_fact_files(spec),
+        **SOURCE_FILES,
         **component_files(spec),
     }
 
@@ -57,6 +59,7 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
     for component in components_of(cluster.spec, cluster.facts[member.name]):
         for stage, document in component.documents(cluster, member).items():
             stages[stage] = (*stages.get(stage, ()), *document)
+    stages[Stage.NODES] = (*stages.get(Stage.NODES, ()), *last_items(cluster, member))
     return {stage: document for stage, document in sorted(stages.items()) if document}
 
 
@@ -94,6 +97,7 @@ def removal() -> Document:
         *(File(host_address.DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")),
         Command("containers", ("rm", OCI_CONF), unless=("sh", "-c", f"! grep -qs 'by shoal' {OCI_CONF}")),
         *tree_removal(),
+        *mask_removal(),
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
         *firewall_removal(),

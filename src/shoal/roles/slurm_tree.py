@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -20,6 +20,7 @@ from shoal.agent.document import HEADER, Command, Directory, Document, File, Ite
 from shoal.agent.facts import Facts
 from shoal.errors import UsageError
 from shoal.local_files import cache_dir
+from shoal.network.firewall import NFT
 from shoal.remote import program_text, shell_command
 from shoal.roles.component import PACKAGES_PREFIX, Cluster, FileQuery
 from shoal.slurm.versions import Version
@@ -32,8 +33,8 @@ DAEMONS = ("slurmctld", "slurmdbd", "slurmd", "sackd")
 UNIT_FILES = tuple(f"{UNITS}/{name}.service" for name in DAEMONS)
 """They take precedence over the units of packages, which must not be there."""
 PACKAGED_DAEMONS = tuple(f"/usr/sbin/{name}" for name in DAEMONS)
-SLURM_PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd", "slurmdbd", "sackd", "libpam-slurm-adopt")
-"""What the tree takes the place of."""
+SLURM_PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd", "slurmdbd", "sackd", "libpam-slurm-adopt", "nftables")
+"""What the tree takes the place of: it has nft too, so that a bare host needs no package to become a node."""
 ROTATION = "/etc/logrotate.d/shoal-slurm"
 SECRET = "Slurm for"
 """The name of the archive among secrets, with the kind of CPU."""
@@ -144,7 +145,10 @@ def uses_tree(spec: Spec) -> bool:
 
 def tree_fact_files(spec: Spec) -> dict[str, FileQuery]:
     """The files that tell which Slurm a host has."""
-    files: dict[str, FileQuery] = {**dict.fromkeys(UNIT_FILES, "text"), **dict.fromkeys(PACKAGED_DAEMONS, "there")}
+    files: dict[str, FileQuery] = {
+        **dict.fromkeys(UNIT_FILES, "text"),
+        **dict.fromkeys((*PACKAGED_DAEMONS, TREES, NFT), "there"),
+    }
     return files | ({_mark(require_tree().prefix): "text"} if uses_tree(spec) else {})
 
 
@@ -159,17 +163,26 @@ def tree_items(cluster: Cluster, member: Member) -> Document:
         return ()
     facts = cluster.facts[member.name]
     tree = require_tree(facts.arch)
-    programs = (*(f"bin/{name}" for name in ("*",)), *(f"sbin/{name}" for name in DAEMONS))
-    link = shell_command(program_text("slurm_programs.sh"), "link", cluster.slurm_prefix, *programs)
-    linked = shell_command(program_text("slurm_programs.sh"), "check", cluster.slurm_prefix, *programs)
     return (
         *_unpacked_tree(tree, facts),
-        Command("Slurm's programs in every user's PATH", link, unless=linked),
+        # Those of a former tree stay until the daemons have moved: a command must not be newer than slurmctld.
+        links_command(cluster.slurm_prefix, "add", "added"),
         Directory("/etc/slurm"),
         Directory("/var/lib/slurm", owner="slurm", group="slurm"),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Directory("/etc/logrotate.d"),
         File(ROTATION, log_rotation()),
+    )
+
+
+def links_command(prefix: str, action: str, check: str) -> Command:
+    """Links to Slurm's programs: `add` those that are missing, or `link` all to this tree."""
+    program, patterns = program_text("slurm_programs.sh"), ("bin/*", *(f"sbin/{name}" for name in DAEMONS))
+    name = "Slurm's programs in every user's PATH" if action == "add" else "all programs from the new Slurm"
+    return Command(
+        name,
+        shell_command(program, action, prefix, *patterns),
+        unless=shell_command(program, check, prefix, *patterns),
     )
 
 
@@ -191,6 +204,11 @@ def archives_for_rentals(facts: Facts, directory: str) -> Iterator[Item]:
         if facts.digest(path) != tree.sha256:
             yield Directory(directory)
             yield File(path, SecretRef(f"{SECRET} {tree.arch}", tree.sha256), mode=0o600)
+    # The service takes the newest; after a way back that would be the wrong one.
+    keep = [word for path in archive_paths(directory) for word in ("!", "-path", path)]
+    other = ("find", directory, "-name", "slurm-*.tar.gz", *keep)
+    unless = ("sh", "-c", '! "$@" 2>/dev/null | grep -q .', "sh", *other)
+    yield Command("remove other builds of Slurm", (*other, "-delete"), unless=unless)
 
 
 def archive_paths(directory: str) -> dict[str, SlurmTree]:
@@ -202,12 +220,14 @@ def _mark(prefix: str) -> str:
     return f"{prefix}/.complete"
 
 
-def daemon(cluster: Cluster, name: str, *options: str) -> tuple[Item, ...]:
-    """One of Slurm's daemons as a service. Packages bring their units; the tree has ours."""
+def daemon(cluster: Cluster, host: str, name: str, *options: str) -> tuple[Item, ...]:
+    """One of Slurm's daemons as a service. Packages bring their units; the tree has ours, which takes precedence."""
     program = f"{cluster.slurm_prefix}/sbin/{name}"
     service = Service(name, command=(program, "-D", *options))
     if cluster.slurm_prefix == PACKAGES_PREFIX:
-        return (service,)
+        path = f"{UNITS}/{name}.service"
+        is_ours = cluster.facts_of(host).text(path).startswith(HEADER)
+        return (*([File(path, restarts=(name,))] if is_ours else ()), service)
     unit = File(f"{UNITS}/{name}.service", daemon_unit(name, program), restarts=(name,), keep=True)
     return (unit, service)
 
@@ -268,31 +288,3 @@ def tree_removal() -> Document:
     remove = shell_command(program_text("slurm_programs.sh"), "remove", *arguments)
     is_absent = shell_command('! ls -d "$1"* >/dev/null 2>&1 && shift && ! grep -qsF "$@"', *arguments)
     return (File(ROTATION), Command("remove Slurm of Shoal", remove, unless=is_absent))
-
-
-# ---- another Slurm
-
-
-def other_slurm(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, tuple[str, str]]:
-    """The hosts whose Slurm comes from elsewhere than the spec says: what they have, and the fix."""
-    answers = {}
-    for name, fact in facts.items():
-        ours = any(fact.text(path).startswith(HEADER) for path in UNIT_FILES)
-        if not uses_tree(spec):
-            if ours:
-                fix = (
-                    "write `slurm: {from: shoal}` again; or run `shoal down` with that line, then `shoal up` without it"
-                )
-                answers[name] = ("has Slurm from Shoal, not from packages", fix)
-            continue
-        packaged = [path.rpartition("/")[2] for path in PACKAGED_DAEMONS if fact.has_file(path)]
-        # In a container, which has no units, a daemon that is active was started by Shoal.
-        running = [daemon for daemon in DAEMONS if fact.is_active(daemon) and fact.init == "systemd"]
-        if packaged or (running and not ours):
-            names = packaged or running
-            fix = (
-                "delete `from: shoal` to use it; or end its jobs, run `shoal down` if Shoal set it up, and remove it: "
-                f"`apt-get remove {' '.join(names)}`. Its records of jobs stay in its own database"
-            )
-            answers[name] = (f"has another Slurm already ({', '.join(names)})", fix)
-    return answers

@@ -17,6 +17,8 @@ from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
 
 SYNC = "wireguard peers"
+WITHOUT_PACKAGE = (("debian", "11"), ("ubuntu", "20.04"))
+"""Systems without wireguard-go. The kernels that they bring have WireGuard; that of a container's machine may not."""
 
 
 class WireGuardComponent(Component):
@@ -82,6 +84,25 @@ class WireGuardComponent(Component):
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         return tuple(_findings(cluster)) if cluster.spec.network.kind == "wireguard" else ()
+
+
+def missing_wireguard(spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
+    """The hosts with WireGuard neither in their kernel nor among the packages of their system."""
+    if spec.network.kind != "wireguard":
+        return []
+    return [
+        Finding(
+            "error",
+            "WireGuard cannot run",
+            f"the kernel has none, and {fact.os_id} {fact.os_version} has no package wireguard-go",
+            "load the module on the machine whose kernel it is (`modprobe wireguard`), use a newer system, or another "
+            "network",
+            host=name,
+            path="network",
+        )
+        for name, fact in facts.items()
+        if (fact.os_id, fact.os_version) in WITHOUT_PACKAGE and wg.MODULE not in fact.modules
+    ]
 
 
 def config_of(cluster: Cluster, name: str) -> wg.MemberConfig:

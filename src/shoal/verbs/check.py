@@ -14,7 +14,7 @@ from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.nodes import unready_nodes
 from shoal.plan.observe import Observation, observe
-from shoal.plan.ownership import foreign_hosts, other_slurm_findings, without_other_clusters
+from shoal.plan.ownership import foreign_hosts, unusable_host_findings, without_other_clusters
 from shoal.plan.reachability import connection_addresses, unreachable_findings
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.slurm.parsed_conf import is_written_by_shoal
@@ -80,8 +80,8 @@ async def _check_hosts(context: Context, fleet: Fleet, stock: Survey) -> list[Fi
     if any(host.name == controller for host in others):
         return findings  # the rest would be about another cluster
     observed = without_other_clusters(observed, others)
-    if other_slurm := await other_slurm_findings(context.spec, observed, fleet):
-        return [*findings, *other_slurm]
+    if unusable := await unusable_host_findings(context.spec, observed, fleet):
+        return [*findings, *unusable]
     if mismatches:
         return findings
     try:

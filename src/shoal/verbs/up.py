@@ -13,17 +13,17 @@ from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.provider import HostQuote, Instance, Request
 from shoal.plan.apply import ApplyTimeouts, apply, preparations, prepare
-from shoal.plan.cluster_findings import image_version, member_version_findings, state_finding
+from shoal.plan.cluster_findings import image_version, member_version_findings, reject_record_loss, state_finding
 from shoal.plan.connections import Fleet
 from shoal.plan.diff import cluster_goal, make_plan, network_addresses, reject_versions
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
 from shoal.plan.ownership import (
     foreign_hosts,
-    other_slurm_findings,
     reject_foreign,
     reject_hosts,
     take_over_hosts,
+    unusable_host_findings,
     without_other_clusters,
 )
 from shoal.plan.reachability import connection_addresses, unreachable_findings
@@ -109,7 +109,7 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
         observed = without_other_clusters(observed, others)
-        reject_hosts(await other_slurm_findings(context.spec, observed, fleet))
+        reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
         preparation_changes = await preparations(context.spec, observed.facts, fleet)
         cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
         return replace(
@@ -155,7 +155,7 @@ async def up(
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
         observed = without_other_clusters(observed, others)
-        reject_hosts(await other_slurm_findings(context.spec, observed, fleet))
+        reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
         _reject_unwritable_state(context, observed)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
@@ -175,6 +175,7 @@ async def up(
         with context.progress.phase("compare", len(fleet.live)) as phase:
             addresses = connection_addresses(fleet)
             cluster_plan = await make_plan(context.spec, observed, fleet, addresses, stock.orphans, phase)
+        reject_record_loss(cluster_plan.findings, leave_records)
         _reject_job_loss(cluster_plan, allow_job_loss)
         if former_controller:
             await move_service(context, fleet, former_controller)
@@ -208,7 +209,7 @@ async def _check_before_creation(context: Context, stock: Survey, take_over: boo
         async with await context.fleet(existing) as fleet:
             observed = await observe(fleet, context.spec)
             reject_foreign(await foreign_hosts(context.spec, observed, fleet), take_over)
-            reject_hosts(await other_slurm_findings(context.spec, observed, fleet))
+            reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
             facts = observed.facts
     reject_versions(creation_version_findings(context, stock, facts))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +24,7 @@ from shoal.roles.component import Cluster
 from shoal.roles.documents import documents, fact_files
 from shoal.roles.elastic import ARCHIVES
 from shoal.roles.registry import user_secrets
-from shoal.roles.slurm_tree import daemon_unit, find_trees, other_slurm, read_archive, require_tree
+from shoal.roles.slurm_tree import find_trees, read_archive, require_tree
 from shoal.roles.users import pam_block
 from shoal.slurm.conf import slurm_conf
 
@@ -120,23 +119,6 @@ def test_newest_tree_is_used_and_a_machine_without_one_gets_the_fix(cache: Path)
     with pytest.raises(UsageError, match="this machine has no Slurm for the hosts") as error:
         fact_files(spec_of(TEXT))
     assert "scripts/build-slurm" in error.value.hint
-
-
-def test_hosts_with_another_slurm_are_named_with_the_fix() -> None:
-    packaged = {"n1": facts_of("n1", **{"/usr/sbin/slurmd": FileFact(there=True)})}
-    what, fix = other_slurm(spec_of(TEXT), packaged)["n1"]
-    assert what == "has another Slurm already (slurmd)"
-    assert "apt-get remove slurmd" in fix and "delete `from: shoal`" in fix
-    unit = "/etc/systemd/system/slurmd.service"
-    ours = {"n1": facts_of("n1", **{unit: FileFact(text=daemon_unit("slurmd", f"{PREFIX}/sbin/slurmd"))})}
-    assert other_slurm(spec_of(TEXT), ours) == {}
-    container = replace(facts_of("n1"), init="none", services={"slurmd": "active"})
-    assert other_slurm(spec_of(TEXT), {"n1": container}) == {}  # it has no units
-    assert "n1" in other_slurm(spec_of(TEXT), {"n1": replace(container, init="systemd")})
-    packages = spec_of(TEXT.replace("slurm: {from: shoal}\n", ""))
-    assert other_slurm(packages, {"n1": facts_of("n1", **{unit: FileFact(text="[Unit]\n")})}) == {}  # the user's own
-    what, fix = other_slurm(packages, ours)["n1"]
-    assert (what, "shoal down" in fix) == ("has Slurm from Shoal, not from packages", True)
 
 
 def test_spec_chooses_auth_slurm_and_rejects_munge() -> None:

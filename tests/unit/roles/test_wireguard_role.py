@@ -16,7 +16,7 @@ from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS, SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
-from shoal.roles.wireguard import WireGuardComponent
+from shoal.roles.wireguard import WireGuardComponent, missing_wireguard
 from shoal.slurm.conf import slurm_conf, slurm_settings
 from shoal.spec.members import members
 
@@ -162,3 +162,17 @@ def test_another_network_removes_wireguard_only_where_present() -> None:
     gone = assemble(spec_of(TEXT.replace("wireguard", "lan")), was, {})
     assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items(gone, "n1").keys()
     assert "command unreachable subnet" in items(gone, "n1")
+
+
+def test_host_whose_system_has_no_wireguard_is_rejected() -> None:
+    old = {"os_id": "debian", "os_version": "11"}
+    found = {
+        "c1": replace(FACTS["c1"], **old),
+        "n1": replace(FACTS["n1"], **old),  # its kernel has the module
+        "f1": replace(FACTS["f1"], os_id="debian", os_version="12"),
+    }
+    [finding] = missing_wireguard(SPEC, found)
+    assert (finding.level, finding.host, finding.what) == ("error", "c1", "WireGuard cannot run")
+    assert finding.found == "the kernel has none, and debian 11 has no package wireguard-go"
+    assert "modprobe wireguard" in finding.fix
+    assert missing_wireguard(spec_of(TEXT.replace("network: wireguard", "network: lan")), found) == []

@@ -11,7 +11,7 @@ from shoal.remote.agent.context import ConvergeContext, Item, has_systemd
 from shoal.remote.agent.fast_stdlib import loads
 from shoal.remote.agent.file_io import existing_parent, read_bytes, read_text, sha256, write_problem
 from shoal.remote.agent.network import addresses, firewall, neighbours
-from shoal.remote.agent.packages import package_facts, package_manager
+from shoal.remote.agent.packages import installed_facts, package_facts, package_manager
 from shoal.remote.agent.running import disk_space, last_lines, run, which
 from shoal.remote.agent.services import service_facts
 from shoal.remote.agent.unix_accounts import accounts, group_of, remote_mounts, user_of
@@ -51,7 +51,10 @@ def gather_facts(ask: Item, context: ConvergeContext) -> Item:
         },
         "groups": {g.gr_name: {"id": g.gr_gid} for g in accounts(ask.get("groups", ()), group_of, "group")},
         "files": {path: file_fact(path, how) for path, how in ask.get("files", {}).items()},
-        "packages": package_facts(ask.get("packages", []), context),
+        "packages": {
+            **installed_facts(ask.get("installed") or []),
+            **package_facts(ask.get("packages", []), context),
+        },
         "services": service_facts(ask.get("services", []), context),
         "tailscale": tailscale_status() if ask.get("tailscale") else {},
         "clock": time.time(),

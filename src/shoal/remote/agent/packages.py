@@ -110,6 +110,12 @@ def package_facts(names: list[str], context: ConvergeContext) -> Item:
     return {name: {"installed": installed.get(name), "candidate": candidates.get(name)} for name in names}
 
 
+def installed_facts(names: list[str]) -> Item:
+    """The packages of which only an installed version matters: no list is read, and none fetched."""
+    versions = installed_packages(names) if names and package_manager() in ("apt", "dnf") else {}
+    return {name: {"installed": version, "candidate": None} for name, version in versions.items()}
+
+
 def installed_packages(names: list[str]) -> dict[str, str]:
     """The versions of those of `names` that are fully installed; dpkg's own file is read without a process."""
     if package_manager() == "dnf":
