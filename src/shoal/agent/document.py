@@ -194,7 +194,8 @@ class Command(Item):
     argv: tuple[str, ...]
     unless: tuple[str, ...] = ()
     on_change: bool = False
-    stdin: str = ""
+    stdin: str | SecretRef = ""
+    """What it reads; a secret must have its digest, and is rejected if it arrives with another one."""
     timeout: float = 300.0
     retries: int = 0
     """How often to try again, two seconds apart."""

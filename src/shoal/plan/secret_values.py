@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from shoal.agent.document import Document, File, Item, SecretRef
+from shoal.agent.document import Command, Document, File, Item, SecretRef
 from shoal.errors import UsageError
 from shoal.plan.connections import Fleet
 from shoal.plan.model import HostPlan
@@ -119,7 +119,8 @@ def _read_value(references: Mapping[str, str], name: str) -> bytes:
 
 
 def _secret_files(document: Document) -> Iterator[tuple[str, str]]:
-    """The files of a document whose content is a secret, as (key, name of the secret)."""
+    """The files of a document whose content is a secret, and the commands that read one: (key, name of the secret)."""
     for item in document:
-        if isinstance(item, File) and isinstance(item.content, SecretRef):
-            yield item.key, item.content.name
+        content = item.content if isinstance(item, File) else item.stdin if isinstance(item, Command) else None
+        if isinstance(content, SecretRef):
+            yield item.key, content.name

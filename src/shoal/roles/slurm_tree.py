@@ -189,12 +189,14 @@ def links_command(prefix: str, action: str, check: str) -> Command:
 def _unpacked_tree(tree: SlurmTree, facts: Facts) -> Document:
     if facts.text(_mark(tree.prefix)).strip() == tree.sha256:
         return ()
-    archive = f"{tree.prefix}.tar.gz"
-    unpack = shell_command(program_text("slurm_tree.sh"), tree.prefix, archive, tree.sha256)
     return (
         Directory(TREES),
-        File(archive, SecretRef(f"{SECRET} {tree.arch}", tree.sha256), mode=0o600),
-        Command(f"unpack Slurm {tree.version}", unpack, unless=("grep", "-qsx", tree.sha256, _mark(tree.prefix))),
+        Command(
+            f"unpack Slurm {tree.version}",
+            shell_command(program_text("slurm_tree.sh"), tree.prefix, tree.sha256),
+            unless=("grep", "-qsx", tree.sha256, _mark(tree.prefix)),
+            stdin=SecretRef(f"{SECRET} {tree.arch}", tree.sha256),
+        ),
     )
 
 

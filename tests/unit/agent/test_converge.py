@@ -311,6 +311,23 @@ async def test_command_gets_its_input_and_is_retried(place: Place) -> None:
     assert "flaky failed; trying again (1 of 1)" in place.told
 
 
+@pytest.mark.parametrize("size", [9, 3 << 20], ids=["small", "large"])
+async def test_command_reads_a_secret_that_has_its_digest(place: Place, size: int) -> None:
+    value, copy = os.urandom(size), Path(place.path("copy"))
+    right, wrong = sha256(value).hexdigest(), "0" * 64
+
+    def command(digest: str) -> Command:
+        return Command("copy", ("sh", "-c", f"cat >{copy}"), stdin=SecretRef("value", digest))
+
+    assert [item.status for item in await place.check(command(right))] == ["change"]
+    (rejected,) = await place.apply(command(wrong), value=value)
+    assert rejected.detail == f"what copy reads has arrived with another digest than {wrong}" and not copy.exists()
+    (missing,) = await place.apply(command(right))
+    assert missing.detail == "what copy reads was not given"
+    (done,) = await place.apply(command(right), value=value)
+    assert done.status == "changed" and copy.read_bytes() == value
+
+
 @pytest.mark.parametrize(
     ("argv", "timeout", "detail"),
     [

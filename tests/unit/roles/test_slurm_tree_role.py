@@ -14,7 +14,7 @@ from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import host_facts, spec_of
 from tests.unit.roles.test_role_documents import shown
 
-from shoal.agent.document import File, Packages, SecretRef
+from shoal.agent.document import Command, File, Packages, SecretRef
 from shoal.agent.facts import Facts, FileFact
 from shoal.cloud.service.join_checks import unfit_machines
 from shoal.errors import SpecError, UsageError
@@ -95,8 +95,8 @@ def test_no_package_of_slurm_and_no_munge_is_left() -> None:
 def test_archive_travels_once_by_digest() -> None:
     def archives(of: Cluster) -> list[SecretRef]:
         items = [item for document in documents(of, of.members[2]).values() for item in document]
-        contents = [item.content for item in items if isinstance(item, File) and item.path.startswith("/opt/shoal")]
-        return [content for content in contents if isinstance(content, SecretRef)]
+        inputs = [item.stdin for item in items if isinstance(item, Command)]
+        return [secret for secret in inputs if isinstance(secret, SecretRef)]
 
     digest = hashlib.sha256(b"tree").hexdigest()
     assert archives(cluster()) == [SecretRef("Slurm for x86_64", digest)]
@@ -137,26 +137,24 @@ def test_login_rule_names_the_module_of_the_tree() -> None:
     assert f"account required {PREFIX}/lib/security/pam_slurm_adopt.so " in pam_block(PREFIX)
 
 
-def test_archive_is_unpacked_only_with_its_digest(tmp_path: Path) -> None:
+def test_archive_is_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
     script = wheel_script()
     tree = tmp_path / "made/slurm-24.11.5-1"
     (tree / "bin").mkdir(parents=True)
     (tree / "bin/srun").write_text("#!/bin/sh\n")
     place = tmp_path / "opt/slurm-24.11.5-1"
     place.parent.mkdir()
-    archive = tmp_path / "opt/slurm-24.11.5-1.tar.gz"
 
-    def unpack(digest: str) -> int:
-        archive.write_bytes(script.archive(tree))
-        command = shell_command(program_text("slurm_tree.sh"), str(place), str(archive), digest)
-        return subprocess.run(command, capture_output=True, timeout=60).returncode
+    def unpack(archive: bytes) -> int:
+        command = shell_command(program_text("slurm_tree.sh"), str(place), "digest")
+        return subprocess.run(command, input=archive, capture_output=True, timeout=60).returncode
 
-    assert unpack("0" * 64) != 0 and not place.exists()
-    digest = hashlib.sha256(script.archive(tree)).hexdigest()
+    whole = script.archive(tree)
+    assert unpack(whole[:-20]) != 0 and not list(place.parent.iterdir())
     for _ in range(2):
-        assert unpack(digest) == 0
-        assert (place / ".complete").read_text() == f"{digest}\n" and (place / "bin/srun").exists()
-        assert [path.name for path in place.parent.iterdir()] == [place.name]  # neither the archive nor a part is left
+        assert unpack(whole) == 0
+        assert (place / ".complete").read_text() == "digest\n" and (place / "bin/srun").exists()
+        assert [path.name for path in place.parent.iterdir()] == [place.name]
 
 
 RENTED = """

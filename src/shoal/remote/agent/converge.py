@@ -14,7 +14,8 @@ from shoal.remote.agent.context import (
     has_systemd,
     record_due,
 )
-from shoal.remote.agent.files import FILE_KINDS, record_written
+from shoal.remote.agent.file_io import sha256
+from shoal.remote.agent.files import FILE_KINDS, decode_content, is_secret, record_written
 from shoal.remote.agent.mounts import check_mount, make_mount
 from shoal.remote.agent.packages import check_packages, make_packages
 from shoal.remote.agent.running import Failure, explain, last_lines, run
@@ -42,13 +43,14 @@ def check_command(item: Item, context: ConvergeContext) -> ItemChange | None:
 
 def make_command(item: Item, context: ConvergeContext) -> str:
     context.report(item["name"])  # some take minutes
+    data = command_input(item)
     for attempt in range(item["retries"] + 1):
         if attempt:
             context.report(f"{item['name']} failed; trying again ({attempt} of {item['retries']})")
             time.sleep(2.0)
             if guard_passes(item):  # the service that the guard asks may just have started
                 break
-        status, text = run(item["argv"], stdin=item["stdin"].encode(), timeout=item["timeout"])
+        status, text = run(item["argv"], stdin=data, timeout=item["timeout"])
         if status == 0:
             break
     else:
@@ -57,6 +59,18 @@ def make_command(item: Item, context: ConvergeContext) -> str:
         raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip(), fix)
     clear_due(context, item["key"])
     return ""
+
+
+def command_input(item: Item) -> bytes:
+    """What a command reads. An archive that is not the expected one is rejected."""
+    if not is_secret(item):
+        return str(item["stdin"]).encode()
+    data = decode_content(item)
+    if data is None:
+        raise Failure(f"what {item['name']} reads was not given")
+    if sha256(data) != item["sha256"]:
+        raise Failure(f"what {item['name']} reads has arrived with another digest than {item['sha256']}")
+    return data
 
 
 def guard_passes(item: Item) -> bool:

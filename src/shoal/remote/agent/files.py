@@ -50,7 +50,7 @@ def reject_invalid_content(item: Item) -> None:
     """Stop before content is put in place that the program which is to read it would refuse."""
     if not item.get("accepted_by"):
         return
-    status, text = run(item["accepted_by"], stdin=_content(item) or b"", timeout=30.0)
+    status, text = run(item["accepted_by"], stdin=decode_content(item) or b"", timeout=30.0)
     if status not in (0, 127):  # 127: the program is not installed yet
         what = most_relevant_line(text, [item]) or f"`{' '.join(item['accepted_by'])}` ended with status {status}"
         raise Failure(f"{what}\n{item['path']} was not changed", advice([item], text))
@@ -68,7 +68,7 @@ def make_file(item: Item, context: ConvergeContext) -> str:
         return note
     ids = owner_ids(item, context)
     assert ids
-    data = _content(item)
+    data = decode_content(item)
     if data is None and not (os.path.isfile(path) and _same_content(item, read_bytes(path))):
         raise Failure(f"the value of the secret for {path} was not given")
     write_atomic(path, read_bytes(path) if data is None else data, item["mode"], *ids)
@@ -130,7 +130,7 @@ def keep_edited(path: str, context: ConvergeContext) -> str:
 def record_written(context: ConvergeContext) -> None:
     """Record the digests of the files that a run is about to write. It may be killed at any moment."""
     new = {
-        item["path"]: sha256(_content(item) or b"")
+        item["path"]: sha256(decode_content(item) or b"")
         for item in context.items
         if item["kind"] == "file" and not is_secret(item) and item["content"] is not None
     }
@@ -147,7 +147,7 @@ def is_secret(item: Item) -> bool:
     return bool(item.get("secret") or item.get("fills"))
 
 
-def _content(item: Item) -> bytes | None:
+def decode_content(item: Item) -> bytes | None:
     """The bytes wanted. None for a secret whose value did not travel, or is yet to be made."""
     if "content_b64" not in item:
         return None if item.get("secret") else _fill_template(item["content"].encode(), item)
@@ -165,7 +165,7 @@ def _fill_template(content: bytes, item: Item) -> bytes | None:
 
 
 def _same_content(item: Item, before: bytes) -> bool:
-    data = _content(item)
+    data = decode_content(item)
     if data is not None:
         return data == before
     if item.get("fills"):
@@ -179,7 +179,7 @@ def _file_diff(item: Item, before: bytes, status: os.stat_result | None, context
     is_closed = status and stat.S_ISREG(status.st_mode) and not status.st_mode & 0o004
     if is_closed or not item["mode"] & 0o004:
         return "(not shown: the file is not world-readable)"
-    return difference(item["path"], before, _content(item) or b"", context)
+    return difference(item["path"], before, decode_content(item) or b"", context)
 
 
 def check_link(item: Item, context: ConvergeContext) -> ItemChange | None:
