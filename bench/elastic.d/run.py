@@ -21,6 +21,8 @@ from parallelcluster import REQUIREMENT
 
 HOST_COUNTS = (1, 8, 32)
 """Sandbox hosts that are created and joined at once."""
+HOSTS_RESULT = "elastic-hosts"
+"""The saved table of sandbox hosts alone."""
 
 
 def main() -> None:
@@ -30,8 +32,15 @@ def main() -> None:
     loads: list[str] = []
     if options.hosts:
         loads.append(_load())
-        counts = HOST_COUNTS[:1] if options.small else HOST_COUNTS
+        counts = HOST_COUNTS[:1] if options.small else options.counts
         lines += [*hosts.measure(options.cluster, counts, options.host_rounds), ""]
+    if options.only_hosts:
+        report(
+            HOSTS_RESULT,
+            options,
+            "\n".join([*lines, f"Load average before: {loads[0]}; {os.cpu_count()} CPUs."]) + "\n",
+        )
+        return
     loads.append(_load())
     sizes = wake.SIZES[:1] if options.small else wake.SIZES
     lines += [*wake.measure(sizes, options.boot, options.rounds), ""]
@@ -53,12 +62,19 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--host-rounds", type=int, default=2, help="rounds on sandbox hosts")
     parser.add_argument("--hosts", action=argparse.BooleanOptionalAction, default=True, help="measure sandbox hosts")
+    parser.add_argument("--counts", type=_host_counts, default=HOST_COUNTS, help="numbers of sandbox hosts: 1,8,32")
+    only_help = f"measure nothing else; the table is saved as {HOSTS_RESULT}.txt"
+    parser.add_argument("--only-hosts", action="store_true", help=only_help)
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="measure ParallelCluster")
     parser.add_argument("--cluster", default="bench-elastic", help="name of the cluster of sandbox hosts")
     options = parser.parse_args()
     if options.small:
         options.boot, options.rounds, options.host_rounds = 0.5, 1, 1
     return options
+
+
+def _host_counts(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 if __name__ == "__main__":
