@@ -60,6 +60,15 @@ def on_image(text: str, image: str = IMAGE) -> str:
     return re.sub(bare, rf"{{provider: sandbox\1, image: {image}}}", text.replace(", cgroups: true", ""))
 
 
+SLURM = os.environ.get("SHOAL_TEST_SLURM", "")
+"""Where Slurm comes from where a test says nothing: `SHOAL_TEST_SLURM=shoal scripts/test tests/e2e/test_cluster.py`."""
+
+
+def with_slurm(text: str, source: str = SLURM) -> str:
+    """A spec with Slurm from this source, where it names none."""
+    return f"{text}slurm: {{from: {source}}}\n" if source and "\nslurm:" not in text else text
+
+
 def of_kind(text: str, kind: str = KIND) -> str:
     """A spec whose sandbox hosts are of this kind, where it names none."""
     if not kind or "provider: sandbox" not in text or re.search("^sandbox:", text, re.MULTILINE):
@@ -89,7 +98,7 @@ class Cluster:
 
     def __init__(self, directory: Path, text: str) -> None:
         self.file = directory / "shoal.yaml"
-        text = of_kind(on_image(text))
+        text = of_kind(on_image(with_slurm(text)))
         self.file.write_text(text)
         self.name = text.split("cluster:")[1].split()[0]
         # Host keys of an earlier run would be those of other machines.
