@@ -20,6 +20,7 @@ from shoal.roles.containers import separate_containers, tunnels
 from shoal.roles.current_conf import CurrentConf, confinement, limit_confinement
 from shoal.roles.host_address import address_findings, can_listen_at_one_address
 from shoal.roles.images import image_features
+from shoal.roles.job_engines import uses_hooks
 from shoal.roles.plugins import all_have_pmix, supports_spanning
 from shoal.roles.rented import rented_containers, suspend_time
 from shoal.roles.slurm_tree import find_trees, require_tree, uses_tree
@@ -99,6 +100,7 @@ def assemble(
         power=rentals.power_saving(spec),
         health=spec.health.mode != "off",
         oci=spec.containers is not None,
+        job_engines=uses_hooks(spec),
     )
     boxes = {name: facts[name] for name in tunneled if name in facts}
     return Cluster(
@@ -139,8 +141,11 @@ def slurm_version(facts: Facts) -> Version | None:
 
 
 def _options(spec: Spec) -> dict[str, str]:
-    """The user's settings. The hook of the health program runs the user's own program after itself."""
-    hooked = ("healthcheckprogram",) if spec.health.mode != "off" else ()
+    """The user's settings. Programs of ours that Slurm runs end with the user's own."""
+    hooked = (
+        *(("healthcheckprogram",) if spec.health.mode != "off" else ()),
+        *(("epilog", "taskprolog") if uses_hooks(spec) else ()),
+    )
     return {key: str(value) for key, value in spec.slurm.options.items() if key.lower() not in hooked}
 
 

@@ -22,6 +22,7 @@ from shoal.roles.files import FilesComponent
 from shoal.roles.gpu_driver import GpuDriverComponent
 from shoal.roles.image_registry import ImageRegistryComponent
 from shoal.roles.images import ImagesComponent
+from shoal.roles.job_engines import JobEnginesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.plugins import MpiComponent
@@ -47,6 +48,7 @@ COMPONENTS: tuple[Component, ...] = (
     EnvironmentsComponent(),
     ImagesComponent(),
     ImageRegistryComponent(),
+    JobEnginesComponent(),
     MpiComponent(),
     GpuDriverComponent(),
     ClientComponent(),

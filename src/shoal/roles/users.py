@@ -24,6 +24,7 @@ DOCKER = "docker"
 SSHD_CONF = "/etc/ssh/sshd_config.d/10-shoal-users.conf"
 PAM, PAM_BLOCK = "/etc/pam.d/sshd", "jobs"
 FIRST_GROUP = 3000
+LAST_SYSTEM_GROUP = 989
 
 
 class UsersComponent(Component):
@@ -67,7 +68,11 @@ class UsersComponent(Component):
             cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
             findings.append(Finding("info", what, cause, path="users"))
         for name, user in users.items():
-            if user.docker and not any(DOCKER in facts.groups for facts in cluster.facts.values()):
+            if (
+                user.docker
+                and not uses_docker_guard(cluster.spec)
+                and not any(DOCKER in facts.groups for facts in cluster.facts.values())
+            ):
                 fix = "install Docker on the hosts that need it, then run `shoal up`"
                 findings.append(Finding("info", "no host has Docker yet", fix=fix, path=f"users.{name}.docker"))
         return tuple(findings)
@@ -93,11 +98,14 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
     for name, number in numbers.items():
         if number is not None:
             yield Group(name, number)
+    guarded = uses_docker_guard(cluster.spec)
+    if guarded:
+        yield Group(DOCKER, docker_gid(cluster))
     creates_home = creates_homes(cluster, member)
     for name, user in users.items():
         # A system group keeps its id, and users join it on hosts that have it.
         groups = [group for group in user.groups if numbers[group] is not None or group in facts.groups]
-        docker = user.docker and DOCKER in facts.groups
+        docker = user.docker and (guarded or DOCKER in facts.groups)
         home = home_of(cluster.spec, name)
         ids = cluster.user_ids[name]
         yield Group(name, ids.gid)
@@ -113,6 +121,20 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
             system=False,
             owns=(home,) if creates_home else (),
         )
+
+
+def uses_docker_guard(spec: Spec) -> bool:
+    """Whether Docker in jobs is behind Shoal's guard."""
+    return spec.containers is not None and spec.containers.docker
+
+
+def docker_gid(cluster: Cluster) -> int:
+    """One id of Docker's group on all hosts: slurmctld tells a node the groups of a job's user."""
+    tables = [cluster.facts[name].groups for name in sorted(cluster.facts, key=lambda n: n != cluster.controller.name)]
+    present: list[int] = [table[DOCKER].id for table in tables if DOCKER in table]
+    taken: set[int] = {group.id for table in tables for name, group in table.items() if name != DOCKER}
+    numbers: tuple[int, ...] = (*present, *range(LAST_SYSTEM_GROUP, 100, -1))
+    return next(number for number in numbers if number not in taken)
 
 
 def group_ids(cluster: Cluster) -> dict[str, int | None]:

@@ -118,9 +118,9 @@ def _nspawn(layout: Layout, host: HostRecord) -> list[str]:
     layout.shared.chmod(0o1777)
     return [
         *command, "--boot", "--capability=all", "--console=read-only",
-        # nfs-ganesha needs the first, Slurm the second to confine devices on cgroup v2. nspawn blocks both by default:
-        # together with all capabilities they allow an escape from the container.
-        "--system-call-filter=open_by_handle_at bpf",
+        # nfs-ganesha needs the first, Slurm the second to confine devices on cgroup v2, Docker the others. nspawn
+        # blocks all by default: together with all capabilities they allow an escape from the container.
+        "--system-call-filter=open_by_handle_at bpf add_key keyctl request_key",
         *(f"--bind={path}" for path in ("/dev/net/tun", "/dev/fuse") if Path(path).exists()),
         f"--bind={layout.shared}:/shared",
     ]  # fmt: skip

@@ -58,6 +58,8 @@ MAX_JOB_COUNT = 100_000
 JWKS = "/etc/slurm/slurm.jwks"
 """Where daemons read keys. A slurmd that finds it uses auth/slurm from its first message on."""
 HEALTH_HOOK = "/usr/local/lib/shoal/health-hook"
+EPILOG, TASK_PROLOG = "/usr/local/lib/shoal/job-epilog", "/usr/local/lib/shoal/task-prolog"
+"""What Slurm runs where jobs may use Docker or podman."""
 HEALTH_INTERVAL_S = 300
 """How often slurmctld has the hook run. A node that it cannot reach then is not responding, so not more often."""
 LUA_PLUGIN = "job_submit_lua.so"
@@ -229,6 +231,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         settings["MpiDefault"] = "pmix"
     if c.power:
         settings |= _power_saving(c, c.power)
+    if c.job_engines:
+        settings |= {"Epilog": EPILOG, "TaskProlog": TASK_PROLOG}
     if c.health:
         settings |= {"HealthCheckProgram": HEALTH_HOOK, "HealthCheckInterval": str(HEALTH_INTERVAL_S)}
     return settings

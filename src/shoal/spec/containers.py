@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, StrictBool
 
 from shoal.spec.checks import choice
 from shoal.spec.environments import HostDirectory
@@ -47,6 +47,12 @@ class Containers(ShortForm):
 
     registry: Registry | None = None
     """A registry of the cluster's own: `true`, or its port and directory."""
+
+    podman: StrictBool = False
+    """Jobs may run `podman`, without root and inside their limits."""
+
+    docker: StrictBool = False
+    """Jobs of users with `docker: true` may run `docker`. A guard confines it; podman is the smaller risk."""
 
     @classmethod
     def from_short(cls, value: object) -> dict[str, Any] | None:

@@ -1,0 +1,4 @@
+"""Stands before Docker on a node: it takes requests from processes of Slurm jobs only, and confines what they start.
+
+Each user has a Docker daemon of their own, whose containers map root to an id without rights on the node.
+"""

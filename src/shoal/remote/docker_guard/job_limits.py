@@ -1,0 +1,75 @@
+"""The limits of a job: the cgroup that its containers are in, and its GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+from .caller import Caller
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Sequence
+
+ROOT = "/sys/fs/cgroup"
+COPIES = "/shoal-docker"
+"""Groups with a copy of a job's limits."""
+_COPIED = {"cpuset": ("cpuset.cpus", "cpuset.mems"), "memory": ("memory.limit_in_bytes",)}
+SLURM_TIMEOUT_S = 30
+
+
+def cgroup_parent(caller: Caller, root: str = ROOT) -> str:
+    """The job's own group. With cgroup v1 Docker cannot use it where it denies devices: a copy of its limits then."""
+    devices = f"{root}/devices{caller.cgroup}/devices.list"
+    if not os.path.exists(devices) or _read(devices).startswith("a "):
+        return caller.cgroup
+    copy = f"{COPIES}/job_{caller.job}"
+    for controller, names in _COPIED.items():
+        source = f"{root}/{controller}{caller.cgroup}"
+        if not os.path.isdir(source):
+            continue
+        for group, origin in ((COPIES, f"{root}/{controller}"), (copy, source)):
+            os.makedirs(f"{root}/{controller}{group}", exist_ok=True)
+            for name in names:
+                if controller == "cpuset" or group == copy:
+                    _write(f"{root}/{controller}{group}/{name}", _read(f"{origin}/{name}"))
+    return copy
+
+
+def remove_copied_group(job: str, root: str = ROOT) -> None:
+    for controller in os.listdir(root):
+        group = f"{root}/{controller}{COPIES}/job_{job}"
+        if os.path.isdir(group):
+            os.rmdir(group)
+
+
+def job_gpus(job: str, config: Any) -> Sequence[str]:
+    """The numbers of the job's GPUs on this node, as Slurm has them; what the job itself says may be wrong."""
+    command = ["scontrol", "show", "job", "-d", "-o", job]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S).stdout
+    for nodes, gres in re.findall(r" Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        if config["node"] in listed.stdout.split():
+            return [re.sub(r"\D", "", config["gpus"][index]) for index in gpu_indexes(gres)]
+    return ()
+
+
+def gpu_indexes(gres: str) -> list[int]:
+    """The indexes in `gpu:h100:3(IDX:0,2-3)`."""
+    indexes: list[int] = []
+    for words in re.findall(r"gpu:[^()]*\(IDX:([\d,-]+)\)", gres):
+        for word in words.split(","):
+            first, _, last = word.partition("-")
+            indexes += range(int(first), int(last or first) + 1)
+    return indexes
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)

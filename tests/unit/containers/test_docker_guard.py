@@ -1,0 +1,182 @@
+"""The guard before Docker: whose job a process is, and what a job may ask for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.remote.docker_guard import rules
+from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job
+from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes
+
+GROUP = "/slurm_n1/uid_2001/job_7"
+CALLER = Caller(os.getuid(), os.getgid(), "7", GROUP)
+V1 = f"9:name=systemd:/system.slice/slurmd.service\n6:freezer:{GROUP}/step_0\n5:devices:{GROUP}/step_0/task_0\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "job"),
+    [
+        (V1, ("7", GROUP)),
+        (
+            "0::/system.slice/slurmstepd.scope/job_12/step_batch/user/task_0\n",
+            ("12", "/system.slice/slurmstepd.scope/job_12"),
+        ),
+        ("0::/system.slice/n1_slurmstepd.scope/job_3\n", ("3", "/system.slice/n1_slurmstepd.scope/job_3")),
+        ("0::/user.slice/user-2001.slice/job_3\n", None),
+        ("6:freezer:/\n0::/system.slice/ssh.service\n", None),
+        ("", None),
+    ],
+)
+def test_job_is_found_in_the_cgroup(text: str, job: tuple[str, str] | None) -> None:
+    assert find_job(text) == job
+
+
+def confined(body: dict[str, Any], gpus: tuple[str, ...] = ()) -> Any:
+    return rules.confine_container(body, CALLER, GROUP, ["/shared"], gpus)
+
+
+def test_container_is_in_the_cgroup_of_the_job() -> None:
+    body = {"Image": "mini", "HostConfig": {"RestartPolicy": {"Name": "always"}, "Memory": 5, "MaskedPaths": []}}
+    host = confined(body)["HostConfig"]
+    assert host["CgroupParent"] == GROUP and host["RestartPolicy"] == {"Name": "no"} and host["Memory"] == 5
+    assert "MaskedPaths" not in host and "UsernsMode" not in host
+
+
+def test_container_with_files_of_the_node_runs_as_the_user(tmp_path: Path) -> None:
+    made = confined({"Image": "mini", "HostConfig": {"Binds": [f"{tmp_path}:/x:ro", "named:/v"]}})
+    host = made["HostConfig"]
+    assert made["User"] == f"{CALLER.uid}:{CALLER.gid}" and host["UsernsMode"] == "host"
+    assert host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
+    bind, volume = host["Mounts"]
+    assert bind == {"Type": "bind", "Source": str(tmp_path), "Target": "/x", "ReadOnly": True}
+    assert volume["Type"] == "volume" and rules.runs_as_user(made)
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ({"Privileged": True}, "--privileged"),
+        ({"privileged": True}, "privileged is not available"),
+        ({"Binds": ["/nowhere:/x"]}, "this node has no such file"),
+        ({"Binds": ["/shared/..:/x"]}, "cannot mount"),
+        ({"Binds": ["/shared:/x:shared"]}, "write SOURCE:TARGET"),
+        ({"Mounts": [{"Type": "npipe", "Source": "a", "Target": "b"}]}, "type npipe"),
+        (
+            {"Mounts": [{"Type": "volume", "Target": "b", "VolumeOptions": {"DriverConfig": {"Name": "local"}}}]},
+            "VolumeOptions",
+        ),
+        ({"Mounts": [{"Type": "bind", "Source": "/", "Target": "/x", "source": "/"}]}, "source is not available"),
+        ({"IpcMode": "host"}, "--ipc"),
+        ({"VolumesFrom": ["x"]}, "--volumes-from"),
+        ({"OomScoreAdj": -1000}, "OomScoreAdj"),
+        ({"Sysctls": {"a": "b"}}, "Sysctls"),
+        ({"LogConfig": {"Type": "syslog", "Config": {}}}, "LogConfig"),
+        ({"PortBindings": {"80/tcp": [{"HostPort": "80"}]}}, "below 1024"),
+        ({"PortBindings": {"80/tcp": [{"hostport": "80"}]}}, "below 1024"),
+        ({"DeviceRequests": [{"Capabilities": [["gpu"]], "Driver": "", "Count": -1}]}, "this job has no GPUs"),
+        ({"DeviceRequests": [{"Capabilities": [["tpu"]]}]}, "GPUs only"),
+    ],
+)
+def test_settings_that_leave_the_container_are_rejected(host: dict[str, Any], message: str) -> None:
+    with pytest.raises(Rejection, match=message.replace("(", r"\(")):
+        rules.confine_container({"Image": "x", "HostConfig": host}, Caller(12345, 12345, "7", GROUP), GROUP, [], ())
+
+
+def test_settings_of_another_case_are_not_passed_on() -> None:
+    with pytest.raises(Rejection, match="hostconfig is not available"):
+        confined({"Image": "x", "hostconfig": {"Privileged": True}})
+    assert confined({"Image": "x", "NetworkingConfig": {"endpointsconfig": {"host": {}}}})["NetworkingConfig"] == {
+        "EndpointsConfig": {}
+    }
+
+
+def test_gpus_are_those_of_the_job() -> None:
+    asked = [{"Driver": "", "Count": -1, "DeviceIDs": None, "Capabilities": [["gpu"]], "Options": {}}]
+    [request] = confined({"Image": "x", "HostConfig": {"DeviceRequests": asked}}, ("1",))["HostConfig"][
+        "DeviceRequests"
+    ]
+    assert request == {"Driver": "", "Count": 0, "DeviceIDs": ["1"], "Capabilities": [["gpu"]]}
+    assert gpu_indexes("gpu:h100:3(IDX:0,2-3),shard:0") == [0, 2, 3]
+    assert gpu_indexes("") == []
+
+
+@pytest.mark.parametrize(
+    ("request_line", "kind"),
+    [
+        ("GET /_ping", "plain"),
+        ("POST /v1.41/containers/create", "create"),
+        ("POST /v1.41/images/localhost:5000/a/b@sha256:0/push", "plain"),
+        ("POST /v1.41/build", "build"),
+        ("POST /v1.23/containers/x/start", "too old"),
+        ("POST /v1.41/containers/x/update", "may not ask"),
+        ("POST /v1.41/containers/x/../create", "may not ask"),
+        ("GET /images/../containers/x/json", "may not ask"),
+        ("GET /%63ontainers/json", "may not ask"),
+        ("POST /plugins/pull", "may not ask"),
+        ("POST /v1.41/session", "BuildKit"),
+    ],
+)
+def test_only_requests_of_the_table_pass(request_line: str, kind: str) -> None:
+    method, path = request_line.split()
+    try:
+        assert rules.route(method, path) == kind
+    except Rejection as error:
+        assert kind in str(error)
+
+
+def test_builds_and_commands_stay_in_the_job() -> None:
+    query = [("t", "a"), ("cgroupparent", "/"), ("networkmode", "default"), ("remote", ""), ("version", "1")]
+    assert rules.confine_build(query, GROUP) == [("t", "a"), ("cgroupparent", GROUP)]
+    for key, value in (("networkmode", "host"), ("remote", "http://x"), ("version", "2"), ("securityopt", '["a"]')):
+        with pytest.raises(Rejection):
+            rules.confine_build([(key, value)], GROUP)
+    with pytest.raises(Rejection, match="--privileged"):
+        rules.confine_exec({"Cmd": ["id"], "Privileged": True}, CALLER, {"HostConfig": {}})
+    command = rules.confine_exec({"Cmd": ["id"]}, CALLER, {"HostConfig": {"UsernsMode": "host"}})
+    assert command == {"Cmd": ["id"], "User": f"{CALLER.uid}:{CALLER.gid}"}
+    with pytest.raises(Rejection, match="not from an address"):
+        rules.confine_pull([("fromSrc", "http://x")])
+    with pytest.raises(Rejection, match="DriverOpts"):
+        rules.confine_volume({"Name": "v", "DriverOpts": {"device": "/"}})
+    with pytest.raises(Rejection, match="bridge only"):
+        rules.confine_network({"Name": "n", "Driver": "macvlan"})
+    with pytest.raises(Rejection, match="--network=abc"):
+        rules.check_network("abc", {"Driver": "host"})
+
+
+def test_limits_are_copied_where_the_group_of_the_job_denies_devices(tmp_path: Path) -> None:
+    for name, text in {
+        "devices/devices.list": "c 195:0 rwm\n", "memory/memory.limit_in_bytes": "900\n",
+        "cpuset/cpuset.cpus": "1\n", "cpuset/cpuset.mems": "0\n",
+    }.items():  # fmt: skip
+        controller, _, file = name.partition("/")
+        (tmp_path / f"{controller}{GROUP}").mkdir(parents=True) if not (
+            tmp_path / f"{controller}{GROUP}"
+        ).exists() else None
+        (tmp_path / f"{controller}{GROUP}" / file).write_text(text)
+        (tmp_path / controller / file).write_text("0-3\n")
+    assert cgroup_parent(CALLER, str(tmp_path)) == "/shoal-docker/job_7"
+    assert (tmp_path / "memory/shoal-docker/job_7/memory.limit_in_bytes").read_text() == "900\n"
+    assert (tmp_path / "cpuset/shoal-docker/job_7/cpuset.cpus").read_text() == "1\n"
+    (tmp_path / f"devices{GROUP}/devices.list").write_text("a *:* rwm\n")
+    assert cgroup_parent(CALLER, str(tmp_path)) == GROUP
+
+
+def test_process_that_has_ended_is_nobody(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        child = os.fork()
+        if not child:
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(str(tmp_path / "s"))
+            os._exit(0)
+        os.waitpid(child, 0)
+        accepted, _ = server.accept()
+        with accepted, pytest.raises(Rejection, match="inside a job of Slurm only"):
+            Peer(accepted).caller()
