@@ -43,9 +43,13 @@ def fail_script(name: str) -> Step:
 
 
 def change_gpus_under_a_job(scene: Scene) -> None:
+    """Without device files: with them slurmctld takes no other count, and fewer GPUs than before are missing ones."""
+    scene.edit_conf("s/ File=.*/ Count=2/", "gres.conf")
+    for name in ("fish1", "fish2"):
+        scene.sh(name, "systemctl restart slurmd")
+    scene.wait("the nodes are idle", scene.is_idle)
     scene.submit("--gres=gpu:1", "--wrap", "sleep 600")
     scene.wait("the job runs", lambda: scene.sh("controller", "squeue -h -o %t").strip() == "R")
-    # slurmctld ignores GPUs beyond those of slurm.conf, and calls fewer than those missing.
     less = r"sed -i 's/Gres=gpu:\([^:]*\):2/Gres=gpu:\1:1/' /etc/slurm/slurm.conf && scontrol reconfigure"
     scene.sh("controller", less)
     scene.sh("fish1", "systemctl restart slurmd")
