@@ -45,7 +45,7 @@ FAULT_TESTS = (
     (15, "prolog or epilog failed at launch", "prolog-epilog-failure", "text", TEXTS),
     (16, "epilog failed", "epilog-error", "real", CLUSTER),
     (17, "processes survive SIGKILL", "kill-task-failed", "real", CLUSTER),
-    (18, "step gone before it ran", "step-not-running", "real", CLUSTER),
+    (18, "step gone before it ran", "step-not-running", "text", TEXTS),
     (19, "spool full", "spool-full", "real", CLUSTER),
     (20, "batch job could not be ended well", "batch-complete-failure", "real", CLUSTER),
     (21, "job id known there already", "duplicate-job", "real", CLUSTER),

@@ -89,24 +89,17 @@ def cancel_jobs(scene: Scene) -> None:
     scene.wait("no job is left", lambda: scene.sh("controller", "squeue -h") == "")
 
 
-def start_stuck_job(scene: Scene, *options: str) -> str:
-    """A job whose process, or slurmstepd, waits for the frozen file system."""
+def start_stuck_job(scene: Scene) -> str:
+    """A job whose process waits for the frozen file system."""
     scene.sh("fish1", MOUNT_FROZEN)
-    job = scene.submit("--wrap", "exec stat /mnt/frozen/file", *options)
-    name = "slurmstepd" if options else "stat"
-    scene.wait("it waits", lambda: scene.sh("fish1", f"pgrep -x {name}", check=False) != "")
+    job = scene.submit("--wrap", "exec stat /mnt/frozen/file")
+    scene.wait("it waits", lambda: scene.sh("fish1", "pgrep -x stat", check=False) != "")
     return job
 
 
 def fail_to_kill(scene: Scene) -> None:
     scene.sh("controller", f"scancel {start_stuck_job(scene)}")
     scene.await_reason("Kill task failed")
-
-
-def end_before_start(scene: Scene) -> None:
-    job = start_stuck_job(scene, "-o", "/mnt/frozen/out")
-    scene.sh("controller", f"sleep 2; scancel {job}")
-    scene.await_reason("Job step not running")
 
 
 def thaw(scene: Scene) -> None:
@@ -424,7 +417,6 @@ CASES = (
     Case((fixed(8, "gpu-changed-under-jobs", "jobs are using them"),), change_gpus_under_a_job,
          also=(*REGISTERED, "gpu-missing"),
          repair=cancel_jobs),
-    Case((fixed(18, "step-not-running", "Job step not running"),), end_before_start, repair=thaw),
     Case((Fault(36, "job-completing", "on fish2 ended"),), hang_epilog, host="", patience_s=300,
          repair=on_node("rm /run/hang-epilog; pkill -x -f 'sleep 900'", "fish2")),
     Case((fixed(1, "low-memory", r"Low RealMemory \(reported:"),
