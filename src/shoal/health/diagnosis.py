@@ -44,8 +44,8 @@ SILENT = ("unreachable", "slurmd-stopped", "gpu-missing", "munge-stopped", "mung
 """Faults of a host that explain why Slurm does not hear of it."""
 UNHEARD = ("not-responding", UNEXPLAINED.id)
 """Faults of its node that come with them."""
-NO_DEVICE = "can't stat gres.conf file"
-"""What slurmd logs, and ends, where a device file of a GPU is missing."""
+NO_DEVICE = ("can't stat gres.conf file", "Waiting for gres.conf file")
+"""What slurmd logs before it ends, and when it starts again, where a device file of a GPU is missing."""
 Key = tuple[str, str, str]
 
 
@@ -164,7 +164,7 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
         if problem:
             fault = FAULTS[f"{name}-stopped"]
             lines = report.log_lines(fault.log, RECENT_S) if fault.log else ()
-            if name == "slurmd" and lines and NO_DEVICE in lines[-1]:
+            if name == "slurmd" and lines and any(words in lines[-1] for words in NO_DEVICE):
                 fault = FAULTS["gpu-missing"]  # a start would fail again
             reason = view.nodes[host].reason if host in view.nodes else ""
             yield _diagnosis(fault.id, host, evidence=(problem, *lines), reason=reason)

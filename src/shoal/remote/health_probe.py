@@ -29,8 +29,8 @@ NOBODY = 65534
 PROCESSES = {"munge": "munged"}
 """The programs of services that have another name."""
 SERVICE_PROPERTIES = ("ActiveState", "NRestarts", "ActiveEnterTimestampMonotonic")
-STABLE_S = 10.0
-"""A service that failed, and has run for so long since, runs."""
+STABLE_S = 30.0
+"""A service that failed, and has run for so long since, runs. slurmd waits 20 s for a device file before it fails."""
 NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to")
 RECORD = re.compile(
     rb"JobState=([A-Z_]+) Partition=\S* TimeLimit=\S* StartTime=\S* EndTime=(\S+) NodeList=([^\s(]+) NodeCnt="

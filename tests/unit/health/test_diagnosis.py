@@ -190,6 +190,8 @@ def test_slurmd_without_a_device_file_of_a_gpu_lacks_the_gpu() -> None:
     assert one.evidence == ("slurmd is failed", fatal.text)
     low = node("gres/gpu count reported lower than configured (1 < 2)", "IDLE", "DRAIN", "INVALID_REG")
     assert [one.id for one in diagnose(view(low, report=report))] == ["gpu-missing"]
+    again = replace(report, logs=[fatal, log("error: Waiting for gres.conf file /dev/nvidia1")])
+    assert [one.id for one in diagnose(view(low, report=again))] == ["gpu-missing"], "it starts again"
 
 
 def test_wrong_key_explains_why_a_node_does_not_respond() -> None:
