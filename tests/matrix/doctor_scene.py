@@ -39,7 +39,7 @@ slurm:
     RebootProgram: /bin/true
 """
 SCRIPT = "#!/bin/sh\n[ ! -e /run/fail-{0} ] || {{ echo 'the {0} cannot find its license' >&2; exit 3; }}\n"
-HANG_EPILOG = "[ ! -e /run/hang-epilog ] || sleep 900\n"
+HANG_EPILOG = "[ ! -e /run/hang-epilog ] || sleep 900 || :\n"  # it may be ended, and has not failed
 FROZEN = """
 import ctypes, os, struct
 os.makedirs("/mnt/frozen", exist_ok=True)

@@ -199,7 +199,8 @@ def _missing_names(view: ClusterView, host: str, report: HostReport) -> list[str
     """The names that a host should know and does not. A container behind a tunnel knows only the controller, and no
     other host knows it."""
     behind_tunnel = {node.name for node in view.nodes.values() if node.address == LOOPBACK} - {view.controller}
-    hidden = {*behind_tunnel, *_newcomers(view)}
+    future_nodes = {name for nodes in view.nodesets.values() for name in nodes if view.nodes and name not in view.nodes}
+    hidden = {*behind_tunnel, *future_nodes}
     return [
         name for name in report.names if name == view.controller or (host not in behind_tunnel and name not in hidden)
     ]

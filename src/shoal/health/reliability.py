@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ SHUTDOWN_S, REGISTRATION_S = 30.0, 60.0
 """Jobs end so long before slurmd in a shutdown; slurmctld gives up others so long after slurmd's next start."""
 Stop = tuple[float, float]
 """When slurmd was told to end, and when it was back."""
+ALWAYS: tuple[Stop, ...] = ((-math.inf, math.inf),)
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,11 @@ class JobCounts:
         return self.failed / self.jobs if self.jobs else 0.0
 
 
-def count_by_node(
-    records: Mapping[str, EndedJobs], stops: Mapping[str, Sequence[Stop]] | None = None
-) -> dict[str, JobCounts]:
+def count_by_node(records: Mapping[str, EndedJobs], stops: Mapping[str, Sequence[Stop]]) -> dict[str, JobCounts]:
     """The counts of each node. A job of several nodes counts for each of them.
 
-    One that failed or was lost when somebody rebooted a node of it, or stopped slurmd there, does not count.
+    One that failed or was lost when somebody rebooted a node of it, or stopped slurmd there, does not count. Neither
+    do those with a node that could not be asked about that: it may be rebooting.
     """
     counts: dict[str, JobCounts] = {}
     for nodes, record in records.items():
@@ -61,7 +62,7 @@ def count_by_node(
             names = expand(nodes)
         except ValueError:
             continue
-        asked_for = [stop for name in names for stop in (stops or {}).get(name, ())]
+        asked_for = [stop for name in names for stop in stops.get(name, ALWAYS)]
         lost = sum(not _is_during(time, asked_for) for time in record.lost_at)
         failed = sum(not _is_during(time, asked_for) for time in record.failed_at) + lost
         jobs = record.jobs - len(record.lost_at) - len(record.failed_at) + failed
@@ -76,7 +77,7 @@ def _is_during(time: float, stops: Sequence[Stop]) -> bool:
 
 
 def unreliable_nodes(
-    records: Mapping[str, EndedJobs], stops: Mapping[str, Sequence[Stop]] | None = None
+    records: Mapping[str, EndedJobs], stops: Mapping[str, Sequence[Stop]]
 ) -> Iterator[tuple[str, str]]:
     """The nodes, each with its numbers."""
     counts = count_by_node(records, stops)

@@ -97,8 +97,9 @@ async def observe_health(context: Context, names: Iterable[str] | None = None) -
     """Check these hosts, or all, and ask Slurm: one round trip each, all at once."""
     controller = context.controller.name
     limits = {*names, controller} if names is not None else None
-    members = [member for member in await existing_members(context) if limits is None or member.name in limits]
-    requests = {member.name: _request(context, member) for member in members}
+    existing = await existing_members(context)
+    members = [member for member in existing if limits is None or member.name in limits]
+    requests = {member.name: _request(context, member, existing) for member in members}
     nodes: list[NodeState] = []
     jobs: list[JobState] = []
     slurm_error = ""
@@ -133,14 +134,14 @@ async def observe_health(context: Context, names: Iterable[str] | None = None) -
         unreached = {name: error.cause for name, error in fleet.failures.items()}
     by_name = {node.name: node for node in nodes}
     nodesets: dict[str, list[str]] = {}
-    for member in members:
+    for member in existing:
         if "compute" in member.roles:
             nodesets.setdefault(member.nodeset, []).append(member.name)
     return ClusterView(controller, by_name, tuple(jobs), slurm_error, reports, unreached, answers, clocks, nodesets)
 
 
-def _request(context: Context, member: Member) -> dict[str, list[str]]:
-    """What to check on a member."""
+def _request(context: Context, member: Member, others: Iterable[Member]) -> dict[str, list[str]]:
+    """What to check on a member. A machine that does not exist yet needs no name."""
     daemons = [name for name, role in (("slurmctld", "controller"), ("slurmd", "compute")) if role in member.roles]
     munge = ["munge"] if context.spec.auth == "munge" else []
     runs_jobs = "compute" in member.roles
@@ -150,7 +151,7 @@ def _request(context: Context, member: Member) -> dict[str, list[str]]:
     return {
         "services": [*munge, *daemons],
         "directories": [*JOB_DIRECTORIES, *SLURM_DIRECTORIES],
-        "names": [other.name for other in context.members],
+        "names": [other.name for other in others],
         "users": [*context.spec.users],
         "steps": [],
         **({"records": [JOBCOMP, str(RECORD_DAYS)], "completing": []} if is_controller else {}),

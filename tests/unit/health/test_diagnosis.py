@@ -345,7 +345,8 @@ def test_node_on_which_more_jobs_fail_is_found_with_the_numbers(
         for nodes, (jobs, failed, lost) in counts.items()
     }
     nodes = {name: node("", "IDLE", name=name) for name in ("n1", "n2")}
-    found = diagnose(ClusterView("c1", nodes, reports={"c1": replace(WELL, records=records)}))
+    reports = {"c1": replace(WELL, records=records), "n1": WELL, "n2": WELL}
+    found = diagnose(ClusterView("c1", nodes, reports=reports))
     assert [(one.id, one.host) for one in found] == [("node-unreliable", name) for name in unreliable]
     if counts.get("n1") == (20, 8, 0) and found:
         expected = "in 7 days 8 of 20 jobs failed here, 0 were lost with the node; on other nodes 4 of 100 failed"
@@ -364,5 +365,7 @@ def test_jobs_that_were_lost_in_a_planned_reboot_do_not_make_a_node_unreliable()
     first, second = found([(990.0, 985.0), (4000.0, 4100.0)])
     assert (first.host, second.host) == ("n1", "n2"), "after that it ended unasked"
     assert first.evidence[0].startswith("in 7 days 2 of 7 jobs failed here, 2 were lost with the node")
+    away = {"c1": replace(WELL, records={"n[1-2]": EndedJobs(9, (), (1000.0, 1050.0))}), "n1": WELL}
+    assert diagnose(ClusterView("c1", nodes, reports=away)) == [], "n2 may be rebooting"
     rented = {name: replace(one, state=("IDLE", "CLOUD")) for name, one in nodes.items()}
     assert found([], rented) == [], "each is another machine than the last"
