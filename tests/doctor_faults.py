@@ -35,7 +35,7 @@ FAULT_TESTS = (
     (5, "GPU gone (count)", "gpu-missing", "real", CLUSTER),
     (6, "GPU of a type gone", "gpu-type-missing", "real", CLUSTER),
     (7, "type unknown to slurm.conf (24.11)", "gpu-type-unknown", "text", TEXTS),
-    (8, "GPUs changed under jobs", "gpu-changed-under-jobs", "real", CLUSTER),
+    (8, "GPUs changed under jobs", "gpu-changed-under-jobs", "text", TEXTS),
     (9, "gres data unreadable", "gres-unreadable", "text", TEXTS),
     (10, "cores reserved per GPU impossible (24.11)", "restricted-cores", "text", TEXTS),
     (11, "core specialization differs", "core-specialization", "text", TEXTS),

@@ -42,20 +42,6 @@ def fail_script(name: str) -> Step:
     return make
 
 
-def change_gpus_under_a_job(scene: Scene) -> None:
-    """Without device files: with them slurmctld takes no other count, and fewer GPUs than before are missing ones."""
-    scene.edit_conf("s/ File=.*/ Count=2/", "gres.conf")
-    for name in ("fish1", "fish2"):
-        scene.sh(name, "systemctl restart slurmd")
-    scene.wait("the nodes are idle", scene.is_idle)
-    scene.submit("--gres=gpu:1", "--wrap", "sleep 600")
-    scene.wait("the job runs", lambda: scene.sh("controller", "squeue -h -o %t").strip() == "R")
-    less = r"sed -i 's/Gres=gpu:\([^:]*\):2/Gres=gpu:\1:1/' /etc/slurm/slurm.conf && scontrol reconfigure"
-    scene.sh("controller", less)
-    scene.sh("fish1", "systemctl restart slurmd")
-    scene.await_reason("jobs are using them")
-
-
 def rename_gpu(scene: Scene) -> None:
     """Slurm compares types only where a node reports several records of GPUs."""
     split = r"s/^\(NodeName=.* Name=gpu .*File=.dev.nvidia\)\[0-1\]/\10\n\11/"
@@ -414,9 +400,6 @@ CASES = (
     Case((fixed(21, "duplicate-job", "Duplicate jobid"),), lose_state_of_jobs, also=REGISTERED, repair=end_old_step),
     Case((fixed(24, "unexpected-reboot", "Node unexpectedly rebooted"),), reboot_unasked,
          after=return_to_service),
-    Case((fixed(8, "gpu-changed-under-jobs", "jobs are using them"),), change_gpus_under_a_job,
-         also=(*REGISTERED, "gpu-missing"),
-         repair=cancel_jobs),
     Case((Fault(36, "job-completing", "on fish2 ended"),), hang_epilog, host="", patience_s=300,
          repair=on_node("rm /run/hang-epilog; pkill -x -f 'sleep 900'", "fish2")),
     Case((fixed(1, "low-memory", r"Low RealMemory \(reported:"),
