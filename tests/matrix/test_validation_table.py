@@ -3,8 +3,8 @@
     scripts/test -m matrix tests/matrix/test_validation_table.py -s
     SHOAL_SAVE_TABLE=1 ...      also writes bench/results/validate.txt
 
-The nodes are two sites: WireGuard is between them, and all rows run with the real tools. The machine is shared: how
-fast it is says nothing of the next run, and findings that something is slow are no failure here.
+All rows run with the real tools. The machine is shared: how fast it is says nothing of the next run, and findings that
+something is slow are no failure here. tests/e2e/test_validate.py does the same between sites, over WireGuard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]
 TABLE = ROOT / "bench/results/validate.txt"
 SPEC = """\
 cluster: j-table
-network: wireguard
 controller: {provider: sandbox, memory: 1G}
 nodesets:
   fish: {provider: sandbox, count: 2, memory: 2G}
@@ -50,7 +49,7 @@ ALL_ROWS = {
 def screens() -> Iterator[list[str]]:
     """What the runs printed; saved if asked for."""
     texts = [
-        f"{time.strftime('%Y-%m-%d')}: `shoal validate` by an ordinary user on two sandbox nodes, over WireGuard.",
+        f"{time.strftime('%Y-%m-%d')}: `shoal validate` by an ordinary user on two sandbox nodes.",
         "Both share the two CPUs of one machine with other work.",
     ]
     yield texts
