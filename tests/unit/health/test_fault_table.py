@@ -11,7 +11,7 @@ from tests.matrix.doctor_cases import CASES
 
 from shoal.health.reasons import FAULTS
 
-MIN_COMPLETE = 49
+MIN_COMPLETE = 51
 """So many faults are followed from their making to the idle node."""
 
 
