@@ -42,7 +42,8 @@ nodesets:
      cpus: 1, memory: 2G, gpus: 0}}
 """
 JOBS = "/shared/jobs"
-STEPS = ("--steps", "40", "--save-every", "1000")
+STEPS = ("--steps", "120", "--save-every", "1000")
+"""Far more than pass, one a second, until the notice arrives on a busy machine."""
 AT_WORK = 3
 """The step after which its machine is taken away."""
 

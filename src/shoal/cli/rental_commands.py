@@ -220,8 +220,7 @@ def show_cost(console: Console, result: CostResult) -> None:
     if costs.total:
         limits = {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()}
         _show_costs(console, "nodeset", costs.nodesets, limits)
-        if costs.hosts:
-            _show_costs(console, "host", costs.hosts)
+        _show_costs(console, "host", costs.hosts)
         _show_costs(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
         _show_jobs(console, result)
     if costs.unpriced:
@@ -305,6 +304,8 @@ def _show_instances(console: Console, instances: Iterable[RentedInstance]) -> No
 def _show_costs(
     console: Console, title: str, costs: Mapping[str, int], limits: Mapping[str, str] | None = None
 ) -> None:
+    if not any(costs.values()):
+        return
     console.print()
     table = _make_table(title, right=("cost", *(("of",) if limits else ())))
     for name, cost_micros in costs.items():

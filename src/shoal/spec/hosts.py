@@ -261,7 +261,7 @@ def _misplaced_fields(
 ) -> Iterator[Problem]:
     names = [name for name in fields.model_fields if name != "provider"]
     if fields is MachineFields and isinstance(entry, RentedHostFields):
-        names += RENTED_FIELDS
+        names += tuple(name for name in RENTED_FIELDS if name != "usd_hour")  # a rented host in its place keeps it
     if fields is MachineFields and isinstance(entry, HostSet):
         names.insert(0, "count")
     for name in entry.set_among(names):

@@ -90,12 +90,14 @@ def place_hosts(spec: Spec, placements: Mapping[str, Placement]) -> Spec:
             host = _entry("controller", placements["controller"], spec.network)
             shared = {"compute": controller.compute, "site": controller.site}
             driver = {"driver": controller.driver} if controller.driver else {}
-            changes["controller"] = Controller.model_validate({"host": host, **shared, **driver})
+            placed = Controller.model_validate({"host": host, **shared, **driver})
+            changes["controller"] = placed.model_copy(update={"usd_hour": controller.usd_hour})  # for the ledger
         elif isinstance(entry, Login):
             names = [f"login{number}" for number in range(1, (entry.count or 1) + 1)]
             if all(name in placements for name in names):
                 hosts = [_entry(name, placements[name], spec.network) for name in names]
-                changes["login"] = Login.model_validate({"hosts": hosts, "site": entry.site})
+                placed_login = Login.model_validate({"hosts": hosts, "site": entry.site})
+                changes["login"] = placed_login.model_copy(update={"usd_hour": entry.usd_hour})
     return spec.model_copy(update=changes) if changes else spec
 
 

@@ -14,7 +14,7 @@ from shoal.cloud.service.costs import CostReport, decode, summary
 from shoal.cloud.service.host_costs import host_prices, host_rental
 from shoal.errors import LedgerError, UsageError
 from shoal.roles.elastic import UNIT
-from shoal.spec.members import members, rented_sets
+from shoal.spec.members import rented_sets
 from shoal.spec.rental import Budget
 from shoal.verbs.context import Context
 from shoal.verbs.provider_accounts import ask_all, open_accounts
@@ -52,7 +52,7 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
         raise UsageError(
             f"cluster {context.cluster} rents no machines", hint="`shoal usage` shows what your own GPUs cost"
         )
-    if not sets and any(member.machine for member in members(context.spec)):
+    if not sets and any(member.machine for member in context.members):
         return CostResult(context.cluster, await _ask_providers(context, month or ""), context.spec.budget or Budget())
     command = (*COMMAND, "--month", month) if month else COMMAND
     async with context.controller_host() as host:

@@ -183,8 +183,14 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
 
 def _forgotten_hosts(spec: Spec, account: str, listed: Iterable[RentedInstance]) -> list[Finding]:
     """Rented hosts of the cluster that stay, and that the file does not rent from this account any more."""
-    rented = {member.name for member in members(spec) if member.machine and member.provider == account}
-    forgotten = [one for one in listed if one.cluster == spec.cluster and one.permanent and one.node not in rented]
+    named = {member.name: member for member in members(spec)}
+
+    def is_named(one: RentedInstance) -> bool:
+        """Whether the file rents it, or it is in its place there: `place_hosts` gives rented hosts an address."""
+        member = named.get(one.node)
+        return member is not None and (bool(member.machine) or not one.host or member.address == one.host)
+
+    forgotten = [one for one in listed if one.cluster == spec.cluster and one.permanent and not is_named(one)]
     fix = "`shoal up` on the machine that rented it releases it; or delete it in the provider's console"
     return [
         Finding(

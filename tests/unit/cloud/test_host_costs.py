@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from tests.contract.rental_providers import CASES, PUBLIC_KEY
 from tests.unit.cloud.scene import CLUSTER, Scene, scene
+from tests.unit.plan.fake_world import spec_of
 
 from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, RentalOrder
 from shoal.cloud.providers.capabilities import KeepsMachines
 from shoal.cloud.rental import dollars, micros
 from shoal.cloud.service.budget import Purchase, refusal
 from shoal.cloud.service.costs import summary
-from shoal.cloud.service.host_costs import HostPrices
+from shoal.cloud.service.host_costs import HostPrices, host_prices
 from shoal.cloud.service.ledger import Ledger
+from shoal.spec.member import Placement
+from shoal.spec.model import Spec
 from shoal.spec.rental import Budget
+from shoal.spec.rented_hosts import place_hosts
 
 PRICE = 0.5
+RENTED = """
+cluster: reef
+network: wireguard
+controller: {provider: gcp, type: e2-standard-2, zone: us-central1-a, usd_hour: 0.5}
+login: {provider: gcp, type: e2-standard-2, zone: us-central1-a, usd_hour: 0.25, count: 2}
+nodesets: {lab: {hosts: [n1]}}
+providers: {gcp: {key: env:PATH, project: p}}
+"""
 TOKEN = f"{PERMANENT_TOKEN}000000000001"
 
 
@@ -107,6 +120,14 @@ async def test_released_host_costs_no_more_and_the_ledger_keeps_what_it_cost(tmp
         assert spent(it) == before > 0
         [host] = it.ledger.hosts()
         assert host.state == "gone"
+
+
+def test_prices_of_the_file_reach_the_service_once_the_hosts_are_in_place() -> None:
+    spec = spec_of(RENTED)
+    places = {name: Placement(f"10.0.0.{at}", "ubuntu") for at, name in enumerate(("controller", "login1", "login2"))}
+    written = place_hosts(spec, places).model_dump_json(exclude_defaults=True, by_alias=True)
+    prices = {"controller": 0.5, "login1": 0.25, "login2": 0.25}
+    assert host_prices(spec).by_name == host_prices(Spec.model_validate(json.loads(written))).by_name == prices
 
 
 def test_ledger_of_an_older_shoal_has_no_hosts(tmp_path: Path) -> None:

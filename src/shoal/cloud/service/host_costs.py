@@ -38,8 +38,9 @@ class HostPrices:
 
 def host_prices(spec: Spec) -> HostPrices:
     """The prices that the file gives for rented hosts that stay."""
-    machines = {member.name: member.machine for member in members(spec) if member.machine}
-    in_file = {name: machine.usd_hour for name, machine in machines.items() if machine.usd_hour is not None}
+    by_set = {"controller": spec.controller.usd_hour, "login": spec.login.usd_hour if spec.login else None}
+    found = {member.name: by_set.get(member.nodeset) for member in members(spec)}
+    in_file = {name: price for name, price in found.items() if price is not None}
     return HostPrices(in_file, {name: account.kind or name for name, account in provider_accounts(spec).items()})
 
 
