@@ -19,7 +19,7 @@ from shoal.roles.component import PACKAGES_PREFIX, Cluster, choose_ids
 from shoal.roles.containers import separate_containers, tunnels
 from shoal.roles.current_conf import CurrentConf, confinement, limit_confinement
 from shoal.roles.host_address import address_findings, can_listen_at_one_address
-from shoal.roles.images import image_features
+from shoal.roles.images import image_features, uses_oci
 from shoal.roles.job_engines import uses_hooks
 from shoal.roles.plugins import all_have_pmix, supports_spanning
 from shoal.roles.rented import rented_containers, suspend_time
@@ -31,6 +31,7 @@ from shoal.slurm.model import AccountingConf, ClusterConf, Confinement, Node, No
 from shoal.slurm.parsed_conf import parse_conf
 from shoal.slurm.preemption import contract_violations
 from shoal.slurm.versions import Version, packaged_version
+from shoal.spec.containers import PLUGIN
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
@@ -99,7 +100,8 @@ def assemble(
         munge=not uses_tree(spec) or (before.munge and keep_munge),
         power=rentals.power_saving(spec),
         health=spec.health.mode != "off",
-        oci=spec.containers is not None,
+        oci=uses_oci(spec),
+        spank=spec.files[PLUGIN].digest if PLUGIN in spec.files else "",
         job_engines=uses_hooks(spec),
     )
     boxes = {name: facts[name] for name in tunneled if name in facts}

@@ -57,7 +57,7 @@ def device_rules() -> str:
 
 def slurmd_defaults(options: str, conf: ClusterConf) -> str:
     """slurmd's options, and a mark that changes with the settings that slurmd reads only when it starts."""
-    settings = slurm_settings(conf) + cgroup_conf(conf) + (oci_conf() if conf.oci else "")
+    settings = slurm_settings(conf) + cgroup_conf(conf) + (oci_conf() if conf.oci else "") + conf.spank
     mark = hashlib.sha256(settings.encode()).hexdigest()[:16]
     return f'{HEADER}# Settings that slurmd reads when it starts: {mark}\nSLURMD_OPTIONS="{options}"\n'
 

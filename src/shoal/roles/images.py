@@ -52,15 +52,15 @@ class ImagesComponent(Component):
     files: Mapping[str, FileQuery] = {IMAGES: "there"}
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
-        if spec.containers is None:
+        if not uses_oci(spec):
             return ()
         return (*IMAGE_PACKAGES, *((RUNTIME_PACKAGE, *BUILD_PACKAGES) if "compute" in member.roles else ()))
 
     def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
-        return dict.fromkeys((LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH), "text") if spec.containers else {}
+        return userns_files() if uses_oci(spec) else {}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
-        if cluster.spec.containers is not None and "compute" in member.roles:
+        if uses_oci(cluster.spec) and "compute" in member.roles:
             # In place before slurmd reads of it.
             return {Stage.BASE: _programs(), Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
         return {Stage.SERVICES: self.removal()} if cluster.facts_of(member.name).has_file(IMAGES) else {}
@@ -70,7 +70,7 @@ class ImagesComponent(Component):
         return (Command("remove unpacked images", ("sh", "-c", REMOVE), unless=absent, timeout=REMOVAL_TIMEOUT_S),)
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        if cluster.spec.containers is None:
+        if not uses_oci(cluster.spec):
             return ()
         nodes = (member.name for member in cluster.members if "compute" in member.roles)
         problems = {name: namespace_problem(cluster.facts[name]) for name in nodes if name in cluster.facts}
@@ -96,7 +96,18 @@ def _programs() -> Document:
 
 def image_features(spec: Spec, facts: Facts) -> tuple[str, ...]:
     """Slurm's features of a node that runs jobs in images; none where it does not."""
-    return node_features(facts.arch) if spec.containers is not None and not namespace_problem(facts) else ()
+    if spec.containers is None or namespace_problem(facts):
+        return ()
+    return node_features(facts.arch) if uses_oci(spec) else ("pyxis",)
+
+
+def uses_oci(spec: Spec) -> bool:
+    return spec.containers is not None and spec.containers.engine == "oci"
+
+
+def userns_files() -> dict[str, FileQuery]:
+    """The settings that forbid user namespaces."""
+    return dict.fromkeys((LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH), "text")
 
 
 def namespace_problem(facts: Facts) -> str:

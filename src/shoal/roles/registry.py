@@ -26,6 +26,7 @@ from shoal.roles.job_engines import JobEnginesComponent
 from shoal.roles.node_health import HealthComponent
 from shoal.roles.node_logins import NodeLoginsComponent
 from shoal.roles.plugins import MpiComponent
+from shoal.roles.pyxis import PyxisComponent
 from shoal.roles.slurm_tree import tree_secrets
 from shoal.roles.storage import StorageComponent
 from shoal.roles.tailscale import TailscaleComponent
@@ -47,6 +48,7 @@ COMPONENTS: tuple[Component, ...] = (
     NodeLoginsComponent(),
     EnvironmentsComponent(),
     ImagesComponent(),
+    PyxisComponent(),
     ImageRegistryComponent(),
     JobEnginesComponent(),
     MpiComponent(),

@@ -151,6 +151,8 @@ class ClusterConf:
     """Whether the hosts have munge. Without it, Slurm accepts only its own signatures."""
     power: PowerSaving | None = None
     """None without rented nodes."""
+    spank: str = ""
+    """The digest of a plugin that slurmd loads when it starts."""
     job_engines: bool = False
     """Jobs may use Docker or podman, and slurmd runs the programs for that."""
     health: bool = False

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, StrictBool
 
 from shoal.spec.checks import choice
 from shoal.spec.environments import HostDirectory
-from shoal.spec.values import Port, ShortForm
+from shoal.spec.files import ShippedFile
+from shoal.spec.finding import Problem
+from shoal.spec.values import FilePath, Port, ShortForm
 
-ENGINES = ("oci",)
+ENGINES = ("oci", "pyxis")
+ENROOT, PLUGIN = "/opt/pyxis/enroot.deb", "/opt/pyxis/spank_pyxis.so"
+"""Where hosts have the operator's files."""
+PLUGSTACK_LINE = f"required {PLUGIN} container_scope=global\n"
+_MACHINES = {62: "x86_64", 183: "aarch64"}
 REGISTRY_PORT = 5000
 
 
@@ -40,10 +47,16 @@ class Containers(ShortForm):
     """
 
     short_schema: ClassVar = {"type": "string", "enum": [*ENGINES]}
-    refusal = ("not an engine for images", "write `oci`")
+    refusal = ("not an engine for images", "write `oci`, or {engine: pyxis, enroot: FILE.deb, plugin: spank_pyxis.so}")
 
-    engine: Annotated[Literal["oci"], BeforeValidator(choice("engine", ENGINES))] = "oci"
-    """`oci`: from Debian's packages, without root, on hosts with user namespaces."""
+    engine: Annotated[Literal["oci", "pyxis"], BeforeValidator(choice("engine", ENGINES))] = "oci"
+    """`oci`: from Debian's packages, without root, on hosts with user namespaces. `pyxis`: with files of yours."""
+
+    enroot: FilePath | None = None
+    """The package of enroot for the nodes' system, a `.deb` on your machine. For `pyxis`."""
+
+    plugin: FilePath | None = None
+    """`spank_pyxis.so`, built for the Slurm of the cluster. For `pyxis`."""
 
     registry: Registry | None = None
     """A registry of the cluster's own: `true`, or its port and directory."""
@@ -57,3 +70,39 @@ class Containers(ShortForm):
     @classmethod
     def from_short(cls, value: object) -> dict[str, Any] | None:
         return {"engine": value} if isinstance(value, str) else None
+
+    @property
+    def sources(self) -> dict[str, ShippedFile]:
+        """The operator's files, by their place on hosts."""
+        if self.engine != "pyxis" or self.enroot is None or self.plugin is None:
+            return {}
+        return {
+            ENROOT: ShippedFile(source=self.enroot, hosts=("compute",)),
+            PLUGIN: ShippedFile(source=self.plugin, mode="0644"),
+        }
+
+
+def container_problems(containers: Containers | None) -> Iterator[Problem]:
+    """Every rule about engines that does not hold."""
+    if containers is None:
+        return
+    for name in ("enroot", "plugin"):
+        if containers.engine == "pyxis" and getattr(containers, name) is None:
+            fix = f"add {name}: {'FILE.deb' if name == 'enroot' else 'spank_pyxis.so'}"
+            yield Problem(("containers",), f"the engine pyxis needs your file of {name}", "", fix)
+        if containers.engine == "oci" and getattr(containers, name) is not None:
+            yield Problem(
+                ("containers", name), "the engine oci needs no such file", "", "write engine: pyxis, or delete it"
+            )
+
+
+def elf_machine(plugin: bytes) -> str:
+    """The CPU type of a plugin; empty where it is none that Shoal knows."""
+    is_elf = plugin[:4] == b"\x7fELF" and len(plugin) > 20
+    return _MACHINES.get(int.from_bytes(plugin[18:20], "little"), "") if is_elf else ""
+
+
+def plugstack() -> ShippedFile:
+    """Slurm reads of the plugin here; nodes get it from slurmctld."""
+    file = ShippedFile(source="plugstack.conf", hosts=("controller", "login"))
+    return file.with_content(("# Written by shoal; changes here are lost.\n" + PLUGSTACK_LINE).encode(), False)

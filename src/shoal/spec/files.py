@@ -7,6 +7,7 @@ without its Prolog is drained by the first job.
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,10 @@ class ShippedFile(ShortForm):
     def content(self) -> bytes:
         """What is in the source, once it has been read."""
         return self._content
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self._content).hexdigest()[:16]
 
     @property
     def permissions(self) -> int:

@@ -18,8 +18,9 @@ from pydantic_core import ErrorDetails
 from shoal.errors import SpecError
 from shoal.spec import reader
 from shoal.spec.checks import InvalidValue
-from shoal.spec.files import read_sources
-from shoal.spec.finding import Finding, closest, nearest, show
+from shoal.spec.containers import PLUGIN, plugstack
+from shoal.spec.files import PLUGSTACK, read_sources
+from shoal.spec.finding import Finding, Problem, closest, nearest, show
 from shoal.spec.finding import Path as FilePlace
 from shoal.spec.hosts import HostEntry, parse_host
 from shoal.spec.model import UNCHECKED, Spec
@@ -69,8 +70,14 @@ def load_text_all(text: str, file: str, base: Path | None = None) -> tuple[Spec,
         findings += explain(error.errors(include_url=False), tree, _keys_at)
     readable = spec or partial(Spec, tree.data)
     problems = readable.problems()
-    if base is not None and readable.files:
-        files, file_problems = read_sources(readable.files, base, readable.slurm.options)
+    sources = {**readable.files, **(readable.containers.sources if readable.containers else {})}
+    if base is not None and sources:
+        files, file_problems = read_sources(sources, base, readable.slurm.options)
+        if PLUGIN in sources and PLUGSTACK in files:
+            fix = "use `files` alone for the plugin, too, or delete it there"
+            file_problems.append(Problem(("files", PLUGSTACK), "the engine pyxis writes this file", "", fix))
+        elif PLUGIN in sources:
+            files[PLUGSTACK] = plugstack()
         spec, problems = spec and spec.model_copy(update={"files": files}), problems + file_problems
     findings += [
         tree.finding(problem.path, problem.what, problem.found, problem.fix, level=problem.level)

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from shoal.spec.accounting import Accounting, accounting_problems, unless_false
 from shoal.spec.checks import choice
-from shoal.spec.containers import Containers
+from shoal.spec.containers import Containers, container_problems
 from shoal.spec.environments import Environment, EnvironmentName, Proxy, environment_problems
 from shoal.spec.files import Destination, ShippedFile, file_problems
 from shoal.spec.finding import Problem
@@ -70,7 +70,7 @@ class Spec(SpecModel):
     environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""
     containers: Containers | None = None
-    """The engine that runs jobs in images: `oci`. Without it, `shoal run --image` does not work."""
+    """The engine that runs jobs in images: `oci` or `pyxis`. Without it, `shoal run --image` does not work."""
     mpi: Annotated[Literal["openmpi"], BeforeValidator(choice("MPI", ("openmpi",)))] | None = None
     """The MPI of the hosts that run jobs: `openmpi`. They also get the tools that `shoal validate` measures with."""
     proxy: Proxy | None = None
@@ -127,6 +127,7 @@ class Spec(SpecModel):
             *tracking_problems(self.tracking, self.storage, hosts),
             *storage_problems(self.storage, hosts, has_sandbox=has_sandbox),
             *user_problems(self.users),
+            *container_problems(self.containers),
             *file_problems(self.files, self.nodesets, self.storage, self.slurm.options),
             *rental_problems(self.providers, self.nodesets, self.partitions, self.budget, rented),
             *rented_host_problems(self.controller, self.login, self.providers, self.network),
