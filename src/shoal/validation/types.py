@@ -27,6 +27,8 @@ class ValidationJob:
     cpus: int = 1
     """CPUs that each rank must have at least."""
     image: str = ""
+    memory_mb: int = 0
+    """What Slurm gives on the node with the least; 0 for what the node shows."""
 
     @property
     def ranks_per_node(self) -> int:

@@ -177,7 +177,8 @@ def plan_jobs(settings: ValidationSettings, nodes: Sequence[NodeState]) -> list[
                 jobs.append(ValidationJob(title, "pmix", ("cpu", "mpi"), names, gpus, cpus, settings.image))
     names = tuple(node.name for node in nodes)
     links = ("links",) if len(names) > 1 else ()
-    jobs.append(ValidationJob("srun", "srun", (*links, "hpcc", "fio"), names))
+    memory_mb = min(node.memory_mb for node in nodes)
+    jobs.append(ValidationJob("srun", "srun", (*links, "hpcc", "fio"), names, memory_mb=memory_mb))
     return jobs
 
 
@@ -187,7 +188,7 @@ def job_options(context: Context, settings: ValidationSettings, job: ValidationJ
     if job.gpus and not settings.quick:
         options["sizes"] = GPU_SIZES
     ports = [int(port) for port in SRUN_PORTS.split("-")]
-    return {**options, "gpus": job.gpus, "ports": ports, "shares": _shares(context)}
+    return {**options, "gpus": job.gpus, "ports": ports, "shares": _shares(context), "memory_mb": job.memory_mb}
 
 
 def _shares(context: Context) -> list[str]:

@@ -82,6 +82,8 @@ def test_hpcc_uses_all_processes_in_a_rectangle() -> None:
     assert node_tests.problem_size(64 << 30, 0.3, 0, 64) == 50688
     assert [node_tests.problem_size(64 << 30, 0.0, 725, cpus) for cpus in (1, 2, 128)] == [640, 1024, 8192]
     assert node_tests.memory_bytes() > 0
+    shown = [node_tests.usable_memory(64 << 30, memory_mb) for memory_mb in (0, 1930, 65536)]
+    assert shown == [64 << 30, 1930 << 20, 64 << 30]
 
 
 def test_fio_report_is_read() -> None:

@@ -67,7 +67,8 @@ def measure_hpcc(rank: Rank, options: Dict[str, Any]) -> None:
         if shutil.which(program) is None:
             raise MissingTool(program, package)
     cpus = len(os.sched_getaffinity(0))
-    size = problem_size(memory_bytes(), float(options["hpl_memory"]), int(options["hpl_order"]), cpus)
+    memory = usable_memory(memory_bytes(), int(options.get("memory_mb", 0)))
+    size = problem_size(memory, float(options["hpl_memory"]), int(options["hpl_order"]), cpus)
     with tempfile.TemporaryDirectory(prefix="shoal-hpcc-") as directory:
         with open(os.path.join(directory, "hpccinf.txt"), "w", encoding="utf-8") as file:
             file.write(input_text(size, cpus))
@@ -112,6 +113,11 @@ def problem_size(memory: int, fraction: float, order: int, cpus: int) -> int:
     """
     size = order * math.sqrt(cpus) if order else math.sqrt(memory * fraction / 8)
     return max(BLOCK, int(size) // BLOCK * BLOCK)
+
+
+def usable_memory(shown: int, memory_mb: int) -> int:
+    """A container shows the memory of its machine. What Slurm has of the node is what jobs may use."""
+    return min(shown, memory_mb << 20) if memory_mb else shown
 
 
 def memory_bytes() -> int:
