@@ -35,6 +35,9 @@ class HostBackend(Protocol):
     def kill(self, id: str) -> None:
         """Power it off at once."""
 
+    def stop(self, id: str) -> None:
+        """Have its system shut down, and power it off then."""
+
     def start(self, id: str) -> None:
         """Boot a machine that was powered off, with all that is on its disk."""
 
@@ -72,6 +75,9 @@ class NoHosts:
 
     def kill(self, id: str) -> None:
         self._hosts[id] = HostStatus("dead")
+
+    def stop(self, id: str) -> None:
+        self.kill(id)
 
     def start(self, id: str) -> None:
         address = f"192.0.2.{1 + (len(self._hosts) + self._starts) % 254}"

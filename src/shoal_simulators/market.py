@@ -146,7 +146,7 @@ class Market:
         machine = self._live(id)
         if machine.phase != "stopped":
             machine.phase, machine.stopped_at, machine.host = "stopped", self.clock(), ""
-            self.backend.kill(machine.id)
+            self.backend.stop(machine.id)
         self.save()
         return machine
 

@@ -43,6 +43,8 @@ ROUTES = "routes of reserved addresses"
 MAX_BOOTS = 4
 """Hosts that boot at a time: enough to load two cores."""
 REMOVE_RETRY_S = 2.0
+SHUTDOWN_TIMEOUT_S = 30.0
+SHUTDOWN_POLL_S = 0.2
 NAME_LENGTH = 38
 
 
@@ -141,6 +143,10 @@ class SandboxBackend:
     def kill(self, id: str) -> None:
         self._restarting.pop(id, None)
         self._start(id, partial(self._power_off, id))
+
+    def stop(self, id: str) -> None:
+        self._restarting.pop(id, None)
+        self._start(id, partial(self._shut_down, id))
 
     def start(self, id: str) -> None:
         self._status[id] = HostStatus("making")
@@ -300,6 +306,24 @@ class SandboxBackend:
         ) as connection:
             await connection.run("cat > /run/args && setsid -f sh /run/args > /run/args.log 2>&1", input=script)
 
+    async def _shut_down(self, id: str) -> None:
+        """As a cloud does it: the system gets the time to end its services in order."""
+        host = self.layout.hosts()[self.host_name(id)]
+        # The machine may have another host key by now. It is a sandbox host on this computer's own network.
+        login = {"username": "root", "client_keys": [str(self.layout.identity)], "known_hosts": None, "config": None}
+        with contextlib.suppress(OSError, asyncssh.Error, TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S), asyncssh.connect(host.address, **login) as connection:
+                await connection.run("systemctl poweroff")
+        await self._wait_until_off(host.name)
+        await self._power_off(id)
+
+    async def _wait_until_off(self, name: str) -> None:
+        """Wait until a host has shut down, as far as it does that in time."""
+        for _ in range(int(SHUTDOWN_TIMEOUT_S / SHUTDOWN_POLL_S)):
+            if lifecycle.state(self.layout, name) == "stopped":
+                return
+            await asyncio.sleep(SHUTDOWN_POLL_S)
+
     async def _remove(self, id: str) -> None:
         while True:
             try:
@@ -318,6 +342,8 @@ class SandboxBackend:
 
     async def _power_on(self, id: str) -> None:
         host = self.layout.hosts()[self.host_name(id)]
+        await self._wait_until_off(host.name)  # it may have been stopped only now
+        await lifecycle.stop(self.layout, host.name)
         async with self.layout.locked():
             sites = await network.ensure_sites(self.layout, [host.site])
             await network.plug_in(self.layout, host, sites[host.site])

@@ -24,7 +24,7 @@ from tests.e2e.simulated_clouds import GOOGLE_IMAGE, Cloud, bill, simulated
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,  # minutes for each cloud
-    pytest.mark.skip(reason="ran up to the first `up` so far: take this mark away with the first run that passes"),
+    pytest.mark.timeout(900),
 ]
 
 CLOUDS = {
@@ -92,7 +92,7 @@ def test_cluster_from_one_file_without_machines(tmp_path: Path, kind: str) -> No
             while not bill(url)["machines"] and time.monotonic() < until:
                 time.sleep(0.05)
             killed.kill()
-            killed.wait(LIMIT)
+            killed.communicate(timeout=LIMIT)
             step("up killed after its first order")
 
             result = cluster.json("up", "--yes")
@@ -102,6 +102,12 @@ def test_cluster_from_one_file_without_machines(tmp_path: Path, kind: str) -> No
             step("up: controller and login host are a cluster, rented once each")
 
             before = addresses(cluster)
+            cluster.wait(
+                "the ledger has both hosts", lambda: {*cluster.json("cost")["hosts"]} == {"controller", "login1"}
+            )
+            shown_hosts = {one["name"]: one["usd_hour"] for one in cluster.json("status")["rented"]["hosts"]}
+            assert shown_hosts == {"controller": 0.07, "login1": 0.07}
+            step("their cost is in the ledger, `shoal cost` and `shoal status` show it")
             assert run_as_user(before["login1"], keys / "anna", "srun -N2 hostname").split() == ["gpu1", "gpu2"]
             step("a user's job on two rented nodes, through the login host")
             cluster.on("controller", "sh", "-c", "echo kept > /root/mark")
