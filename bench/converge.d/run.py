@@ -84,7 +84,9 @@ def _measure(options: argparse.Namespace, peers: Path | None, scratch: Path) -> 
             for tool in tools:
                 show_progress(f"{count} hosts: {tool.name}")
                 with fresh_hosts(count, next(directories)) as hosts:
-                    _measure_tool(tool, hosts, rows[tool.name], options.no_ops)
+                    # That a peer did the same work, `shoal plan` shows as well.
+                    no_ops = 0 if options.small and not isinstance(tool, Shoal) else options.no_ops
+                    _measure_tool(tool, hosts, rows[tool.name], no_ops)
         table[count] = rows
         show_progress(_block(count, rows))
     return table
