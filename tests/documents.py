@@ -33,6 +33,7 @@ LAB = "as it stands, by the first user of test_lab.py"
 STEPS = "with the number of the user's job, by check_commands_inside_jobs in tests/e2e/user_command_checks.py"
 VALIDATE = "by a user, with a PYTHONPATH in place of --env, by hand (-m matrix), by tests/e2e/test_validate.py"
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
+JOB_ENGINES = "with another image, by hand (-m matrix), by tests/e2e/test_job_engines.py"
 JOB_IMAGES = "with an image of its own, by hand (-m matrix), by tests/e2e/test_image_jobs.py"
 PODMAN = "with podman in place of docker and another port, by hand (-m matrix), by tests/e2e/test_engine_hosts.py"
 ONCE = "once for a machine, by hand; test_engine.py has the errors that name it"
@@ -96,6 +97,8 @@ COMMANDS = {
     "ssh-keygen -q -t ed25519 -N '' -f /data/host_key": JOB_IMAGES,
     "srun -w gpu01 $(shoal image bundle train --mount /data:/data --home on)/run /usr/sbin/sshd -D -f /dev/null -p 2222"
     " -h /data/host_key -o UsePAM=no -o StrictModes=no -o PidFile=none": JOB_IMAGES,
+    "srun podman run --rm debian cat /etc/os-release": JOB_ENGINES,
+    "srun sh -c 'docker build -t train . && docker run --rm train'": JOB_ENGINES,
     "shoal image list": JOB_IMAGES,
     "shoal image prune": JOB_IMAGES,
     "srun -N2 -C images --container=$(shoal image bundle debian --mount /data:/data) python3 /data/a.py": JOB_IMAGES,
