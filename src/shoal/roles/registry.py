@@ -20,6 +20,7 @@ from shoal.roles.elastic import ElasticComponent
 from shoal.roles.environments import EnvironmentsComponent
 from shoal.roles.files import FilesComponent
 from shoal.roles.gpu_driver import GpuDriverComponent
+from shoal.roles.gpu_tools import GpuToolsComponent
 from shoal.roles.image_registry import ImageRegistryComponent
 from shoal.roles.images import ImagesComponent
 from shoal.roles.job_engines import JobEnginesComponent
@@ -53,6 +54,7 @@ COMPONENTS: tuple[Component, ...] = (
     JobEnginesComponent(),
     MpiComponent(),
     GpuDriverComponent(),
+    GpuToolsComponent(),
     ClientComponent(),
     UserProgramComponent(),
     ClockComponent(),

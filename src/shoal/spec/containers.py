@@ -67,6 +67,9 @@ class Containers(ShortForm):
     docker: StrictBool = False
     """Jobs of users with `docker: true` may run `docker`. A guard confines it; podman is the smaller risk."""
 
+    nvidia: StrictBool = False
+    """Nodes with GPUs get NVIDIA's container tools from NVIDIA's package source. `oci` alone needs none."""
+
     @classmethod
     def from_short(cls, value: object) -> dict[str, Any] | None:
         return {"engine": value} if isinstance(value, str) else None
