@@ -15,7 +15,7 @@ from shoal.spec.accounting import Price
 from shoal.spec.checks import choice, refusal, size_mb
 from shoal.spec.drivers import HasDriver, driver_problems
 from shoal.spec.finding import Path as FilePlace
-from shoal.spec.finding import Problem, path_text, show
+from shoal.spec.finding import Level, Problem, path_text, show
 from shoal.spec.machines import (
     DEFAULT_IMAGE,
     ENGINES,
@@ -261,11 +261,13 @@ def _misplaced_fields(
 ) -> Iterator[Problem]:
     names = [name for name in fields.model_fields if name != "provider"]
     if fields is MachineFields and isinstance(entry, RentedHostFields):
-        names += tuple(name for name in RENTED_FIELDS if name != "usd_hour")  # a rented host in its place keeps it
+        names += RENTED_FIELDS
     if fields is MachineFields and isinstance(entry, HostSet):
         names.insert(0, "count")
     for name in entry.set_among(names):
-        yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`")
+        # The rental service reads specs in which a rented host is in its place, with its price.
+        level: Level = "warning" if name == "usd_hour" else "error"
+        yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`", level)
 
 
 def _duplicates(controller: Controller | None, login: Login | None, nodesets: NodeSets) -> Iterator[Problem]:

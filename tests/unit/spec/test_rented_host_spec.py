@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.spec.loader import load_all, load_text
+from shoal.spec.loader import load_all, load_text, load_text_all
 from shoal.spec.member import Placement, RentedMachine
 from shoal.spec.members import members
 from shoal.spec.model import Spec
@@ -49,6 +49,12 @@ def test_placed_hosts_are_like_hosts_that_exist_already() -> None:
     # what the rental service on the controller reads
     again = Spec.model_validate_json(placed.model_dump_json(exclude_defaults=True, by_alias=True))
     assert members(again) == members(placed)
+
+
+def test_price_of_a_host_that_is_not_rented_is_reported() -> None:
+    text = "cluster: reef\ncontroller: {host: c1, usd_hour: 0.07}\nnodesets: {lab: {hosts: [n1]}}\n"
+    [finding] = load_text_all(text, "s.yaml")[1]
+    assert (finding.level, finding.path) == ("warning", "controller.usd_hour") and "delete it" in finding.fix
 
 
 def test_example_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
