@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from shoal.agent.document import HEADER, Command, Directory, Document, File, Service, daemon_unit, render_unit
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
-from shoal.remote.docker_guard.main import CONFIG, DAEMONS
+from shoal.remote.docker_guard import CONFIG, DAEMONS
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.conf import EPILOG, TASK_PROLOG

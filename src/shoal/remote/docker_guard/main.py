@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from . import rules
+from . import CONFIG, DAEMONS, rules
 from .caller import Caller, Peer, Rejection
 from .job_limits import cgroup_parent, job_gpus, remove_copied_group
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from typing import Any, Dict, Iterator, Optional
 
 SOCKET = "/run/docker.sock"
-DAEMONS = "/run/shoal-docker"
-CONFIG = "/etc/shoal/docker-guard.json"
 UNIT = "shoal-docker@"
 GROUP = "docker"
 MAX_BODY_BYTES = 4 << 20
