@@ -15,6 +15,8 @@ from shoal.spec.checks import refusal
 
 FEATURE = "images"
 """Slurm's feature of nodes that run jobs in images; `images-arm64` for those of one CPU type."""
+PYXIS = "pyxis"
+"""The feature of nodes that run them with enroot and pyxis instead."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The words of images for CPU types, by those of the kernel."""
 STORE = "images"
@@ -92,7 +94,13 @@ def node_features(machine: str) -> tuple[str, ...]:
 
 def require_nodes(image: StoredImage, features: Iterable[Sequence[str]]) -> None:
     """Raise UsageError where no node can run the image. `features` are those of each node."""
-    types = {feature for node in features for feature in node if feature.partition("-")[0] == FEATURE}
+    present_features = {feature for node in features for feature in node}
+    types = {feature for feature in present_features if feature.partition("-")[0] == FEATURE}
+    if PYXIS in present_features and FEATURE not in types:
+        raise UsageError(
+            "this cluster runs images with pyxis, and `--image` is of the engine oci",
+            hint="use `srun --container-image=...`; or the operator writes `containers: oci`",
+        )
     if FEATURE not in types:
         raise UsageError(
             "no node of the cluster runs jobs in images",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Command, Directory, Document, File
 from shoal.agent.facts import Facts
-from shoal.containers.images import node_features
+from shoal.containers.images import PYXIS, node_features
 from shoal.remote import program_text
 from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS, STOPPED_STATE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
@@ -98,7 +98,7 @@ def image_features(spec: Spec, facts: Facts) -> tuple[str, ...]:
     """Slurm's features of a node that runs jobs in images; none where it does not."""
     if spec.containers is None or namespace_problem(facts):
         return ()
-    return node_features(facts.arch) if uses_oci(spec) else ("pyxis",)
+    return node_features(facts.arch) if uses_oci(spec) else (PYXIS,)
 
 
 def uses_oci(spec: Spec) -> bool:

@@ -70,7 +70,7 @@ class Spec(SpecModel):
     environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""
     containers: Containers | None = None
-    """The engine that runs jobs in images: `oci` or `pyxis`. Without it, `shoal run --image` does not work."""
+    """The engine that runs jobs in images: `oci` or `pyxis`. `shoal run --image` needs `oci`."""
     mpi: Annotated[Literal["openmpi"], BeforeValidator(choice("MPI", ("openmpi",)))] | None = None
     """The MPI of the hosts that run jobs: `openmpi`. They also get the tools that `shoal validate` measures with."""
     proxy: Proxy | None = None

@@ -91,6 +91,8 @@ def test_image_of_another_cpu_type_is_rejected_before_the_job_starts() -> None:
         require_nodes(amd64, [("lab", "images", "images-arm64")])
     with pytest.raises(UsageError, match="no node of the cluster runs jobs in images"):
         require_nodes(DEBIAN, [("lab",), ("imagesque",)])
+    with pytest.raises(UsageError, match="with pyxis"):
+        require_nodes(DEBIAN, [("lab", "pyxis")])
     require_nodes(DEBIAN, [("lab",), ("images", "images-arm64")])
 
 
