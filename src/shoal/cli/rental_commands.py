@@ -257,7 +257,7 @@ def show_preview(console: Console, preview: ReapPreview) -> None:
     _show_provider_errors(console, preview.failures)
     show_findings(console, preview.findings)
     if preview.hosts:
-        console.print("hosts that stay; `shoal down` releases them:")
+        console.print("rented hosts, which only `shoal down` releases:")
         _show_instances(console, preview.hosts)
     if not preview.found:
         if not preview.failures and not preview.findings:

@@ -146,14 +146,14 @@ def from_row(row: Mapping[str, Any]) -> Rental:
 
 
 def host_to_row(host: Rental, at: float) -> dict[str, object]:
-    """A rented host that stays, seen at this time, as the columns of its table."""
+    """A rented host, seen at this time, as the columns of its table."""
     row = to_row(host)
     shared = ("token", "node", "account", "offer", "id", "micros_hour", "billing")
     return {**{name: row[name] for name in shared}, "begun": host.begun, "seen": max(at, host.begun), "stopped": 0}
 
 
 def host_from_row(row: Mapping[str, Any]) -> Rental:
-    """A time in which a rented host that stays ran, as a rental without a nodeset."""
+    """A time in which a rented host ran, as a rental without a nodeset."""
     begun: float = row["begun"]
     return Rental(
         token=f"{row['token']}@{begun:.0f}",

@@ -41,7 +41,7 @@ class ServiceStatus:
     machines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Every machine that exists or may exist, by the token of its rental."""
     hosts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The rented hosts that stay and run now, likewise."""
+    """The rented hosts that run now, likewise."""
 
     @property
     def rentals(self) -> tuple[Rental, ...]:

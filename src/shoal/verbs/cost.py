@@ -68,7 +68,7 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
 
 
 async def _ask_providers(context: Context, month: str) -> CostReport:
-    """The costs of rented hosts that stay, since their last start: without rented nodesets there is no ledger."""
+    """The costs of rented hosts, since their last start: without rented nodesets there is no ledger."""
     now, found = time.time(), host_prices(context.spec)
 
     async def running_hosts(login: ProviderLogin, client: RentalProvider) -> list[Rental]:

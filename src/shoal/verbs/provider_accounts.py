@@ -182,7 +182,7 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
 
 
 def _forgotten_hosts(spec: Spec, account: str, listed: Iterable[RentedInstance]) -> list[Finding]:
-    """Rented hosts of the cluster that stay, and that the file does not rent from this account any more."""
+    """Rented hosts of the cluster that the file does not rent from this account any more."""
     named = {member.name: member for member in members(spec)}
 
     def is_named(one: RentedInstance) -> bool:

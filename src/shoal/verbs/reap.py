@@ -58,7 +58,7 @@ class ReapPreview:
     findings: tuple[Finding, ...] = ()
     """Instances of provider accounts that the file lacks; set only where all lists are empty."""
     hosts: tuple[RentedInstance, ...] = ()
-    """Rented hosts that stay, which `reap` leaves alone: `shoal down` releases them."""
+    """Rented hosts, which `reap` leaves alone: `shoal down` releases them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ReapResult:
     findings: tuple[Finding, ...] = ()
     """Instances of provider accounts that the file lacks, and those removed from the ledger without proof."""
     hosts: tuple[RentedInstance, ...] = ()
-    """Rented hosts that stay, as before."""
+    """Rented hosts, as before."""
 
     @property
     def clean(self) -> bool:
@@ -230,7 +230,7 @@ class _AccountSweep:
     seen: dict[str, RentedInstance] = field(default_factory=dict)
     left: dict[str, RentedInstance] = field(default_factory=dict)
     hosts: list[RentedInstance] = field(default_factory=list)
-    """Rented hosts that stay: they are `down`'s."""
+    """Rented hosts: they are `down`'s."""
     _gone_at: dict[str, float] = field(default_factory=dict)
     """When an instance was first missing in a list, by token."""
 

@@ -140,7 +140,7 @@ class RentedView:
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Why jobs wait for nodes, by job."""
     hosts: tuple[RentedNode, ...] = ()
-    """Rented hosts that stay: the controller and login hosts."""
+    """Rented hosts: the controller and login hosts."""
 
     @property
     def usd_hour(self) -> float:

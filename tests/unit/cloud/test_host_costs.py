@@ -1,4 +1,4 @@
-"""Rented hosts that stay are in the ledger: budgets count them, and `shoal cost` shows them."""
+"""Rented hosts are in the ledger: budgets count them, and `shoal cost` shows them."""
 
 from __future__ import annotations
 

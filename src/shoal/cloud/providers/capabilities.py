@@ -1,4 +1,4 @@
-"""What some providers can do beside renting machines out: quotas, firewalls, hosts that stay.
+"""What some providers can do beside renting machines out: quotas, firewalls, rented hosts.
 
 Code asks `isinstance(client, HasQuotas)`, never for a provider's name.
 """

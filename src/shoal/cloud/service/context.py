@@ -100,7 +100,7 @@ class ServiceContext:
     unfit_offers: Sequence[OrderBlock] = ()
     """What is never rented: the Slurm of its image cannot talk to the controller's."""
     host_prices: HostPrices = field(default_factory=HostPrices)
-    """What rented hosts that stay cost."""
+    """What rented hosts cost."""
     affordable_nodes: frozenset[str] = frozenset()
     """Nodes that are down because of a budget which now allows their machines: they are retried at once."""
     set_by_node: dict[str, RentedSet] = field(init=False)

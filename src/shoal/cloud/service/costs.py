@@ -67,7 +67,7 @@ class CostReport:
     """Of the month."""
     nodesets: Mapping[str, int] = field(default_factory=dict)
     hosts: Mapping[str, int] = field(default_factory=dict)
-    """Rented hosts that stay, by name: the controller and login hosts."""
+    """Rented hosts, by name: the controller and login hosts."""
     users: Mapping[str, int] = field(default_factory=dict)
     jobs: tuple[JobCost, ...] = ()
     """Most expensive first."""
@@ -102,7 +102,7 @@ def summary(
     users: Counter[str] = Counter()
     for rental in rentals:
         spent = cost_between(rental, begin, until)
-        if not rental.nodeset:  # no job is charged for a host that stays
+        if not rental.nodeset:  # no job is charged for a rented host
             hosts[rental.node] += spent
             continue
         nodesets[rental.nodeset] += spent

@@ -1,4 +1,4 @@
-"""What rented hosts that stay cost: the controller and login hosts, which `shoal up` rents and only `shoal down` ends.
+"""What rented hosts cost: the controller and login hosts, which `shoal up` rents and only `shoal down` ends.
 
 The service writes into the ledger when they run, so that budgets count them and `shoal cost` shows them. It never
 changes them.
@@ -20,7 +20,7 @@ from shoal.spec.model import Spec
 
 @dataclass(frozen=True)
 class HostPrices:
-    """How the prices of hosts that stay are found."""
+    """How the prices of rented hosts are found."""
 
     by_name: Mapping[str, float] = field(default_factory=dict)
     """The prices in the file, by host."""
@@ -37,7 +37,7 @@ class HostPrices:
 
 
 def host_prices(spec: Spec) -> HostPrices:
-    """The prices that the file gives for rented hosts that stay."""
+    """The prices that the file gives for rented hosts."""
     by_set = {"controller": spec.controller.usd_hour, "login": spec.login.usd_hour if spec.login else None}
     found = {member.name: by_set.get(member.nodeset) for member in members(spec)}
     in_file = {name: price for name, price in found.items() if price is not None}
@@ -45,7 +45,7 @@ def host_prices(spec: Spec) -> HostPrices:
 
 
 def host_rental(machine: RentedInstance, account: str, found: HostPrices, billing: Billing, at: float) -> Rental:
-    """A running host that stays, as a rental since its last start."""
+    """A running rented host, as a rental since its last start."""
     price = found.of(machine, account)
     begun = min(at, machine.started or machine.created or at)
     offer = Offer(account, machine.type, machine.region, machine.zone, machine.market, price)

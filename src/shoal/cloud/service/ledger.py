@@ -23,7 +23,7 @@ from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 
 HOST_SEEN_INTERVAL_S = 60.0
-"""How often it is written that a host that stays still runs."""
+"""How often it is written that a rented host still runs."""
 
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
 SCHEMA = 5
@@ -38,7 +38,7 @@ _HOSTS = """CREATE TABLE IF NOT EXISTS hosts (
     node TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL, id TEXT NOT NULL, micros_hour INTEGER,
     billing TEXT NOT NULL, PRIMARY KEY (token, begun)
 )"""
-"""The times in which rented hosts that stay ran: a row from a start to a stop."""
+"""The times in which rented hosts ran: a row from a start to a stop."""
 
 _TABLES = (
     """CREATE TABLE rentals (
@@ -205,11 +205,11 @@ class Ledger:
             return self._database.total_changes, self._pragma("data_version")
 
     def all(self, since: float = 0.0) -> list[Rental]:
-        """Rentals that were live at that time or later, oldest first; then the times of hosts that stay."""
+        """Rentals that were live at that time or later, oldest first; then the times of rented hosts."""
         return [*self._rentals("gone_at IS NULL OR gone_at >= ?", since), *self.hosts(since)]
 
     def hosts(self, since: float = 0.0) -> list[Rental]:
-        """The times in which hosts that stay ran, each as a rental without a nodeset. They are never `live()`."""
+        """The times in which rented hosts ran, each as a rental without a nodeset. They are never `live()`."""
         with self._mapped_errors():
             if self._pragma("user_version") < 5:
                 return []  # read beside an older service
@@ -218,7 +218,7 @@ class Ledger:
             return [rows.host_from_row(dict(zip(names, row, strict=True))) for row in found.fetchall()]
 
     def record_host(self, host: Rental, at: float) -> None:
-        """A host that stays ran at this time. One that was started since it was last seen begins anew."""
+        """A rented host ran at this time. One that was started since it was last seen begins anew."""
         row = rows.host_to_row(host, at)
         with self._transaction():
             query = "SELECT begun, seen, stopped, micros_hour FROM hosts WHERE token = ? ORDER BY begun DESC"

@@ -52,7 +52,7 @@ class InstanceListing:
     instances: Mapping[str, tuple[RentedInstance, ...]]
     """The machines of our cluster, by token. More than one per token is an error of the provider."""
     permanent: tuple[RentedInstance, ...] = ()
-    """Its hosts that stay: the operator's, the controller itself among them."""
+    """Its rented hosts: the operator's, the controller itself among them."""
 
 
 @dataclass

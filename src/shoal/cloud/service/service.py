@@ -69,7 +69,7 @@ class RentalService:
         self._provisioner = Provisioner(context, self._wake.set)
         self._problem = ""
         self._hosts_recorded: dict[str, float] = {}
-        """The time of the last list, by account, whose hosts that stay are in the ledger."""
+        """The time of the last list, by account, whose rented hosts are in the ledger."""
 
     @property
     def catalog(self) -> OfferCatalog:
