@@ -14,8 +14,8 @@ from shoal.spec import values
 from shoal.spec.accounting import Price
 from shoal.spec.checks import choice, refusal, size_mb
 from shoal.spec.drivers import HasDriver, driver_problems
-from shoal.spec.finding import Path as FilePlace
 from shoal.spec.finding import Level, Problem, path_text, show
+from shoal.spec.finding import Path as FilePlace
 from shoal.spec.machines import (
     DEFAULT_IMAGE,
     ENGINES,
