@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.errors import AgentFailed, CommandTimeout, SlurmError, UsageError
-from shoal.health.diagnosis import ClusterView, Diagnosis, concerning_jobs, diagnose
+from shoal.health.diagnosis import REJECTED, ClusterView, Diagnosis, concerning_jobs, diagnose
 from shoal.health.reliability import RECORD_DAYS
 from shoal.health.report import HostReport
 from shoal.hostlist import HostlistError, expand
 from shoal.hosts.api import Host
+from shoal.plan.connections import Connections
 from shoal.plan.observe import SLURM_DIRECTORIES
 from shoal.remote import python_command
 from shoal.remote.node_health.node import CONFIG, RESULT, STATE
@@ -31,6 +32,8 @@ from shoal.verbs.slurmctld import gather_answers, slurm_output
 PROBE_TIMEOUT_S = 10.0
 """For the checks of a host, once it is connected."""
 SLURM_TIMEOUT_S = 10.0
+KEY_CHECKS, KEY_CHECK_INTERVAL_S = 3, 2.0
+"""How often a host whose munge key differs is asked again, and after how long."""
 ALL_NODES_COMMAND = (NODES_COMMAND[0], "--future", *NODES_COMMAND[1:])
 """slurmctld hides a node whose name it cannot resolve."""
 JOB_DIRECTORIES = ("/tmp", "/var/tmp")  # nosec B108 - only checked
@@ -127,10 +130,7 @@ async def observe_health(context: Context, names: Iterable[str] | None = None) -
         credentials = {
             name: report.munge["credential"] for name, report in reports.items() if report.munge.get("credential")
         }
-        answers: Mapping[str, str] = {}
-        if credentials.get(controller):
-            with contextlib.suppress(CommandTimeout):  # the next run tells
-                answers = {**await _probe(await fleet.host(controller), credentials, "decode")}
+        answers = await _decode(fleet, controller, credentials) if credentials.get(controller) else {}
         unreached = {name: error.cause for name, error in fleet.failures.items()}
     by_name = {node.name: node for node in nodes}
     nodesets: dict[str, list[str]] = {}
@@ -163,6 +163,31 @@ def _request(context: Context, member: Member, others: Iterable[Member]) -> dict
         **({"munge": []} if munge else {}),
         **({"health": [CONFIG, f"{STATE}/{RESULT}"]} if context.spec.health.mode != "off" and runs_jobs else {}),
     }
+
+
+async def _decode(fleet: Connections, controller: str, credentials: Mapping[str, str]) -> dict[str, str]:
+    """What the controller's munge says to the credential of each host.
+
+    One of another key is made anew: while keys are rotated, hosts have different ones for a moment.
+    """
+    answers: dict[str, str] = {}
+
+    async def ask_munge(name: str) -> dict[str, Any]:
+        return await _probe(await fleet.host(name), {"munge": []})
+
+    with contextlib.suppress(CommandTimeout):  # the next run tells
+        host = await fleet.host(controller)
+        answers |= await _probe(host, credentials, "decode")
+        for _ in range(KEY_CHECKS):
+            others = [name for name, answer in answers.items() if answer == REJECTED]
+            if not others:
+                break
+            await asyncio.sleep(KEY_CHECK_INTERVAL_S)
+            again = {
+                name: report["munge"]["credential"] for name, report in (await fleet.each(others, ask_munge)).items()
+            }
+            answers |= await _probe(host, {name: text for name, text in again.items() if text}, "decode")
+    return answers
 
 
 async def _probe(host: Host, request: Mapping[str, Any], *mode: str) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class Lab:
     def _probe(self, name: str) -> Callable[[Call], bytes]:
         def answer(call: Call) -> bytes:
             request = json.loads(call.stdin)
-            well = {"services": dict.fromkeys(request["services"], "active"), "munge": {"credential": f"of-{name}"}}
+            services = dict.fromkeys(request.get("services", ()), "active")
+            well = {"services": services, "munge": {"credential": f"of-{name}"}}
             return json.dumps({**well, **self.reports[name]}).encode()
 
         return answer
@@ -85,6 +86,7 @@ class Lab:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_fixes, "VERIFY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("shoal.verbs.doctor.KEY_CHECK_INTERVAL_S", 0.0)
 
 
 def ids(result: DoctorResult) -> list[tuple[str, str]]:
@@ -226,6 +228,22 @@ async def test_slurmd_is_started_after_its_host_has_the_right_key() -> None:
     after = await fix(context, both)
     assert [(one.id, one.fixed) for one in after.fixes] == [("munge-key", True), ("slurmd-stopped", True)]
     assert reef.starts == [("n1", "slurmd")]
+
+
+async def test_key_that_differs_for_a_moment_is_no_finding() -> None:
+    """As while `shoal keys rotate munge` runs."""
+    reef = Lab()
+    context = await reef.up()
+    asked: list[set[str]] = []
+
+    def reject_once(call: Call) -> bytes:
+        asked.append({*json.loads(call.stdin)})
+        return json.dumps(dict.fromkeys(asked[-1], "Success" if len(asked) > 1 else "Invalid credential")).encode()
+
+    host = reef.world.hosts["c1"]
+    host.answers = {**host.answers, python_command("health_probe", "decode"): reject_once}
+    assert (await doctor(context)).findings == ()
+    assert asked == [{"c1", "n1", "n2"}] * 2
 
 
 async def test_every_service_of_a_host_is_started() -> None:
