@@ -5,6 +5,7 @@ The layout is the same from 22.05 to 26.05; keys that a release adds or drops ar
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +19,11 @@ CONFIG_COMMAND = ("scontrol", "show", "config")
 JOBCOMP = "/var/log/slurm/jobcomp.log"
 """slurmctld records every ended job here, with accounting and without."""
 
-_RECORD, _FIELD = "\x1e", "\x1f"
-"""ASCII's separators. The job's name comes last: it is the only field with free text."""
+JOB_RECORD, _FIELD = f"\x1e{os.urandom(8).hex()}", "\x1f"
+"""ASCII's separators. The job's name comes last: it is the only field with free text. What begins a record differs
+from process to process, so that no name can contain a record of another job."""
 _JOB_FIELDS = ("%i", "%T", "%u", "%P", "%N", "%r", "%M", "%l", "%D", "%j")
-JOBS_COMMAND = ("squeue", "-h", "-o", _RECORD + _FIELD.join(_JOB_FIELDS))
+JOBS_COMMAND = ("squeue", "-h", "-o", JOB_RECORD + _FIELD.join(_JOB_FIELDS))
 
 ACTIVE_STATES = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING"})
 """Jobs that hold nodes and have work to lose. A pending job holds none; a COMPLETING one has done its work."""
@@ -159,9 +161,9 @@ def parse_partitions(text: str) -> list[PartitionState]:
 def parse_jobs(text: str) -> list[JobState]:
     """Parse the output of JOBS_COMMAND."""
     jobs: list[JobState] = []
-    for record in text.split(_RECORD)[1:]:
+    for record in text.split(JOB_RECORD)[1:]:
         fields = record.removesuffix("\n").split(_FIELD, 9)
-        if len(fields) == 10 and fields[8].isdecimal():  # else the rest of a name that contains our separator
+        if len(fields) == 10 and fields[8].isdecimal():
             job_id, state, user, partition, nodes, reason, used, limit, count, name = fields
             jobs.append(JobState(job_id, state, user, partition, nodes, reason, used, limit, int(count), name))
     return jobs

@@ -14,7 +14,7 @@ from shoal.plan.connections import Fleet
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.documents import fact_files
 from shoal.slurm.parsed_conf import nodes_in_conf, parse_conf
-from shoal.slurm.state import JOBS_COMMAND
+from shoal.slurm.state import JOB_RECORD, JOBS_COMMAND
 from shoal.spec.loader import load_text
 from shoal.spec.members import members
 from shoal.spec.model import Spec
@@ -114,7 +114,7 @@ class FakeSlurm:
         states = {job: self.job_states.get(job, "RUNNING") for job in found}
         rest = ("None", "0:10", "UNLIMITED", "1", "train")
         return "".join(
-            "\x1e" + "\x1f".join((job, states[job], self.job_users.get(job, "root"), "main", nodes, *rest)) + "\n"
+            JOB_RECORD + "\x1f".join((job, states[job], self.job_users.get(job, "root"), "main", nodes, *rest)) + "\n"
             for job, nodes in found.items()
         ).encode()
 

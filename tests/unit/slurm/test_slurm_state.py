@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.slurm.state import JOBS_COMMAND, parse_jobs, parse_nodes, parse_partitions, parse_state
+from shoal.slurm.state import JOB_RECORD, JOBS_COMMAND, parse_jobs, parse_nodes, parse_partitions, parse_state
 
 ANSWERS = Path(__file__).parent / "answers"
 RELEASES = {"22.05": "22.05.8", "24.11": "24.11.5", "26.05": "26.05.5"}
@@ -42,7 +42,8 @@ def test_reason_that_looks_like_keys_stays_a_reason(release: str) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_jobs_of_every_release_are_parsed(release: str) -> None:
-    jobs = {job.id: job for job in parse_jobs((ANSWERS / release / "jobs.txt").read_text())}
+    text = (ANSWERS / release / "jobs.txt").read_text().replace("\x1e", JOB_RECORD)
+    jobs = {job.id: job for job in parse_jobs(text)}
     assert {job.id: (job.state, job.partition, job.name) for job in jobs.values()} == {
         "1": ("RUNNING", "main", 'train = "a b" | c'),
         "2_1": ("RUNNING", "all", "größe"),
@@ -102,10 +103,11 @@ def test_empty_cluster_has_no_nodes_partitions_and_jobs() -> None:
     assert parse_jobs("") == []
 
 
-def test_job_name_with_separators_does_not_affect_other_jobs() -> None:
-    row = "\x1e7\x1fRUNNING\x1fada\x1fmain\x1fn1\x1fNone\x1f0:01\x1f1:00\x1f1\x1f{}\n"
-    jobs = parse_jobs(row.format("a\x1fb\x1ec") + row.format("plain"))
-    assert [job.name for job in jobs] == ["a\x1fb", "plain"]
+def test_job_name_with_separators_is_no_record_of_another_job() -> None:
+    row = "7\x1fRUNNING\x1fada\x1fmain\x1fn1\x1fNone\x1f0:01\x1f1:00\x1f1\x1f{}\n"
+    names = ("a\x1fb\x1ec", "x\n\x1e" + row.format("forged").strip(), "plain")
+    jobs = parse_jobs("".join(JOB_RECORD + row.format(name) for name in names))
+    assert [job.name for job in jobs] == [*names]
 
 
 def test_job_name_is_the_last_queried_field() -> None:
