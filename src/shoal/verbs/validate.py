@@ -50,7 +50,7 @@ READ_SCRIPT = _KEPT + f'; [ ! -e "$file" ] || tail -n {MAX_KEPT_RUNS} "$file"'
 _UNUSABLE_STATES = {"DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN", "MAINT", "INVALID_REG"}
 QUICK_OPTIONS = {
     **{"sizes": [1 << 10, 1 << 16, 1 << 20, 1 << 22], "iterations": 5, "seconds": 0.3},
-    **{"hpl_order": 725, "hpl_memory": 0.0, "fio_size": "16M", "fio_seconds": 5},
+    **{"hpl_order": 362, "hpl_memory": 0.0, "fio_size": "16M", "fio_seconds": 5},
 }
 FULL_OPTIONS = {
     **{"sizes": [1 << power for power in range(10, 29, 2)], "iterations": 20, "seconds": 2.0},
@@ -236,12 +236,11 @@ async def _run_jobs(context: Context, settings: ValidationSettings, jobs: Sequen
                     await _submit(context, job_spec(context, settings, job), Path(scratch), numbers)
                     phase.done(job.launcher)
         with context.progress.phase("run tests", len(jobs)) as phase:
-            records = await _wait(context, dict(zip(numbers, jobs, strict=True)), phase)
+            return await _wait(context, numbers, jobs, phase)
     except BaseException:
         if numbers:
             await cancel(context, numbers)
         raise
-    return [await _outcome(context, job, number, records[number]) for number, job in zip(numbers, jobs, strict=True)]
 
 
 async def _submit(context: Context, spec: JobSpec, here: Path, numbers: list[str]) -> None:
@@ -254,26 +253,36 @@ async def _submit(context: Context, spec: JobSpec, here: Path, numbers: list[str
         raise
 
 
-async def _wait(context: Context, jobs: Mapping[str, ValidationJob], phase: Phase) -> dict[str, JobRecord | None]:
-    """The last record of every job; None of one that Slurm does not know any more."""
-    ended: dict[str, JobRecord | None] = {}
-    async with context.controller_host() as host:
-        while len(ended) < len(jobs):
-            listed = {record.id: record for record in parse_records(await slurm_output(host, show_command()))}
-            for number, job in jobs.items():
-                if number in ended:
-                    continue
-                record = listed.get(number) or next(iter(await find_records(host, number)), None)
-                if record is None or not record.active:
-                    ended[number] = record
-                    phase.done(f"{job.launcher}-{number}", _failure(record))
-                else:
-                    reason = record.reason.replace("_", " ").partition(",")[0]
-                    waits = f" ({reason})" if record.state == "PENDING" and reason else ""
-                    phase.update(f"{job.launcher}-{number}", f"{', '.join(job.tests)}: {record.state.lower()}{waits}")
-            if len(ended) < len(jobs):
-                await asyncio.sleep(POLL_INTERVAL_S)
-    return ended
+async def _wait(
+    context: Context, numbers: Sequence[str], jobs: Sequence[ValidationJob], phase: Phase
+) -> list[JobOutcome]:
+    """What came of every job, once all have ended. What one printed is read while the next runs."""
+    outcomes: dict[ValidationJob, asyncio.Task[JobOutcome]] = {}
+    try:
+        async with context.controller_host() as host:
+            while len(outcomes) < len(jobs):
+                listed = {record.id: record for record in parse_records(await slurm_output(host, show_command()))}
+                for number, job in zip(numbers, jobs, strict=True):
+                    if job in outcomes:
+                        continue
+                    record = listed.get(number) or next(iter(await find_records(host, number)), None)
+                    if record is None or not record.active:
+                        outcomes[job] = asyncio.create_task(_outcome(context, job, number, record))
+                        phase.done(f"{job.launcher}-{number}", _failure(record))
+                    else:
+                        phase.update(f"{job.launcher}-{number}", f"{', '.join(job.tests)}: {_progress(record)}")
+                if len(outcomes) < len(jobs):
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        return [await outcomes[job] for job in jobs]
+    finally:
+        for task in outcomes.values():
+            task.cancel()
+        await asyncio.gather(*outcomes.values(), return_exceptions=True)
+
+
+def _progress(record: JobRecord) -> str:
+    reason = record.reason.replace("_", " ").partition(",")[0]
+    return record.state.lower() + (f" ({reason})" if record.state == "PENDING" and reason else "")
 
 
 def _failure(record: JobRecord | None) -> str:
