@@ -118,7 +118,8 @@ class Scene:
         self.sh("fish1", f'sed -i \'s/"since": [0-9.]*/"since": 1000/\' {STATE}/baseline.json')
 
     def is_idle(self) -> bool:
-        return all(self.node(name) in ("IDLE", "IDLE+DYNAMIC_NORM") for name in NODES)
+        """Slurm 24.11 and later keep the reason of a node that was resumed until a job starts there."""
+        return all(self.node(name).partition(" ")[0] in ("IDLE", "IDLE+DYNAMIC_NORM") for name in NODES)
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def change_options(watch: Watch) -> None:
 
 
 def rotate_key(watch: Watch) -> None:
-    note(watch, "keys rotate munge", "controller fish1 fish2 fish3")
+    note(watch, "keys rotate munge", "controller fish1 fish2 fish3 fish4")
     watch.cluster.shoal("keys", "rotate", "munge", status=None)
 
 
