@@ -10,6 +10,7 @@ import typer
 from shoal.cli.options import with_session
 from shoal.cli.screen import Columns
 from shoal.cli.session import Session
+from shoal.hostlist import compress
 
 image = typer.Typer(
     help="Pull, build, push, save, list and remove images that jobs run in.",
@@ -174,31 +175,49 @@ def image_bundle(
 @image.command("list")
 @with_session
 def image_list(session: Session) -> None:
-    """Show your images, with their digests."""
+    """Show your images, with their digests, and the containers with a name that nodes keep for you."""
     from shoal.verbs.images import list_images
 
-    images = session.run(list_images(session.open()))
-    if session.finish({"images": images}):
+    images, containers = session.run(list_images(session.open()))
+    if session.finish({"images": images, "containers": containers}):
         return
     if not images:
         session.console.print("no images; `shoal image pull REGISTRY/IMAGE:TAG` gets one")
-        return
-    table = Columns("image", "digest", "cpu type", "size", "since", wraps=("image",))
-    for entry in images:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made_at))
-        table.add_row(entry.name, entry.digest[:19], entry.architecture, f"{entry.bytes / 1e6:.0f} MB", since)
-    session.console.print(table)
+    else:
+        table = Columns("image", "digest", "cpu type", "size", "since", wraps=("image",))
+        for entry in images:
+            size = f"{entry.bytes / 1e6:.0f} MB"
+            table.add_row(entry.name, entry.digest[:19], entry.architecture, size, _local_time(entry.made_at))
+        session.console.print(table)
+    if containers:
+        table = Columns("container", "of image", "nodes", "since", wraps=("of image", "nodes"))
+        for one in containers:
+            table.add_row(one.name, one.image, compress(one.nodes), _local_time(one.made_at))
+        session.console.print()
+        session.console.print(table)
+
+
+def _local_time(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 @image.command("remove")
 @with_session
 def image_remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One of your images.")], *, session: Session
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of your images; with --node, a container.")],
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Remove the container of this name from this node.")
+    ] = None,
+    *,
+    session: Session,
 ) -> None:
-    """Remove an image. Nodes remove what they unpacked of it when no job has used it for 30 days."""
-    from shoal.verbs.images import remove
+    """Remove an image, or a container with a name from a node.
 
-    session.run(remove(session.open(), name))
+    Nodes remove what they unpacked of an image when no job has used it for 30 days.
+    """
+    from shoal.verbs.images import remove, remove_container
+
+    session.run(remove(session.open(), name) if node is None else remove_container(session.open(), name, node))
     if not session.finish({"removed": name}):
         session.console.print(f"[green]✓[/] {name}: removed")
 

@@ -56,6 +56,17 @@ class StoredImage:
 
 
 @dataclass(frozen=True)
+class StoredContainer:
+    """A container with a name that nodes keep for a user."""
+
+    name: str
+    image: str
+    """What it was made of, by its name then."""
+    nodes: tuple[str, ...]
+    made_at: int
+
+
+@dataclass(frozen=True)
 class JobImage:
     """What the commands of a job run in."""
 
@@ -141,6 +152,11 @@ def export_command(container: str) -> tuple[str, ...]:
     return ("python3", "-I", "-S", STEP_PROGRAM, "export", container, "--")
 
 
+def removal_command(container: str) -> tuple[str, ...]:
+    """Remove a container of a node."""
+    return ("python3", "-I", "-S", STEP_PROGRAM, "remove", container, "--")
+
+
 def store_command(verb: str, store: str, *words: str, proxy: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Run `remote/image_store.py` on the host that the user logs in to."""
     variables = ("env", *(f"{name}={value}" for name, value in proxy.items())) if proxy else ()
@@ -149,6 +165,10 @@ def store_command(verb: str, store: str, *words: str, proxy: Mapping[str, str] |
 
 def parse_images(text: str) -> list[StoredImage]:
     return [StoredImage.of(data) for data in json.loads(text)]
+
+
+def parse_containers(text: str) -> list[StoredContainer]:
+    return [StoredContainer(**{**data, "nodes": tuple(data["nodes"])}) for data in json.loads(text)]
 
 
 def parse_image(text: str) -> StoredImage | None:

@@ -9,6 +9,7 @@
     image_store.py logout STORE REGISTRY        forgets it
     image_store.py bundle STORE NAME SETTINGS PROGRAM    for `srun --container`: what commands run in, what runs them
     image_store.py list STORE                   all of them
+    image_store.py containers STORE             containers with a name, and the nodes that have them
     image_store.py remove STORE NAME            forgets a name, and removes the image if it has no other
     image_store.py prune STORE                  removes what has no name, such as an image that a pull replaced
 
@@ -16,6 +17,7 @@ Each prints JSON. What is wrong goes to standard error, status 3.
 
     STORE/ID                an OCI layout with one image, named by the digest of its manifest; whole or absent
     STORE/names/NAME.json   what the name, or a reference such as docker.io/library/debian:12, stands for
+    STORE/containers/NAME/NODE    that a node has this container: nodes write it, with the name of the image
     STORE/bundles/NAME      a bundle: `config.json` names its image, and `run COMMAND...` runs a command in it
 """
 
@@ -82,7 +84,8 @@ def main(argv: list[str]) -> int:
         modes: dict[str, Callable[..., object]] = {
             **{"find": find, "pull": pull, "build": build, "receive": receive, "push": push},
             **{"login": login, "logout": logout},
-            **{"bundle": bundle, "list": list_images, "remove": remove, "prune": prune},
+            **{"bundle": bundle, "list": list_images, "containers": list_containers},
+            **{"remove": remove, "prune": prune},
         }
         sys.stdout.write(json.dumps(modes[mode](store, *words)) + "\n")
     except (Problem, OSError) as error:
@@ -267,6 +270,22 @@ def list_images(store: str) -> list[dict[str, Any]]:
     return [image for image in (read_name(store, name) for name in names) if image]
 
 
+def list_containers(store: str) -> list[dict[str, Any]]:
+    """One entry for each name; an image may have another name by now."""
+    place = os.path.join(store, "containers")
+    entries = []
+    for name in sorted(os.listdir(place)) if os.path.isdir(place) else ():
+        nodes, image, made_at = [], "", 0
+        for node in sorted(os.listdir(os.path.join(place, name))):
+            path = os.path.join(place, name, node)
+            with contextlib.suppress(OSError), open(path) as file:  # a node removes it meanwhile
+                image, made_at = file.read(), int(os.stat(path).st_mtime)
+                nodes.append(node)
+        if nodes:
+            entries.append({"name": name, "image": image, "nodes": nodes, "made_at": made_at})
+    return entries
+
+
 def names_in(store: str) -> list[str]:
     return [name for name in os.listdir(os.path.join(store, "names")) if name.endswith(".json")]
 
@@ -292,7 +311,7 @@ def prune(store: str) -> list[str]:
         left = [
             name
             for name in os.listdir(store)
-            if name not in used and name not in ("names", "bundles", ".lock", AUTH_FILE)
+            if name not in used and name not in ("names", "bundles", "containers", ".lock", AUTH_FILE)
         ]
         for name in left:
             shutil.rmtree(os.path.join(store, name))

@@ -8,7 +8,7 @@ from shoal.agent.document import Command, Directory, Document, File
 from shoal.agent.facts import Facts
 from shoal.containers.images import PYXIS, node_features
 from shoal.remote import program_text
-from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS, STOPPED_STATE
+from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS, RECORD, STOPPED_STATE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -37,7 +37,9 @@ for name in *; do
     timeout 600 setpriv --reuid="$(stat -c %u "$name")" --regid="$(stat -c %g "$name")" --clear-groups sh -c '
         cd "$1" || exit
         find . -maxdepth 2 -type f -name "*.lock" | while IFS= read -r lock; do
-            flock -n "$lock" rm -rf "${{lock%.lock}}" "$lock"
+            flock -n "$lock" sh -c "
+                test ! -f \"\$1/{RECORD}\" || rm -f \"\$(cat \"\$1/{RECORD}\")\"
+                rm -rf \"\$1\" \"\$1.lock\"" sh "${{lock%.lock}}"
         done
         [ -z "$(find . -maxdepth 2 -name "*.lock")" ]' sh "$name" && rm -rf "./$name"
 done

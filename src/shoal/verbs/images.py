@@ -17,12 +17,15 @@ from shoal.containers.images import (
     STEP_PROGRAM,
     STORE,
     JobImage,
+    StoredContainer,
     StoredImage,
     export_command,
     image_name,
     is_reference,
+    parse_containers,
     parse_image,
     parse_images,
+    removal_command,
     require_nodes,
     store_command,
 )
@@ -32,7 +35,7 @@ from shoal.hosts.api import Host, Process
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import step_command
 from shoal.plan.progress import Phase
-from shoal.remote.image_store import EXIT_WITH_CAUSE
+from shoal.remote.image_store import CAUSE, EXIT_WITH_CAUSE
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
@@ -46,6 +49,7 @@ from shoal.verbs.slurmctld import slurm_output
 PULL_TIMEOUT_S = 3600.0
 LIST_TIMEOUT_S = 60.0
 LOGIN_TIMEOUT_S = 120.0
+REMOVAL_TIMEOUT_S = 600.0
 ONE_TASK = ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/")
 DIRECTORY_FIX = "ask the operator to repair it"
 
@@ -171,20 +175,20 @@ async def save(context: Context, name: str, container: str, node: str | None, jo
             chosen, running = next(iter(choose_nodes(await own_jobs(store.host), job, node).items()))
             step = step_command(running.number, [chosen], export_command(container), ("--chdir=/",))
         else:
-            step = await _export_job(store.host, container, node)
+            step = await _node_job(store.host, node, "shoal-image-save", export_command(container))
         with context.progress.phase(f"image {name}", 1) as phase:
             image = await store.receive(name, step, b"", phase, what=f"save container {container}")
             phase.done(store.host.name)
     return image
 
 
-async def _export_job(host: Host, container: str, node: str | None) -> tuple[str, ...]:
-    """A job of its own on the node, which prints the container."""
+async def _node_job(host: Host, node: str | None, name: str, command: Sequence[str]) -> tuple[str, ...]:
+    """A job of its own on the node, for a container there."""
     chosen, others = await image_nodes(host, node)
     if len(chosen) != 1:
         raise UsageError("each node has containers of its own", hint=f"name one of {others} with --node")
     place = (f"--nodelist={chosen[0].name}", f"--partition={chosen[0].partitions[0]}")
-    return (*ONE_TASK, *place, "--job-name=shoal-image-save", *export_command(container))
+    return (*ONE_TASK, *place, f"--job-name={name}", *command)
 
 
 async def image_nodes(host: Host, node: str | None) -> tuple[list[NodeState], str]:
@@ -228,15 +232,38 @@ async def _store(store: ImageStore, verb: str, source: str, name: str) -> Stored
     return image
 
 
-async def list_images(context: Context) -> list[StoredImage]:
+async def list_images(context: Context) -> tuple[list[StoredImage], list[StoredContainer]]:
+    """The user's images, and the containers with a name that nodes keep."""
     async with open_store(context) as store:
-        return parse_images(await store.ask("list", what="list images"))
+        images, containers = await asyncio.gather(
+            store.ask("list", what="list images"), store.ask("containers", what="list containers")
+        )
+        return parse_images(images), parse_containers(containers)
 
 
 async def remove(context: Context, name: str) -> None:
     """Forget a name. The image goes too, unless it has another."""
     async with open_store(context) as store:
         await store.ask("remove", name, what=f"remove image {name}")
+
+
+async def remove_container(context: Context, name: str, node: str) -> None:
+    """Remove a container with a name from a node, in a job there."""
+    job_from_options({"script": "-", "container_name": name})  # rejects what is no name
+    async with open_store(context) as store:
+        job = await _node_job(store.host, node, "shoal-image-remove", removal_command(name))
+        try:
+            result = await store.host.run(job, timeout=REMOVAL_TIMEOUT_S, root=False)
+        except CommandTimeout:
+            fix = "see `squeue --me`: the job may wait for the node"
+            raise CommandTimeout(
+                store.host.name, f"cannot remove container {name} within {REMOVAL_TIMEOUT_S:g} s", hint=fix
+            ) from None
+        if result.status != 0:
+            said = result.error_text.strip().splitlines()
+            cause = next((line for line in said if line.startswith(CAUSE)), said[-1] if said else "srun failed")
+            what = f"cannot remove container {name}: {cause.removeprefix(CAUSE)}"
+            raise UsageError(what, hint="`shoal image list` shows which nodes have it")
 
 
 async def prune(context: Context) -> list[str]:

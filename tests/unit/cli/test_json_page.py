@@ -15,7 +15,7 @@ from shoal.cli.rental_commands import cost_json
 from shoal.cli.session import Session
 from shoal.cloud.providers.api import Offer
 from shoal.cloud.service.costs import CostReport
-from shoal.containers.images import StoredImage
+from shoal.containers.images import StoredContainer, StoredImage
 from shoal.health.diagnosis import Diagnosis
 from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import LogLine
@@ -109,6 +109,7 @@ PARTS = {
     "`environments` of `validate`": of(StepEnvironment),
     "`environments` of `env list`": of(EnvironmentState),
     "`images` of `image list`": of(StoredImage),
+    "`containers` of `image list`": of(StoredContainer),
 }
 
 

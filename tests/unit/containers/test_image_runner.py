@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,14 @@ import pytest
 import shoal.remote
 from shoal.remote.runner import unpacked_image
 from shoal.remote.runner.image import EXIT_WITH_CAUSE
-from shoal.remote.runner.unpacked_image import Problem, find_container, own_store, require_space, unpacked
+from shoal.remote.runner.unpacked_image import (
+    Problem,
+    find_container,
+    own_store,
+    remove_container,
+    require_space,
+    unpacked,
+)
 
 START = Path(shoal.remote.__file__).with_name("start.py")
 PROGRAMS = ("sh", "ls", "cat", "id", "touch", "sleep")
@@ -189,6 +199,52 @@ def test_container_is_a_copy_of_its_own_under_its_name(store: dict[str, Any]) ->
         find_container(str(place), {**store, "container": "mine", "id": "ef" * 32})
     with pytest.raises(Problem, match="there is no container other here; give --image once"):
         find_container(str(place), {**store, "container": "other", "id": ""})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_directory_of_another_user_gets_places_for_mounts(root: Path) -> None:
+    shared = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(START.parent, shared / "remote")  # the other user cannot enter pytest's directories
+        shutil.copytree(root, shared / "root", symlinks=True)
+        (shared / "root/linked").symlink_to("srv")
+        subprocess.run(["chmod", "-R", "a+rX", shared], check=True)
+        mounts = [["/etc/hostname", f"/{name}/new/file", True] for name in ("etc", "linked/..", "deep/er")]
+        settings = {**SETTINGS, "directory": str(shared / "root"), "mounts": mounts}
+        line = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-I", "-S"]
+        line += [str(shared / "remote/start.py"), "image", "--"]
+        line += ["sh", "-c", "id -u; cat /etc/new/file /deep/er/new/file; cat /etc/group; touch /x"]
+        environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
+        host = Path("/etc/hostname").read_text()
+        assert done.stdout.startswith(f"65534\n{host}{host}") and "root:x:0:" in done.stdout, done.stderr
+        assert "Read-only file system" in done.stderr
+        assert sorted(path.name for path in (shared / "root/etc").iterdir()) == ["group", "passwd"]
+    finally:
+        shutil.rmtree(shared)
+
+
+def test_container_is_recorded_beside_the_images_until_it_is_removed(
+    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    place = Path(store["place"])
+    monkeypatch.setattr(unpacked_image, "own_store", lambda: str(place))
+    root = find_container(str(place), {**store, "container": "mine"})
+    record = Path(store["layout"]).parent / "containers/mine/n1"
+    assert record.read_text() == "tiny"
+    lock = unpacked_image.hold(str(place / "containers/mine"), fcntl.LOCK_SH)
+    with pytest.raises(Problem, match="a job runs in container mine; cancel it first"):
+        remove_container("mine")
+    # The process of find_container still holds its own lock: descriptors end with the process.
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").endswith("mine.lock"):
+                os.close(int(number))
+    assert lock > 0 and remove_container("mine") == 0
+    assert not record.exists() and not Path(root).exists()
+    with pytest.raises(Problem, match="there is no container mine of yours here"):
+        remove_container("mine")
 
 
 def test_image_that_no_job_used_for_long_is_removed(store: dict[str, Any]) -> None:

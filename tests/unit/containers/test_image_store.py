@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.containers.images import StoredImage, parse_image, parse_images, store_command
+from shoal.containers.images import StoredImage, parse_containers, parse_image, parse_images, store_command
 from shoal.remote import image_store
 from shoal.remote.image_store import Problem, directory_architecture, find, keep, repository, require_archive
 
@@ -75,6 +75,18 @@ def test_prune_removes_what_a_later_pull_replaced_and_half_a_pull(store: Path) -
     (store / ".new.controller.17").mkdir()
     assert json.loads(ask("prune", str(store))) == [before]
     assert sorted(path.name for path in store.iterdir()) == sorted([".lock", after, "names"])
+
+
+def test_containers_are_listed_with_their_nodes(store: Path) -> None:
+    assert parse_containers(ask("containers", str(store))) == []
+    for name, node in (("mine", "n2"), ("mine", "n1"), ("gone", "")):
+        (store / "containers" / name).mkdir(parents=True, exist_ok=True)
+        if node:
+            (store / "containers" / name / node).write_text("mini")
+    [one] = parse_containers(ask("containers", str(store)))
+    assert (one.name, one.image, one.nodes) == ("mine", "mini", ("n1", "n2")) and one.made_at > 0
+    ask("prune", str(store))
+    assert (store / "containers/mine/n1").exists()
 
 
 def test_unknown_name_is_an_error_that_lists_the_others(store: Path) -> None:

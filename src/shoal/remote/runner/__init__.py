@@ -8,6 +8,7 @@
     start.py crun ACTION USER ID --                  becomes crun, which is asked about the bundle of another tool
     start.py step DIRECTORY -- COMMAND               becomes the command in the image of a bundle, without Slurm's help
     start.py export NAME --                          prints a container of this node as an image
+    start.py remove NAME --                          removes a container of this node
     start.py build SETTINGS --                       builds an image of what it reads, and prints it
     start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
     start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
@@ -53,6 +54,10 @@ def main(argv: list[str]) -> int:
         from .image_export import export_container
 
         return export_container(*options)
+    if mode == "remove":
+        from .image_export import discard_container
+
+        return discard_container(*options)
     if mode == "build":
         from .image_build import build_image
 

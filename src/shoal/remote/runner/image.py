@@ -23,6 +23,7 @@ from .variables import CONTAINER, IMAGE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
 EXIT_WITH_CAUSE = 125
@@ -150,7 +151,10 @@ def enter(root: str, places: list[tuple[str, str, bool]], writable: bool) -> Non
         with open("/proc/self/" + name, "w") as file:
             file.write(text)
     mount("", "/", MS_REC | MS_SLAVE)
-    mount(root, root, MS_BIND | MS_REC)
+    if writable or os.access(root, os.W_OK):
+        mount(root, root, MS_BIND | MS_REC)
+    else:
+        cover(root, ["/etc/passwd", *(target for _, target, _ in places)])
     inside = os.open(root, OPEN_PATH | os.O_DIRECTORY)
     run_place = open_inside(inside, "/run", directory=True)
     mount("tmpfs", run_place, MS_NOSUID | MS_NODEV, "tmpfs", "mode=0755")
@@ -176,6 +180,36 @@ def enter(root: str, places: list[tuple[str, str, bool]], writable: bool) -> Non
     check(libc.umount2(b".", MNT_DETACH), "/")
     os.chdir("/")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+
+
+def cover(root: str, targets: list[str]) -> None:
+    """Lay directories of our own over those of another user, so that places for mounts can be made in them."""
+    lower = os.open(root, OPEN_PATH | os.O_DIRECTORY)
+    own = {path for target in targets for path in directories_above(root, target)}
+    mount("tmpfs", root, MS_NOSUID | MS_NODEV, "tmpfs", "mode=0755")
+    names = {"upperdir": "upper", "workdir": "work"}
+    for name in names.values():
+        os.mkdir(os.path.join(root, name), 0o755)
+    for path in sorted(own):
+        os.mkdir(os.path.join(root, "upper", path), 0o755)
+    above = {key: os.open(os.path.join(root, name), OPEN_PATH | os.O_DIRECTORY) for key, name in names.items()}
+    words = ["%s=/proc/self/fd/%d" % pair for pair in {"lowerdir": lower, **above}.items()]
+    try:
+        mount("overlay", root, MS_NOSUID | MS_NODEV, "overlay", ",".join(words))
+    except OSError as error:
+        text = "%s belongs to another user, and overlays do not work here (%s); `shoal image build NAME %s` copies it"
+        raise Problem(text % (root, error.strerror, root)) from None
+
+
+def directories_above(root: str, target: str) -> Iterator[str]:
+    """The directories that a place is in, from the top, up to the first that is a link in the image."""
+    path = ""
+    for name in os.path.normpath("/" + target).strip("/").split("/")[:-1]:
+        path = os.path.join(path, name)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(os.path.join(root, path)).st_mode):
+                return
+        yield path
 
 
 def read_accounts(root: str) -> dict[str, bytes]:

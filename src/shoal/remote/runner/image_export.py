@@ -1,4 +1,7 @@
-"""Prints a container of this node as an image, for `shoal image save`: a tar of an OCI layout with one layer."""
+"""Prints a container of this node as an image, for `shoal image save`: a tar of an OCI layout with one layer.
+
+Or removes it, for `shoal image remove NAME --node`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import tarfile
 import zlib
 
 from .image import fail, image_config
-from .unpacked_image import TAG, Problem, hold, own_store, remove
+from .unpacked_image import TAG, Problem, hold, own_store, remove, remove_container
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,6 +49,16 @@ def export_container(name: str) -> int:
     except OSError as error:
         return fail("cannot save container %s: %s" % (name, error.strerror))
     return 0
+
+
+def discard_container(name: str) -> int:
+    """Remove the container; the status."""
+    try:
+        return remove_container(name)
+    except Problem as error:
+        return fail(str(error))
+    except OSError as error:
+        return fail("cannot remove container %s: %s" % (name, error.strerror))
 
 
 def write_layout(layout: str, root: str) -> None:

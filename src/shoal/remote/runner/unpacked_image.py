@@ -2,6 +2,7 @@
 
     IMAGES/USER/ID/rootfs            an unpacked image, whole or absent; read-only for jobs
     IMAGES/USER/containers/NAME      a container: a copy of an image that jobs may change
+    STORE/containers/NAME/NODE       that this node has it, beside the user's images, where nodes see them
     IMAGES/USER/*.lock               held by each process that runs in it
 
 A directory has its name only once all of it is there. What only unpacking needs is imported then: every rank waits.
@@ -33,6 +34,8 @@ OWN_REGISTRY, OWN_LOGINS = "/etc/shoal/registry/address", "/etc/shoal/registry/l
 """The cluster's own registry, and each user's password for it."""
 TAG = "image"
 """The name of an image in its OCI layout."""
+RECORD = "record"
+"""In a container: the path of the file that says so beside the user's images."""
 KEEP_DAYS = 30
 """What no job has used for so long is removed when another image is unpacked."""
 DISK_FACTOR = 3
@@ -225,6 +228,7 @@ def find_container(store: str, settings: dict[str, Any]) -> str:
                 run(["cp", "-a", "--reflink=auto", image, new], settings["name"])
                 with open(new + "/image", "w") as file:
                     file.write(settings["id"])
+                record_container(settings, new)
                 os.rename(new, path)
             finally:
                 remove(new)
@@ -234,6 +238,36 @@ def find_container(store: str, settings: dict[str, Any]) -> str:
     if settings["id"] and made_of != settings["id"]:
         raise Problem("container %s was made of another image; use another name" % name)
     return os.path.join(path, "rootfs")
+
+
+def record_container(settings: dict[str, Any], path: str) -> None:
+    """Tell `shoal image list`, where the user's images are on a share. A container is whole without it."""
+    store = os.path.dirname(settings["layout"])
+    node = os.environ.get("SLURMD_NODENAME", "")
+    if not node or not os.path.isdir(settings["layout"]):
+        return
+    record = os.path.join(store, "containers", settings["container"], node)
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(record), 0o700, exist_ok=True)
+        with open(record, "w") as file:
+            file.write(settings["name"])
+        with open(path + "/" + RECORD, "w") as file:
+            file.write(record)
+
+
+def remove_container(name: str) -> int:
+    """`shoal image remove NAME --node`: the status."""
+    store = own_store()
+    path = os.path.join(store, "containers", name)
+    if not os.path.isdir(path):
+        raise Problem("there is no container %s of yours here" % name)
+    lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Problem("a job runs in container %s; cancel it first" % name) from None
+    remove(path)
+    return 0
 
 
 def evict(store: str) -> None:
@@ -254,5 +288,7 @@ def remove(path: str) -> None:
     if os.path.lexists(path):
         import shutil
 
+        with contextlib.suppress(OSError), open(os.path.join(path, RECORD)) as file:
+            os.unlink(file.read())
         open_directories(path)
         shutil.rmtree(path)
