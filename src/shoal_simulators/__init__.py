@@ -19,6 +19,7 @@ SIMULATORS = {
     "digitalocean": "shoal_simulators.digitalocean:DigitalOceanSimulator",
     "gcp": "shoal_simulators.gcp:GoogleComputeSimulator",
     "lambda": "shoal_simulators.lambda_cloud:LambdaSimulator",
+    "nebius": "shoal_simulators.nebius:NebiusSimulator",
     "paperspace": "shoal_simulators.paperspace:PaperspaceSimulator",
     "runpod": "shoal_simulators.runpod:RunPodSimulator",
     "sandbox": "shoal_simulators.sandbox:SandboxSimulator",

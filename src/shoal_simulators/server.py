@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import uvicorn
@@ -29,6 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.errors import ProviderError
 from shoal_simulators.instances import MachineType, Profile, SimulatedInstance, read_faults
 from shoal_simulators.market import ApiRejection, Market
+
+if TYPE_CHECKING:
+    from shoal_simulators.grpc_front import Messages
 
 log = logging.getLogger("shoal_simulators")
 
@@ -70,6 +73,8 @@ class Simulator:
     """The `METHOD /path` that makes machines, as a regular expression."""
     listing: str
     """The `METHOD /path` that lists them."""
+    grpc: Messages | None = None
+    """The messages of a provider whose API is gRPC; its routes are `POST /SERVICE/METHOD`."""
 
     def __init__(self, market: Market) -> None:
         self.market = market
@@ -277,6 +282,9 @@ async def serve(
         for address in addresses:
             listeners.append(opened.enter_context(listen(address, port)))
             port = listeners[-1].getsockname()[1]
+        public = listeners
+        if simulation.simulator.grpc is not None:
+            listeners = [opened.enter_context(listen("127.0.0.1", 0))]
         if metadata is not None:
             simulation.metadata_at = metadata.getsockname()
             listeners.append(opened.enter_context(metadata))
@@ -290,11 +298,22 @@ async def serve(
         try:
             while not server.started:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # uvicorn has no event for it
-            yield f"http://{address}:{port}{simulation.simulator.base}"
+            async with _grpc(simulation, public, listeners[0]):
+                yield f"http://{address}:{port}{simulation.simulator.base}"
         finally:
             ticking.cancel()
             server.should_exit = True
             await answering
+
+
+def _grpc(
+    simulation: SimulatorApp, listeners: Sequence[socket.socket], web: socket.socket
+) -> contextlib.AbstractAsyncContextManager[None]:
+    if simulation.simulator.grpc is None:
+        return contextlib.nullcontext()
+    from shoal_simulators.grpc_front import serve_grpc  # it needs a provider's library
+
+    return serve_grpc(simulation, simulation.simulator.grpc, listeners, web.getsockname())
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -59,6 +59,8 @@ class Case:
     """The state of a machine that failed."""
     price_from: str = "list"
     """Which answer has the true price of a machine: `list`, `create` or none."""
+    http: bool = True
+    """Its calls are HTTP/1 requests: a single one of them can be answered badly."""
 
 
 CASES = {
@@ -144,6 +146,19 @@ CASES = {
                 "ensure_key": ("ssh_keys", "public_key", "fingerprint"),
             },
             dead_state="stopped",
+        ),
+        Case(
+            kind="nebius",
+            offer=Offer("acme", "gpu-l40s-a 1gpu-8vcpu-32gb", "eu-north1", usd_hour=1.55),
+            required={
+                "offers": ("presets", "resources", "vcpuCount", "memoryGibibytes"),
+                "create": ("resourceId",),
+                "rented": ("status", "state", "id"),
+            },
+            maps=frozenset({"labels"}),
+            dead_state="stopped",
+            price_from="nowhere",
+            http=False,
         ),
         Case(
             kind="paperspace",

@@ -52,8 +52,10 @@ def simulate(
         str,
         typer.Argument(
             metavar="PROVIDER",
-            help="Which provider: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox or vast.",
-            autocompletion=suggest("aws", "digitalocean", "gcp", "lambda", "paperspace", "runpod", "sandbox", "vast"),
+            help="Which provider: aws, digitalocean, gcp, lambda, nebius, paperspace, runpod, sandbox or vast.",
+            autocompletion=suggest(
+                "aws", "digitalocean", "gcp", "lambda", "nebius", "paperspace", "runpod", "sandbox", "vast"
+            ),
         ),
     ],
     port: Annotated[int, typer.Option(metavar="NUMBER", help="The port. Default: a free one.", min=0, max=65535)] = 0,

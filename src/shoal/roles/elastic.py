@@ -59,6 +59,8 @@ WHEELS = f"{INSTALLED}/wheels"
 ARCHIVES = f"{STATE}/cache/shoal/slurm"
 """Slurm for rented machines, in the service's own cache."""
 WHEEL_SECRET = "shoal itself"
+EXTRAS = ("gcp", "nebius")
+"""The kinds of providers whose client needs a package of its own: the extra of that name."""
 OLDEST_PYTHON = (3, 11)
 
 REMOVE_OLD_VERSIONS = r"""
@@ -267,7 +269,10 @@ def _contents(spec: Spec) -> str:
 
 
 def _extras(spec: Spec) -> str:
-    return "[gcp]" if any(account.kind == "gcp" for account in provider_accounts(spec).values()) else ""
+    """The parts of Shoal that the clients of these providers need."""
+    kinds = {account.kind for account in provider_accounts(spec).values()}
+    needed = [extra for extra in EXTRAS if extra in kinds]
+    return f"[{','.join(needed)}]" if needed else ""
 
 
 def _packages(spec: Spec) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from shoal.spec.checks import choice, matching, refusal, seconds, web_address
 from shoal.spec.values import Duration, SecretReference, SpecModel, text_schema
 
-KINDS = ("aws", "digitalocean", "gcp", "lambda", "paperspace", "runpod", "sandbox", "vast")
+KINDS = ("aws", "digitalocean", "gcp", "lambda", "nebius", "paperspace", "runpod", "sandbox", "vast")
 """The providers that come with Shoal. A package that is installed beside it may add more, by entry point."""
 GROUP = "shoal.renters"
 SANDBOX = "sandbox"
@@ -35,6 +35,7 @@ SETTINGS = {
         *("provisioning", "reservation", "service_account", "sources", "subnetwork"),
     ),
     "lambda": ("create_interval", "filesystems"),
+    "nebius": ("gpu_cluster", "image", "project", "security_groups", "subnet"),
     "paperspace": ("network", "template"),
     "runpod": ("cloud", "cuda", "image"),
     "sandbox": ("project",),  # without effect: it stands in for any provider
@@ -126,7 +127,7 @@ class ProviderAccount(SpecModel):
     url: ApiUrl | None = None
     """The address of the API, if not the provider's own: a simulator's."""
     project: Setting | None = None
-    """Google Cloud: the project that pays."""
+    """Google Cloud: the project that pays. Nebius: the projects to rent in, one of each region."""
     settings: dict[str, Setting] = Field(default_factory=dict)
     """Further settings of the provider's API: `{network: default}`."""
 

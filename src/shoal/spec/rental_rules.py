@@ -90,7 +90,9 @@ def _account_problems(
         if kind == "gcp" and not account.is_set("project"):
             yield Problem(path, "missing key `project`", "", "name the project that pays")
         elif account.is_set("project") and "project" not in SETTINGS.get(kind, ("project",)):
-            yield Problem((*path, "project"), f"`project` for {kind}", "", "delete it: only Google Cloud has projects")
+            yield Problem(
+                (*path, "project"), f"`project` for {kind}", "", "delete it: only Google and Nebius have them"
+            )
         yield from _setting_problems(path, kind, account)
         if name not in used and all_known:
             yield Problem(path, "nothing is rented from it", "", "name it in one, or delete it", "warning")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NOT_FOR_GOOD = {
     "digitalocean": "Shoal cannot reserve an address there yet",
     "lambda": "its machines cannot be stopped, and get another address and an empty disk when they are ordered again",
+    "nebius": "Shoal cannot reserve an address there yet",
     "paperspace": "Shoal cannot reserve an address there yet",
     "runpod": "its machines are containers without an init system and without an address of their own",
     SANDBOX: "it simulates machines that come and go; `provider: sandbox` makes hosts that stay",

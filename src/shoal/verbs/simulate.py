@@ -44,13 +44,15 @@ async def simulate(
     try:  # the simulators and their web server are an optional part
         from shoal_simulators import backend, find_simulator, instances, sandbox_backend, server
         from shoal_simulators.market import Market
+
+        simulator = find_simulator(kind)
     except ModuleNotFoundError as error:
+        extra = kind if (error.name or "").partition(".")[0] in (kind, "grpc") else "simulate"
         raise ShoalError(
             f"cannot simulate {kind}: the package {error.name} is not installed",
-            hint=f"run `{install_command('simulate')}`",
+            hint=f"run `{install_command(extra)}`",
         ) from None
     fault_list = instances.read_fault_file(faults) if faults else []
-    simulator = find_simulator(kind)
     hosts = sandbox_backend.SandboxBackend(kind, cluster, image=image) if cluster else None
     machines: backend.HostBackend = hosts or backend.NoHosts()
     address, warning, is_started = "127.0.0.1", "", False

@@ -43,6 +43,7 @@ from shoal.roles.wheel import build_wheel
 from shoal.roles.wireguard import config_of
 from shoal.slurm.conf import cgroup_conf, slurm_conf
 from shoal.spec.members import rented_sets
+from shoal.spec.rental import ProviderAccount
 from shoal_simulators.fake_host import FakeConnector
 
 REEF = """
@@ -328,6 +329,16 @@ def test_installation_is_named_by_its_content_and_made_once() -> None:
     assert install.unless == ("test", "-e", f"{place}/.complete")
     [sent] = [i for i in document if isinstance(i, File) and i.content == SecretRef(WHEEL_SECRET, build_wheel().sha256)]
     assert install.argv[-1] == f"{sent.path}[gcp]"
+
+
+def test_clients_with_packages_of_their_own_are_extras() -> None:
+    account = ProviderAccount(kind="nebius", key="env:KEY")
+    spec = SPEC_LAN.model_copy(update={"providers": {**SPEC_LAN.providers, "lab": account}})
+    cluster = assemble(spec, FACTS, ADDRESSES)
+    document = ElasticComponent().documents(cluster, cluster.controller)[Stage.SERVICES]
+    [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
+    assert install.argv[-1].endswith(".whl[gcp,nebius]")
+    assert install_prefix(spec) != install_prefix(SPEC_LAN)
 
 
 def test_service_spec_round_trips() -> None:

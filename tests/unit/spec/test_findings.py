@@ -256,7 +256,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "s.yaml:2:24 controller.provider: lambda rents out no host that stays: its machines cannot be stopped, and "
             'get another address and an empty disk when they are ordered again, found "lambda", rent it from aws, gcp',
             's.yaml:3:19 login.provider: unknown provider, found "azure", '
-            "known: sandbox, aws, digitalocean, gcp, lambda, paperspace, runpod, vast",
+            "known: sandbox, aws, digitalocean, gcp, lambda, nebius, paperspace, runpod, vast",
         ],
     ),
     "a rented controller without an account": (
@@ -290,7 +290,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         HEAD + "nodesets: {l: {provider: azure}, m: {provider: sandbox, count: 1, image: ubuntu}}\n",
         [
             's.yaml:3:26 nodesets.l.provider: unknown provider, found "azure", '
-            "known: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
+            "known: aws, digitalocean, gcp, lambda, nebius, paperspace, runpod, sandbox, vast",
             's.yaml:3:74 nodesets.m.image: unknown image, found "ubuntu", '
             "choose one of debian11, debian12, debian13, sid",
         ],

@@ -160,12 +160,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
         [
             "s.yaml:4:13 providers.gcp: missing key `project`, name the project that pays",
             "s.yaml:4:22 providers.cheap: missing key `kind`, "
-            "say which provider it is: aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
+            "say which provider it is: aws, digitalocean, gcp, lambda, nebius, paperspace, runpod, sandbox, vast",
             "s.yaml:4:43 providers.sandbox: missing key `url`, "
             "give the address of your `shoal simulate sandbox` server",
             "s.yaml:4:69 providers.other: warning: nothing is rented from it, name it in one, or delete it",
             's.yaml:4:83 providers.other.kind: unknown kind of provider, found "vost", '
-            "choose one of aws, digitalocean, gcp, lambda, paperspace, runpod, sandbox, vast",
+            "choose one of aws, digitalocean, gcp, lambda, nebius, paperspace, runpod, sandbox, vast",
         ],
     ),
     "times, money and markets": (
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "  g: {provider: gcp, type: a, max: 2}\n"
         "  r: {provider: runpod, type: a, max: 2}\n",
         [
-            "s.yaml:4:33 providers.lambda.project: `project` for lambda, delete it: only Google Cloud has projects",
+            "s.yaml:4:33 providers.lambda.project: `project` for lambda, delete it: only Google and Nebius have them",
             's.yaml:4:56 providers.lambda.settings.netwrok: unknown setting of lambda, found "netwrok", '
             "known: create_interval, filesystems, request_interval, timeout",
             's.yaml:4:68 providers.lambda.settings.timeout: not a number of seconds, found "soon", '

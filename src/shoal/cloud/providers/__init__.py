@@ -15,6 +15,7 @@ RENTAL_PROVIDERS = {
     "digitalocean": "shoal.cloud.providers.digitalocean:DigitalOceanProvider",
     "gcp": "shoal.cloud.providers.gcp:GoogleProvider",
     "lambda": "shoal.cloud.providers.lambda_cloud:LambdaProvider",
+    "nebius": "shoal.cloud.providers.nebius:NebiusProvider",
     "paperspace": "shoal.cloud.providers.paperspace:PaperspaceProvider",
     "runpod": "shoal.cloud.providers.runpod:RunPodProvider",
     "sandbox": "shoal.cloud.providers.sandbox:SandboxRentalProvider",
