@@ -22,20 +22,31 @@ HERE = ARCHITECTURES[platform.machine()]
 OTHER = next(name for name in ARCHITECTURES.values() if name != HERE)
 
 
-def debian_layer() -> Path:
+def debian_layer(*packages: str) -> Path:
     """The files of a small Debian with Python, about 100 MB: made once on this machine, in about a minute."""
     place = SandboxProvider().cache / "test-images"
     place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{SUITE}-python3.tar"
-    with (place / f"{SUITE}-python3.lock").open("w") as lock:
+    path = place / f"{'-'.join([SUITE, 'python3', *packages])}.tar"
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             new = path.with_suffix(".new.tar")
             excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")]
-            options = ["--variant=essential", "--include=python3", *excluded]
+            options = ["--variant=essential", f"--include={','.join(['python3', *packages])}", *excluded]
             subprocess.run(["mmdebstrap", "--quiet", *options, SUITE, new], check=True, timeout=900)
             new.rename(path)
     return path
+
+
+def training_root(shared: Path) -> None:
+    """`train` in the share of a sandbox cluster that has torch: a root file system with torch and Open MPI."""
+    root = shared / "train"
+    root.mkdir()
+    layer = debian_layer("openmpi-bin", "libstdc++6")
+    subprocess.run(["tar", "-xf", layer, "-C", root, "--exclude=./dev/*"], check=True, timeout=300)
+    packages = root / "usr/lib/python3/dist-packages"
+    subprocess.run(["cp", "-al", f"{shared / 'env'}/.", packages], check=True, timeout=300)
+    (root / "mark").write_text("train\n")
 
 
 def layer_of(members: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
@@ -91,3 +102,28 @@ def write_archive(path: Path, *layers: Path | bytes, architecture: str = HERE, e
         index = {"schemaVersion": 2, "manifests": [add_blob(manifest, "manifest.v1+json")]}
         add("index.json", json.dumps(index).encode())
         add("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+
+
+def write_broken_layer(path: Path) -> None:
+    """An archive whose digests are right, and whose layer is no archive."""
+    write_archive(path, b"no files" * 100)
+
+
+def write_changed(path: Path) -> None:
+    """An archive with another byte in a blob than its digest says."""
+    write_archive(path, layer_of([file("mark", "before")]))
+    path.write_bytes(path.read_bytes().replace(b"before", b"beyond"))
+
+
+def write_cut(path: Path) -> None:
+    """The first half of an archive."""
+    write_archive(path, layer_of([file("mark", "x" * 100000)]))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def write_text(path: Path) -> None:
+    path.write_text("no image\n")
+
+
+BROKEN = {"cut": write_cut, "changed": write_changed, "layer": write_broken_layer, "text": write_text}
+"""What writes an archive that is no image, by its name."""

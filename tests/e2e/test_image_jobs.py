@@ -6,19 +6,28 @@ The tests share one cluster and run in the order of this file.
 from __future__ import annotations
 
 import json
-import platform
 import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.e2e.cluster import Cluster, login_keys, running
-from tests.e2e.image_files import HERE, HOSTILE, OTHER, debian_layer, file, layer_of, write_archive
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster, login_keys, running
+from tests.e2e.image_files import (
+    BROKEN,
+    HERE,
+    HOSTILE,
+    OTHER,
+    debian_layer,
+    file,
+    layer_of,
+    training_root,
+    write_archive,
+)
 from tests.e2e.torch_env import give_torch
 from tests.small_wheels import small_wheel
 
-from shoal.containers.registry import TRUSTED
+from shoal.containers.registry import MAKE_CERTIFICATE, TRUSTED
 from shoal.remote.runner.unpacked_image import IMAGES
 from shoal.roles.images import LIMIT
 
@@ -30,12 +39,15 @@ network: wireguard
 controller: {provider: sandbox, memory: 1G}
 nodesets:
   n: {provider: sandbox, count: 2, memory: 2G, cgroups: true}
+  g: {provider: sandbox, count: 1, gpus: 2, memory: 1G, cgroups: true}
 users:
   ann: {uid: 2001, keys: ["file:KEYS/ann.pub"]}
   bob: {uid: 2002, keys: ["file:KEYS/bob.pub"]}
 partitions:
   main: {nodesets: [n], default: true}
   urgent: {nodesets: [n], priority: 10}
+  gpu: {nodesets: [g]}
+mpi: openmpi
 containers: {engine: oci, registry: true}
 """
 SCRIPT = """\
@@ -73,6 +85,23 @@ signal.signal(signal.SIGUSR1, lambda *_: (state.write_text("saved"), sys.exit(sh
 print("ready", flush=True)
 time.sleep(600)
 """
+UNTIL = """\
+import os, pathlib, time
+print("ready", flush=True)
+while not pathlib.Path(os.environ["SHOAL_JOB_DIR"], "end").exists():
+    time.sleep(0.2)
+print("ended", pathlib.Path("/mark").read_text(), flush=True)
+"""
+LIMITS = """\
+import sys
+for number in (0, 1):
+    try:
+        open(f"/dev/nvidia{number}").close()
+        print("opened", number, flush=True)
+    except PermissionError:
+        print("denied", number, flush=True)
+print("took", len(bytearray(int(sys.argv[1]) << 20)), flush=True)
+"""
 PLAIN = """\
 #!/usr/bin/env python3
 import os
@@ -85,10 +114,54 @@ FILES = {
     "gloo.py": GLOO,
     "wait.py": WAIT,
     "resume.py": RESUME,
+    "until.py": UNTIL,
+    "limits.py": LIMITS,
     "plain.py": PLAIN,
     "show.sh": "#!/bin/sh\nid -u; ls -ld /escape /dev-sda\n",
 }
 FILES["saved.sh"] = "#!/bin/sh\necho $(cat /opt/live) $GREETING\n"
+
+
+PROXY = """\
+import socket, socketserver, threading
+def copy(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+class Connection(socketserver.BaseRequestHandler):
+    def handle(self):
+        head = b""
+        while b"\\r\\n\\r\\n" not in head:
+            head += self.request.recv(1024)
+        place = head.split()[1].decode()
+        with open("/run/proxy.log", "a") as log:
+            log.write(place + "\\n")
+        server = socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2])))
+        self.request.sendall(b"HTTP/1.1 200 Connected\\r\\n\\r\\n")
+        threading.Thread(target=copy, args=(server, self.request), daemon=True).start()
+        copy(self.request, server)
+socketserver.ThreadingTCPServer.allow_reuse_address = True
+socketserver.ThreadingTCPServer(("", 3128), Connection).serve_forever()
+"""
+"""Leads to the port of this host, whatever the name is: what a request is for is in the log."""
+PRIVATE_REGISTRY = """\
+set -e
+mkdir -p /var/tmp/private /var/tmp/private-images && cd /var/tmp/private
+sh -c "$1" sh registry.example.org /var/tmp/private
+cp ca.crt /usr/local/share/ca-certificates/private.crt && update-ca-certificates > /dev/null 2>&1
+echo salmon | htpasswd -iBc htpasswd lab 2> /dev/null
+cat > config.yml << END
+version: 0.1
+storage: {filesystem: {rootdirectory: /var/tmp/private-images}}
+http: {addr: ":5443", tls: {certificate: /var/tmp/private/server.crt, key: /var/tmp/private/server.key}}
+auth: {htpasswd: {realm: lab, path: /var/tmp/private/htpasswd}}
+END
+printf %s "$2" > proxy.py
+for command in "docker-registry serve config.yml" "python3 proxy.py"; do
+    setsid $command > /dev/null 2>&1 < /dev/null &
+done
+sleep 1
+"""
 
 
 class User:
@@ -128,6 +201,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 write_archive(shared / f"{mark}.tar", debian, layer_of([file("mark", mark)]), env=env)
             write_archive(shared / "hostile.tar", debian, layer_of([file("mark", "hostile"), *HOSTILE]), env=env)
             write_archive(shared / "other.tar", layer_of([file("mark", "other")]), architecture=OTHER)
+            for name, write in BROKEN.items():
+                write(shared / f"{name}.tar")
             yield made
 
 
@@ -168,6 +243,14 @@ def test_named_container_keeps_what_jobs_change(ann: User) -> None:
         text = ann.run(f"-w n1 {image} --container-name mine --export NOTE=1")
         assert lines(text, "note") == [["x" * number]]
     assert "Read-only file system" in ann.run("--image mini --export NOTE=1", status=1)
+    [kept] = ann.json("image list")["containers"]
+    assert (kept["name"], kept["image"], kept["nodes"]) == ("mine", "mini", ["n1"])
+    assert "mine" in ann.do("shoal image list")
+    missing = ann.do("shoal image remove mine --node n2", status=2)
+    assert "cannot remove container mine: n2: there is no container mine of yours here" in missing
+    ann.do("shoal image remove mine --node n1")
+    assert ann.json("image list")["containers"] == []
+    assert "there is no container mine here; give --image once" in ann.run("-w n1 --container-name mine", status=1)
 
 
 def test_image_that_cannot_run_is_rejected_before_the_job_starts(ann: User) -> None:
@@ -185,6 +268,30 @@ def test_hostile_image_is_harmless(ann: User) -> None:
     assert ann.cluster.on("n1", "sh", "-c", left) == ""
     find = "find /var/lib/shoal/images/ann ! -user ann -o -type b -o -type c"
     assert ann.cluster.on("n1", "sh", "-c", find) == ""
+
+
+def test_broken_image_is_named_and_leaves_nothing(ann: User, cluster: Cluster) -> None:
+    asked = {
+        "cut": "cut.tar is no archive of an image",
+        "changed": "has other content than its digest says",
+        "text": "text.tar is no archive of an image",
+    }
+    for name, message in asked.items():
+        assert message in ann.do(f"shoal image pull /shared/{name}.tar --name broken", status=2)
+    assert "broken" not in ann.do("shoal image list")
+    # Its archive is whole: a node sees what a layer is worth when it unpacks it.
+    assert "cannot get image /shared/layer.tar: umoci" in ann.run("-w n1 --image /shared/layer.tar", status=1)
+    assert ".new" not in cluster.on("n1", "ls", "-A", f"{IMAGES}/ann")
+
+
+@ON_DEBIAN_12
+def test_limits_of_the_job_hold_in_an_image(ann: User, cluster: Cluster) -> None:
+    seen = ann.run("-p gpu --gpus-per-node 1 --mem 250M --image mini", "limits.py 100")
+    assert re.findall(r"(?:opened|denied) \d", seen) == ["opened 0", "denied 1"]
+    assert f"took {100 << 20}" in seen
+    seen = ann.run("-p gpu --gpus-per-node 2 --ntasks-per-node 1 --mem 60M --image mini", "limits.py 150", status=1)
+    assert re.findall(r"(?:opened|denied) \d", seen) == ["opened 0", "opened 1"]
+    assert "took" not in seen and "the memory was used up" in seen
 
 
 def test_two_users_have_different_images_of_one_name(ann: User, cluster: Cluster) -> None:
@@ -304,6 +411,32 @@ def test_registry_of_the_cluster_takes_and_gives_images(ann: User, cluster: Clus
     assert "controller:5000/ann/maxi: the registry has no such image or tag" in unknown
 
 
+def test_private_registry_behind_the_proxy_of_the_cluster(ann: User, cluster: Cluster) -> None:
+    """Its name is known to the proxy alone, and every request to it needs a login."""
+    cluster.on("controller", "sh", "-c", PRIVATE_REGISTRY, "sh", MAKE_CERTIFICATE, PROXY)
+    line = "proxy: {https: 'http://controller:3128', no_proxy: [controller]}\n"
+    cluster.file.write_text(cluster.file.read_text() + line)
+    try:
+        cluster.json("up")
+        image, password = "registry.example.org:5443/lab/mini", "file:/shared/shoal-jobs/ann/password"
+        assert "log in with `shoal image login" in ann.do(f"shoal image push mini {image}", status=2)
+        ann.do("umask 077 && echo salmon > /shared/shoal-jobs/ann/password")
+        login = f"shoal image login registry.example.org:5443 --user lab --password {password}"
+        ann.do(login)
+        pushed = ann.json(f"image push mini {image}")
+        pulled = ann.json(f"image pull {image} --name private")
+        assert pulled["digest"] == pushed["digest"]
+        assert lines(ann.run("-w n1 --image private"))[0][6] == "one"
+        assert "registry.example.org:5443" in cluster.on("controller", "cat", "/run/proxy.log").split()
+        ann.do("shoal image logout registry.example.org:5443")
+        assert "log in with" in ann.do(f"shoal image pull {image} --name private", status=2)
+        assert "salmon" not in ann.do("cat /shared/shoal-jobs/ann/images/auth.json")
+    finally:
+        cluster.edit(line, "")
+        cluster.json("up")
+    assert "the registry's name is not known" in ann.do(f"shoal image pull {image}", status=2)
+
+
 def test_registry_that_is_down_or_returns_wrong_data(ann: User, cluster: Cluster) -> None:
     storage = "/var/lib/docker-registry/docker/registry/v2/blobs"
     damage = (
@@ -356,13 +489,28 @@ def test_array_and_preemption_in_an_image(ann: User, cluster: Cluster) -> None:
     cluster.wait("it resumed", lambda: "resumed saved one 1" in ann.do(f"shoal logs {job}"))
 
 
+@pytest.fixture(scope="module")
+def train_image(cluster: Cluster) -> str:
+    """An image with torch and Open MPI: a directory that the nodes see."""
+    give_torch(cluster.name, cluster.env)
+    training_root(cluster.provider.cache / "sandbox" / cluster.name / "shared")
+    return "/shared/train"
+
+
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn"])
-def test_ranks_in_images_train_together(ann: User, cluster: Cluster, launcher: str) -> None:
-    place = give_torch(cluster.name, cluster.env)
-    library = f"/usr/lib/{platform.machine()}-linux-gnu/libstdc++.so.6"  # the image has none
-    mounts = f"--mount {place}:/opt/torch:ro --mount {library}:{library}:ro"
-    options = f"-N2 --launcher {launcher} --image mini {mounts} --export PYTHONPATH=/opt/torch"
-    assert lines(ann.run(options, "gloo.py"), "sum") == [["3.0", "one"], ["3.0", "one"]]
+def test_ranks_in_images_train_together(ann: User, train_image: str, launcher: str) -> None:
+    text = ann.run(f"-N2 --launcher {launcher} --image {train_image}", "gloo.py")
+    assert lines(text, "sum") == [["3.0", "train"], ["3.0", "train"]]
+
+
+def test_validation_has_rows_in_an_image(ann: User, train_image: str) -> None:
+    """A gloo and an MPI all-reduce inside."""
+    print(ann.do(f"shoal validate --quick --launcher srun,mpirun --image {train_image} || true"))
+    rows = ann.json("validate --since 1d")["runs"][-1]["rows"]
+    inside = {(row["launcher"], row["test"]): row["status"] for row in rows if "image" in row["launcher"]}
+    wanted = {("srun, image", test) for test in ("cpu", "all-reduce gloo")}
+    wanted |= {("srun --mpi=pmix, image", test) for test in ("cpu", "mpi all-reduce", "mpi ping-pong")}
+    assert inside == dict.fromkeys(wanted, "passed")
 
 
 def test_named_container_survives_a_reboot_of_its_node(ann: User, cluster: Cluster) -> None:
@@ -400,11 +548,18 @@ def test_host_without_user_namespaces_gets_no_such_jobs(ann: User, cluster: Clus
         cluster.on("n2", "umount", LIMIT)
 
 
-def test_removed_section_removes_everything(ann: User, cluster: Cluster) -> None:
+def test_removed_section_removes_everything_but_what_a_job_runs_in(ann: User, cluster: Cluster) -> None:
+    job = ann.start("-w n1 --image mini", "until.py")
     cluster.edit("containers: {engine: oci, registry: true}\n", "")
     cluster.json("up")
     for host in ("n1", "n2", "controller"):
-        places = ("/etc/slurm/oci.conf", "/var/lib/shoal/images", "/etc/shoal/registry", TRUSTED)
+        places = ("/etc/slurm/oci.conf", "/etc/shoal/registry", TRUSTED, *([IMAGES] if host != "n1" else []))
         assert cluster.on(host, "ls", *places, status=None) == ""
     assert "no node of the cluster runs jobs in images" in ann.run("--image mini", status=2)
+    assert cluster.on("n1", "ls", f"{IMAGES}/ann") != ""
+    ann.do(f"touch $(find /shared/shoal-jobs/ann -maxdepth 2 -name {job})/end")
+    cluster.wait("it ended", lambda: "COMPLETED" in ann.do(f"scontrol show job {job}"))
+    assert "ended one" in ann.do(f"shoal logs {job}")
+    cluster.json("up")
+    assert cluster.on("n1", "ls", IMAGES, status=None) == ""
     assert cluster.json("up")["changed"] == []
