@@ -29,7 +29,7 @@ from shoal.slurm.state import NodeState
 from shoal.spec.finding import Finding
 
 if TYPE_CHECKING:
-    from shoal.verbs.down import DownResult
+    from shoal.verbs.down import DownResult, RentedCost
     from shoal.verbs.health import AccountingHealth, TailnetMember, TailnetView, WireGuardView
     from shoal.verbs.rentals import RentedNode, RentedView
     from shoal.verbs.shares import ShareState
@@ -119,6 +119,8 @@ def show_down(console: Console, result: DownResult) -> None:
     show_failures(console, result.failures)
     if result.given_back:
         console.print(f"released {', '.join(result.given_back)}: no provider lists a machine of the cluster any more")
+    if result.cost is not None:
+        console.print(_format_final_cost(result.cost))
     if result.deleted:
         console.print(f"removed {compress(result.deleted)}")
     if result.released:
@@ -127,6 +129,18 @@ def show_down(console: Console, result: DownResult) -> None:
         )
     if not (result.deleted or result.released or result.given_back or result.failures):
         console.print(f"{result.cluster}: nothing to remove")
+
+
+def _format_final_cost(cost: RentedCost) -> str:
+    """`what was rented cost $1.37: hosts $1.02, nodes $0.35`."""
+    known = micros(cost.hosts) + micros(cost.nodes)
+    parts = {"hosts": micros(cost.hosts), "nodes": micros(cost.nodes)}
+    divided = ", ".join(f"{name} {format_known_cost(part, 0)}" for name, part in parts.items() if part)
+    unpriced = f"{compress(cost.unpriced)}: price unknown" if cost.unpriced else ""
+    if cost.unpriced and not known:
+        return f"what was rented: {unpriced}"
+    total = format_known_cost(known, len(cost.unpriced))
+    return f"what was rented cost {total}" + (f": {divided}" if divided else "") + (f"; {unpriced}" if unpriced else "")
 
 
 def show_status(console: Console, status: ClusterStatus) -> None:

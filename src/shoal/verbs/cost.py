@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.cloud.providers.api import ProviderLogin, RentalProvider
 from shoal.cloud.rental import Rental
-from shoal.cloud.service.costs import CostReport, decode, summary
+from shoal.cloud.service.costs import CostReport, TotalCost, decode, summary
 from shoal.cloud.service.host_costs import host_prices, host_rental
 from shoal.errors import LedgerError, UsageError
 from shoal.roles.elastic import UNIT
@@ -65,6 +65,22 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
         raise _make_error(host.name, result.text, result.error_text) from None
     nodeset_budgets = {name: nodeset.budget for name, nodeset in sets.items() if nodeset.budget}
     return CostResult(context.cluster, costs, context.spec.budget or Budget(), nodeset_budgets)
+
+
+async def final_cost(context: Context) -> TotalCost | None:
+    """What the cluster rented since its beginning; None before the first `up`. Raises LedgerError, ProviderError."""
+    if not rented_sets(context.spec):
+        costs = await _ask_providers(context, "")
+        return TotalCost(hosts=costs.total, unpriced=costs.unpriced)
+    async with context.controller_host() as host:
+        result = await host.run((*COMMAND, "--total"), timeout=COST_TIMEOUT_S)
+    if result.status == 127:
+        return None
+    try:
+        data = json.loads(result.text)
+        return TotalCost(int(data["nodes"]), int(data["hosts"]), tuple(map(str, data["unpriced"])))
+    except (ValueError, KeyError, TypeError):
+        raise _make_error(host.name, result.text, result.error_text) from None
 
 
 async def _ask_providers(context: Context, month: str) -> CostReport:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.agent.client import FactsRequest
+from shoal.cloud.rental import dollars
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
 from shoal.local_files import state_directory
 from shoal.plan.connections import Fleet
@@ -22,10 +23,24 @@ from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, renta
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.verbs.context import Context, ProviderInstances, note_at_exit, report_to
+from shoal.verbs.cost import final_cost
 from shoal.verbs.reap import Polling, reap
 from shoal.verbs.rentals import control_service, restart_if_disconnected, run_to_completion
 
 _FOREIGN_HINT = "take it out of this file"
+
+
+@dataclass(frozen=True)
+class RentedCost:
+    """What the cluster rented from its beginning to its end, in US dollars."""
+
+    total: float | None
+    """None where a price is unknown."""
+    hosts: float
+    """The controller and login hosts."""
+    nodes: float
+    unpriced: tuple[str, ...] = ()
+    """Hosts and nodes of unknown price, which are in no sum."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,8 @@ class DownResult:
     findings: tuple[Finding, ...] = ()
     given_back: tuple[str, ...] = ()
     """Rented machines that no provider lists any more."""
+    cost: RentedCost | None = None
+    """None where the cluster rents nothing, or nothing tells what that cost."""
 
 
 async def down(context: Context, *, force: bool = False, polling: Polling | None = None) -> DownResult:
@@ -47,13 +64,21 @@ async def down(context: Context, *, force: bool = False, polling: Polling | None
     await _reject_foreign_controller(context)
     if not force:
         await _reject_running_jobs(context, instances)
-    rental_texts, findings = await _release_rented(context, force, not _is_off(context, instances), polling)
+    is_on = not _is_off(context, instances)
+    rental_texts, findings = await _release_rented(context, force, is_on, polling)
+    rented_cost, cost_findings = await _final_cost(context, is_on)
     released_hosts, failures = await release(context, [member for member in context.members if member.provider is None])
     deleted_hosts = await _delete(context, instances)
     if not failures:
         shutil.rmtree(state_directory(context.cluster), ignore_errors=True)
     return DownResult(
-        context.cluster, deleted_hosts, released_hosts, failures, (*instances.findings, *findings), rental_texts
+        context.cluster,
+        deleted_hosts,
+        released_hosts,
+        failures,
+        (*instances.findings, *findings, *cost_findings),
+        rental_texts,
+        rented_cost,
     )
 
 
@@ -106,6 +131,23 @@ async def _release_rented(
         hint=f"run `shoal down` again when the provider answers; {next_step}. "
         "Or use --force, and release them with `shoal reap`",
     )
+
+
+async def _final_cost(context: Context, is_on: bool) -> tuple[RentedCost | None, tuple[Finding, ...]]:
+    """What was rented, while there is a controller that knows it."""
+    if not context.spec.providers or not is_on:
+        return None, ()
+    try:
+        spent = await final_cost(context)
+    except ProviderError:
+        return None, ()  # the controller was never made
+    except ShoalError as error:
+        fix = "look in the console of the provider"
+        return None, (Finding("warning", "the cost of what was rented is unknown", error.message, fix),)
+    if spent is None:
+        return None, ()
+    total = None if spent.unpriced else dollars(spent.hosts + spent.nodes)
+    return RentedCost(total, dollars(spent.hosts), dollars(spent.nodes), spent.unpriced), ()
 
 
 async def _orphans(context: Context, force: bool) -> tuple[Finding, ...]:

@@ -20,7 +20,18 @@ from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import Billing
 from shoal.cloud.rental import Rental, cost, cost_between, micros
-from shoal.cloud.service.costs import CostReport, JobCost, NodeUse, decode, encode, main, summary, uses_of
+from shoal.cloud.service.costs import (
+    CostReport,
+    JobCost,
+    NodeUse,
+    TotalCost,
+    decode,
+    encode,
+    main,
+    summary,
+    total_cost,
+    uses_of,
+)
 from shoal.cloud.service.ledger import Ledger
 from shoal.jobs.record import JobRecord, parse_jobcomp, parse_runs
 
@@ -79,6 +90,12 @@ def test_summary_has_now_today_and_month_by_nodeset() -> None:
     assert found.total == micros(230)
     assert found.nodesets == {"burst": micros(30), "spot": micros(200)}
     assert found.month == "2026-11"
+
+
+def test_total_is_that_of_all_months() -> None:
+    long, host = machine(since=24 * 40), replace(machine("controller", 24 * 40), nodeset="")
+    unpriced = replace(machine("lab1", 2), usd_hour=None, prices=())
+    assert total_cost([long, host, unpriced], NOW) == TotalCost(micros(9600), micros(9600), ("lab1",))
 
 
 def test_cost_is_split_at_midnight_and_at_the_month_end() -> None:

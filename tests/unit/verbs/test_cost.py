@@ -11,15 +11,17 @@ from tests.contract.rental_providers import CASES, trial
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 from tests.unit.verbs.fake_renters import RENTING
 
+from shoal.cli.cluster_screens import show_down
 from shoal.cli.rental_commands import cost_json, show_cost
 from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, RentalOrder
 from shoal.cloud.rental import micros
-from shoal.cloud.service.costs import CostReport, JobCost, encode
+from shoal.cloud.service.costs import CostReport, JobCost, TotalCost, encode
 from shoal.errors import LedgerError, UsageError
 from shoal.hosts.api import Result
 from shoal.spec.rental import Budget
 from shoal.verbs.context import Context
-from shoal.verbs.cost import COMMAND, CostResult, cost
+from shoal.verbs.cost import COMMAND, CostResult, cost, final_cost
+from shoal.verbs.down import DownResult, RentedCost
 
 COSTS = CostReport(
     at=1000.0,
@@ -169,3 +171,38 @@ async def test_cost_of_rented_hosts_without_rented_nodesets_is_asked_of_the_prov
         result = await cost(Context(spec))
     assert (result.costs.machines, result.costs.per_hour) == (1, micros("0.5"))
     assert "1 machine" in shown(result)[0]
+
+
+# The end of a cluster
+
+
+async def test_final_cost_is_the_sum_of_the_ledger() -> None:
+    made = world(Result(0, b'{"nodes": 350000, "hosts": 1020000, "unpriced": ["a1"]}', b""))
+    assert await final_cost(Context(made.spec, connector=made.connector)) == TotalCost(350000, 1020000, ("a1",))
+    [call] = [call for call in made.hosts["c1"].calls if call.argv[:1] == COMMAND[:1]]
+    assert tuple(call.argv) == (*COMMAND, "--total") and call.root
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b'{"nodes": "x"}', b"no ledger"])
+async def test_final_cost_that_cannot_be_read_is_an_error(answer: bytes) -> None:
+    made = world(Result(0, answer, b""))
+    with pytest.raises(LedgerError, match="cannot read the costs on c1"):
+        await final_cost(Context(made.spec, connector=made.connector))
+
+
+@pytest.mark.parametrize(
+    ("spent", "line"),
+    [
+        (RentedCost(1.37, 1.02, 0.35), "what was rented cost $1.37: hosts $1.02, nodes $0.35"),
+        (RentedCost(0.0, 0.0, 0.0), "what was rented cost $0.00"),
+        (
+            RentedCost(None, 0.0, 0.35, ("a1", "a2")),
+            "what was rented cost at least $0.35: nodes $0.35; a[1-2]: price unknown",
+        ),
+        (RentedCost(None, 0.0, 0.0, ("a1",)), "what was rented: a1: price unknown"),
+    ],
+)
+def test_down_prints_what_was_rented(spent: RentedCost, line: str) -> None:
+    out = StringIO()
+    show_down(Console(file=out, width=120), DownResult("reef", released=("c1",), cost=spent))
+    assert out.getvalue().splitlines()[0] == line

@@ -20,7 +20,8 @@ from shoal.hosts.api import Result, Target
 from shoal.roles.orphaned_rentals import ACCOUNTS
 from shoal.verbs import reap
 from shoal.verbs.context import Context
-from shoal.verbs.down import down
+from shoal.verbs.cost import COMMAND
+from shoal.verbs.down import RentedCost, down
 from shoal.verbs.rentals import LedgerRental, RentedView, rented_view
 from shoal.verbs.up import plan, up
 from shoal_simulators.fake_host import FakeHost, FakeProgram
@@ -49,6 +50,7 @@ async def a_cluster(cloud: Trial) -> tuple[World, Context]:
     world = lab()
     await raised(world)
     world.hosts["c1"].answers |= {line: b"" for line in SERVICE} | {READ_LEDGER: b'{"machines": []}'}
+    world.hosts["c1"].answers |= {COMMAND: b'{"nodes": 420000, "hosts": 0, "unpriced": []}'}
     assert (await cloud.create("cloud1", "t0ken1", "reef")).ok
     assert (await cloud.create("cloud1", "t0ken2", "other")).ok
     return world, context_of(world, rented_lab(cloud.url))
@@ -68,6 +70,7 @@ async def test_down_releases_rented_machines_of_this_cluster_only() -> None:
         result = await down(context)
         passing.cancel()
         assert result.given_back == (f"cloud1 (acme {machine.id})",)
+        assert result.cost == RentedCost(0.42, 0.0, 0.42)
         assert result.findings == () and result.released == ("c1", "n1", "n2")
         assert await cloud.listed("reef") == []
         assert len(await cloud.listed("other")) == 1

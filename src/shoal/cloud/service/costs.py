@@ -85,6 +85,26 @@ class CostReport:
     """Why jobs are missing: Slurm's records could not be read."""
 
 
+@dataclass(frozen=True)
+class TotalCost:
+    """What a cluster rented from its beginning until now, in millionths of a dollar."""
+
+    nodes: int = 0
+    hosts: int = 0
+    """Rented hosts: the controller and login hosts."""
+    unpriced: tuple[str, ...] = ()
+    """Machines of unknown price, by node or host, which are in no sum."""
+
+
+def total_cost(rentals: Sequence[Rental], now: float) -> TotalCost:
+    """All that the ledger has."""
+    spent = Counter[bool]()
+    for rental in rentals:
+        spent[bool(rental.nodeset)] += cost_between(rental, 0.0, now)
+    unpriced = {one.node for one in rentals if one.usd_hour is None and presence(one, 0.0, now)}
+    return TotalCost(spent[True], spent[False], tuple(sorted(unpriced)))
+
+
 def summary(
     rentals: Sequence[Rental], uses: Sequence[NodeUse], now: float, month: str = "", unattributed: str = ""
 ) -> CostReport:
@@ -214,9 +234,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the costs as JSON. Runs on the controller as root."""
     parser = argparse.ArgumentParser(prog="shoal.cloud.service.costs")
     parser.add_argument("--month", default="")
+    parser.add_argument("--total", action="store_true", help="of all months together")
     parser.add_argument("--ledger", type=Path, default=LEDGER)
     chosen = parser.parse_args(argv)
     try:
+        if chosen.total:
+            with Ledger.read(chosen.ledger) as ledger:
+                print(json.dumps(asdict(total_cost(ledger.all(), time.time()))))
+            return 0
         [costs] = collect_costs((chosen.month,), time.time(), chosen.ledger)
     except LedgerError as error:
         print(json.dumps({"error": error.message, "fix": error.hint}))
