@@ -59,7 +59,7 @@ def _types() -> tuple[MachineType, ...]:
     for row in shipped():
         if row.provider == "nebius":
             there = REGIONS.get(row.type.partition(" ")[0])
-            places = {there: 8} if there else {"eu-north1": 16, "eu-west1": 2}
+            places = {there: 8} if there else {"eu-north1": 16, "eu-west1": 16}
             types.append(MachineType.of(row, spot_usd_hour=round((row.usd_hour or 1) * SPOT_SHARE, 4), places=places))
     return tuple(types)
 

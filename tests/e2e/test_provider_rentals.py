@@ -68,6 +68,11 @@ CASES = (
     ),
     Case("aws", "type: g4dn.xlarge, region: us-east-1, zone: us-east-1a, image: ami-0123456789abcdef0", gpus=1),
     Case("digitalocean", "type: gpu-l40sx1-48gb, region: tor1, image: '12345678'", gpus=1),
+    Case(
+        "nebius",
+        "type: gpu-l40s-a 1gpu-8vcpu-32gb, region: eu-north1, image: computeimage-e00debian12",
+        gpus=1,
+    ),
     Case("vast", "type: RTX 4090, region: DE", gpus=1, container=True),
     # Started hours: to the last millionth. A template that is named is not known to be too old.
     Case("paperspace", "type: A4000, region: NY2", gpus=1, slack=0.0, settings=", settings: {template: twnlo3zj}"),

@@ -58,7 +58,7 @@ PATTERNS: dict[str, tuple[str, str]] = {
     "error-before-create": ("ledger", r"no machine of this order was listed within 120 s"),
     "slow-boot": ("", ""),
     "never-reachable": ("ledger", r"\S+ of {provider} is not a node after \d+ s: \S+ does not answer"),
-    "dies": ("node", r"shoal: \S+ of {provider} is (unhealthy|failed|TERMINATED|ERROR|off|stopped|exited|offline) "),
+    "dies": ("node", r"shoal: \S+ of {provider} is (?i:unhealthy|failed|terminated|error|off|stopped|exited|offline) "),
     "preempt": ("node", r"shoal: ({provider} takes \S+ away|\S+ of {provider} is gone) "),
     "lagging-list": ("", ""),
     "late-address": ("", ""),

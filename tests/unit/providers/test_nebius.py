@@ -45,7 +45,7 @@ async def test_accepted_order_that_fails_leaves_no_machine(
 ) -> None:
     it.fault(fault)
     outcome = await it.create()
-    assert (outcome.failure, outcome.scope, outcome.id) == (failure, "region", "")
+    assert (outcome.failure, outcome.scope, outcome.id) == (failure, "offer", "")
     assert outcome.message == f"acme: the order was accepted, and failed: {words}"
     assert calls(it, "Delete") == 1
     assert await it.listed() == []
@@ -188,7 +188,7 @@ async def test_region_is_the_default_project_or_the_one_of_the_settings(it: Tria
 
 async def test_offers_have_stock_and_moving_prices(it: Trial) -> None:
     for type in it.market.types.values():
-        it.market._taken[type.name, "eu-west1"] = 2
+        it.market._taken[type.name, "eu-west1"] = 16
     offers = await it.renter.offers(Query(gpu="l40s", gpus=1, types=(CASE.offer.type,)))
     shown = {(one.region, one.market): (one.available, one.usd_hour, one.as_of) for one in offers}
     assert shown == {

@@ -65,8 +65,8 @@ REFUSALS_BY_CODE = {
 }
 """All others leave open what happened."""
 REFUSALS_BY_DETAIL = {
-    "notEnoughResources": Refusal(FailureKind.CAPACITY, "region"),
-    "quotaFailure": Refusal(FailureKind.QUOTA, "region", hint="raise it in Nebius's console, under Quotas"),
+    "notEnoughResources": Refusal(FailureKind.CAPACITY),
+    "quotaFailure": Refusal(FailureKind.QUOTA, hint="raise it in Nebius's console, under Quotas"),
     "tooManyRequests": Refusal(FailureKind.RATE, "provider"),
     "operationConflict": Refusal(FailureKind.TRANSIENT),  # such as a delete while its create is under way
 }
@@ -75,7 +75,7 @@ REFUSALS_BY_MESSAGE = {
     r"suspend|unpaid|payment|billing account": Refusal(
         FailureKind.BALANCE, "provider", hint="see Nebius's console about the account"
     ),
-    r"quota": Refusal(FailureKind.QUOTA, "region"),
+    r"quota": Refusal(FailureKind.QUOTA),
 }
 
 
@@ -243,7 +243,7 @@ def read_refusal(code: str, message: str, errors: list[dict[str, Any]], unknown:
         known := refusal_by_message(REFUSALS_BY_MESSAGE, words)
     ):
         return known
-    fallback = Refusal(FailureKind.CAPACITY, "region") if code == "RESOURCE_EXHAUSTED" else Refusal(unknown)
+    fallback = Refusal(FailureKind.CAPACITY) if code == "RESOURCE_EXHAUSTED" else Refusal(unknown)
     refusal = REFUSALS_BY_CODE.get(code, fallback)
     return Refusal(refusal.failure, refusal.scope, words, refusal.hint)
 
