@@ -93,7 +93,7 @@ class FakeHost(LineHost):
         self.lose_after_lines = lose_after_lines
         self.sudo_denied_error = sudo_denied_error
         self.calls: list[Call] = []
-        self.connects = 0
+        self.connects = self._connections = 0
         self.closed = False
         self._running: set[_FakeChannel] = set()
 
@@ -102,6 +102,9 @@ class FakeHost(LineHost):
         return [call.argv for call in self.calls]
 
     async def close(self) -> None:
+        self._connections -= 1
+        if self._connections > 0:
+            return  # another one is open
         self.closed = True
         for channel in list(self._running):
             await channel.kill()
@@ -143,6 +146,7 @@ class FakeConnector:
             raise host.unreachable
         if host.unreachable:
             raise Unreachable(target.name, "does not answer within 10 s", hint="is the host up?")
+        host._connections += 1
         host.closed = False
         return host
 
@@ -249,8 +253,18 @@ class FakeAgent:
         size = int((await program.readline()).split()[0])
         while size > 0:
             size -= len(await program.readline())
+        received: dict[str, bytes] = {}
         while line := await program.readline():
             request = json.loads(line)
+            if request["op"] == "receive":
+                content = b""
+                while len(content) <= request["size"]:
+                    content += await program.readline()
+                received[request["name"]] = content[:-1]
+                continue
+            for item in request.get("items", ()):
+                if "received" in item:
+                    item["content_b64"] = base64.b64encode(received[item.pop("received")]).decode()
             self.requests.append({name: value for name, value in request.items() if name != "items"})
             if request["op"] == "exit":
                 break

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,9 +22,7 @@ Status = Literal["ok", "change", "changed", "failed", "skipped"]
 CLOSE_TIMEOUT_S = 5.0
 """For an agent to end after `exit`."""
 _LARGE_BYTES = 1 << 20
-"""From this size on a secret is encoded once for all hosts."""
-_MARK_BYTES = 24
-"""Of a random mark: its encoding has no padding, and occurs nowhere else."""
+"""From this size on a secret travels by itself, before the document."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +133,12 @@ class AgentSession:
         defer_restarts: bool = False,
     ) -> Report:
         """Apply the document to the host. With `defer_restarts`, running services wait for a later call."""
-        marks = {name: os.urandom(_MARK_BYTES) for name, value in secrets.items() if len(value) >= _LARGE_BYTES}
-        items = to_wire(document, {**secrets, **marks})
-        large = {base64.b64encode(mark): _encode(secrets[name]) for name, mark in marks.items()}
-        await self._request("apply", large, items=items, defer_restarts=defer_restarts)
+        items = to_wire(document, secrets, _LARGE_BYTES)
+        for name in dict.fromkeys(item["received"] for item in items if "received" in item):
+            await self._request("receive", name=name, size=len(secrets[name]))
+            await self._process.write(secrets[name])
+            await self._process.write(b"\n")
+        await self._request("apply", items=items, defer_restarts=defer_restarts)
         return await self._report(len(document), on_event)
 
     async def reach(self, targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
@@ -216,12 +214,8 @@ class AgentSession:
         await self._request(operation, **values)
         return await anext(event async for event in self._events() if event["event"] == operation)
 
-    async def _request(self, operation: str, large: Mapping[bytes, bytes] | None = None, **values: Any) -> None:
-        """Send a request. Values of many megabytes, by the marks in their places, are put in after the encoding."""
-        line = json.dumps({"op": operation, **values}).encode() + b"\n"
-        for mark, value in (large or {}).items():
-            line = line.replace(mark, value)
-        await self._process.write(line)
+    async def _request(self, operation: str, **values: Any) -> None:
+        await self._process.write(json.dumps({"op": operation, **values}).encode() + b"\n")
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         while line := await self._process.readline():
@@ -254,12 +248,6 @@ class AgentSession:
             what = f"the agent ended unexpectedly with status {result.status}\n{output}".rstrip()
             hint = "run the command again; should it end so again, report it with these lines"
         return AgentFailed(self._host.name, what, hint=hint)
-
-
-@lru_cache(maxsize=4)
-def _encode(content: bytes) -> bytes:
-    """Kept, because the archive of Slurm goes to all hosts."""
-    return base64.b64encode(content)
 
 
 def _remedy(key: str, host: str) -> str:

@@ -7,6 +7,7 @@ services to restart when the item changes.
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -207,19 +208,26 @@ class Command(Item):
 Document = tuple[Item, ...]
 
 
-def to_wire(document: Document, secrets: dict[str, bytes] | None = None) -> list[dict[str, Any]]:
-    """The document as JSON-ready data. A secret without a value travels as its digest, enough for a dry run."""
-    return [_item_to_wire(item, secrets or {}) for item in document]
+def to_wire(
+    document: Document, secrets: Mapping[str, bytes] | None = None, large: float = math.inf
+) -> list[dict[str, Any]]:
+    """The document as JSON-ready data. A secret without a value travels as its digest, enough for a dry run.
+
+    Of a secret that has at least `large` bytes only the name is in it, as `received`.
+    """
+    return [_item_to_wire(item, secrets or {}, large) for item in document]
 
 
-def _item_to_wire(item: Item, secrets: dict[str, bytes]) -> dict[str, Any]:
+def _item_to_wire(item: Item, secrets: Mapping[str, bytes], large: float) -> dict[str, Any]:
     wire: dict[str, Any] = {"kind": item.kind, "key": item.key}
     for spec in fields(item):
         value = getattr(item, spec.name)
         if isinstance(value, SecretRef):
             wire["secret"] = True
             wire["sha256"] = value.sha256
-            if value.name in secrets:
+            if len(secrets.get(value.name, b"")) >= large:
+                wire["received"] = value.name
+            elif value.name in secrets:
                 wire["content_b64"] = base64.b64encode(secrets[value.name]).decode()
             continue
         if isinstance(value, bytes):

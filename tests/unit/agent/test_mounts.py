@@ -118,10 +118,10 @@ def test_new_mount_reloads_systemd_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(mounts, "UNITS", f"{tmp_path}/")
     item = {"where": str(tmp_path / "d"), "what": "10.0.0.1:/d", "fstype": "nfs4", "options": "hard", "mounted": True}
     context = ConvergeContext(OperatorConnection(), str(tmp_path), [], False, str)
-    context.reload_units = True  # another unit of this run has changed as well
+    context.changed_units = {"other.service"}  # another unit of this run has changed as well
     mounts.make_mount({**item, "automount": automount}, context)
     verbs = [argv[1] for argv in calls if "--no-reload" not in argv]
-    assert verbs == ["daemon-reload", "start"] and not context.reload_units, calls
+    assert verbs == ["daemon-reload", "start"] and not context.changed_units, calls
     mounts.make_mount({**item, "automount": automount, "mounted": False}, context)
     assert [argv[1] for argv in calls if argv[1] == "daemon-reload"] == ["daemon-reload"] * 2
     assert all("--no-reload" in argv for argv in calls if argv[1] in ("enable", "disable")), calls

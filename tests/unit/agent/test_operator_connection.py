@@ -42,12 +42,15 @@ def test_requests_are_read_one_by_one(operator: int) -> None:
 def test_large_request_arrives_in_small_pieces(operator: int) -> None:
     def send() -> None:
         with os.fdopen(operator, "wb") as pipe:
-            pipe.write(b'{"content": "' + b"x" * LARGE + b'"}\n{"op": "exit"}\n')
+            pipe.write(b'{"content": "' + b"x" * LARGE + b'"}\n' + b"\n" * LARGE + b'\n{"op": "exit"}\n')
 
     sender = threading.Thread(target=send)
     sender.start()
     connection = OperatorConnection()
-    first, second, end = connection.request(), connection.request(), connection.request()
+    first = connection.request()
+    connection.receive("slurm", LARGE)
+    second, end = connection.request(), connection.request()
     sender.join()
     assert first is not None and len(first["content"]) == LARGE
+    assert connection.received == {"slurm": b"\n" * LARGE}
     assert (second, end) == ({"op": "exit"}, None)

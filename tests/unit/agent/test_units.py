@@ -14,22 +14,29 @@ import pytest
 from agent_place import Apart, Place
 
 from shoal.agent.client import AgentSession, FactsRequest
-from shoal.agent.document import Service
+from shoal.agent.document import File, Service
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemctl"), reason="needs root and systemctl")
 
 SETUP = """
-mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system || exit 1
+mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && cd /run/systemd/system || exit 1
+touch a.service b.service c.service
+mount -t tmpfs tmpfs /etc/systemd/system || exit 1
 mount --bind "$1/systemctl" "$(command -v systemctl)" || exit 1
 shift
 exec "$@"
 """
 SYSTEMCTL = """#!/bin/sh
 cd "{folder}" || exit 9
-while [ "$1" != -- ]; do shift; done; shift
+if [ "$1" = show ]; then
+    while [ "$1" != -- ]; do shift; done; shift
+fi
 echo "$*" >> calls
+[ "$1" != daemon-reload ] || exit 0
 for name; do
-    printf 'Id=%s\\nLoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n\\n' "$name" "$(cat state)"
+    reload=$(grep -qs "$name" old && echo yes || echo no)
+    printf 'Id=%s\\nLoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n' "$name" "$(cat state)"
+    printf 'NeedDaemonReload=%s\\n\\n' "$reload"
 done
 """
 
@@ -63,3 +70,19 @@ async def test_facts_and_changes_read_the_current_state(place: Place) -> None:
     (place.folder / "state").write_text("active")
     assert (await place.apply(Service("a")))[0].status == "ok"
     assert calls(place) == ["a", "a", "a"]
+
+
+async def test_systemd_is_not_asked_for_units_that_no_file_describes(place: Place) -> None:
+    facts = await place.session.facts(FactsRequest(services=("a", "nothing", "x.timer")))
+    assert facts.services == {"a": "active", "nothing": "missing", "x.timer": "missing"}
+    assert calls(place) == ["a"]
+
+
+async def test_systemd_reads_all_units_again_only_where_it_has_an_older_one(place: Place) -> None:
+    (place.folder / "state").write_text("inactive")
+    unit = "/etc/systemd/system/new.service"
+    assert (await place.apply(File(unit, "[Service]\n")))[0].status == "changed"
+    assert calls(place) == ["new.service"]
+    (place.folder / "old").write_text("new.service\n")
+    assert (await place.apply(File(f"{unit}.d/more.conf", "[Service]\n")))[0].status == "changed"
+    assert calls(place)[1:] == ["new.service", "daemon-reload"]

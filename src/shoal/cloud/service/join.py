@@ -3,7 +3,7 @@
 First the controller learns the new members' names and lets them through its firewall and into its network, and so do
 the other rented nodes; then the new machines become nodes:
 
-    SSH answers ─▶ host key, name, packages ─▶ membership: keys, network ─▶ GPUs work ─▶ slurmd registers
+    SSH answers ─▶ host key ─▶ name, Slurm; GPUs work ─▶ membership: keys, network ─▶ slurmd registers
 
 Permanent hosts learn of them afterwards, and no join waits for that.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -61,7 +61,7 @@ OTHER_KEY_TIMEOUT_S = 180.0
 REPLACE_TIMEOUT_S = 60.0
 UPDATE_RETRY_S = 300.0
 """The pause before a permanent host that could not be updated is tried again. The next `shoal up` updates it, too."""
-_POLL_INTERVAL_S = 0.5
+_POLL_INTERVAL_S = 0.2
 
 
 @dataclass(eq=False)
@@ -141,7 +141,7 @@ class LiveJoiner:
         """Remove nodes that are gone from the controller and the rented nodes. Raises ShoalError."""
         async with self._membership_lock:
             neighbours = self._neighbours()
-            if self._announced == self._known():
+            if self._announced == self._known() or self._joining:  # a join removes them as well
                 return
             async with self._connector.fleet(neighbours) as fleet:
                 await self._change_membership(fleet, [])
@@ -307,8 +307,7 @@ class LiveJoiner:
         return frozenset((*self._others(), *self._recent))
 
     async def _install(self, fleet: Fleet, new: list[str]) -> dict[str, str]:
-        """Set names and install packages: the slowest part, which needs no other host."""
-        await self._name(fleet, new)
+        """Set names, install Slurm and check the GPUs: the slowest part, which needs no other host."""
         observed = await observe(fleet, self._spec)
         fleet.require(self._controller.name)
         unfit = checks.unfit_machines(self._spec, observed.facts, self._controller.name, new)
@@ -322,11 +321,12 @@ class LiveJoiner:
             cluster = cluster_with_rented_nodes(self._spec, fleet, facts, self._known())
             refused = checks.incompatible_versions(cluster, new)
             due = [one for one in cluster.members if one.name in new and one.name in facts and one.name not in refused]
-            return refused, {member.name: installation(cluster, member) for member in due}
+            return refused, {member.name: (*_naming(member.name), *installation(cluster, member)) for member in due}
 
         refused, by_host = without_faulty_machines(fleet, self._controller.name, observed.facts, plan)
-        await self._converge(fleet, by_host)
-        return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused | unfit
+        broken, _ = await asyncio.gather(checks.broken_gpus(self._spec, fleet, by_host), self._converge(fleet, by_host))
+        failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
+        return failed | refused | unfit | broken
 
     async def _change_membership(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
         """Change the membership on the controller, the rented nodes and the new machines."""
@@ -349,32 +349,20 @@ class LiveJoiner:
         return without_faulty_machines(fleet, self._controller.name, observed.facts, build)
 
     async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, RentedInstance]) -> dict[str, str]:
-        """Check the GPUs, start slurmd, and wait for its registration."""
-        unfit = await checks.broken_gpus(self._spec, fleet, new)
+        """Start slurmd, and wait for its registration."""
         last = {
             member.name: (
                 *documents(cluster, member).get(Stage.NODES, ()),
                 *self._watchdog(member.name, new[member.name], member.name not in cluster.tunnels),
             )
             for member in cluster.members
-            if member.name in new and member.name not in fleet.failures and member.name not in unfit
+            if member.name in new and member.name not in fleet.failures
         }
         await self._converge(fleet, last)
         started = [name for name in last if name not in fleet.failures]
         unheard = await checks.unregistered(await fleet.host(self._controller.name), started)
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
-        return dict.fromkeys(new, "") | unheard | failed | unfit
-
-    async def _name(self, fleet: Fleet, new: Iterable[str]) -> None:
-        """Set host names to the nodes' names, which Slurm and training jobs use."""
-
-        def document(name: str) -> Document:
-            # a container cannot, and does not need to
-            rename = ("sh", "-c", f"hostname {name} || test ! -d /run/systemd/system")
-            unless = ("sh", "-c", f'test "$(hostname)" = {name}')
-            return File("/etc/hostname", f"{name}\n"), Command("take the node's name", rename, unless=unless)
-
-        await self._converge(fleet, {name: document(name) for name in new})
+        return dict.fromkeys(new, "") | unheard | failed
 
     async def _converge(self, fleet: Fleet, by_host: Mapping[str, Document]) -> None:
         due = {name: document for name, document in by_host.items() if document and name not in fleet.failures}
@@ -393,3 +381,11 @@ class LiveJoiner:
         url = notice_url(self._spec, nodeset) if systemd and machine.market == "spot" else ""
         ends = watchdog(name, until, systemd=systemd, end=end_program(self._spec, nodeset))
         return (*ends, *(notice_watcher(name, url) if url else ()))
+
+
+def _naming(name: str) -> Document:
+    """Sets the host name to the node's name, which Slurm and training jobs use."""
+    # a container cannot, and does not need to
+    rename = ("sh", "-c", f"hostname {name} || test ! -d /run/systemd/system")
+    unless = ("sh", "-c", f'test "$(hostname)" = {name}')
+    return File("/etc/hostname", f"{name}\n"), Command("take the node's name", rename, unless=unless)

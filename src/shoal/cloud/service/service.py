@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.cloud.providers.api import RentedInstance
+from shoal.cloud.rental import Rental
 from shoal.cloud.service.boot import NodeBooter
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
 from shoal.cloud.service.host_costs import record_hosts
@@ -32,9 +33,12 @@ from shoal.errors import SlurmError, UsageError
 RECONCILE_INTERVAL_S = 60.0
 """The interval between two lists of a provider from which nothing is expected."""
 LISTING_INTERVAL_S = 2.0
-"""The same while machines start or end."""
+"""The same while machines start or end; shorter in the first seconds after an order."""
 STEP_INTERVAL_S = 1.0
-"""The interval between two steps while something is expected."""
+"""The interval between two steps while something is expected; shorter in the first seconds after an order."""
+MIN_INTERVAL_S = 0.3
+LATE_FRACTION = 20
+"""A machine may be noticed to be up this fraction of its boot time late."""
 QUEUE_POLL_INTERVAL_S = 0.2
 """How often the request queue is checked."""
 
@@ -137,10 +141,12 @@ class RentalService:
         """List the machines of every account that is due."""
         context, now = self.context, self.context.clock.now()
         # machines that start or end, and spot machines, which may get notice
-        awaited = {one.account for one in context.ledger.live() if one.state != "joined" or one.offer.market == "spot"}
+        awaited = [one for one in context.ledger.live() if one.state != "joined" or one.offer.market == "spot"]
 
         def due(account: AccountClient) -> bool:
-            return now >= account.next_listing(LISTING_INTERVAL_S if account.name in awaited else RECONCILE_INTERVAL_S)
+            rentals = [rental for rental in awaited if rental.account == account.name]
+            age = min(LISTING_INTERVAL_S, boot_interval(rentals, now)) if rentals else RECONCILE_INTERVAL_S
+            return now >= account.next_listing(age)
 
         for account in context.accounts.values():
             if account.name not in self._listings.running and due(account):
@@ -177,7 +183,7 @@ class RentalService:
     def _next(self, snapshot: ClusterSnapshot) -> float:
         incomplete = any(rental.state != "joined" for rental in snapshot.rentals)
         if self._booter.waits or incomplete or any(map(wants_machine, snapshot.nodes.values())):
-            return STEP_INTERVAL_S
+            return min(STEP_INTERVAL_S, boot_interval(snapshot.rentals, snapshot.now))
         spot = any(rental.offer.market == "spot" for rental in snapshot.rentals)
         wait = LISTING_INTERVAL_S if spot else RECONCILE_INTERVAL_S / 4
         retry_at = [retry_time(node) for node in snapshot.nodes.values() if "DOWN" in node.state and set_by_us(node)]
@@ -211,3 +217,9 @@ class RentalService:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(QUEUE_POLL_INTERVAL_S, max(0.0, end - loop.time()))):
                     await self._wake.wait()
+
+
+def boot_interval(rentals: Iterable[Rental], now: float) -> float:
+    """How long to wait before looking again whether the machine that was ordered last is up."""
+    ages = [max(0.0, now - rental.intended_at) for rental in rentals if rental.state == "made"]
+    return max(MIN_INTERVAL_S, min(ages) / LATE_FRACTION) if ages else LISTING_INTERVAL_S

@@ -24,20 +24,32 @@ class OperatorConnection:
     """The connection to the operator: requests in, events out, and whether it is still open."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = []  # not one string: a document may have ten megabytes, and arrives in small pieces
-        self.lines = 0
+        self.buffer = bytearray()
+        self.received: dict[str, bytes] = {}  # large values of the next document, by name
         self.closed = False
 
     def request(self) -> Item | None:
         """The next request; None when the operator disconnected."""
-        while not self.lines:
+        scanned = 0
+        while True:
+            end = self.buffer.find(b"\n", scanned)
+            if end >= 0:
+                request: Item = loads(self._take(end + 1).decode())
+                return request
+            scanned = len(self.buffer)
             if self.closed or not self._read():
                 return None
-        line, rest = b"".join(self.parts).split(b"\n", 1)
-        self.parts = [rest]
-        self.lines -= 1
-        request: Item = loads(line.decode())
-        return request
+
+    def receive(self, name: str, size: int) -> None:
+        """Read a large value as it is: as text in JSON it would cost a second of CPU on both ends."""
+        while len(self.buffer) <= size and not self.closed and self._read():
+            pass
+        self.received[name] = self._take(size + 1)[:-1]  # a newline ends it
+
+    def _take(self, size: int) -> bytes:
+        data = bytes(self.buffer[:size])
+        del self.buffer[:size]
+        return data
 
     def send(self, event: Item) -> None:
         data = dumps(event).encode() + b"\n"
@@ -61,8 +73,7 @@ class OperatorConnection:
             data = os.read(0, 1 << 20)
         except OSError:
             data = b""
-        self.parts.append(data)
-        self.lines += data.count(b"\n")
+        self.buffer += data
         self.closed = self.closed or not data
         return bool(data)
 
@@ -94,7 +105,7 @@ class ConvergeContext:
         self.noted: set[str] = set()  # what this very run made due
         self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
         self.defer = False
-        self.reload_units = False
+        self.changed_units: set[str] = set()  # whose files changed since systemd was last asked to read them
         self.known_units: dict[str, dict[str, str]] = {}  # what systemd answered; {} asks it again
 
     def report(self, text: str) -> None:
@@ -149,11 +160,36 @@ def has_systemd() -> bool:
     return os.path.isdir("/run/systemd/system")
 
 
+UNIT_DIRECTORIES = (
+    *("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system"),
+    *("/lib/systemd/system", "/run/systemd/transient", "/run/systemd/generator.early", "/run/systemd/generator"),
+    *("/run/systemd/generator.late", "/etc/systemd/system.control", "/run/systemd/system.control"),
+)
+RUNNING_UNITS = "/run/systemd/units/invocation:"
+"""Begins the paths of links that systemd has for the services that run, also those whose file is gone."""
+
+
+def has_unit(name: str) -> bool:
+    """Whether systemd can know a unit. One that it does not know costs it more than all others together."""
+    full = (
+        name
+        if name.endswith((".service", ".socket", ".timer", ".mount", ".automount", ".target", ".path"))
+        else name + ".service"
+    )
+    paths = [f"{directory}/{full}" for directory in UNIT_DIRECTORIES]
+    return "@" in name or any(os.path.lexists(path) for path in (*paths, RUNNING_UNITS + full))
+
+
 def show_units(names: list[str]) -> dict[str, dict[str, str]]:
     if not names or not has_systemd():
         return {name: {} for name in names}
+    units = {name: {"LoadState": "not-found", "ActiveState": "inactive"} for name in names}
+    names = [name for name in names if has_unit(name)]
+    if not names:
+        return units
     properties = "Id,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result,MainPID"
     _, text = run(["systemctl", "show", "-p", properties, "--", *names], timeout=30.0)
     # In the order asked: an alias answers with another Id.
-    units = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
-    return {name: units[i] if i < len(units) else {} for i, name in enumerate(names)}
+    parts = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
+    units.update({name: parts[i] if i < len(parts) else {} for i, name in enumerate(names)})
+    return units

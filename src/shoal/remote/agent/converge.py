@@ -24,6 +24,7 @@ from shoal.remote.agent.services import (
     due_reason,
     is_active,
     make_service,
+    reload_units,
     restore_files_on_failure,
     start_again,
 )
@@ -116,8 +117,8 @@ def converge(context: ConvergeContext) -> None:
     if not stop:
         for item, step in leftovers(context):
             report(-1, item, step(item, context))
-        if context.reload_units and has_systemd():
-            run(["systemctl", "daemon-reload"])
+        if context.changed_units and has_systemd():
+            reload_units(context)
     changed = counts["change"] + counts["changed"]
     context.connection.send({"event": "done", "changed": changed, "failed": counts["failed"]})
 

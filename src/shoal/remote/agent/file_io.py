@@ -24,9 +24,15 @@ def block_marks(name: str) -> tuple[str, str]:
     return f"# BEGIN shoal {name}", f"# END shoal {name}"
 
 
+LARGE_BYTES = 1 << 20
+"""From this size on OpenSSL saves more time than it takes to load."""
+
+
 def sha256(data: bytes) -> str:
     # `hashlib` loads all of OpenSSL; the small module is in every CPython, under a name that changed with 3.12.
     try:
+        if len(data) > LARGE_BYTES:
+            raise ImportError
         from _sha2 import sha256 as digest  # type: ignore[import-not-found]
     except ImportError:
         try:

@@ -92,8 +92,10 @@ def put_back(path: str, data: bytes | None, status: os.stat_result | None, conte
 
 
 def note_unit_change(path: str, context: ConvergeContext) -> None:
-    if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
-        context.reload_units = True
+    for directory in ("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/"):
+        if path.startswith(directory):  # a drop-in is in a directory `UNIT.d`
+            name = path[len(directory) :].split("/")[0]
+            context.changed_units.add(name[:-2] if name.endswith(".d") else name)
 
 
 def keep_foreign(path: str) -> str:
@@ -149,6 +151,9 @@ def is_secret(item: Item) -> bool:
 
 def decode_content(item: Item) -> bytes | None:
     """The bytes wanted. None for a secret whose value did not travel, or is yet to be made."""
+    if "data" in item:
+        data: bytes = item["data"]
+        return data
     if "content_b64" not in item:
         return None if item.get("secret") else _fill_template(item["content"].encode(), item)
     from binascii import a2b_base64

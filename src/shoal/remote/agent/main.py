@@ -30,6 +30,9 @@ def main(state: str, source: Callable[[str], str]) -> None:
         request = connection.request()
         if request is None or request["op"] == "exit":
             return
+        if request["op"] == "receive":
+            connection.receive(request["name"], request["size"])
+            continue
         context = ConvergeContext(connection, state, request.get("items", []), request["op"] == "check", source)
         if before and request["op"] == "check":
             context.known_units = before.known_units  # asking again costs as much as all the rest
@@ -57,6 +60,10 @@ def answer(request: Item, context: ConvergeContext) -> None:
             context.due = read_due(context.state)
             context.known_units = {}
             context.defer = bool(request.get("defer_restarts"))
+            for item in context.items:
+                if "received" in item:
+                    item["data"] = connection.received[item["received"]]
+            connection.received = {}
             if operation == "apply":
                 release_daemons(context)
                 converge(context)

@@ -32,7 +32,7 @@ def check_service(item: Item, context: ConvergeContext) -> ItemChange | None:
     if unit.get("LoadState") == "not-found":
         if not item["running"] and not item["enabled"]:
             return None
-        if not context.dry and not context.reload_units:
+        if not context.dry and not context.changed_units:
             raise Failure(f"there is no service {name} on this host; install the package that brings it")
         return ItemChange(f"enable and start {name}")
     if unit.get("UnitFileState") == "masked" and (item["enabled"] or item["running"]):
@@ -47,9 +47,9 @@ def service_steps(item: Item, context: ConvergeContext) -> list[str]:
     unit = context.unit(item["name"])
     state, active = unit.get("UnitFileState", ""), unit.get("ActiveState", "")
     steps = []
-    if item["enabled"] and state in ("disabled", "linked", ""):
+    if item["enabled"] and state in ("disabled", "linked", "") and not is_enabled(item["name"]):
         steps.append("enable")
-    elif not item["enabled"] and state.startswith("enabled"):
+    elif not item["enabled"] and state.startswith("enabled") and is_enabled(item["name"]):
         steps.append("disable")
     if item["running"] and active not in ("active", "reloading"):
         steps.append("start")
@@ -58,6 +58,11 @@ def service_steps(item: Item, context: ConvergeContext) -> list[str]:
     elif item["running"] and due_reason(item["name"], context) and not context.defer:
         steps.append("restart")
     return steps
+
+
+def is_enabled(name: str) -> bool:
+    """As the files say: of a unit that it has loaded, systemd reports what was so when it read its units."""
+    return run(["systemctl", "is-enabled", "--quiet", "--", name])[0] == 0
 
 
 def due_reason(name: str, context: ConvergeContext) -> str:
@@ -140,15 +145,19 @@ def bring_up(item: Item, context: ConvergeContext) -> str:
     return ""
 
 
-def reload_units(context: ConvergeContext, name: str) -> None:
-    """Have systemd read its units again, where one has changed."""
-    if context.reload_units or context.unit(name).get("NeedDaemonReload") == "yes":
+def reload_units(context: ConvergeContext, *names: str) -> None:
+    """Have systemd read its units again, where it has an older or a removed one. It finds new ones by itself."""
+    if context.changed_units:
+        context.known_units = {}
+    units = context.units([*context.changed_units, *names]).values()
+    if any(unit.get("LoadState") == "not-found" or unit.get("NeedDaemonReload") == "yes" for unit in units):
         reload_systemd(context)
+    context.changed_units.clear()
 
 
 def reload_systemd(context: ConvergeContext) -> None:
     run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
-    context.reload_units = False
+    context.changed_units.clear()
     context.known_units = {}
 
 
