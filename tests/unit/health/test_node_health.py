@@ -182,6 +182,14 @@ def test_share_that_answers_with_an_error_is_found(monkeypatch: pytest.MonkeyPat
     assert looked(host_checks.check_shares) == ["/nonexistent/data (nfs4): No such file or directory"]
 
 
+def test_mount_of_a_user_is_no_share_of_the_node() -> None:
+    """It may hang on purpose, where the host allows `allow_other`. That does not take the node out of service."""
+    fuse = "host:/home {} fuse.sshfs rw,nosuid,nodev,relatime,user_id={},group_id=0{} 0 0\n"
+    mounts = fuse.format("/data", 0, ",allow_other") + fuse.format("/home/ada/far", 2001, "")
+    mounts += "server:/a\\040b /a\\040b nfs4 rw 0 0\n/dev/sda1 / ext4 rw 0 0\n"
+    assert [*host_checks.shares(mounts)] == [("/data", "fuse.sshfs"), ("/a b", "nfs4")]
+
+
 def test_process_that_waits_in_two_runs_is_found() -> None:
     memory: dict[str, Any] = {}
     for state, expected in (("D", []), ("D", ["train (pid 7, user ?)"]), ("R", []), ("D", [])):

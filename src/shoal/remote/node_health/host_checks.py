@@ -57,11 +57,7 @@ def check_shares(node: Node) -> Iterator[str]:
     waiting = {}
     pending = node.memory.get("hanging_shares") or {}
     hanging = {}
-    for line in read_text("/proc/self/mounts").splitlines():
-        _, mount, kind = line.split()[:3]
-        if kind not in SHARE_KINDS:
-            continue
-        mount = mount.replace("\\040", " ")
+    for mount, kind in shares(read_text("/proc/self/mounts")):
         pid, start = pending.get(mount, (0, ""))
         process = node.processes.get(pid)
         if process is not None and process.start == start:  # that of an earlier run still waits
@@ -83,6 +79,15 @@ def check_shares(node: Node) -> Iterator[str]:
         elif status:
             yield f"{mount} ({kind}): {os.strerror(status)}"
     node.memory["hanging_shares"] = hanging
+
+
+def shares(mounts: str) -> Iterator[tuple[str, str]]:
+    """The shares of the node, each with its kind. What a user has mounted is none: it may never answer."""
+    for line in mounts.splitlines():
+        _, mount, kind, options = line.split()[:4]
+        owners = [option for option in options.split(",") if option.startswith("user_id=")]
+        if kind in SHARE_KINDS and owners in ([], ["user_id=0"]):
+            yield mount.replace("\\040", " "), kind
 
 
 def _ask_share(mount: str) -> None:
