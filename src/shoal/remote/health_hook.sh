@@ -19,10 +19,13 @@ update() {
 }
 
 change() {
-    reason=$(timeout 10 sinfo --all --noheader --Node --nodes="$SLURMD_NODENAME" --format=%E) || return 0
-    [ -n "$reason" ] || return 0
-    reason=${reason%%
+    found=$(timeout 10 sinfo --all --noheader --Node --nodes="$SLURMD_NODENAME" --format='%T|%E') || return 0
+    [ -n "$found" ] || return 0
+    found=${found%%
 *}
+    reason=${found#*|}
+    # From 24.11 on a node that was resumed keeps its reason until a job starts there.
+    case $found in idle* | mixed* | allocated* | completing* | planned* | reserved*) reason=none ;; esac
     if [ -n "$own" ] && [ "$reason" != "$own" ]; then
         # A person, or Slurm, has decided otherwise since. What was found then is not acted on again.
         record "$wanted"

@@ -28,6 +28,15 @@ JOBS_COMMAND = ("squeue", "-h", "-o", JOB_RECORD + _FIELD.join(_JOB_FIELDS))
 ACTIVE_STATES = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING"})
 """Jobs that hold nodes and have work to lose. A pending job holds none; a COMPLETING one has done its work."""
 
+IN_SERVICE = frozenset(
+    {
+        *("IDLE", "ALLOCATED", "MIXED", "COMPLETING", "PLANNED", "RESERVED", "NOT_RESPONDING"),
+        *("CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE"),
+    }
+)
+"""A node that has no other flags is not out of service by anybody's decision, and its reason is of an earlier time:
+from 24.11 on Slurm keeps it until the next job starts there."""
+
 STATE_NAMES = {
     # sinfo's short and long names, as scontrol has them
     "ALLOC": ("ALLOCATED",),
@@ -216,6 +225,8 @@ def _node(record: str) -> NodeState:
     if match := _REASON_BY.match(reason):
         reason, by, when = match[1], match[2], match[3]
     state = parse_state(values.get("State", "UNKNOWN"))
+    if IN_SERVICE.issuperset(state):  # the reason is of an earlier time
+        reason, by, when = "", "", ""
     return NodeState(values["NodeName"], state, reason, by, when, **_fields(NodeState, values))
 
 

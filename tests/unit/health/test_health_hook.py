@@ -12,16 +12,21 @@ from shoal.remote import program_text
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 WANTED = "shoal: health: gpu-lost: GPU-1 is gone"
+SINFO = """\
+echo "sinfo $*" >> "$0.calls"
+cd "${0%/*}/.."
+case $* in *"|"*) sed "s/^/$(cat state)|/" reason ;; *) cat reason ;; esac
+[ -s reason ]"""
 
 
 class Hook:
     """The program with a node whose reason is `reason`; empty where Slurm does not answer."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.reason = folder, "none"
+        self.folder, self.reason, self.state = folder, "none", ""
         (folder / "bin").mkdir()
         for name, text in (
-            ("sinfo", 'echo "sinfo $*" >> "$0.calls"; cat "${0%/*}/../reason"; [ -s "${0%/*}/../reason" ]'),
+            ("sinfo", SINFO),
             ("squeue", 'cat "${0%/*}/../steps"'),
             ("scancel", 'printf "cancel %s\\n" "$*" >> "${0%/*}/../updates"'),
             ("scontrol", 'printf "%s\\n" "$*" >> "${0%/*}/../updates"; [ ! -e "${0%/*}/../rejects" ]'),
@@ -36,6 +41,7 @@ class Hook:
         """What it asks Slurm to change."""
         (self.folder / "drain").write_text(f"{wanted}\n" if wanted else "")
         (self.folder / "reason").write_text(f"{self.reason}\n{self.reason}\n" if self.reason else "")
+        (self.folder / "state").write_text(self.state or ("idle" if self.reason == "none" else "drained"))
         (self.folder / "updates").unlink(missing_ok=True)
         text = program_text("health_hook.sh", STATE=self.folder, PROGRAM=program)
         text = text.replace("PATH=/usr/local/sbin", f"PATH={self.folder}/bin:/usr/local/sbin", 1)
@@ -146,6 +152,12 @@ def test_node_that_a_person_resumed_is_not_drained_for_the_same_again(hook: Hook
     assert hook.run(f"{WANTED} still") == hook.run(f"{WANTED} yet") == []
     assert hook.run() == []
     assert hook.run(WANTED) != [], "when it was well in between"
+
+
+@pytest.mark.parametrize("state", ["idle", "idle*", "mixed", "allocated", "completing"])
+def test_reason_that_slurm_kept_after_a_resume_does_not_prevent_a_drain(hook: Hook, state: str) -> None:
+    hook.reason, hook.state = "shoal: health: disk-full: /tmp", state
+    assert hook.run(WANTED) == [f"update nodename=n1 state=drain reason={WANTED}"]
 
 
 def test_reason_that_cannot_be_read_changes_nothing(hook: Hook) -> None:

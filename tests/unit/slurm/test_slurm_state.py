@@ -114,6 +114,19 @@ def test_job_name_is_the_last_queried_field() -> None:
     assert JOBS_COMMAND[-1].endswith("\x1f%j")
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        *((state, "") for state in ("IDLE", "MIXED+PLANNED", "IDLE*", "IDLE+CLOUD", "IDLE+NOT_RESPONDING")),
+        *((state, "fan") for state in ("IDLE+DRAIN", "DOWN+NOT_RESPONDING", "IDLE+INVALID_REG", "UNKNOWN")),
+        *((state, "fan") for state in ("FUTURE", "ALLOCATED+REBOOT_REQUESTED", "IDLE+CLOUD+POWERED_DOWN")),
+    ],
+)
+def test_reason_that_slurm_kept_after_a_resume_is_left_out(state: str, reason: str) -> None:
+    [node] = parse_nodes(f"NodeName=n1 CPUTot=4 State={state} Reason=fan [root@2026-01-01T00:00:00]\n")
+    assert (node.reason, node.reason_by) == (reason, "root" if reason else "")
+
+
 def test_multi_line_reason_belongs_to_its_node() -> None:
     text = "NodeName=a State=DOWN Reason=one\ntwo [ada@2026-01-02T03:04:05]\nNodeName=b State=IDLE \n"
     first, second = parse_nodes(text)
