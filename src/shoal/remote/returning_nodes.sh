@@ -11,8 +11,9 @@ ask() {
     echo "$node answers again"
     timeout 60 scontrol update nodename="$node" state=resume
 }
+# From 24.11 on a reason may stand behind one that Slurm has kept.
 while sleep @INTERVAL_S@; do
     timeout 60 scontrol -o show nodes 2> /dev/null |
-        grep ' State=DOWN+NOT_RESPONDING .* Reason=@REASON@' |
+        grep -E ' State=DOWN\+NOT_RESPONDING .* Reason=(.* : )?@REASON@' |
         { while read -r line; do ask "$line" & done; wait; }
 done

@@ -227,6 +227,8 @@ def _node(record: str) -> NodeState:
     state = parse_state(values.get("State", "UNKNOWN"))
     if IN_SERVICE.issuperset(state):  # the reason is of an earlier time
         reason, by, when = "", "", ""
+    elif not {"DRAIN", "FAIL"} & set(state) and reason.endswith(f" : {NOT_RESPONDING_REASON}"):  # as above, before it
+        reason = NOT_RESPONDING_REASON
     return NodeState(values["NodeName"], state, reason, by, when, **_fields(NodeState, values))
 
 

@@ -127,6 +127,15 @@ def test_reason_that_slurm_kept_after_a_resume_is_left_out(state: str, reason: s
     assert (node.reason, node.reason_by) == (reason, "root" if reason else "")
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [("DOWN+NOT_RESPONDING", "Not responding"), ("DOWN+DRAIN+NOT_RESPONDING", "fan : Not responding")],
+)
+def test_silence_of_a_node_is_read_behind_a_reason_that_slurm_kept(state: str, reason: str) -> None:
+    text = f"NodeName=n1 CPUTot=4 State={state} Reason=fan : Not responding [slurm@2026-01-01T00:00:00]\n"
+    assert parse_nodes(text)[0].reason == reason
+
+
 def test_multi_line_reason_belongs_to_its_node() -> None:
     text = "NodeName=a State=DOWN Reason=one\ntwo [ada@2026-01-02T03:04:05]\nNodeName=b State=IDLE \n"
     first, second = parse_nodes(text)
