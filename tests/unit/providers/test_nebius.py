@@ -81,7 +81,7 @@ async def test_preempted_machine_is_stopped_until_it_is_deleted(it: Trial) -> No
     it.boot()
     it.market.preempt(outcome.id)
     [found] = await it.listed()
-    assert (found.market, found.state) == ("spot", "stopping")
+    assert (found.market, found.state, found.ending) == ("spot", "stopping", True)
     it.clock.now += 61
     await it.listed()
     it.clock.now += 100

@@ -376,4 +376,5 @@ def _instance(one: Body, region: str) -> api.RentedInstance:
         region=region,
         market="spot" if spec.has("preemptible") else "on-demand",
         created=metadata.time("createdAt"),
+        ending=state == "STOPPING",  # we delete machines, and never stop one
     )
