@@ -1,0 +1,134 @@
+"""`slurm: {from: shoal}`: cgroups, logins to nodes, MPI, a SPANK plugin and new keys, as an ordinary user sees them.
+
+The tests share one cluster, and run in the order of this file.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster, running
+
+from shoal.roles.slurm_tree import find_trees
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.matrix,  # minutes; with packages the same is tested daily
+    pytest.mark.timeout(900),
+    ON_DEBIAN_12,
+    pytest.mark.skipif(not find_trees(), reason="no Slurm in the cache: build it with scripts/build-slurm"),
+]
+
+SPEC = """\
+cluster: x-treejobs
+controller: {provider: sandbox, memory: 512M}
+nodesets:
+  lab: {provider: sandbox, count: 2, gpus: 2, memory: 512M, cgroups: true}
+users:
+  ann: {uid: 2001}
+slurm: {from: shoal}
+"""
+HOSTS = ("controller", "lab1", "lab2")
+OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
+TAKE = "import sys; sys.stdout.write(str(len(bytearray(150 << 20))))"
+SPANK = Path(__file__).with_name("spank_example.c").read_text()
+FILES = "files: {/opt/site/example.so: example.so, /etc/slurm/plugstack.conf: plugstack.conf}\n"
+SUM = """\
+#include <mpi.h>
+#include <stdio.h>
+int main(int argc, char **argv) {
+    int rank, size, sum, length;
+    char name[MPI_MAX_PROCESSOR_NAME];
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    MPI_Get_processor_name(name, &length);
+    MPI_Allreduce(&rank, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    printf("rank %d of %d on %s, sum %d\\n", rank, size, name, sum);
+    return MPI_Finalize();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("treejobs"), SPEC) as made:
+        yield made
+
+
+def as_ann(cluster: Cluster, line: str, status: int | None = 0) -> str:
+    return cluster.on("controller", "runuser", "-u", "ann", "--", "sh", "-c", f"cd /tmp; {line} 2>&1", status=status)
+
+
+def compile_on(cluster: Cluster, host: str, source: str, command: str) -> None:
+    cluster.on(host, "sh", "-c", f'printf %s "$0" > /shared/source.c && {command}', source)
+
+
+def test_job_has_its_memory_and_its_gpu(cluster: Cluster) -> None:
+    assert "proctrack/cgroup" in cluster.on("controller", "scontrol", "show", "config")
+    output = as_ann(cluster, f"srun --gpus=1 bash -c '{OPEN_BOTH}'")
+    assert "open 0" in output and "open 1" not in output and "Operation not permitted" in output, output
+    assert as_ann(cluster, f"srun --mem=250M python3 -c '{TAKE}'") == str(150 << 20)
+    killed = as_ann(cluster, f"srun --mem=60M python3 -c '{TAKE}'", status=None)
+    assert "Out Of Memory" in killed or "oom" in killed.lower(), killed
+
+
+def test_processes_in_the_background_end_with_their_job(cluster: Cluster) -> None:
+    as_ann(cluster, "srun -w lab1 sh -c 'setsid sleep 31415 >/dev/null 2>&1 &'")
+    cluster.wait("it ends", lambda: cluster.on("lab1", "pgrep", "-f", "sleep 31415", status=None) == "")
+
+
+def test_login_needs_a_job_and_becomes_part_of_it(cluster: Cluster) -> None:
+    login = "ssh -o BatchMode=yes lab1 cat /proc/self/cgroup"
+    denied = as_ann(cluster, login, status=255)
+    assert "pam_slurm_adopt" in denied, denied
+    job = as_ann(cluster, "sbatch --parsable -w lab1 --output=/dev/null --wrap 'sleep 9999'").strip()
+    try:
+        cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-o", "%T"))
+        assert f"job_{job}/" in as_ann(cluster, login)
+        assert as_ann(cluster, "ssh -o BatchMode=yes lab1 sinfo --version").startswith("slurm 24.11")
+    finally:
+        as_ann(cluster, f"scancel {job}")
+
+
+def test_open_mpi_of_debian_12_runs_over_pmix(cluster: Cluster) -> None:
+    cluster.install({"lab1": "openmpi-bin libopenmpi-dev gcc libc6-dev", "lab2": "openmpi-bin"})
+    compile_on(cluster, "lab1", SUM, "mpicc -o /shared/sum /shared/source.c")
+    output = as_ann(cluster, "srun -N2 --ntasks-per-node=2 --mem=200M --mpi=pmix /shared/sum")
+    ranks = sorted(line for line in output.splitlines() if line.startswith("rank"))
+    assert ranks == [f"rank {rank} of 4 on lab{1 + rank // 2}, sum 6" for rank in range(4)], output
+    print(cluster.on("lab1", "sh", "-c", "mpirun --version | head -1").strip(), "under srun --mpi=pmix:", *ranks[:1])
+
+
+def test_plugin_that_was_built_with_the_headers_of_the_tree_is_loaded(cluster: Cluster) -> None:
+    [tree] = find_trees().values()
+    compile_on(cluster, "lab1", SPANK, f"gcc -shared -fPIC -w -I{tree.prefix}/include -o /run/x.so /shared/source.c")
+    directory = cluster.file.parent
+    (directory / "example.so").write_bytes(base64.b64decode(cluster.on("lab1", "base64", "/run/x.so")))
+    (directory / "plugstack.conf").write_text("required /opt/site/example.so site\n")
+    cluster.file.write_text(cluster.file.read_text() + FILES)
+    assert cluster.json("up")["whole"]
+    run = "srun -N2 --container-image=alpine sh -c 'echo $EXAMPLE_IMAGE $EXAMPLE_SCOPE'"
+    assert as_ann(cluster, run).splitlines() == ["alpine site"] * 2
+
+
+def test_keys_rotate_while_a_job_runs(cluster: Cluster) -> None:
+    def digests() -> set[str]:
+        return {cluster.on(host, "sha256sum", "/etc/slurm/slurm.jwks").split()[0] for host in HOSTS}
+
+    wait = "while [ ! -e /shared/go ]; do sleep 0.2; done; srun -N2 true"
+    job = as_ann(cluster, f"sbatch --parsable -N2 --mem=20M --output=/dev/null --wrap '{wait}'").strip()
+    state = ("sh", "-c", f"scontrol show job {job} | grep -o 'JobState=[A-Z]*'")
+    cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", *state))
+    [before] = digests()
+    [report] = cluster.json("keys", "rotate", "slurm")["rotated"]
+    print(f"keys rotated: Slurm failed for {report['failed_seconds']} s of {report['asked']} questions")
+    assert len(digests()) == 1 and before not in digests()
+    cluster.on("controller", "touch", "/shared/go")
+    cluster.wait("it ends well", lambda: "COMPLETED" in cluster.on("controller", *state))
+    for host in HOSTS:
+        assert set(cluster.on(host, "srun", "-N2", "--mem=20M", "hostname").split()) == {"lab1", "lab2"}
+    assert cluster.json("up")["unchanged"]
