@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import HOLD_APT, KIND, LIMIT, RELEASE_APT, SLOWNESS, Cluster, kill, read_until, taken_down
+from tests.e2e.cluster import HOLD_APT, KIND, LIMIT, RELEASE_APT, SLOWNESS, SLURM, Cluster, kill, read_until, taken_down
 from tests.e2e.engines import ENGINES, engine_lists, outside_prefix
 
 from shoal.sandbox.layout import Layout
@@ -23,6 +23,10 @@ from shoal.sandbox.layout import Layout
 pytestmark = pytest.mark.sandbox
 
 RELEASES = {"debian12": "22.05", "debian13": "24.11", "sid": "26.05"}
+TREE_RELEASE = "24.11"
+KEY, USER, SERVICE_USERS = "/etc/munge/munge.key", "munge", ("munge", "slurm")
+if SLURM == "shoal":
+    KEY, USER, SERVICE_USERS = "/etc/shoal/slurm.key", "root", ("slurm",)
 
 READY = ("timeout", str(60 * SLOWNESS), "srun", "-N2", f"--immediate={20 * SLOWNESS}", "hostname")
 
@@ -41,7 +45,8 @@ nodesets:
 )
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp(request.param), SPEC.format(image=request.param))
-    made.release = RELEASES[request.param]  # type: ignore[attr-defined]
+    release = TREE_RELEASE if SLURM == "shoal" else RELEASES[request.param]
+    made.release = release  # type: ignore[attr-defined]
     with taken_down(made):
         yield made
 
@@ -102,11 +107,11 @@ def test_tasks_get_their_own_gpu(cluster: Cluster) -> None:
     assert sorted(out.split("\n")[:-1]) == ["fish1 0", "fish1 1", "fish2 0", "fish2 1"]
 
 
-def test_munge_key_is_equal_on_all_hosts_and_readable_only_by_munge(cluster: Cluster) -> None:
-    result = cluster.json("exec", "--", "stat", "-c", "%a %U:%G", "/etc/munge/munge.key")
-    assert [group["stdout"] for group in result["groups"]] == ["400 munge:munge\n"]
-    assert len(cluster.json("exec", "--", "sha256sum", "/etc/munge/munge.key")["groups"]) == 1
-    ids = cluster.json("exec", "--", "sh", "-c", "id munge; id slurm")
+def test_key_is_equal_on_all_hosts_and_readable_only_by_its_user(cluster: Cluster) -> None:
+    result = cluster.json("exec", "--", "stat", "-c", "%a %U:%G", KEY)
+    assert [group["stdout"] for group in result["groups"]] == [f"400 {USER}:{USER}\n"]
+    assert len(cluster.json("exec", "--", "sha256sum", KEY)["groups"]) == 1
+    ids = cluster.json("exec", "--", "sh", "-c", "; ".join(f"id {name}" for name in SERVICE_USERS))
     assert len(ids["groups"]) == 1, ids
 
 
@@ -189,12 +194,12 @@ def test_partition_changes_while_a_job_runs(cluster: Cluster) -> None:
     cluster.json("up")
 
 
-def test_wrong_munge_key_on_a_host_is_reported_and_replaced(cluster: Cluster) -> None:
-    new_key = "head -c 1024 /dev/urandom > /etc/munge/munge.key"
+def test_wrong_key_on_a_host_is_reported_and_replaced(cluster: Cluster) -> None:
+    new_key = f"head -c 1024 /dev/urandom > {KEY}"
     break_it = f"{new_key}; systemctl restart munge; systemctl restart --no-block slurmd"
     cluster.on("fish2", "sh", "-c", break_it, status=None)
     plan = cluster.json("plan")
-    assert {(change["host"], change["what"]) for change in plan["changes"]} >= {("fish2", "file /etc/munge/munge.key")}
+    assert {(change["host"], change["what"]) for change in plan["changes"]} >= {("fish2", f"file {KEY}")}
     shown = cluster.shoal("plan", "--diff").stdout
     assert "(secret)" in shown
     assert cluster.json("up")["changed"] == ["fish2"]
