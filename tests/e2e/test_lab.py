@@ -43,6 +43,7 @@ from tests.e2e.user_command_checks import (
     check_operators_commands,
     check_shoal_on_the_hosts,
     check_usage,
+    check_validation,
 )
 
 pytestmark = pytest.mark.sandbox
@@ -300,6 +301,7 @@ def test_users_commands_work_inside_their_jobs_and_on_the_clusters_hosts(lab: La
     check_jobs_in_the_foreground(cluster, alice, 2001)
     check_shoal_on_the_hosts(cluster, alice)
     check_operators_commands(alice)
+    check_validation(alice, "controller,fish1")
 
 
 @ON_DEBIAN_12

@@ -57,6 +57,20 @@ def check_commands_inside_jobs(cluster: Cluster, alice: Person, bob: Person, uid
     alice.shoal("cancel", job)
 
 
+def check_validation(alice: Person, nodes: str) -> None:
+    """A quick validation of two nodes: what needs no tool passes, what needs one names it, and the result is kept."""
+    result = alice.json("validate", "--quick", "--launcher", "srun", "-w", nodes, status=None)
+    rows = {row["test"]: row for row in result["rows"]}
+    assert {test: rows[test]["status"] for test in ("cpu", "links")} == {"cpu": "passed", "links": "passed"}, rows
+    missing = {row["package"] for row in rows.values() if row["status"] == "not run" and row["package"]}
+    assert missing == {"torch", "hpcc", "fio"} and not result["complete"], rows
+    assert {name for pair in rows["links"]["pairs"] for name in (pair["first"], pair["second"])} == set(
+        nodes.split(",")
+    )
+    [kept] = alice.json("validate", "--since", "1d")["runs"]
+    assert kept["time"] == result["time"]
+
+
 def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "controller") -> None:
     """A user who is logged in needs no join, and cannot change the program."""
 
