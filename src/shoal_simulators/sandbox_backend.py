@@ -146,11 +146,12 @@ class SandboxBackend:
 
     def stop(self, id: str) -> None:
         self._restarting.pop(id, None)
+        self._status[id] = replace(self._status.get(id, HostStatus("gone")), state="dead")  # now: a start may follow
         self._start(id, partial(self._shut_down, id))
 
     def start(self, id: str) -> None:
         self._status[id] = HostStatus("making")
-        self._start(id, partial(self._power_on, id))
+        self._start(id, partial(self._power_on, id), waits=True)  # it may be shutting down
 
     def address_prefix(self) -> str:
         return address_prefix(self.layout)
@@ -221,9 +222,8 @@ class SandboxBackend:
             ) from None
         self._lock = handle
 
-    def _start(self, id: str, work: Callable[[], Awaitable[None]]) -> None:
-        before = self._tasks.get(id)
-        self._tasks[id] = asyncio.create_task(_after(before, work))
+    def _start(self, id: str, work: Callable[[], Awaitable[None]], waits: bool = False) -> None:
+        self._tasks[id] = asyncio.create_task(_after(self._tasks.get(id), work, waits))
 
     async def _make(self, ordered: SimulatedInstance, type: MachineType, profile: Profile) -> None:
         try:
@@ -314,15 +314,11 @@ class SandboxBackend:
         with contextlib.suppress(OSError, asyncssh.Error, TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S), asyncssh.connect(host.address, **login) as connection:
                 await connection.run("systemctl poweroff")
-        await self._wait_until_off(host.name)
-        await self._power_off(id)
-
-    async def _wait_until_off(self, name: str) -> None:
-        """Wait until a host has shut down, as far as it does that in time."""
         for _ in range(int(SHUTDOWN_TIMEOUT_S / SHUTDOWN_POLL_S)):
-            if lifecycle.state(self.layout, name) == "stopped":
-                return
+            if lifecycle.state(self.layout, host.name) == "stopped":
+                break
             await asyncio.sleep(SHUTDOWN_POLL_S)
+        await lifecycle.stop(self.layout, host.name)
 
     async def _remove(self, id: str) -> None:
         while True:
@@ -342,7 +338,6 @@ class SandboxBackend:
 
     async def _power_on(self, id: str) -> None:
         host = self.layout.hosts()[self.host_name(id)]
-        await self._wait_until_off(host.name)  # it may have been stopped only now
         await lifecycle.stop(self.layout, host.name)
         async with self.layout.locked():
             sites = await network.ensure_sites(self.layout, [host.site])
@@ -362,11 +357,16 @@ class SandboxBackend:
             await translate(self.layout, site, f"{chain_of(self.kind)}_addresses", routes)
 
 
-async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> None:
-    """Cancel the running operation on a machine, then start the next."""
+async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]], waits: bool) -> None:
+    """Cancel the running operation on a machine, or wait for its end, then start the next."""
     if before is not None:
-        before.cancel()
-        await asyncio.wait([before])
+        if not waits:
+            before.cancel()
+        try:
+            await asyncio.wait([before])
+        except asyncio.CancelledError:
+            before.cancel()
+            raise
         if not before.cancelled() and (error := before.exception()):
             log.error("the previous operation on a machine failed: %s", error)
     await work()

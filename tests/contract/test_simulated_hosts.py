@@ -142,6 +142,21 @@ async def test_dead_or_powered_off_machine_is_in_error_until_deleted(backend: Sa
     await until(market, lambda: one.phase == other.phase == "gone")
 
 
+@pytest.mark.matrix  # it boots twice; starting after a stop is part of the rented controller's test, too
+async def test_stopped_machine_ends_its_services_and_keeps_its_disk(backend: SandboxBackend, key: Any) -> None:
+    market = Market(VM, TYPES, backend)
+    one = market.order(wanted(key), "m1")
+    await until(market, lambda: one.phase == "up")
+    unit = "[Service]\\nType=oneshot\\nRemainAfterExit=yes\\nExecStop=touch /root/ended\\n"
+    write = f"printf '{unit}' | sudo tee /etc/systemd/system/last.service && sudo systemctl start last"
+    assert (await on(one.host, 22, key, "ubuntu", write)).exit_status == 0
+    market.stop(one.id)
+    market.start(one.id)  # at once: it begins when the machine has shut down
+    await until(market, lambda: one.phase == "error" or (one.phase == "up" and one.host))
+    assert one.phase == "up"
+    assert (await on(one.host, 22, key, "ubuntu", "sudo test -e /root/ended")).exit_status == 0
+
+
 async def test_kept_machines_are_available_to_the_next_run(backend: SandboxBackend, key: Any) -> None:
     before = Market(VM, TYPES, backend, store=backend.store)
     one = before.order(wanted(key, "n1"), "m1")
