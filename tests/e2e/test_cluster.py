@@ -236,7 +236,7 @@ def test_unreachable_host_does_not_stop_the_others(cluster: Cluster) -> None:
 
 
 def test_exec_groups_equal_outputs(cluster: Cluster) -> None:
-    done = cluster.shoal("exec", "--", "sh", "-c", "test -e /usr/sbin/slurmd && echo node || echo none")
+    done = cluster.shoal("exec", "--", "sh", "-c", "test -e /etc/default/slurmd && echo node || echo none")
     assert "fish[1-2] (2)\nnode" in done.stdout
     assert "controller,login1 (2)\nnone" in done.stdout
 
