@@ -77,9 +77,14 @@ TARGET_S, TARGET_NODES, TARGET_RATIO = 3.0, 32, 0.3
 """The join of one bare host, and that of many at once beside packages."""
 
 
-def measure(name: str, sizes: Sequence[int], rounds: int) -> list[str]:
-    """The lines of the tables. Clusters are created and removed. The largest size is measured once, last."""
-    sources = SOURCES if find_trees() else {"packages": ""}
+def measure(name: str, sizes: Sequence[int], rounds: int, *, compare: bool) -> list[str]:
+    """The lines of the tables, of one source of Slurm alone without `compare`.
+
+    Clusters are created and removed. The largest size is measured once, last.
+    """
+    sources = dict(SOURCES) if find_trees() else {"packages": ""}
+    if not compare and "shoal" in sources:
+        del sources["packages"]
     woken: dict[str, Woken] = {source: {size: [] for size in sizes} for source in sources}
     turns = [*((turn, size) for turn in range(rounds) for size in sizes[:-1]), (0, sizes[-1])]
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ def main() -> None:
     if options.hosts:
         loads.append(_load())
         counts = HOST_COUNTS[:1] if options.small else options.counts
-        lines += [*hosts.measure(options.cluster, counts, options.host_rounds), ""]
+        lines += [*hosts.measure(options.cluster, counts, options.host_rounds, compare=not options.small), ""]
     if options.only_hosts:
         report(
             HOSTS_RESULT,

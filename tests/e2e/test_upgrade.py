@@ -1,6 +1,7 @@
 """Upgrade a cluster that an earlier version made, with a live rental and running jobs.
 
-The earlier version comes from the repository's own history, and runs with the packages of this one.
+The earlier version comes from the repository's own history, and runs with the packages of this one. No release is out
+that users could upgrade from: until one is, this runs by hand.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ AVAILABLE = subprocess.run(["git", "cat-file", "-e", EARLIER], cwd=ROOT, capture
 
 pytestmark = [
     pytest.mark.sandbox,
+    pytest.mark.matrix,
     pytest.mark.timeout(900),
     ON_DEBIAN_12,
     pytest.mark.skipif(not AVAILABLE, reason=f"needs commit {EARLIER[:8]} in the clone: git fetch --unshallow"),
