@@ -230,6 +230,18 @@ async def test_service_is_restarted_when_its_unit_file_changes(lent: Lent, known
     assert {item.status for item in await apply(lent, known, *ticker("2"))} == {"ok"}
 
 
+async def test_instance_is_restarted_when_its_template_changes(lent: Lent, known: Path) -> None:
+    def instance(word: str) -> Document:
+        text = f"[Service]\nType=exec\nExecStart=/usr/bin/sleep 8888{word}\n"
+        template = File("/etc/systemd/system/tick@.service", text, restarts=("tick@1",))
+        return template, Service("tick@1", enabled=False)
+
+    await apply(lent, known, *instance("1"))
+    await apply(lent, known, *instance("2"))
+    assert lent.shell("n1", "pgrep -f '^/usr/bin/sleep 8888' -a").split()[1:] == ["/usr/bin/sleep", "88882"]
+    await apply(lent, known, Service("tick@1", enabled=False, running=False), File("/etc/systemd/system/tick@.service"))
+
+
 async def test_quick_restarts_do_not_hit_the_start_limit_of_systemd(lent: Lent, known: Path) -> None:
     unit, service = ticker("1")
     await apply(lent, known, unit, service)

@@ -169,15 +169,19 @@ RUNNING_UNITS = "/run/systemd/units/invocation:"
 """Begins the paths of links that systemd has for the services that run, also those whose file is gone."""
 
 
+UNIT_KINDS = (".service", ".socket", ".timer", ".mount", ".automount", ".target", ".path")
+
+
 def has_unit(name: str) -> bool:
-    """Whether systemd can know a unit. One that it does not know costs it more than all others together."""
-    full = (
-        name
-        if name.endswith((".service", ".socket", ".timer", ".mount", ".automount", ".target", ".path"))
-        else name + ".service"
-    )
+    """Whether systemd can know a unit. One that it does not know costs it more than all others together.
+
+    It knows instances of a template, and not the template: asked for one, it answers for none.
+    """
+    full = name if name.endswith(UNIT_KINDS) else name + ".service"
+    if "@" in full:
+        return "@." not in full
     paths = [f"{directory}/{full}" for directory in UNIT_DIRECTORIES]
-    return "@" in name or any(os.path.lexists(path) for path in (*paths, RUNNING_UNITS + full))
+    return any(os.path.lexists(path) for path in (*paths, RUNNING_UNITS + full))
 
 
 def show_units(names: list[str]) -> dict[str, dict[str, str]]:
