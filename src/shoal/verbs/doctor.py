@@ -183,10 +183,9 @@ async def _decode(fleet: Connections, controller: str, credentials: Mapping[str,
             if not others:
                 break
             await asyncio.sleep(KEY_CHECK_INTERVAL_S)
-            again = {
-                name: report["munge"]["credential"] for name, report in (await fleet.each(others, ask_munge)).items()
-            }
-            answers |= await _probe(host, {name: text for name, text in again.items() if text}, "decode")
+            again = await fleet.each(others, ask_munge)  # a check that hangs is not in the answer
+            made = {name: report.get("munge", {}).get("credential", "") for name, report in again.items()}
+            answers |= await _probe(host, {name: text for name, text in made.items() if text}, "decode")
     return answers
 
 
