@@ -15,7 +15,7 @@ from shoal.health.consistency import (
     wrong_confs,
     wrong_versions,
 )
-from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, RESUME, UNEXPLAINED, Fault
+from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, Fault
 from shoal.health.node_faults import NODE_FAULTS
 from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
 from shoal.health.reliability import unreliable_nodes
@@ -258,7 +258,11 @@ def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Di
         text = f"{reason} ({node.reason_by})" if node.reason_by else reason
         yield _diagnosis(PERSON_DRAIN.id, node.name, evidence=(text,), since=since, reason=reason)
         return
-    faults = faults_in(reason)
+    faults, rejection = faults_in(reason), tuple[str, ...]()
+    if "INVALID_REG" in node.state and not any(fault.action == REGISTER for fault in faults):
+        # From 24.11 on it may have the reason of an earlier time still. That of the rejection is in the log alone.
+        rejection = _rejected_registration(view, node.name)
+        faults = [fault for line in rejection for fault in faults_in(line)] or faults
     if not faults:
         faults = [FAULTS["not-responding"] if "NOT_RESPONDING" in node.state else UNEXPLAINED]
     report = view.reports.get(node.name, HostReport())
@@ -266,7 +270,7 @@ def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Di
     for fault in faults:
         lines = report.log_lines(fault.log) if fault.log else ()
         state = ": ".join(filter(None, ("+".join(node.state).lower(), reason)))
-        diagnosis = _diagnosis(fault.id, node.name, evidence=(state, *lines), since=since, reason=reason)
+        diagnosis = _diagnosis(fault.id, node.name, evidence=(state, *rejection, *lines), since=since, reason=reason)
         if note:
             kept = replace(diagnosis, evidence=(*diagnosis.evidence, f"a person's note before it: {note}"), action="")
             yield replace(kept, fix=f"{fault.fix.partition('; then ')[0]}; then `shoal node resume {node.name}`")
@@ -305,6 +309,12 @@ def earlier_note(view: ClusterView, node: str) -> str:
             elif match[2] == "reason" and is_written_by_person(match[3].partition(" [")[0]):
                 note = match[3]
     return note
+
+
+def _rejected_registration(view: ClusterView, node: str) -> tuple[str, ...]:
+    """The line in slurmctld's log about the last registration of the node that it rejected."""
+    lines = view.reports.get(view.controller, HostReport()).logs
+    return tuple(line.text for line in lines if f"Setting node {node} state to INVAL with reason:" in line.text)[-1:]
 
 
 def _job_faults(job: JobState) -> Iterator[Diagnosis]:

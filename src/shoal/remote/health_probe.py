@@ -31,7 +31,7 @@ PROCESSES = {"munge": "munged"}
 SERVICE_PROPERTIES = ("ActiveState", "NRestarts", "ActiveEnterTimestampMonotonic")
 STABLE_S = 30.0
 """A service that failed, and has run for so long since, runs. slurmd waits 20 s for a device file before it fails."""
-NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to")
+NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to|Setting node \S+ state to INVAL with reason:")
 RECORD = re.compile(
     rb"JobState=([A-Z_]+) Partition=\S* TimeLimit=\S* StartTime=\S* EndTime=(\S+) NodeList=([^\s(]+) NodeCnt="
 )

@@ -60,6 +60,20 @@ def test_rejected_registration_is_found_with_its_fix() -> None:
     assert (one.action, one.explicit, one.cost.label, one.blocked) == ("register", True, "daemon restart", "")
 
 
+def test_rejected_registration_is_found_behind_a_reason_of_an_earlier_time() -> None:
+    words = "error: Setting node {} state to INVAL with reason:{}"
+    before, other, last = (
+        log(words.format(*what)) for what in (("n1", "Low CPUs"), ("n12", "Low TmpDisk"), ("n1", LOW))
+    )
+    controller = replace(WELL, logs=[before, other, last])
+    found = view(node("Kill task failed", "IDLE", "DRAIN", "INVALID_REG"), reports={"c1": controller, "n1": WELL})
+    one = only(diagnose(found))
+    assert (one.id, one.action, one.reason) == ("low-memory", "register", "Kill task failed")
+    assert one.evidence == ("idle+drain+invalid_reg: Kill task failed", last.text)
+    registered = view(node("Kill task failed"), reports={"c1": controller, "n1": WELL})
+    assert only(diagnose(registered)).id == "kill-task-failed"
+
+
 def test_persons_drain_is_information_and_has_no_action() -> None:
     one = only(diagnose(view(node("fan broken"))))
     assert (one.id, one.level, one.action) == ("person-drain", "info", "")
