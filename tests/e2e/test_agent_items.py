@@ -242,6 +242,17 @@ async def test_instance_is_restarted_when_its_template_changes(lent: Lent, known
     await apply(lent, known, Service("tick@1", enabled=False, running=False), File("/etc/systemd/system/tick@.service"))
 
 
+async def test_service_is_restarted_with_a_drop_in_in_a_new_directory(lent: Lent, known: Path) -> None:
+    unit, service = ticker("1")
+    await apply(lent, known, unit, service)
+    drop_in = f"{UNIT}.d/other.conf"
+    settings = File(drop_in, "[Service]\nExecStart=\nExecStart=/usr/bin/sleep 99997\n", restarts=("ticker",))
+    await apply(lent, known, unit, settings, service)
+    assert "99997" in lent.shell("n1", "pgrep -f '^/usr/bin/sleep 9999' -a")
+    await apply(lent, known, unit, File(drop_in, restarts=("ticker",)), service)
+    assert "99991" in lent.shell("n1", "pgrep -f '^/usr/bin/sleep 9999' -a")
+
+
 async def test_quick_restarts_do_not_hit_the_start_limit_of_systemd(lent: Lent, known: Path) -> None:
     unit, service = ticker("1")
     await apply(lent, known, unit, service)

@@ -118,7 +118,7 @@ def test_new_mount_reloads_systemd_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(mounts, "UNITS", f"{tmp_path}/")
     item = {"where": str(tmp_path / "d"), "what": "10.0.0.1:/d", "fstype": "nfs4", "options": "hard", "mounted": True}
     context = ConvergeContext(OperatorConnection(), str(tmp_path), [], False, str)
-    context.changed_units = {"other.service"}  # another unit of this run has changed as well
+    context.changed_units = {"/etc/systemd/system/other.service"}  # another unit of this run has changed as well
     mounts.make_mount({**item, "automount": automount}, context)
     verbs = [argv[1] for argv in calls if "--no-reload" not in argv]
     assert verbs == ["daemon-reload", "start"] and not context.changed_units, calls

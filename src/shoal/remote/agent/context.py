@@ -105,7 +105,7 @@ class ConvergeContext:
         self.noted: set[str] = set()  # what this very run made due
         self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
         self.defer = False
-        self.changed_units: set[str] = set()  # whose files changed since systemd was last asked to read them
+        self.changed_units: set[str] = set()  # files that changed since systemd was last asked to read them
         self.known_units: dict[str, dict[str, str]] = {}  # what systemd answered; {} asks it again
 
     def report(self, text: str) -> None:
@@ -191,7 +191,9 @@ def show_units(names: list[str]) -> dict[str, dict[str, str]]:
     names = [name for name in names if has_unit(name)]
     if not names:
         return units
-    properties = "Id,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result,MainPID"
+    properties = (
+        "Id,FragmentPath,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result,MainPID"
+    )
     _, text = run(["systemctl", "show", "-p", properties, "--", *names], timeout=30.0)
     # In the order asked: an alias answers with another Id.
     parts = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]

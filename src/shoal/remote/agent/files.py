@@ -92,10 +92,8 @@ def put_back(path: str, data: bytes | None, status: os.stat_result | None, conte
 
 
 def note_unit_change(path: str, context: ConvergeContext) -> None:
-    for directory in ("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/"):
-        if path.startswith(directory):  # a drop-in is in a directory `UNIT.d`
-            name = path[len(directory) :].split("/")[0]
-            context.changed_units.add(name[:-2] if name.endswith(".d") else name)
+    if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
+        context.changed_units.add(path)
 
 
 def keep_foreign(path: str) -> str:

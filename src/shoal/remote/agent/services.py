@@ -146,13 +146,20 @@ def bring_up(item: Item, context: ConvergeContext) -> str:
 
 
 def reload_units(context: ConvergeContext, *names: str) -> None:
-    """Have systemd read its units again, where it has an older or a removed one. It finds new ones by itself."""
-    if context.changed_units:
+    """Have systemd read its units again, where it has an older or a removed one. It finds new ones by itself.
+
+    It does not find a drop-in in a new directory, or a file that takes the place of another directory's.
+    """
+    changed = context.changed_units
+    if changed:
         context.known_units = {}
-    units = context.units([*context.changed_units, *names]).values()
-    if any(unit.get("LoadState") == "not-found" or unit.get("NeedDaemonReload") == "yes" for unit in units):
+    units = context.units([*map(os.path.basename, changed), *names])
+    is_elsewhere = any(units[os.path.basename(path)].get("FragmentPath") != path for path in changed)
+    if is_elsewhere or any(
+        unit.get("LoadState") == "not-found" or unit.get("NeedDaemonReload") == "yes" for unit in units.values()
+    ):
         reload_systemd(context)
-    context.changed_units.clear()
+    changed.clear()
 
 
 def reload_systemd(context: ConvergeContext) -> None:
