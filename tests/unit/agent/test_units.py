@@ -35,7 +35,7 @@ echo "$*" >> calls
 [ "$1" != daemon-reload ] || exit 0
 for name; do
     reload=$(grep -qs "$name" old && echo yes || echo no)
-    printf 'Id=%s\\nLoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n' "$name" "$(cat state)"
+    printf 'Id=%s\\nFragmentPath=/etc/systemd/system/%s\\nLoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n' "$name" "$name" "$(cat state)"
     printf 'NeedDaemonReload=%s\\n\\n' "$reload"
 done
 """
@@ -85,4 +85,4 @@ async def test_systemd_reads_all_units_again_only_where_it_has_an_older_one(plac
     assert calls(place) == ["new.service"]
     (place.folder / "old").write_text("new.service\n")
     assert (await place.apply(File(f"{unit}.d/more.conf", "[Service]\n")))[0].status == "changed"
-    assert calls(place)[1:] == ["new.service", "daemon-reload"]
+    assert calls(place)[1:] == ["daemon-reload"]

@@ -339,7 +339,7 @@ async def test_service_polls_often_only_while_work_is_pending(tmp_path: Path) ->
         it.clock.advance(60)
         await it.step()
         it.slurm.tick()
-        assert await it.service.step() == 1.0
+        assert await it.service.step() == 0.3
         await running(it)
         assert await it.service.step() == 15.0
 

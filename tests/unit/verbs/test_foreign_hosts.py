@@ -17,6 +17,7 @@ from shoal.plan.model import Cost
 from shoal.roles.accounting import SACCTMGR_CONF
 from shoal.roles.host_record import HOST_RECORD, STATE_OWNER, read_host_record
 from shoal.roles.shares import RECORD as SHARES_RECORD
+from shoal.slurm.state import JOB_RECORD
 from shoal.tracking import mlflow
 from shoal.verbs.check import check
 from shoal.verbs.down import down
@@ -46,7 +47,7 @@ def occupy(world: World, cluster: str, *, answers: bool = True) -> None:
     record = {"cluster": cluster, "controller": "desk", "address": "10.0.0.99", "id": "0123456789abcdef"}
     set_text(world, "n1", HOST_RECORD, json.dumps(record))
     rest = ("None", "0:10", "UNLIMITED", "1", "train")
-    queue = "".join("\x1e" + "\x1f".join((*job[:3], "main", job[3], *rest)) + "\n" for job in JOBS)
+    queue = "".join(JOB_RECORD + "\x1f".join((*job[:3], "main", job[3], *rest)) + "\n" for job in JOBS)
     silent = Result(1, stderr=b"Unable to contact slurm controller\n")
     world.hosts["n1"].answers = {
         **world.hosts["n1"].answers,
