@@ -35,7 +35,8 @@ echo "$*" >> calls
 [ "$1" != daemon-reload ] || exit 0
 for name; do
     reload=$(grep -qs "$name" old && echo yes || echo no)
-    printf 'Id=%s\\nFragmentPath=/etc/systemd/system/%s\\nLoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n' "$name" "$name" "$(cat state)"
+    printf 'Id=%s\\nFragmentPath=/etc/systemd/system/%s\\n' "$name" "$name"
+    printf 'LoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n' "$(cat state)"
     printf 'NeedDaemonReload=%s\\n\\n' "$reload"
 done
 """
