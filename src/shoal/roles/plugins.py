@@ -13,8 +13,8 @@ from shoal.slurm.versions import Version, packaged_version
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
-MPI_PACKAGES = ("openmpi-bin", "hpcc", "fio")
-"""Open MPI, and what `shoal validate` measures with."""
+MPI_PACKAGES = ("openmpi-bin", "hpcc", "libopenblas0-pthread", "fio")
+"""Open MPI, and what `shoal validate` measures with. With the BLAS that hpcc's package depends on, HPL takes hours."""
 
 LUA_DISTRIBUTIONS = (("debian", "12"), ("debian", "13"), ("debian", ""))
 """Distributions whose slurmctld includes the plugin. Debian's sid has no version number."""

@@ -264,12 +264,13 @@ def test_exports_keep_their_equals_signs() -> None:
     assert parse_exports(["A=b=c", "D="]) == {"A": "b=c", "D": ""}
 
 
-@pytest.mark.parametrize(("line", "packages"), [("", set()), ("mpi: openmpi\n", {"openmpi-bin", "hpcc", "fio"})])
+TOOLS = {"openmpi-bin", "hpcc", "libopenblas0-pthread", "fio"}
+
+
+@pytest.mark.parametrize(("line", "packages"), [("", set()), ("mpi: openmpi\n", TOOLS)])
 def test_file_installs_open_mpi_and_the_tools_on_nodes_alone(line: str, packages: set[str]) -> None:
     spec = load_text(SPEC + line, "shoal.yaml")
-    needed = {
-        member.name: {*component_packages(spec, member)} & {"openmpi-bin", "hpcc", "fio"} for member in members(spec)
-    }
+    needed = {member.name: {*component_packages(spec, member)} & TOOLS for member in members(spec)}
     assert needed == {"c1": set(), "n1": packages, "n2": packages}
     with pytest.raises(SpecError, match="only `openmpi` is supported"):
         load_text(SPEC + "mpi: mpich\n", "shoal.yaml")

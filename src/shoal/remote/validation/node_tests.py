@@ -19,6 +19,8 @@ HPCC_TIMEOUT_S = 3600.0
 FIO_TIMEOUT_S = 600.0
 BLOCK = 128
 """The block size of HPL."""
+HPL_SECONDS, CPU_FLOPS = 300.0, 10e9
+"""HPL solves no larger matrix than CPUs of this speed do in this time."""
 INPUT = """\
 HPLinpack benchmark input file
 Innovative Computing Laboratory, University of Tennessee
@@ -107,11 +109,12 @@ def grid(count: int) -> Tuple[int, int]:
 
 
 def problem_size(memory: int, fraction: float, order: int, cpus: int) -> int:
-    """The order of the matrix, as a multiple of the block: a fraction of the memory, or as large for each CPU.
+    """The order of the matrix, as a multiple of the block: as large for each CPU, or a fraction of the memory.
 
-    hpcc does not finish where its processes have next to nothing each.
+    hpcc does not finish where its processes have next to nothing each. Of much memory it would take hours.
     """
-    size = order * math.sqrt(cpus) if order else math.sqrt(memory * fraction / 8)
+    longest = (1.5 * HPL_SECONDS * CPU_FLOPS * cpus) ** (1 / 3)
+    size = order * math.sqrt(cpus) if order else min(longest, math.sqrt(memory * fraction / 8))
     return max(BLOCK, int(size) // BLOCK * BLOCK)
 
 
