@@ -31,7 +31,7 @@ def compute(cluster: Cluster, member: Member) -> Document:
         Directory("/etc/tmpfiles.d"),
         File(TMPFILES, tmpfiles_conf()),
         DeviceRule(DEVICE_RULE, device_rules() if cluster.facts_of(member.name).gpus else ""),
-        *daemon(cluster, member.name, "slurmd", *slurmd_options(cluster, member)),
+        *daemon(cluster, member.name, "slurmd", *slurmd_options(cluster, member), drop_ins=_drop_ins(cluster, member)),
     )
 
 
@@ -82,16 +82,16 @@ def tmpfiles_conf() -> str:
 
 def _configless(cluster: Cluster, member: Member) -> list[Item]:
     options = " ".join(slurmd_options(cluster, member))
-    items: list[Item] = [
-        File(DEFAULTS, slurmd_defaults(options, cluster.conf), restarts=("slurmd",)),
-        Directory("/etc/systemd/system/slurmd.service.d"),
-        File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",)),
-        address_wait_file(cluster, member, "slurmd"),
-    ]
+    items: list[Item] = [File(DEFAULTS, slurmd_defaults(options, cluster.conf), restarts=("slurmd",))]
     if "controller" not in member.roles:
         # srun would read a file here instead of the one that slurmd fetched.
         items += [File(path, keep=True) for path in CONF_FILES]
     return items
+
+
+def _drop_ins(cluster: Cluster, member: Member) -> tuple[File, ...]:
+    own = File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",))
+    return own, address_wait_file(cluster, member, "slurmd")
 
 
 class LinksComponent(Component):

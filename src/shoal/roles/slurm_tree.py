@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -222,16 +222,21 @@ def _mark(prefix: str) -> str:
     return f"{prefix}/.complete"
 
 
-def daemon(cluster: Cluster, host: str, name: str, *options: str) -> tuple[Item, ...]:
-    """One of Slurm's daemons as a service. Packages bring their units; the tree has ours, which takes precedence."""
+def daemon(cluster: Cluster, host: str, name: str, *options: str, drop_ins: Sequence[File] = ()) -> tuple[Item, ...]:
+    """One of Slurm's daemons as a service. Packages bring their units; the tree has ours, which takes precedence.
+
+    Our unit contains what drop-ins say: for a drop-in in a new directory systemd would have to read all units again.
+    """
     program = f"{cluster.slurm_prefix}/sbin/{name}"
     service = Service(name, command=(program, "-D", *options))
     if cluster.slurm_prefix == PACKAGES_PREFIX:
         path = f"{UNITS}/{name}.service"
         is_ours = cluster.facts_of(host).text(path).startswith(HEADER)
-        return (*([File(path, restarts=(name,))] if is_ours else ()), service)
-    unit = File(f"{UNITS}/{name}.service", daemon_unit(name, program), restarts=(name,), keep=True)
-    return (unit, service)
+        directories = dict.fromkeys(Directory(one.path.rpartition("/")[0]) for one in drop_ins)
+        return (*directories, *drop_ins, *([File(path, restarts=(name,))] if is_ours else ()), service)
+    parts = [daemon_unit(name, program), *(str(one.content).removeprefix(HEADER) for one in drop_ins if one.content)]
+    unit = File(f"{UNITS}/{name}.service", "\n".join(parts), restarts=(name,), keep=True)
+    return (*(replace(one, content=None) for one in drop_ins), unit, service)
 
 
 def daemon_unit(name: str, program: str) -> str:

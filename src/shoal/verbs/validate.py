@@ -54,7 +54,7 @@ QUICK_OPTIONS = {
 }
 FULL_OPTIONS = {
     **{"sizes": [1 << power for power in range(10, 29, 2)], "iterations": 20, "seconds": 2.0},
-    **{"hpl_order": 0, "hpl_memory": 0.3, "fio_size": "1G", "fio_seconds": 60},
+    **{"hpl_order": 0, "hpl_memory": 0.1, "fio_size": "1G", "fio_seconds": 60},
 }
 GPU_SIZES = [1 << power for power in range(20, 33, 2)]
 """To 4 GiB: published limits are of large messages."""

@@ -204,8 +204,8 @@ def wait_until_stable(name: str) -> None:
             raise Failure(f"{name} was not started: a condition in its unit is not met\n{unit_log(name)}")
         if unit.get("ActiveState") not in ("active", "reloading") and not finished:
             raise Failure(f"{name} started and did not stay up\n{unit_log(name)}")
-        pid = unit.get("MainPID", "")
-        if settled or unit.get("Type") in SAYS_WHEN_READY or listens(pid):
+        pid = unit.get("MainPID", "")  # a timer has none
+        if settled or not pid or unit.get("Type") in SAYS_WHEN_READY or listens(pid):
             return
         time.sleep(0.03)
         settled = has_settled(pid, time.monotonic() - start)
