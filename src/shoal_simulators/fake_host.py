@@ -257,10 +257,10 @@ class FakeAgent:
         while line := await program.readline():
             request = json.loads(line)
             if request["op"] == "receive":
-                content = b""
+                content = bytearray()  # of megabytes, in lines of some hundred bytes
                 while len(content) <= request["size"]:
                     content += await program.readline()
-                received[request["name"]] = content[:-1]
+                received[request["name"]] = bytes(content[:-1])
                 continue
             for item in request.get("items", ()):
                 if "received" in item:
