@@ -352,19 +352,22 @@ async def test_failed_join_is_shown_on_the_job_while_it_is_retried(tmp_path: Pat
         await settled(it)
 
 
-async def test_job_stopped_by_the_budget_also_shows_the_first_stockout(
-    tmp_path: Path,
-) -> None:
+async def test_machine_in_a_place_without_more_ends_before_the_budget_allows_the_next_place(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * 1.29)) as it:
         _paced(it)
         job = it.slurm.submit("1", 2)
         await it.until(lambda: len(it.machines()) == 1, every=1.0)
+        [first] = it.machines()
         it.fault("stockout")
-        await it.until(lambda: job.restarts == 1)
+        await it.until(lambda: "waiting for" in job.comment, every=1.0)
         assert job.comment.startswith(
             "lambda us-west-1 out of gpu_1x_a10; the budget of $2.58 an hour: $1.29 is in use"
         )
+        assert job.comment.endswith(f"; waiting for {first.id} of lambda to end")
+        await it.until(lambda: job.state == "RUNNING", every=1.0)
+        assert {one.order.region for one in it.machines()} == {"us-east-1"}
+        assert job.restarts == 0
         await settled(it)
         assert job.state == "COMPLETED"
 

@@ -149,9 +149,7 @@ class Provisioner:
         }
         confirmed = sorted(unneeded & self._unneeded)  # seen twice: the job may have come between two queries
         self._unneeded = unneeded
-        self._manual_nodes = {
-            node for node in self._manual_nodes if node in snapshot.nodes and wants_machine(snapshot.nodes[node])
-        }
+        self._manual_nodes &= {name for name, node in snapshot.nodes.items() if wants_machine(node)}
         if confirmed:
             log.info("no job waits for %s any more", ", ".join(confirmed))
             await self._context.update_slurm(self._context.slurm.power_down(confirmed))
@@ -202,7 +200,7 @@ class Provisioner:
             offer, refusal = self._affordable(group, offers, now)
             if refusal:
                 why = f"{group.last_refusal}; {refusal}" if group.last_refusal else refusal
-                if going := self._ending_machines(group):  # its end makes room
+                if going := self._make_room(group, offer):
                     return await context.comment_job(group.job, f"{why}; waiting for {going} to end")
                 self.budgets.note_refusal(group.key, group.nodeset.name, group.nodes, len(group.joined), offers)
                 return await self._give_up(group, why, None)
@@ -218,8 +216,12 @@ class Provisioner:
                 await self._order(group, offer, account, key_name)
         self.budgets.reserve(group.key, ())
 
-    def _ending_machines(self, group: NodeGroup) -> str:
-        """The machines of these nodes that are ending and still cost money."""
+    def _make_room(self, group: NodeGroup, offer: Offer) -> str:
+        """Release machines elsewhere than the next offer. Returns those of the group that end and still cost money."""
+        for rental in group.pending:
+            if rental.offer.identity != offer.identity:  # it counts until it has ended
+                self._context.release(rental, f"the next place is tried: {group.last_refusal}")
+        self._needs_machines(group)
         return ", ".join(
             f"{one.id or 'an order'} of {one.account}"
             for one in self._snapshot.rentals
@@ -370,11 +372,9 @@ class Provisioner:
 
     def _conflicts(self, rental: Rental) -> int:
         """How often the name was taken recently in this place."""
-        since = rental.intended_at - DEFAULT_RETRY_S
+        since, place = rental.intended_at - DEFAULT_RETRY_S, rental.offer.place
         before = [one for one in self._context.ledger.of_node(rental.node) if one.intended_at >= since]
-        return sum(
-            one.trouble == FailureKind.CONFLICT.value and one.offer.place == rental.offer.place for one in before
-        )
+        return sum(one.trouble == FailureKind.CONFLICT.value and one.offer.place == place for one in before)
 
     async def _give_up(self, group: NodeGroup, why: str, again: float | None) -> None:
         """No offer is left: requeue the job and release its machines."""
