@@ -54,7 +54,7 @@ tidy | tidied)
                 printf '%s is there already, and is not from Shoal\nfix: move it away\n' "$link"
                 exit 1
             fi
-            mkdir -p "${link%/*}"
+            [ -d "${link%/*}" ] || mkdir -p "${link%/*}"
             ln -sfn "$program" "$link"
         done
     done
