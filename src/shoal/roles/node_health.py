@@ -42,8 +42,8 @@ class HealthComponent(Component):
         if "compute" not in member.roles or cluster.spec.health.mode == "off":
             # After slurmctld's restart, when no slurmd runs the hook any more.
             return {Stage.NODES: self.removal()} if facts.has_file(CONFIG) else {}
-        # In place before slurmd reads of its hook.
-        return {Stage.BASE: (*_files(cluster.spec, member), *_services(facts.init != "none"))}
+        # The hook is in place before slurmd reads of it. The program starts after slurmd: its registration is awaited.
+        return {Stage.BASE: _files(cluster.spec, member), Stage.NODES: _services(facts.init != "none")}
 
     def removal(self) -> Document:
         return (

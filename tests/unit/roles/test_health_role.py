@@ -46,10 +46,10 @@ def conf(text: str) -> str:
 
 def test_nodes_have_the_program_before_slurm_reads_of_its_hook() -> None:
     stages = items(REEF)
-    assert [stage for stage, found in stages.items() if found] == [Stage.BASE]
+    assert [stage for stage, found in stages.items() if found] == [Stage.BASE, Stage.NODES]
     files = {item.path: item for item in stages[Stage.BASE] if isinstance(item, File)}
     assert files[HEALTH_HOOK].mode == 0o755 and json.loads(str(files[CONFIG].content))["mode"] == "drain"
-    assert stages[Stage.BASE][-1] == Service(TIMER)
+    assert stages[Stage.NODES][-1] == Service(TIMER)
     assert f"HealthCheckProgram={HEALTH_HOOK}\nHealthCheckInterval=300\n" in conf(REEF)
 
 
@@ -59,7 +59,7 @@ def test_controller_without_jobs_has_none() -> None:
 
 
 def test_host_without_systemd_runs_it_under_the_supervisor() -> None:
-    *files, service = items(REEF, init="none")[Stage.BASE]
+    *files, service = items(REEF, init="none")[Stage.NODES]
     assert isinstance(service, Service) and service.command[:2] == ("/bin/sh", "-c")
     assert service.command[2].startswith("while :; do python3 -I -S -B -c '") and "sleep 300" in service.command[2]
     assert not [item for item in files if isinstance(item, File) and item.path.startswith("/etc/systemd")]
