@@ -11,8 +11,8 @@ from typing import TypeVar
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, ProviderLogin, Query, RentalProvider, RentedInstance
 from shoal.cloud.providers.capabilities import HasFirewall, HasQuotas, KeepsMachines
-from shoal.cloud.providers.http import ApiError
 from shoal.cloud.providers.prices import prices, store_prices
+from shoal.cloud.providers.responses import ApiError
 from shoal.errors import ProviderError, ShoalError, UsageError
 from shoal.roles.rented import rented_ports
 from shoal.spec.finding import Finding, Level

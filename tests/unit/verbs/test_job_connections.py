@@ -78,3 +78,10 @@ def test_jobs_and_logs_do_not_import_pydantic() -> None:
         timeout=120,
     )
     assert "shoal.verbs.logs" in done.stdout.split() and "pydantic" not in done.stdout.split()
+
+
+def test_up_without_rented_machines_does_not_import_the_http_client() -> None:
+    used = "shoal.cli.app, shoal.verbs.up, shoal.verbs.check, shoal.verbs.down"
+    program = f"import sys, {used}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert "shoal.verbs.up" in done.stdout.split() and "httpx" not in done.stdout.split()

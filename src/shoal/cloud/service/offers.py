@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RequestOutcome
-from shoal.cloud.providers.http import ApiError
+from shoal.cloud.providers.responses import ApiError
 from shoal.cloud.rental import OrderBlock
 from shoal.cloud.service.context import ServiceContext, log
 from shoal.cloud.service.provider_account import MAX_FAILURES, UNREACHABLE_PAUSE_S, error_text
