@@ -315,9 +315,13 @@ ESCAPE = "\\033]52;c;ZXZpbA==\\a\\302\\2332J"
 """For printf: text for the terminal's clipboard, and U+009B, which begins a sequence that clears the screen."""
 
 
+FORGED_JOB = "9999"
+
+
 def test_files_and_names_of_a_job_neither_block_nor_deceive_the_operator(cluster: Cluster) -> None:
     place = f"/tmp/mallory-{network_of(cluster)}"
-    submit = f"sbatch --parsable -J \"$(printf 'evil{ESCAPE}')\" -w controller -D {place} --wrap 'sleep 3600'"
+    forged = f"\\nJobId={FORGED_JOB} JobName=y UserId=alice({ALICE}) JobState=FAILED"
+    submit = f"sbatch --parsable -J \"$(printf 'evil{ESCAPE}{forged}')\" -w controller -D {place} --wrap 'sleep 3600'"
     read_shadow = "sbatch --parsable -w controller -o /etc/shadow --wrap true"
     shadow, job = run_as(cluster, "mallory", f"mkdir -p {place}; {read_shadow}; {submit} -o {place}/out").split()
     files = (
@@ -328,8 +332,9 @@ def test_files_and_names_of_a_job_neither_block_nor_deceive_the_operator(cluster
     run_as(cluster, "mallory", files)
     cluster.wait("the job runs", lambda: job in run_as(cluster, "mallory", "squeue -h -t R -o %i"))
     printed = [cluster.shoal(*words).stdout for words in (("jobs", "--json"), ("logs", "--json", job), ("logs", job))]
-    [view] = [view for view in json.loads(printed[0])["jobs"] if view["record"]["id"] == job]
-    assert view["progress"] == {} and view["record"]["name"].startswith("evil\x1b")
+    views = {view["record"]["id"]: view for view in json.loads(printed[0])["jobs"]}
+    assert views[job]["progress"] == {} and views[job]["record"]["name"].startswith("evil\x1b")
+    assert views[job]["record"]["user"] == "mallory" and FORGED_JOB not in views
     lines = json.loads(printed[1])["lines"]
     assert {line["rank"] for line in lines} <= {-1, 3, 4} and "root:" not in str(lines)
     assert "[4] hi" in printed[2] and not {"\x1b", "\x9b", "\a"} & {*"".join(printed)}

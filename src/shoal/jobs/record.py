@@ -6,13 +6,15 @@ slurmctld keeps ended jobs for five minutes (MinJobAge). Older ones are in the f
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from shoal.contract import PROFILE_DIRECTORY
-from shoal.slurm.state import JOBCOMP
+from shoal.slurm.state import JOB_RECORD, JOBCOMP
 
 JOBS_DIRECTORY = "/var/lib/shoal/jobs"
 """Where the hosts keep the operator's jobs: a directory for each cluster below it."""
@@ -26,10 +28,10 @@ ACTIVE = (
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z_/:]*)=(\S*)")
 _ADMIN_COMMENT = re.compile(r"\sAdminComment=(.*?)\s*(?=\s[A-Z][A-Za-z_/:]*=|$)", re.DOTALL)
+_JOBCOMP_END = re.compile(r"\sExitCode=[0-9]+:[0-9]+ ?$")
 MAX_ENDED_JOBS = 1000
 """The newest ones are read."""
 
-_FIELD = "\x1f"
 SACCT_FIELDS = {
     **{"JobID": "JobId", "State": "JobState", "User": "UserId", "Partition": "Partition", "NodeList": "NodeList"},
     **{"NNodes": "NumNodes", "ExitCode": "ExitCode", "Start": "StartTime", "End": "EndTime", "Elapsed": "RunTime"},
@@ -44,10 +46,14 @@ JOBCOMP_COMMAND = (
 """The newest lines of the file, of the one before it as well while that is not compressed. Login hosts have none."""
 RECENT_COMMAND = ("sh", "-c", f"date -d '1 day ago' +%FT%T; {JOBCOMP_COMMAND[-1]}")
 """The same, behind the time that was a day ago by the clock that the file is written by."""
-STEPS_COMMAND = ("squeue", "-h", "-s", "-o", "%i %j")
+STEPS_COMMAND = ("squeue", "-h", "-s", "-o", f"{JOB_RECORD}%i %j")
 """The steps that run, each with its name."""
+OWNERS_COMMAND = ("squeue", "-h", "-a", "-t", "all", "-o", "%A %U")
+"""The number of every job that slurmctld has, with its owner's. An owner can put a newline and the record of another
+job into the name, comment or directory of a job, and can choose neither of these."""
 SACCT_COMMAND = (
-    *("sacct", "-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "1970-01-02", "-o", ",".join(SACCT_FIELDS)),
+    *("sacct", "-a", "-D", "-X", "-n", "-P", f"--delimiter={JOB_RECORD}"),
+    *("-S", "1970-01-02", "-o", ",".join(SACCT_FIELDS)),
 )
 """The same question for slurmdbd: every job of all time."""
 
@@ -160,32 +166,76 @@ def step_command(
     )
 
 
-def parse_records(text: str) -> list[JobRecord]:
-    """The answer to `show_command`, oldest job first."""
-    return sorted((_record(_values(text, "JobName", "UserId")) for text in split_records(text)), key=_order)
+def is_plain(text: str) -> bool:
+    """Whether the answer to `show_command` with a number is one record that nothing was put into."""
+    return len(text.strip().split("\n")) == 1 and len(re.findall(r"\sUserId=", text)) <= 1
+
+
+def parse_owners(text: str) -> dict[str, str]:
+    """The answer to OWNERS_COMMAND."""
+    pairs = (line.split() for line in text.split("\n"))
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def parse_records(text: str, owners: Mapping[str, str] | None = None) -> list[JobRecord]:
+    """The answer to `show_command`, oldest job first, without those of `doubtful_ids`. `owners`, asked for after it,
+    may be left out where the answer is plain."""
+    doubtful = doubtful_ids(text, owners or {})
+    records = [part for part in split_records(text, owners) if _number(part) not in doubtful]
+    return sorted((_shown_record(part, owners) for part in records), key=_order)
+
+
+def doubtful_ids(text: str, owners: Mapping[str, str]) -> list[str]:
+    """The jobs that have several records in an answer, all but one in the words of the job before it; and the latter.
+    Ask for each alone."""
+    numbers = [_number(part) for part in split_records(text, owners)]
+    counts = Counter(numbers)
+    pairs = itertools.pairwise(numbers)
+    doubtful = [number for pair in pairs if counts[pair[1]] > 1 for number in pair]
+    return [*dict.fromkeys(doubtful)]
+
+
+def parse_answer(text: str, job: str, owners: Mapping[str, str]) -> list[JobRecord]:
+    """The answer to `show_command` with the number of a job: it, or the tasks of an array, which have one owner."""
+    owner = owners.get(_number(text))
+    parts = split_records(text, {number for number in owners if owners[number] == owner})
+    first_parts = {_number(part): part for part in reversed(parts)}
+    records = [_shown_record(part, owners) for part in first_parts.values()]
+    return sorted((r for r in records if job in (r.id, r.number, r.id.partition("_")[0])), key=_order)
 
 
 def parse_steps(text: str, other: str = "") -> set[str]:
     """The jobs that have a step with a number, which is none of a name that begins with `other`."""
-    steps = re.findall(r"^([0-9]+(?:_[0-9]+)?)\.[0-9]+ (.*)$", text, re.MULTILINE)
+    steps = re.findall(rf"{JOB_RECORD}([0-9]+(?:_[0-9]+)?)\.[0-9]+ (.*)", text)
     return {job for job, name in steps if not (other and name.startswith(other))}
 
 
-def split_records(text: str) -> list[str]:
-    """The text of each job, which begins with `JobId=`."""
+def split_records(text: str, numbers: Collection[str] | None = None) -> list[str]:
+    """The text of each job in what scontrol shows: it begins with `JobId=` and, where known, one of these numbers."""
     records: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("JobId="):
+    for line in text.split("\n"):
+        if line.startswith("JobId=") and (numbers is None or _number(line) in numbers):
             records.append(line)
         elif records and line.strip():
             records[-1] += "\n" + line  # a name with a newline in it
     return records
 
 
+def _number(record: str) -> str:
+    match = re.match(r"JobId=([0-9]*)", record)
+    return match[1] if match else ""
+
+
+def _shown_record(text: str, owners: Mapping[str, str] | None) -> JobRecord:
+    owner = rf"UserId=(?=[^\s(]*\({owners[_number(text)]}\))" if owners is not None else "UserId="
+    return _record(_values(text, "JobName", owner))
+
+
 def _values(text: str, name_key: str, next_key: str) -> dict[str, str]:
     """The pairs of a job. Its name, under `name`, is its owner's to choose: nothing in it may be taken for a key."""
-    name_match = re.search(rf"(?:^|\s){name_key}=(.*?)\s{next_key}=", text, re.DOTALL)
-    other_pairs = f"{text[: name_match.start()]} {next_key}={text[name_match.end() :]}" if name_match else text
+    name_match = re.search(rf"(?:^|\s){name_key}=(.*?)\s(?={next_key})", text, re.DOTALL)
+    rest = text[name_match.end() :] if name_match else ""
+    other_pairs = f"{text[: name_match.start()]} {rest}" if name_match else re.split(rf"\s{name_key}=", text)[0]
     comment = _ADMIN_COMMENT.search(other_pairs)
     values = {key: value for key, value in reversed(_PAIR.findall(other_pairs))}
     return values | {"name": name_match[1] if name_match else "", "AdminComment": comment[1] if comment else ""}
@@ -255,18 +305,26 @@ def parse_recent(text: str, accounted: Iterable[JobRecord] = ()) -> list[JobReco
 
 def parse_runs(text: str) -> list[JobRecord]:
     """What the file says, each run of a job for itself."""
-    return [_from_jobcomp(record) for record in split_records(text.removesuffix(NO_JOBCOMP + "\n"))]
+    records: list[str] = []
+    ended = True
+    for line in text.removesuffix(NO_JOBCOMP + "\n").split("\n"):
+        if ended and line.startswith("JobId="):
+            records.append(line)
+        elif records and line.strip():
+            records[-1] += "\n" + line  # a name with a newline in it, or with the beginning of another record
+        ended = _JOBCOMP_END.search(line) is not None or (ended and not line)
+    return [_from_jobcomp(record) for record in records]
 
 
 def parse_sacct(text: str) -> list[JobRecord]:
     """What sacct says, oldest first, without what still waits or runs."""
     records: list[str] = []
     for line in text.split("\n"):
-        if line.count(_FIELD) >= len(SACCT_FIELDS) - 1:
+        if line.count(JOB_RECORD) >= len(SACCT_FIELDS) - 1:
             records.append(line)
         elif records and line:
             records[-1] += "\n" + line
-    rows = (record.split(_FIELD, len(SACCT_FIELDS) - 1) for record in records)
+    rows = (record.split(JOB_RECORD, len(SACCT_FIELDS) - 1) for record in records)
     jobs = (_record(dict(zip(SACCT_FIELDS.values(), row, strict=True))) for row in rows)
     return _last(job for job in jobs if not job.active)[-MAX_ENDED_JOBS:]
 
@@ -296,7 +354,7 @@ def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
 
 
 def _from_jobcomp(text: str) -> JobRecord:
-    values = _values(text, "Name", "JobState")
+    values = _values(text, "Name", "JobState=")
     values["NumNodes"] = values.get("NodeCnt", "")
     record = _record(values)
     return replace(record, run_time=_run_time(record.start, record.end))

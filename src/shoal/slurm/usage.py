@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from shoal.hostlist import expand
 from shoal.slurm.accounting import GPU
+from shoal.slurm.state import JOB_RECORD
 
 Grouping = Literal["user", "job", "nodeset", "account"]
 GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 
-_FIELD = "\x1f"
 _FIELDS = ("JobID", "User", "Account", "Start", "End", "NodeList", "AllocTRES", "JobName")
 
 
@@ -51,7 +51,7 @@ class UsageRow:
 def usage_command(since: float, until: float) -> tuple[str, ...]:
     """The command for all runs in the period, earlier runs of requeued jobs included."""
     period = ("-S", f"uts{since:.0f}", "-E", f"uts{until:.0f}")
-    arguments = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", *period, "-o", ",".join(_FIELDS))
+    arguments = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={JOB_RECORD}", *period, "-o", ",".join(_FIELDS))
     return ("env", "SLURM_TIME_FORMAT=%s", "sacct", *arguments)
 
 
@@ -59,9 +59,9 @@ def parse_usage(text: str, now: float) -> list[JobUsage]:
     """Parse the output of `usage_command`. Jobs that never started are left out."""
     runs = []
     for line in text.split("\n"):
-        if line.count(_FIELD) < len(_FIELDS) - 1:
+        if line.count(JOB_RECORD) < len(_FIELDS) - 1:
             continue  # the rest of a name that contains a newline
-        values = dict(zip(_FIELDS, line.split(_FIELD, len(_FIELDS) - 1), strict=True))
+        values = dict(zip(_FIELDS, line.split(JOB_RECORD, len(_FIELDS) - 1), strict=True))
         if not values["Start"].isdecimal() or values["Start"] == "0":
             continue
         tres = dict(part.split("=", 1) for part in values["AllocTRES"].split(",") if "=" in part)

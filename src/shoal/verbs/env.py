@@ -14,13 +14,12 @@ from shoal.environments.store import BuiltEnvironment, StoredEnvironment
 from shoal.errors import CommandFailed, CommandTimeout, HostError, PartialFailure, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.jobs.record import parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.roles.environments import builder_of, directory_of
 from shoal.spec.environments import Environment
 from shoal.spec.finding import nearest
 from shoal.verbs.context import Context
-from shoal.verbs.slurmctld import gather_answers, slurm_output
+from shoal.verbs.slurmctld import current_jobs, gather_answers
 
 INSPECT_TIMEOUT_S = 60.0
 """To inspect environments on a share: one whose server is gone does not answer at all."""
@@ -94,10 +93,8 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
     builders = {place.directory: place.builder for place in places.values()}
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
-        [records] = await gather_answers(controller, slurm_output(controller, show_command()))
-        jobs = {
-            note.environment: record.id for record in parse_records(records) if record.active and (note := record.note)
-        }
+        [records] = await gather_answers(controller, current_jobs(controller))
+        jobs = {note.environment: record.id for record in records if record.active and (note := record.note)}
         current_ids = {environment.id for environment in (await current_environments(controller, places)).values()}
         stored = await _list_stored(fleet, sorted(builders))
         reasons = explain_kept([entry for entries in stored.values() for entry in entries], current_ids, jobs)

@@ -17,7 +17,6 @@ from shoal.environments.requirements import read_requirements
 from shoal.environments.store import BuiltEnvironment
 from shoal.errors import CommandFailed, CommandTimeout, UsageError
 from shoal.hosts.api import Host
-from shoal.jobs.record import parse_records, show_command
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.spec.environments import Environment
 from shoal.spec.finding import Finding, nearest
@@ -25,7 +24,7 @@ from shoal.verbs import env
 from shoal.verbs.context import Context
 from shoal.verbs.env_build import BuildResult, bound_findings, describe_build, publish, run_builder
 from shoal.verbs.run_user import make_user_directory
-from shoal.verbs.slurmctld import gather_answers, slurm_output
+from shoal.verbs.slurmctld import current_jobs, gather_answers
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,8 @@ async def _clean(host: Host, record: ClusterRecord, dropped: str, *, dry_run: bo
     """`dropped` is the id of the environment that the user has just given up: its last use does not matter."""
     environments = await read_environments(host, record)
     directory = environments.directory
-    [records] = await gather_answers(host, slurm_output(host, show_command()))
-    active = [job for job in parse_records(records) if job.active and job.user == environments.user]
+    [records] = await gather_answers(host, current_jobs(host))
+    active = [job for job in records if job.active and job.user == environments.user]
     jobs = {job.note.environment: job.id for job in active if job.note}
     listing = await host.run(store.list_command(directory), timeout=env.INSPECT_TIMEOUT_S, root=False)
     stored = [

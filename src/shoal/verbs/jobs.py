@@ -19,16 +19,14 @@ from shoal.jobs.record import (
     JobRecord,
     lacks_jobcomp,
     parse_recent,
-    parse_records,
     parse_steps,
-    show_command,
 )
 from shoal.plan.connections import Connections
 from shoal.remote.log_reader import LAST_END
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.node_files import READER_NAME, nodes_with_files, reader_command
-from shoal.verbs.slurmctld import gather_answers, slurm_output
+from shoal.verbs.slurmctld import current_jobs, gather_answers, slurm_output
 from shoal.verbs.unsent_files import explain_job
 
 MAX_EXPLAINED_JOBS = 5
@@ -74,8 +72,7 @@ async def jobs(context: Context, numbers: Sequence[str] = (), *, ended: bool = F
             current_records = [record for tasks in (await _find(controller, numbers)).values() for record in tasks]
             ended_records = []
         else:
-            [output] = await gather_answers(controller, slurm_output(controller, show_command()))
-            current_records = parse_records(output)
+            [current_records] = await gather_answers(controller, current_jobs(controller))
             ended_records = await _ended_records(context, controller, current_records, ended)
             left_out = 0 if ended else len(ended_records[:-MAX_RECENT_JOBS])
         records = [*ended_records[left_out:], *current_records]

@@ -20,7 +20,7 @@ from shoal.plan.connections import Connections
 from shoal.remote import python_command
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.node_files import NodeFiles, is_on_nodes, nodes_with_files, reader_command
-from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
+from shoal.verbs.slurmctld import checked_output, gather_answers, job_owners, slurm_output, slurmctld_fix
 from shoal.verbs.unsent_files import explain_job
 
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -184,7 +184,10 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
         raise SlurmError(cause, hint=slurmctld_fix(controller.name)) from None
     if result.status != 0 and "nvalid job id" in result.error_text:
         return await ended_runs(controller, job)
-    return slurm_jobs.parse_records(checked_output(controller, slurm_jobs.show_command(job), result))
+    text = checked_output(controller, slurm_jobs.show_command(job), result)
+    if slurm_jobs.is_plain(text):
+        return slurm_jobs.parse_records(text)
+    return slurm_jobs.parse_answer(text, job, await job_owners(controller))
 
 
 async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:

@@ -17,7 +17,6 @@ from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle
 from shoal.jobs.launchers import PROFILERS, is_profiler_missing
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, job_root
-from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
 from shoal.jobs.ship import (
@@ -37,7 +36,7 @@ from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.early_login import MAX_EAGER_HOSTS
 from shoal.verbs.operator_login import OperatorLogin
 from shoal.verbs.run_user import prepare_as_user, run_as_user
-from shoal.verbs.slurmctld import slurm_output
+from shoal.verbs.slurmctld import current_jobs
 from shoal.verbs.submission import (
     JobConnections,
     JobLaunch,
@@ -304,9 +303,7 @@ async def _clean(
     if not hosts:
         return
     with contextlib.suppress(ShoalError):
-        active_records = [
-            record for record in parse_records(await slurm_output(controller, show_command())) if record.active
-        ]
+        active_records = [record for record in await current_jobs(controller) if record.active]
         hashes = {
             digest for record in active_records if record.note for digest in (record.note.code, record.note.runtime)
         }

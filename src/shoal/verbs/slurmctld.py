@@ -8,6 +8,15 @@ from typing import Any, TypeVar
 
 from shoal.errors import CommandTimeout, SlurmError
 from shoal.hosts.api import Host, Result
+from shoal.jobs.record import (
+    OWNERS_COMMAND,
+    JobRecord,
+    doubtful_ids,
+    parse_answer,
+    parse_owners,
+    parse_records,
+    show_command,
+)
 from shoal.slurm.versions import Version
 
 T = TypeVar("T")
@@ -29,6 +38,21 @@ async def slurm_output(host: Host, command: tuple[str, ...], timeout: float = SL
             f"slurmctld on {host.name} does not answer within {timeout:g} s", hint=slurmctld_fix(host.name)
         ) from None
     return checked_output(host, command, result)
+
+
+async def current_jobs(host: Host) -> list[JobRecord]:
+    """The jobs that slurmctld has, oldest first, whatever their owners have written into them."""
+    text = await slurm_output(host, show_command())
+    owners = await job_owners(host)
+    records = parse_records(text, owners)
+    for job in doubtful_ids(text, owners):
+        answer = parse_answer(await slurm_output(host, show_command(job)), job, owners)
+        records += [record for record in answer if record.number == job]
+    return records
+
+
+async def job_owners(host: Host) -> dict[str, str]:
+    return parse_owners(await slurm_output(host, OWNERS_COMMAND))
 
 
 def checked_output(host: Host, command: tuple[str, ...], result: Result) -> str:

@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
 from shoal.hosts.api import Host
 from shoal.jobs.model import JobSpec, job_from_options
-from shoal.jobs.record import JobRecord, parse_records, show_command
+from shoal.jobs.record import JobRecord
 from shoal.jobs.resolve import gpus_of
 from shoal.plan.progress import Phase
 from shoal.remote import program_text, shell_command
@@ -33,7 +33,7 @@ from shoal.verbs.context import Context
 from shoal.verbs.jobs import cancel
 from shoal.verbs.logs import find_records, logs
 from shoal.verbs.run import run
-from shoal.verbs.slurmctld import gather_answers, slurm_output
+from shoal.verbs.slurmctld import current_jobs, gather_answers, slurm_output
 from shoal.verbs.usage import parse_when
 
 LAUNCHERS = ("srun", "torchrun", "mpirun")
@@ -261,7 +261,7 @@ async def _wait(
     try:
         async with context.controller_host() as host:
             while len(outcomes) < len(jobs):
-                listed = {record.id: record for record in parse_records(await slurm_output(host, show_command()))}
+                listed = {record.id: record for record in await current_jobs(host)}
                 for number, job in zip(numbers, jobs, strict=True):
                     if job in outcomes:
                         continue

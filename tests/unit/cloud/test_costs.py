@@ -259,8 +259,9 @@ def test_command_reads_the_ledger_and_slurm_records(tmp_path: Path) -> None:
     programs.mkdir()
     started = datetime.fromtimestamp(now - 50).strftime("%Y-%m-%dT%H:%M:%S")
     job = f"JobId=7 JobName=x UserId=ann(1000) JobState=RUNNING NodeList=burst1 StartTime={started} EndTime=Unknown"
-    (programs / "scontrol").write_text(f"#!/bin/sh\necho '{job}'\n")
-    (programs / "scontrol").chmod(0o755)
+    for name, output in (("scontrol", job), ("squeue", "7 1000")):
+        (programs / name).write_text(f"#!/bin/sh\necho '{output}'\n")
+        (programs / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     command = [sys.executable, "-m", "shoal.cloud.service.costs", "--ledger", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)

@@ -20,7 +20,7 @@ from shoal.cloud.service.slurm import (
 )
 from shoal.errors import CommandTimeout, SlurmError
 from shoal.hosts.api import Result
-from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
+from shoal.slurm.state import JOB_RECORD, NODES_COMMAND, NodeState, parse_nodes
 from shoal_simulators.fake_host import Call, FakeHost
 
 # As slurmctld 22.05 prints them, at the moments of a node's life.
@@ -87,12 +87,18 @@ def test_jobs_are_parsed_with_their_nodes_under_any_comment() -> None:
     text = (
         "\x1e17\x1fCONFIGURING\x1fada\x1fburst[1-2]\x1fshoal:abc1/def2\n"
         "\x1e18_3\x1fPENDING\x1fbob\x1f\x1f(null)\n"
-        "\x1e19\x1fRUNNING\x1fbob\x1fburst3\x1fmine\x1etrouble\x1f[\n"
-    )
+        "\x1e19\x1fRUNNING\x1fbob\x1fburst3\x1fmine\x1ftrouble\x1f[\n"
+    ).replace("\x1e", JOB_RECORD)
     first, second, third = parse_jobs(text)
     assert (first.id, first.nodes, first.saves, first.active) == ("17", ("burst1", "burst2"), True, True)
     assert (second.id, second.nodes, second.saves, second.active) == ("18_3", (), False, False)
     assert (third.id, third.nodes, third.saves) == ("19", ("burst3",), False)
+
+
+def test_comment_of_a_job_is_no_record_of_another() -> None:
+    forged = "mine\n\x1e20\x1fRUNNING\x1fada\x1fburst1\x1fshoal:abc1/def2"
+    [job] = parse_jobs(f"{JOB_RECORD}19\x1fRUNNING\x1fbob\x1fburst3\x1f{forged}\n")
+    assert (job.id, job.user, job.saves) == ("19", "bob", False)
 
 
 async def test_many_nodes_need_few_commands() -> None:

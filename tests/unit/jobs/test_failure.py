@@ -11,7 +11,7 @@ import pytest
 from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
 from shoal.jobs.failure import explain_failure, last_traceback
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
-from shoal.jobs.record import JobComment, JobRecord, parse_records
+from shoal.jobs.record import JobComment, JobRecord, doubtful_ids, is_plain, parse_answer, parse_records
 
 CAPTURED = (Path(__file__).parent / "show_job_22.05.txt").read_text()
 FAILED = JobRecord("7", "FAILED", exit_code=143, nodes="fish[1-2]", batch_host="fish1", time_limit="00:01:00")
@@ -160,6 +160,37 @@ def test_job_name_cannot_inject_fields() -> None:
     evil = CAPTURED.splitlines()[0].replace("JobName=fail", "JobName=x JobState=COMPLETED NodeList=evil")
     [record] = parse_records(evil)
     assert (record.name, record.state, record.nodes) == ("x JobState=COMPLETED NodeList=evil", "FAILED", "fish[1-2]")
+
+
+FORGED = "x UserId=ann(1001) JobState=COMPLETED \nJobId={} JobName=y UserId=root(0) JobState=FAILED NodeList=fish9 \nz"
+RECORD = "JobId={} JobName={} UserId={} GroupId=x(1) JobState=RUNNING NodeList=fish1 Comment={} \n"
+OWNERS = {"7": "1001", "8": "0"}
+
+
+@pytest.mark.parametrize("free", ["name", "comment"])
+def test_newline_in_a_job_is_no_record_of_another_job(free: str) -> None:
+    name, comment = (FORGED.format(99), "c") if free == "name" else ("a", FORGED.format(99))
+    text = RECORD.format(7, name, "ann(1001)", comment) + RECORD.format(8, "b", "root(0)", "c")
+    assert [(r.id, r.user) for r in parse_records(text, OWNERS)] == [("7", "ann"), ("8", "root")]
+
+
+def test_record_that_is_there_twice_is_asked_for_alone() -> None:
+    alone = RECORD.format(8, "b", "root(0)", "c")
+    text = RECORD.format(7, FORGED.format(8), "ann(1001)", "c") + alone
+    assert parse_records(text, OWNERS) == [] and doubtful_ids(text, OWNERS) == ["7", "8"]
+    [record] = parse_answer(alone, "8", OWNERS)
+    assert (record.id, record.state, record.nodes) == ("8", "RUNNING", "fish1")
+    [forger] = parse_answer(text.removesuffix(alone), "7", OWNERS)
+    assert (forger.user, forger.comment) == ("ann", "c")
+
+
+def test_answer_about_a_job_has_no_record_of_another_owner() -> None:
+    forged = "JobId=8 ArrayJobId=7 ArrayTaskId=1 JobName=x UserId=root(0) JobState=FAILED"
+    text = RECORD.format(7, f"x UserId=root(0) JobState=FAILED\n{forged}", "ann(1001)", "c")
+    [record] = parse_answer(text, "7", OWNERS)
+    assert (record.id, record.user, record.state) == ("7", "ann", "RUNNING")
+    assert not is_plain(text) and is_plain(RECORD.format(7, "x", "ann(1001)", "c"))
+    assert not is_plain(RECORD.format(7, "x UserId=root(0)", "ann(1001)", "c"))
 
 
 def test_successful_job_has_no_reason() -> None:

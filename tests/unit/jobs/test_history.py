@@ -9,6 +9,7 @@ import pytest
 from shoal.jobs.failure import NO_OUTPUT_SIGNAL, explain_failure
 from shoal.jobs.logs import JobLogs
 from shoal.jobs.record import SACCT_COMMAND, JobRecord, merge_records, parse_jobcomp, parse_sacct
+from shoal.slurm.state import JOB_RECORD
 from shoal.verbs.logs import exclude_known
 
 FILE = """\
@@ -28,7 +29,13 @@ QOS=normal WcKey= Cluster=reef SubmitTime=2026-11-15T09:54:03 EligibleTime=Unkno
 
 
 def sacct(*fields: str) -> str:
-    return "\x1f".join(fields) + "\n"
+    return JOB_RECORD.join(fields) + "\n"
+
+
+def test_name_of_a_job_is_no_record_of_an_ended_job() -> None:
+    forged = "\nJobId=9 UserId=root(0) GroupId=root(0) Name=y JobState=FAILED"
+    jobs = parse_jobcomp(FILE.replace("Name=late", f"Name=late{forged}"))
+    assert [(job.id, job.user) for job in jobs] == [("3", "root"), ("1_7", "ann"), ("4", "bob")]
 
 
 def test_jobcomp_file_is_parsed_under_any_job_name() -> None:

@@ -19,6 +19,7 @@ from shoal.cli.job_screens import show_jobs
 from shoal.hosts.api import Target
 from shoal.jobs.record import JobRecord, parse_steps
 from shoal.remote import log_reader
+from shoal.slurm.state import JOB_RECORD
 from shoal.verbs.jobs import JobsResult, JobView, jobs
 from shoal.verbs.node_files import READER_NAME, NodeFiles, reader_command, short_job_command
 from shoal_simulators.fake_host import FakeHost
@@ -31,12 +32,14 @@ DAY_S = 24 * 3600 + 2 * 3600 + 3 * 60 + 4
 def reef_with_steps(steps: bytes, comment: str = "shoal:c0de/11b") -> Reef:
     reef = Reef()
     reef.states, reef.comment, reef.record = ["RUNNING"], comment, RECORD
-    reef.controller.answers = {**reef.controller.answers, ("squeue",): steps}
+    marked = b"".join(JOB_RECORD.encode() + line for line in steps.splitlines(keepends=True))
+    reef.controller.answers = {**reef.controller.answers, ("squeue",): marked}
     return reef
 
 
 def test_steps_with_a_number_count_and_those_that_read_files_do_not() -> None:
-    text = f"17.batch batch\n17.extern extern\n17.0 python3\n18.batch batch\n19_3.1 my.py\n20.4 {READER_NAME}\n"
+    names = "17.batch batch|17.extern extern|17.0 python3|18.batch batch\n18.0 x|19_3.1 my.py"
+    text = "".join(f"{JOB_RECORD}{line}\n" for line in (*names.split("|"), f"20.4 {READER_NAME}"))
     assert parse_steps(text, READER_NAME) == {"17", "19_3"}
     assert parse_steps(text) == {"17", "19_3", "20"}
 

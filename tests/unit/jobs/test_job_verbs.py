@@ -22,6 +22,8 @@ from shoal.hosts.local import LocalHost
 from shoal.jobs.launchers import is_profiler_missing
 from shoal.jobs.logs import LogLine
 from shoal.jobs.model import job_from_options
+from shoal.jobs.record import OWNERS_COMMAND
+from shoal.slurm.state import JOB_RECORD
 from shoal.spec.loader import load_text
 from shoal.storage.stage import PROGRAM
 from shoal.verbs.context import Context
@@ -70,6 +72,7 @@ class Reef:
         controller = {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): self._scontrol,
+            OWNERS_COMMAND: b"17 0\n",
             ("systemctl", "show"): lambda call: f"LoadState=loaded\nActiveState={self.slurmctld}\n".encode(),
             ("sh",): self._shell,
             ("scancel",): b"",
@@ -460,7 +463,9 @@ async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day() -> 
 async def test_login_host_has_ended_jobs_from_accounting() -> None:
     reef = Reef()
     reef.ended = "no-file-of-ended-jobs\n"
-    row = "{}|COMPLETED|root|main|n1|1|0:0|{}T13:00:00|{}T14:00:00|01:00:00|UNLIMITED|/jobs|train".replace("|", "\x1f")
+    row = "{}|COMPLETED|root|main|n1|1|0:0|{}T13:00:00|{}T14:00:00|01:00:00|UNLIMITED|/jobs|train".replace(
+        "|", JOB_RECORD
+    )
     rows = [row.format(number, day, day) for number, day in ((14, "2026-11-13"), (15, "2026-11-15"))]
     reef.accounted = ("\n".join(rows) + "\n").encode()
     assert [view.record.id for view in (await jobs(reef.context)).jobs] == ["15", "17"]

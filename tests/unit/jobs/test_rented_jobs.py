@@ -10,6 +10,7 @@ from tests.unit.jobs.job_clusters import NODES, PARTITIONS, job
 
 from shoal.errors import UsageError
 from shoal.hosts.api import Result, Target
+from shoal.jobs.record import OWNERS_COMMAND
 from shoal.jobs.resolve import resolve
 from shoal.slurm.state import NodeState
 from shoal.spec.loader import load_text
@@ -109,6 +110,7 @@ class Reef:
         return {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): scontrol,
+            OWNERS_COMMAND: b"17 0\n",
             ("systemctl",): b"active\n",
             ("sh",): shell,
             ("touch",): touch,

@@ -10,6 +10,7 @@ from typing import Any
 from shoal.agent.facts import Address, Cgroup, Cpu, Facts, FileFact, Gpu, Package, UnixIds
 from shoal.hostlist import expand
 from shoal.hosts.api import Result, Target
+from shoal.jobs.record import OWNERS_COMMAND
 from shoal.plan.connections import Fleet
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.documents import fact_files
@@ -108,6 +109,8 @@ class FakeSlurm:
     def squeue(self, call: Call) -> bytes | Result:
         if self.broken:
             return Result(1, stderr=self.broken.encode())
+        if call.argv == OWNERS_COMMAND:
+            return "".join(f"{job} 0\n" for job in self.jobs).encode()
         wanted = call.argv[call.argv.index("--nodelist") + 1] if "--nodelist" in call.argv else None
         assert call.argv[: len(JOBS_COMMAND)] == JOBS_COMMAND
         found = {job: nodes for job, nodes in self.jobs.items() if wanted is None or wanted in expand(nodes)}

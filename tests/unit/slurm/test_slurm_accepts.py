@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import real_slurm
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, files
 
 from shoal.contract import GRACE_S
+from shoal.jobs import record
 from shoal.slurm.model import ClusterConf, PartitionConf, Switch
 from shoal.slurm.preemption import contract_violations
-from shoal.slurm.state import parse_config, parse_partitions
+from shoal.slurm.state import JOBCOMP, parse_config, parse_partitions
 
 TWO_SITES = replace(
     CLUSTERS["22.05"],
@@ -113,3 +115,52 @@ def test_slurm_resumes_rented_nodes_at_once_and_suspends_them(release: str, name
         "suspend cloud[1-2]",
         "PENDING",
     ], done.stderr
+
+
+SUBMIT = "--parsable --hold --chdir=/tmp --wrap true"
+PART = "=====part====="
+FORGED = """
+other="setpriv --reuid=65534 --regid=65534 --clear-groups"
+first=$(sbatch SUBMIT -J first)
+record="UserId=root(0) GroupId=root(0) JobState=FAILED"
+$other sbatch SUBMIT --array=1-2 -J "$(printf "x $record\\nJobId=%s JobName=a $record\\nJobId=99 JobName=b" $first)" >&2
+$other sbatch SUBMIT --comment "$(printf "\\nJobId=98 JobName=c $record ")" -J "d $record" >&2
+scontrol -o show job
+echo PART
+OWNERS
+for job in 1 2 3; do echo PART; scontrol -o show job $job; done
+$other scancel 3
+$other scancel 2
+scancel 1
+echo PART
+cat JOBCOMP
+""".replace("SUBMIT", SUBMIT).replace("PART", PART)
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param("22.05", marks=pytest.mark.sandbox),
+        pytest.param("24.11", marks=pytest.mark.matrix),
+        pytest.param("26.05", marks=pytest.mark.matrix),
+    ],
+)
+def test_no_name_or_comment_of_a_job_is_a_record_of_another(release: str, tmp_path: Path) -> None:
+    if lack := real_slurm.missing():
+        pytest.skip(lack)
+    owners_line = shlex.join(record.OWNERS_COMMAND)
+    script = FORGED.replace("OWNERS", owners_line).replace("JOBCOMP", JOBCOMP)
+    done = real_slurm.run(release, files(CLUSTERS[release]), script, tmp_path, slurmd=False)
+    shown, owner_text, *answers, ended = done.stdout.split(f"{PART}\n")
+    owners = record.parse_owners(owner_text)
+    assert owners == {"1": "0", "2": "65534", "3": "65534"}, done.stderr
+    assert record.doubtful_ids(shown, owners) == ["2", "1"]
+    alone = [
+        job
+        for number, answer in zip("123", answers, strict=True)
+        for job in record.parse_answer(answer, number, owners)
+    ]
+    jobs = {job.id: (job.user, job.state) for job in (*record.parse_records(shown, owners), *alone)}
+    assert jobs == {"1": ("root", "PENDING"), "2_1-2": ("nobody", "PENDING"), "3": ("nobody", "PENDING")}
+    past = record.parse_jobcomp(ended)
+    assert [(job.number, job.user) for job in past] == [("1", "root"), ("2", "nobody"), ("3", "nobody")], ended

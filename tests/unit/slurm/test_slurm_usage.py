@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import UsageError
+from shoal.slurm.state import JOB_RECORD
 from shoal.slurm.usage import JobUsage, parse_usage, summarize_usage, usage_command, usage_total
 from shoal.verbs.usage import parse_period, parse_when
 
-SEP = "\x1f"
 HOUR = 3600.0
 
 
 def line(*fields: str) -> str:
-    return SEP.join(fields) + "\n"
+    return JOB_RECORD.join(fields) + "\n"
 
 
 ANSWER = (
@@ -33,6 +33,12 @@ def test_sacct_query_covers_every_run_of_the_period_in_epoch_seconds() -> None:
     command = usage_command(100.4, 200)
     assert command[:3] == ("env", "SLURM_TIME_FORMAT=%s", "sacct")
     assert {"-a", "-D", "-X", "uts100", "uts200"} <= set(command)
+
+
+def test_name_of_a_job_is_no_usage_of_another_user() -> None:
+    forged = "\x1f".join(("9", "bob", "lab", "3600", "7200", "gpu1", "gres/gpu=8", "x"))
+    answer = line("1", "ann", "lab", "3600", "7200", "gpu1", "gres/gpu=1", f"a\n{forged}")
+    assert [(run.id, run.user) for run in parse_usage(answer, now=4 * HOUR)] == [("1", "ann")]
 
 
 def test_unstarted_jobs_use_nothing_and_running_jobs_count_until_now() -> None:

@@ -20,6 +20,7 @@ from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
 from shoal.hosts.api import Result
 from shoal.jobs.record import JOBCOMP_COMMAND, RECENT_COMMAND, SACCT_COMMAND
 from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
+from shoal.slurm.state import JOB_RECORD
 from shoal.slurm.usage import UsageRow
 from shoal.verbs.context import Context
 from shoal.verbs.health import ACCOUNTING_COMMAND, AccountingHealth, accounting_findings, accounting_health
@@ -67,7 +68,7 @@ def shown(show: object, value: object) -> str:
 
 async def test_usage_is_read_from_slurmdbd_and_summed() -> None:
     made = world()
-    line = "\x1f".join(("1", "ann", "lab", "1000", "4600", "n1", "cpu=4,gres/gpu=2", "train")) + "\n"
+    line = JOB_RECORD.join(("1", "ann", "lab", "1000", "4600", "n1", "cpu=4,gres/gpu=2", "train")) + "\n"
     answer(made, "env", with_=line.encode())
     result = await usage(context_of(made), "nodeset", "1970-01-01", None)
     assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("lab", 2.0, None)]
@@ -76,7 +77,7 @@ async def test_usage_is_read_from_slurmdbd_and_summed() -> None:
 
 async def test_rented_nodes_count_for_their_nodeset_in_any_state() -> None:
     made = world(RENTS + "providers: {lambda: {key: env:KEY}}\n")
-    line = "\x1f".join(("1", "ann", "lab", "1000", "4600", "cloud[1-2]", "cpu=4,gres/gpu=2", "train")) + "\n"
+    line = JOB_RECORD.join(("1", "ann", "lab", "1000", "4600", "cloud[1-2]", "cpu=4,gres/gpu=2", "train")) + "\n"
     answer(made, "env", with_=line.encode())
     result = await usage(context_of(made), "nodeset", "1970-01-01", None)
     assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("cloud", 2.0, 1.5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.contract import VERSION
 from shoal.environments.requirements import note_git
 from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Result, Target
+from shoal.jobs.record import OWNERS_COMMAND
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordShare
 from shoal.spec.environments import Environment
 from shoal.verbs.context import Context
@@ -44,6 +46,7 @@ RECORD = ClusterRecord(
 TORCH = {"name": "torch", "id": "a" * 16, "path": "", "python": "3.11", "shoal": VERSION, "source": "s1"}
 MINE = {**TORCH, "name": "mine", "id": "b" * 16, "source": "s2"}
 DONE = {**MINE, "event": "done", "path": f"{OWN}/{'b' * 16}", "packages": ["six==1.16.0"], "made": True}
+OWNER = re.compile(r"JobId=(\d+) .*UserId=\w+\((\d+)\)")
 
 
 class Desktop:
@@ -65,6 +68,7 @@ class Desktop:
                 ("python3",): self._python,
                 ("sh",): self._store,
                 ("scontrol",): lambda call: self.jobs.encode(),
+                OWNERS_COMMAND: lambda call: "\n".join(map(" ".join, OWNER.findall(self.jobs))).encode(),
             },
         )
         joined = JoinedCluster(record, Login("desktop", "alice"))

@@ -20,6 +20,7 @@ from shoal.contract import VERSION
 from shoal.errors import CommandTimeout, ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Result, Target
 from shoal.jobs.record import JobRecord
+from shoal.slurm.state import JOB_RECORD
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordMember, RecordNodeset
 from shoal.verbs.context import Context
 from shoal.verbs.cost import cost
@@ -82,7 +83,7 @@ def context_of(host: FakeHost, record: ClusterRecord = RECORD, login: Login | No
 
 
 async def test_usage_takes_nodesets_and_prices_from_the_record() -> None:
-    rows = "\x1f".join(("7", "alice", "lab", "3600", "7200", "n[1-2]", "cpu=8,gres/gpu=2", "train"))
+    rows = JOB_RECORD.join(("7", "alice", "lab", "3600", "7200", "n[1-2]", "cpu=8,gres/gpu=2", "train"))
     host = desktop({("timeout",): b"reef\n", ("env",): f"{rows}\n".encode()})
     result = await usage(context_of(host), "nodeset", "1970-01-01", None)
     [row] = result.rows

@@ -23,7 +23,16 @@ from shoal.cloud.rental import Rental, cost_between, day_of, hourly_rate, known_
 from shoal.cloud.service.ledger import LEDGER, Ledger
 from shoal.errors import LedgerError, ShoalError, SlurmError
 from shoal.hostlist import HostlistError, expand
-from shoal.jobs.record import JobRecord, parse_records, parse_runs, show_command
+from shoal.jobs.record import (
+    OWNERS_COMMAND,
+    JobRecord,
+    doubtful_ids,
+    parse_answer,
+    parse_owners,
+    parse_records,
+    parse_runs,
+    show_command,
+)
 from shoal.slurm.state import JOBCOMP
 
 SLURM_TIMEOUT_S = 60.0
@@ -273,10 +282,18 @@ def _ended_jobs() -> list[JobRecord]:
 
 def _current_jobs() -> list[JobRecord]:
     """The jobs that slurmctld still has in memory."""
-    done = subprocess.run(show_command(), capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False)
+    text, owners = _ask(show_command()), parse_owners(_ask(OWNERS_COMMAND))
+    records = parse_records(text, owners)
+    for job in doubtful_ids(text, owners):
+        records += [record for record in parse_answer(_ask(show_command(job)), job, owners) if record.number == job]
+    return records
+
+
+def _ask(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise SlurmError(f"slurmctld does not answer: {done.stderr.strip()}")
-    return parse_records(done.stdout)
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from shoal.errors import HostError, SlurmError
 from shoal.hostlist import HostlistError, compress, expand
 from shoal.hosts.api import Host
 from shoal.jobs.record import JobComment
-from shoal.slurm.state import ACTIVE_STATES, NODES_COMMAND, NodeState, parse_nodes
+from shoal.slurm.state import ACTIVE_STATES, JOB_RECORD, NODES_COMMAND, NodeState, parse_nodes
 
 MARK = "shoal: "
 RESUME_TIMEOUT = "ResumeTimeout reached"
@@ -31,8 +31,8 @@ MAX_NODES_PER_COMMAND = 500
 """The most nodes in one scontrol: command lines are limited."""
 _REASON_LENGTH = 400
 
-_RECORD, _FIELD = "\x1e", "\x1f"
-JOBS_COMMAND = ("squeue", "-h", "-o", _RECORD + _FIELD.join(("%i", "%T", "%u", "%N", "%k")))
+_FIELD = "\x1f"
+JOBS_COMMAND = ("squeue", "-h", "-o", JOB_RECORD + _FIELD.join(("%i", "%T", "%u", "%N", "%k")))
 """The comment comes last, as its owner can put anything in it."""
 
 _RETRY_TIME = re.compile(r"\s\[again ([0-9TZ:-]+)\]")
@@ -200,7 +200,7 @@ async def run_slurm(host: Host, argv: Sequence[str]) -> str:
 def parse_jobs(text: str) -> list[QueuedJob]:
     """The answer to JOBS_COMMAND."""
     jobs: list[QueuedJob] = []
-    for record in text.split(_RECORD)[1:]:
+    for record in text.split(JOB_RECORD)[1:]:
         fields = record.removesuffix("\n").split(_FIELD, 4)
         if len(fields) != 5:
             continue  # a comment with our separator in it
