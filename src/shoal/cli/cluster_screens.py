@@ -158,7 +158,7 @@ def show_status(console: Console, status: ClusterStatus) -> None:
         style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base_state, "")
         table.add_row(compress([node.name for node in nodes]), Text(row[0], style=style), *row[1:])
     console.print(table)
-    for text, nodes in group_by(status.nodes, lambda node: hint(node.reason)).items():
+    for text, nodes in group_by(status.nodes, hint).items():
         if text:
             names = compress(node.name for node in nodes)
             print_wrapped(console, f"[yellow]{names}[/]: {text}; see `shoal doctor --node {names}`")

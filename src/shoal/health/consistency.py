@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.health.report import HostReport, LogEntry
+from shoal.hostlist import compress
 from shoal.slurm.versions import Version, is_compatible
 
 MAX_CLOCK_OFFSET_S = 60.0
@@ -31,11 +33,16 @@ Problem = tuple[str, str, tuple[str, ...]]
 
 def wrong_clocks(controller: str, offsets: Mapping[str, float]) -> Iterator[Problem]:
     """Hosts whose clock is not the controller's; the offsets are those to the operator's machine."""
-    reference = offsets.get(controller)
-    for host, offset in offsets.items():
-        if reference is not None and abs(offset - reference) > MAX_CLOCK_OFFSET_S:
-            side = "ahead of" if offset > reference else "behind"
-            yield "clock", host, (f"{abs(offset - reference):.0f} s {side} {controller}",)
+    reference = offsets.get(controller, math.nan)
+    apart = {host: offset for host, offset in offsets.items() if abs(offset - reference) > MAX_CLOCK_OFFSET_S}
+    if apart and abs(reference) > MAX_CLOCK_OFFSET_S > max(map(abs, apart.values())):
+        yield "clock", controller, (_clock_text(reference, f"this machine and {compress(apart)}"),)
+    else:
+        yield from (("clock", host, (_clock_text(apart[host] - reference, controller),)) for host in apart)
+
+
+def _clock_text(offset: float, other: str) -> str:
+    return f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {other}"
 
 
 def wrong_versions(controller: str, reports: Mapping[str, HostReport]) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from shoal.health.consistency import (
     wrong_confs,
     wrong_versions,
 )
-from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, Fault
+from shoal.health.faults import JOB_FAULTS, PERSON_DRAIN, REGISTER, REJECTED_NODE, RESUME, UNEXPLAINED, Fault
 from shoal.health.node_faults import NODE_FAULTS
 from shoal.health.reasons import FAULTS, LEVELS, faults_in, is_written_by_person
 from shoal.health.reliability import unreliable_nodes
@@ -145,9 +145,11 @@ def concerning_jobs(diagnoses: Iterable[Diagnosis], jobs: Sequence[JobState]) ->
     ]
 
 
-def hint(reason: str) -> str:
+def hint(node: NodeState) -> str:
     """What is behind the reason of a node, in a few words; empty where the reason says it all, or is a person's."""
-    return next((fault.what for fault in faults_in(reason)), "") if not is_written_by_person(reason) else ""
+    if is_written_by_person(node.reason):
+        return ""
+    return REJECTED_NODE.what if _is_rejected(node) else next((fault.what for fault in faults_in(node.reason)), "")
 
 
 def job_hint(reason: str) -> str:
@@ -167,7 +169,8 @@ def _host_faults(view: ClusterView, host: str, report: HostReport) -> Iterator[D
             if name == "slurmd" and lines and any(words in lines[-1] for words in NO_DEVICE):
                 fault = FAULTS["gpu-missing"]  # a start would fail again
             reason = view.nodes[host].reason if host in view.nodes else ""
-            yield _diagnosis(fault.id, host, evidence=(problem, *lines), reason=reason)
+            since = state.partition(" since ")[2]
+            yield _diagnosis(fault.id, host, evidence=(problem, *lines), since=since, reason=reason)
     answer = view.credentials.get(host, DECODED)
     if answer == REJECTED:
         lines = report.log_lines(FAULTS["munge-key"].log, RECENT_S)
@@ -254,19 +257,20 @@ def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Di
     if (CHANGING & set(node.state) and not is_late) or not _is_out_of_service(node):
         return
     since, reason = node.reason_time, node.reason
+    faults, rejection = faults_in(reason), tuple[str, ...]()
+    if _is_rejected(node):
+        # It has a person's reason or, from 23.02 on, one of an earlier time. That of the rejection is in the log alone.
+        rejection = _rejected_registration(view, node.name)
+        faults = [fault for line in rejection for fault in faults_in(line)] or [REJECTED_NODE]
     if is_written_by_person(reason):
         text = f"{reason} ({node.reason_by})" if node.reason_by else reason
         yield _diagnosis(PERSON_DRAIN.id, node.name, evidence=(text,), since=since, reason=reason)
-        return
-    faults, rejection = faults_in(reason), tuple[str, ...]()
-    if "INVALID_REG" in node.state and not any(fault.action == REGISTER for fault in faults):
-        # From 24.11 on it may have the reason of an earlier time still. That of the rejection is in the log alone.
-        rejection = _rejected_registration(view, node.name)
-        faults = [fault for line in rejection for fault in faults_in(line)] or faults
+        if not rejection:
+            return
     if not faults:
         faults = [FAULTS["not-responding"] if "NOT_RESPONDING" in node.state else UNEXPLAINED]
     report = view.reports.get(node.name, HostReport())
-    note = earlier_note(view, node.name)
+    note = reason if is_written_by_person(reason) else earlier_note(view, node.name)
     for fault in faults:
         lines = report.log_lines(fault.log) if fault.log else ()
         state = ": ".join(filter(None, ("+".join(node.state).lower(), reason)))
@@ -309,6 +313,11 @@ def earlier_note(view: ClusterView, node: str) -> str:
             elif match[2] == "reason" and is_written_by_person(match[3].partition(" [")[0]):
                 note = match[3]
     return note
+
+
+def _is_rejected(node: NodeState) -> bool:
+    """Whether Slurm rejects its registration for another reason than it shows."""
+    return "INVALID_REG" in node.state and not any(fault.action == REGISTER for fault in faults_in(node.reason))
 
 
 def _rejected_registration(view: ClusterView, node: str) -> tuple[str, ...]:

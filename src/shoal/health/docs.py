@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RELEASE, RESUME, UNEXPLAINED, UP, Fault
+from shoal.health.faults import (
+    HOST_FAULTS,
+    JOB_FAULTS,
+    REGISTER,
+    REJECTED_NODE,
+    RELEASE,
+    RESUME,
+    UNEXPLAINED,
+    UP,
+    Fault,
+)
 from shoal.health.node_faults import FORGET, NODE_FAULTS
-from shoal.health.reasons import REASONS
+from shoal.health.reasons import REASONS, STATES
 
 _INTRODUCTION = """\
 <!-- Made from the table in src/shoal/health by `python -m shoal.health.docs > docs/doctor.md`. -->
@@ -100,7 +110,7 @@ def doctor_markdown() -> str:
             _section(
                 "Reasons of nodes",
                 "Found in the reason that `sinfo -R` shows, in the words of Slurm 22.05, 24.11 and 26.05.",
-                (*REASONS, UNEXPLAINED, PERSON_DRAIN),
+                (*REASONS, *STATES),
                 "Slurm's words",
             ),
             _section("Jobs", "Found in the reason that `squeue` shows.", JOB_FAULTS, "Slurm's words"),
@@ -120,7 +130,8 @@ def _section(title: str, text: str, faults: Iterable[Fault], words: str) -> str:
 
 
 def _words(fault: Fault) -> str:
-    return ", ".join(f"`{text}`" for text in fault.words) or ("none" if fault is UNEXPLAINED else "anything else")
+    others = {REJECTED_NODE.id: "another, and the state `inval`", UNEXPLAINED.id: "none"}
+    return ", ".join(f"`{text}`" for text in fault.words) or others.get(fault.id, "anything else")
 
 
 def _fix(fault: Fault) -> str:

@@ -250,6 +250,18 @@ UNEXPLAINED = Fault(
     "wait a minute and run `shoal doctor` again; then read `shoal ssh {host} journalctl -u slurmd`",
 )
 
+REJECTED_NODE = Fault(
+    "registration-rejected",
+    "error",
+    "Slurm rejects the registration of the node",
+    "the host has less than slurm.conf says. Its reason is of an earlier time: from 23.02 on Slurm keeps it",
+    "the line with INVAL in slurmctld's log says what it lacks; repair the host, or leave it so: `shoal doctor --fix "
+    "registration-rejected` writes what it has (`shoal up`), restarts slurmd, and resumes the node",
+    REGISTER,
+    Cost.RESTART,
+    explicit=True,
+)
+
 PERSON_DRAIN = Fault(
     "person-drain",
     "info",

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import re
 
-from shoal.health.faults import HOST_FAULTS, JOB_FAULTS, PERSON_DRAIN, REGISTER, RESUME, UNEXPLAINED, UP, Fault
+from shoal.health.faults import (
+    HOST_FAULTS,
+    JOB_FAULTS,
+    PERSON_DRAIN,
+    REGISTER,
+    REJECTED_NODE,
+    RESUME,
+    UNEXPLAINED,
+    UP,
+    Fault,
+)
 from shoal.health.node_faults import NODE_FAULTS
 from shoal.plan.model import Cost
 from shoal.plan.nodes import LEAVING_REASON
@@ -286,7 +296,9 @@ REASONS = (
 )
 """What Slurm and Shoal write as the reason of a node."""
 
-FAULTS = {fault.id: fault for fault in (*HOST_FAULTS, *NODE_FAULTS, *REASONS, UNEXPLAINED, *JOB_FAULTS, PERSON_DRAIN)}
+STATES = (REJECTED_NODE, UNEXPLAINED, PERSON_DRAIN)
+"""What the state of a node says that no reason explains."""
+FAULTS = {fault.id: fault for fault in (*HOST_FAULTS, *NODE_FAULTS, *REASONS, *STATES, *JOB_FAULTS)}
 
 LEVELS = ("error", "warning", "info")
 _SEPARATORS = re.compile(r"[\s,:]+")

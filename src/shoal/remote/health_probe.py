@@ -28,7 +28,12 @@ MAX_LINES, MAX_CHANGES, MAX_LINE, MAX_NAMES = 100, 1000, 300, 3
 NOBODY = 65534
 PROCESSES = {"munge": "munged"}
 """The programs of services that have another name."""
-SERVICE_PROPERTIES = ("ActiveState", "NRestarts", "ActiveEnterTimestampMonotonic")
+SERVICE_PROPERTIES = (
+    "ActiveState",
+    "NRestarts",
+    "ActiveEnterTimestampMonotonic",
+    "InactiveEnterTimestampMonotonic",
+)
 STABLE_S = 30.0
 """A service that failed, and has run for so long since, runs. slurmd waits 20 s for a device file before it fails."""
 NODE_CHANGE = re.compile(rb"update_node: node \S+ (?:reason|state) set to|Setting node \S+ state to INVAL with reason:")
@@ -51,7 +56,7 @@ COMPLETING_FORMAT = "%i %u %N %e"
 
 
 def check_services(*names: str) -> dict[str, str]:
-    """The state of each service: `active`, `failed`, `inactive`. Without systemd, by the processes."""
+    """The state of each service: `active`, `failed since 2026-11-17T10:00:00`. Without systemd, by the processes."""
     if not os.path.isdir("/run/systemd/system"):
         running = set(processes().values())
         return {name: "active" if PROCESSES.get(name, name) in running else "inactive" for name in names}
@@ -62,8 +67,11 @@ def check_services(*names: str) -> dict[str, str]:
 
 def service_state(values: dict[str, str]) -> str:
     """Its state. One that systemd has just started again is `activating`: it may be about to fail again."""
-    state, restarts, since_us = (values[name] for name in SERVICE_PROPERTIES)
-    is_new = time.monotonic() - int(since_us) / 1e6 < STABLE_S
+    state, restarts, start_us, stop_us = (values[name] for name in SERVICE_PROPERTIES)
+    if state in ("inactive", "failed") and int(stop_us):
+        end = time.localtime(time.time() - time.monotonic() + int(stop_us) / 1e6)
+        return "%s since %s" % (state, time.strftime("%Y-%m-%dT%H:%M:%S", end))
+    is_new = time.monotonic() - int(start_us) / 1e6 < STABLE_S
     return "activating" if state == "active" and int(restarts) and is_new else state
 
 

@@ -47,10 +47,15 @@ READ_SCRIPT = f"[ ! -e {RECORD} ] || cat {RECORD}"
 
 
 def choose_fixes(result: DoctorResult, names: Collection[str]) -> list[Diagnosis]:
-    """The findings to fix: those that are named, or else all that need no name. Raises UsageError for unknown names."""
+    """The findings to fix: those that are named, or else all that need no name. Raises UsageError for names that are
+    unknown, or that Shoal cannot fix."""
     for name in names:
         if name not in FAULTS:
             raise UsageError(f"there is no finding {printable(name)!r}", hint=nearest(name, [*FAULTS]))
+        if not FAULTS[name].action:
+            fixes = (diagnosis.fix for diagnosis in result.findings if diagnosis.id == name)
+            missing = f"`shoal doctor` does not find it now; {FAULTS[name].fix.replace('{host}', 'HOST')}"
+            raise UsageError(f"Shoal cannot fix {name}: a person must", hint=next(fixes, missing))
     return [
         diagnosis
         for diagnosis in result.findings

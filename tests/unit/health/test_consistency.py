@@ -33,6 +33,16 @@ def test_answer_of_munge_is_evidence_of_a_wrong_clock() -> None:
     assert found == [("clock", "n1", ("600 s ahead of c1", "munge on c1: Rewound credential"))]
 
 
+def test_controller_that_all_others_differ_from_has_the_wrong_clock() -> None:
+    found = find({}, clocks={"c1": -400.0, "n1": 0.5, "n2": -0.5})
+    assert found == [("clock", "c1", ("400 s behind this machine and n[1-2]",))]
+    both = find({}, clocks={"c1": -400.0, "n1": -800.0, "n2": 0.0})
+    assert [(host, evidence) for _, host, evidence in both] == [
+        ("n1", ("400 s behind c1",)),
+        ("n2", ("400 s ahead of c1",)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("slurmctld", "slurmd", "is_wrong"),
     [

@@ -74,6 +74,22 @@ def test_rejected_registration_is_found_behind_a_reason_of_an_earlier_time() -> 
     assert only(diagnose(registered)).id == "kill-task-failed"
 
 
+def test_rejection_without_its_line_in_the_log_is_no_fault_of_an_earlier_time() -> None:
+    one = only(diagnose(view(node("Kill task failed", "IDLE", "DRAIN", "INVALID_REG"))))
+    assert (one.id, one.action, one.explicit) == ("registration-rejected", "register", True)
+
+
+def test_rejected_registration_is_found_beside_a_persons_reason_and_not_fixed() -> None:
+    line = log(f"error: Setting node n1 state to INVAL with reason:{LOW}")
+    found = view(
+        node("fan broken", "IDLE", "DRAIN", "INVALID_REG"), reports={"c1": replace(WELL, logs=[line]), "n1": WELL}
+    )
+    rejected, person = diagnose(found)
+    assert (rejected.id, rejected.action, person.id, person.action) == ("low-memory", "", "person-drain", "")
+    assert "a person's note before it: fan broken" in rejected.evidence
+    assert rejected.fix.endswith("then `shoal node resume n1`")
+
+
 def test_persons_drain_is_information_and_has_no_action() -> None:
     one = only(diagnose(view(node("fan broken"))))
     assert (one.id, one.level, one.action) == ("person-drain", "info", "")
@@ -267,8 +283,11 @@ def test_findings_of_a_job_are_those_of_its_nodes() -> None:
 
 
 def test_hint_is_for_what_slurm_writes() -> None:
-    assert hint(LOW) == "the host has less memory than slurm.conf says"
-    assert hint("fan broken") == "" and hint("") == ""
+    assert hint(node(LOW)) == "the host has less memory than slurm.conf says"
+    assert hint(node("fan broken")) == "" and hint(node("")) == ""
+    rejected = ("IDLE", "DRAIN", "INVALID_REG")
+    assert hint(node("Kill task failed", *rejected)) == "Slurm rejects the registration of the node"
+    assert hint(node(LOW, *rejected)) == hint(node(LOW)) and hint(node("fan broken", *rejected)) == ""
     assert job_hint("Priority") == ""
 
 

@@ -35,8 +35,16 @@ def ask(**request: list[str]) -> Any:
 )
 def test_service_that_fails_over_and_over_does_not_run(state: str, restarts: str, age_s: float, expected: str) -> None:
     begin = f"{(time.monotonic() - age_s) * 1e6:.0f}"
-    values = {"ActiveState": state, "NRestarts": restarts, "ActiveEnterTimestampMonotonic": begin}
-    assert health_probe.service_state(values) == expected
+    times = {"ActiveEnterTimestampMonotonic": begin, "InactiveEnterTimestampMonotonic": "0"}
+    assert health_probe.service_state({"ActiveState": state, "NRestarts": restarts, **times}) == expected
+
+
+def test_service_that_ended_has_the_time_of_its_end() -> None:
+    end = f"{(time.monotonic() - 60) * 1e6:.0f}"
+    values = {"ActiveEnterTimestampMonotonic": "0", "InactiveEnterTimestampMonotonic": end, "NRestarts": "0"}
+    state, _, since = health_probe.service_state({"ActiveState": "failed", **values}).partition(" since ")
+    age_s = time.time() - time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))
+    assert state == "failed" and 59 <= age_s < 3600
 
 
 def test_directories_are_reported_with_their_room(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shoal.cloud.service.slurm import format_reason
 from shoal.health.docs import doctor_markdown
 from shoal.health.faults import HOST_FAULTS, JOB_FAULTS
 from shoal.health.node_faults import NODE_FAULTS
-from shoal.health.reasons import FAULTS, REASONS, faults_in, is_written_by_person
+from shoal.health.reasons import FAULTS, REASONS, STATES, faults_in, is_written_by_person
 from shoal.plan.nodes import LEAVING_REASON
 
 ALL = ("22.05", "24.11", "26.05")
@@ -114,7 +114,7 @@ def test_reason_of_shoal_is_no_persons(reason: str) -> None:
 
 
 def test_every_finding_has_an_id_of_its_own_and_a_fix() -> None:
-    assert len(FAULTS) == len(HOST_FAULTS) + len(NODE_FAULTS) + len(REASONS) + len(JOB_FAULTS) + 2
+    assert len(FAULTS) == len(HOST_FAULTS) + len(NODE_FAULTS) + len(REASONS) + len(JOB_FAULTS) + len(STATES)
     assert all(fault.what and fault.cause and fault.fix for fault in FAULTS.values())
 
 

@@ -281,7 +281,11 @@ async def test_persons_drain_is_never_resumed() -> None:
     reef.drain("n1", "fan broken")
     result = await doctor(context)
     assert ids(result) == [("person-drain", "n1")]
-    assert choose_fixes(result, ()) == choose_fixes(result, ["person-drain"]) == []
+    assert choose_fixes(result, ()) == []
+    with pytest.raises(UsageError, match=r"cannot fix person-drain: a person must\n  fix: .* `shoal node resume n1`"):
+        choose_fixes(result, ["person-drain"])
+    with pytest.raises(UsageError, match=r"cannot fix disk-full: .*\n  fix: `shoal doctor` does not find it now; free"):
+        choose_fixes(result, ["disk-full"])
 
 
 @pytest.mark.parametrize("state", ["IDLE+DRAIN", "DOWN"])
