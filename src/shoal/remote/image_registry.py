@@ -15,9 +15,11 @@ import pwd
 import re
 import subprocess
 import sys
+import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any, Optional
 
 OWN_REGISTRY = "/etc/shoal/registry/address"
@@ -25,6 +27,7 @@ OWN_LOGINS = "/etc/shoal/registry/logins"
 AUTH_FILE = "auth.json"
 ANSWER_TIMEOUT_S = 60
 """How long a registry may take to say what it has."""
+PROGRESS_INTERVAL_S = 3.0
 MESSAGE_END = 300
 """The end of a program's message has the cause."""
 CAUSES = (
@@ -72,10 +75,37 @@ def read_digest(store: str, reference: str) -> str:
 
 
 def pull_image(store: str, pinned: str, layout: str, tag: str) -> None:
-    run(
-        ["skopeo", *policy(), "copy", *auth_options(store), "--quiet", pinned, "oci:%s:%s" % (layout, tag)],
-        about=pinned[len("docker://") :],
-    )
+    line = ["skopeo", *policy(), "copy", *auth_options(store), "--quiet", pinned, "oci:%s:%s" % (layout, tag)]
+    with growth_shown(layout):
+        run(line, about=pinned[len("docker://") :])
+
+
+@contextlib.contextmanager
+def growth_shown(directory: str) -> Iterator[None]:
+    """Print how much a directory holds, as a line of JSON, until the block ends."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(PROGRESS_INTERVAL_S):
+            sys.stdout.write(json.dumps({"progress": "%d MB" % (size_of(directory) // 1000000)}) + "\n")
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=show)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def size_of(directory: str) -> int:
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):  # skopeo renames it meanwhile
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
 
 
 def push_image(store: str, layout: str, tag: str, reference: str, digest_file: str) -> str:

@@ -51,6 +51,7 @@ LIST_TIMEOUT_S = 60.0
 LOGIN_TIMEOUT_S = 120.0
 REMOVAL_TIMEOUT_S = 600.0
 ONE_TASK = ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/")
+FETCH_FIX = "check that the host reaches the registry, and that its disks answer"
 DIRECTORY_FIX = "ask the operator to repair it"
 
 
@@ -67,17 +68,25 @@ class ImageStore:
         try:
             result = await self.host.run(command, stdin=stdin, timeout=timeout, root=False)
         except CommandTimeout:
-            fix = "check that the host reaches the registry, and that its disks answer"
-            raise CommandTimeout(self.host.name, f"cannot {what} within {timeout:g} s", hint=fix) from None
+            raise CommandTimeout(self.host.name, f"cannot {what} within {timeout:g} s", hint=FETCH_FIX) from None
         if result.status == EXIT_WITH_CAUSE:
             raise UsageError(f"cannot {what}: {result.error_text.strip()}", hint="correct it and try again")
         if result.status != 0:
             raise CommandFailed(self.host.name, f"cannot {what}: {result.error_text.strip()}")
         return result.text
 
+    async def fetch(self, verb: str, source: str, name: str, phase: Phase) -> StoredImage:
+        """Keep an image of a registry, an archive or a directory, and show how much of it is here meanwhile."""
+        command = store_command(verb, self.directory, source, name, proxy=self.record.proxy)
+        return await self._follow(command, b"", phase, f"{verb} image {source}", FETCH_FIX)
+
     async def receive(self, name: str, job: Sequence[str], stdin: bytes, phase: Phase, *, what: str) -> StoredImage:
         """Keep the image that a job prints, and show what the job says meanwhile."""
-        process = await self.host.start(store_command("receive", self.directory, name, *job), root=False)
+        fix = "see `squeue --me`: the job may wait for a node"
+        return await self._follow(store_command("receive", self.directory, name, *job), stdin, phase, what, fix)
+
+    async def _follow(self, command: Sequence[str], stdin: bytes, phase: Phase, what: str, fix: str) -> StoredImage:
+        process = await self.host.start(command, root=False)
         image: StoredImage | None = None
         try:
             async with asyncio.timeout(PULL_TIMEOUT_S):
@@ -86,7 +95,6 @@ class ImageStore:
                 image = await self._read_lines(process, phase)
                 result = await process.wait()
         except TimeoutError:
-            fix = "see `squeue --me`: the job may wait for a node"
             raise CommandTimeout(self.host.name, f"cannot {what} within {PULL_TIMEOUT_S:g} s", hint=fix) from None
         finally:
             await process.kill()
@@ -220,15 +228,8 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
 async def _add(context: Context, verb: str, source: str, name: str) -> StoredImage:
     async with open_store(context) as store:
         with context.progress.phase(f"image {name}", 1) as phase:
-            image = await _store(store, verb, source, checked_image(name))
+            image = await store.fetch(verb, source, checked_image(name), phase)
             phase.done(store.host.name)
-    return image
-
-
-async def _store(store: ImageStore, verb: str, source: str, name: str) -> StoredImage:
-    text = await store.ask(verb, source, name, what=f"{verb} image {source}", timeout=PULL_TIMEOUT_S)
-    image = parse_image(text)
-    assert image is not None
     return image
 
 
@@ -285,7 +286,7 @@ async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, node
             names = [stored.name for stored in parse_images(await store.ask("list", what="list images"))]
             fix = f"yours are: {', '.join(names)}" if names else "`shoal image pull REGISTRY/IMAGE:TAG` gets one"
             raise UsageError(f"you have no image {job.image}", hint=fix)
-        image = known or await _store(store, "pull", job.image, job.image)
+        image = known or await _pull_first(store, job.image)
     require_nodes(image, [node.features for node in nodes])
     return JobImage(
         image,
@@ -297,6 +298,13 @@ async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, node
         tuple(job.export),
         record.proxy if record else {},
     )
+
+
+async def _pull_first(store: ImageStore, image: str) -> StoredImage:
+    text = await store.ask("pull", image, image, what=f"pull image {image}", timeout=PULL_TIMEOUT_S)
+    pulled = parse_image(text.splitlines()[-1])  # what stands before says how much of it was here
+    assert pulled is not None
+    return pulled
 
 
 def checked_image(text: str) -> str:

@@ -53,6 +53,19 @@ def test_message_of_skopeo_is_explained(message: str, meaning: str) -> None:
     assert explain("umoci", "broken\n", "", 1) == "umoci: broken"
 
 
+def test_size_of_what_is_pulled_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(image_registry, "PROGRESS_INTERVAL_S", 0.01)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "one").write_bytes(bytes(2_500_000))
+    shown = ""
+    with image_registry.growth_shown(str(tmp_path)):
+        while "\n" not in shown:
+            shown += capsys.readouterr().out
+    assert json.loads(shown.splitlines()[0]) == {"progress": "2 MB"}
+
+
 def test_logins_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "address").write_text("c1:5000\n")
     monkeypatch.setattr(image_registry, "OWN_REGISTRY", str(tmp_path / "address"))
