@@ -11,6 +11,7 @@ SANDBOX = 7200 if os.environ.get("SHOAL_TEST_KIND") == "vm" else 900
 MATRIX = 3600
 LONGEST = (
     *("benches", "lab", "stopped_jobs", "tailscale", "jobs", "toy", "rented_nodes", "documented_commands", "cluster"),
+    "image_jobs",
     *("accounting", "prove", "rented_containers", "storage", "wireguard", "upgrade", "unusual_hosts"),
     *("tunnel_containers", "environments", "versions", "existing_hosts", "sandbox", "spec_changes"),
 )

@@ -16,37 +16,44 @@ from shoal.containers.images import ARCHITECTURES
 from shoal.sandbox.provider import SandboxProvider
 
 SUITE = "bookworm"
+PACKAGES = ("python3", "libstdc++6")
+"""What jobs need of the image, the second for torch."""
 ENTRY = "application/vnd.oci.image."
 HERE = ARCHITECTURES[platform.machine()]
 """The CPU type of this machine, in the words of images."""
 OTHER = next(name for name in ARCHITECTURES.values() if name != HERE)
 
 
-def debian_layer(*packages: str) -> Path:
-    """The files of a small Debian with Python, about 100 MB: made once on this machine, in about a minute."""
+def debian_layer(*more: str) -> Path:
+    """The files of a small Debian with Python, about 100 MB, and more packages: made once on this machine."""
+    packages = (*PACKAGES, *more)
     place = SandboxProvider().cache / "test-images"
     place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{'-'.join([SUITE, 'python3', *packages])}.tar"
+    path = place / f"{'-'.join([SUITE, *packages])}.tar"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             new = path.with_suffix(".new.tar")
             excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")]
-            options = ["--variant=essential", f"--include={','.join(['python3', *packages])}", *excluded]
+            options = ["--variant=essential", f"--include={','.join(packages)}", *excluded]
             subprocess.run(["mmdebstrap", "--quiet", *options, SUITE, new], check=True, timeout=900)
             new.rename(path)
     return path
 
 
-def training_root(shared: Path) -> None:
-    """`train` in the share of a sandbox cluster that has torch: a root file system with torch and Open MPI."""
-    root = shared / "train"
+def training_root(shared: Path, *packages: str) -> None:
+    """`train` in the share of a sandbox cluster that has torch: a root file system with torch and more packages."""
+    root = write_root(shared / "train", *packages)
+    site = root / "usr/lib/python3/dist-packages"
+    subprocess.run(["cp", "-al", f"{shared / 'env'}/.", site], check=True, timeout=300)
+
+
+def write_root(root: Path, *packages: str) -> Path:
+    """The small Debian as a directory, with its name in /mark."""
     root.mkdir()
-    layer = debian_layer("openmpi-bin", "libstdc++6")
-    subprocess.run(["tar", "-xf", layer, "-C", root, "--exclude=./dev/*"], check=True, timeout=300)
-    packages = root / "usr/lib/python3/dist-packages"
-    subprocess.run(["cp", "-al", f"{shared / 'env'}/.", packages], check=True, timeout=300)
-    (root / "mark").write_text("train\n")
+    subprocess.run(["tar", "-xf", debian_layer(*packages), "-C", root, "--exclude=./dev/*"], check=True, timeout=300)
+    (root / "mark").write_text(f"{root.name}\n")
+    return root
 
 
 def layer_of(members: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
