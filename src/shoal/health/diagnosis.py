@@ -258,10 +258,15 @@ def _node_faults(view: ClusterView, node: NodeState, host_diagnoses: Sequence[Di
         return
     since, reason = node.reason_time, node.reason
     faults, rejection = faults_in(reason), tuple[str, ...]()
-    if _is_rejected(node):
-        # It has a person's reason or, from 23.02 on, one of an earlier time. That of the rejection is in the log alone.
-        rejection = _rejected_registration(view, node.name)
-        faults = [fault for line in rejection for fault in faults_in(line)] or [REJECTED_NODE]
+    if "INVALID_REG" in node.state:
+        # It may have a person's reason or, from 23.02 on, one of an earlier time, also of an earlier rejection. That of
+        # this one is in the log alone.
+        line = _rejected_registration(view, node.name)
+        rejected = [fault for text in line for fault in faults_in(text)]
+        if rejected and rejected != faults:
+            faults, rejection = rejected, line
+        elif _is_rejected(node):
+            faults = [REJECTED_NODE]
     if is_written_by_person(reason):
         text = f"{reason} ({node.reason_by})" if node.reason_by else reason
         yield _diagnosis(PERSON_DRAIN.id, node.name, evidence=(text,), since=since, reason=reason)

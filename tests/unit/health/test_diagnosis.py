@@ -70,6 +70,8 @@ def test_rejected_registration_is_found_behind_a_reason_of_an_earlier_time() -> 
     one = only(diagnose(found))
     assert (one.id, one.action, one.reason) == ("low-memory", "register", "Kill task failed")
     assert one.evidence == ("idle+drain+invalid_reg: Kill task failed", last.text)
+    earlier = view(node("Low CPUs", "IDLE", "DRAIN", "INVALID_REG"), reports={"c1": controller, "n1": WELL})
+    assert only(diagnose(earlier)).id == "low-memory"
     registered = view(node("Kill task failed"), reports={"c1": controller, "n1": WELL})
     assert only(diagnose(registered)).id == "kill-task-failed"
 
