@@ -1,7 +1,8 @@
 """What `shoal doctor` reads from a host, as one JSON object: daemons, disks, names, users, munge, logs, health.
 
 The request is a JSON object on standard input, with a list of arguments for each check. Each check runs in a thread of
-its own, and what has not ended in time is named: a dead share or name server must not hide the rest.
+its own, and what has not ended in time is named: a dead share or name server must not hide the rest. With --slowness=N,
+for emulated machines, all have N times as long.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import threading
 import time
 from typing import Any, Callable
 
-TIMEOUT_S = 5.0
+SLOWNESS = next((int(word.split("=")[1]) for word in sys.argv if word.startswith("--slowness=")), 1)
+TIMEOUT_S = 5.0 * SLOWNESS
 """For all checks together."""
-COMMAND_TIMEOUT_S = 3.0
+COMMAND_TIMEOUT_S = 3.0 * SLOWNESS
 TAIL_BYTES, CHANGE_BYTES = 256 * 1024, 16 * 1024 * 1024
 """So much of the end of each log is searched for errors, and for changes of nodes."""
 MAX_LINES, MAX_CHANGES, MAX_LINE, MAX_NAMES = 100, 1000, 300, 3
@@ -360,5 +362,5 @@ def answer(request: dict[str, list[str]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    print(json.dumps(decode(request) if sys.argv[1:] == ["decode"] else answer(request)), flush=True)
+    print(json.dumps(decode(request) if "decode" in sys.argv[1:] else answer(request)), flush=True)
     os._exit(0)  # a check that hangs would keep the interpreter

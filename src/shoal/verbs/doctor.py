@@ -190,7 +190,9 @@ async def _decode(fleet: Connections, controller: str, credentials: Mapping[str,
 
 
 async def _probe(host: Host, request: Mapping[str, Any], *mode: str) -> dict[str, Any]:
-    result = await host.run(python_command(PROBE, *mode), stdin=json.dumps(request).encode(), timeout=PROBE_TIMEOUT_S)
+    slowness = host.target.slowness
+    command = python_command(PROBE, *mode, *([f"--slowness={slowness}"] if slowness > 1 else []))
+    result = await host.run(command, stdin=json.dumps(request).encode(), timeout=PROBE_TIMEOUT_S * slowness)
     try:
         values = json.loads(result.text)
     except ValueError:
@@ -203,8 +205,8 @@ async def _probe(host: Host, request: Mapping[str, Any], *mode: str) -> dict[str
 
 async def _ask_slurm(host: Host, *more: str) -> tuple[list[NodeState], list[JobState]]:
     nodes, jobs = await asyncio.gather(
-        slurm_output(host, ALL_NODES_COMMAND, SLURM_TIMEOUT_S),
-        slurm_output(host, (*JOBS_COMMAND, *more), SLURM_TIMEOUT_S),
+        slurm_output(host, ALL_NODES_COMMAND, SLURM_TIMEOUT_S * host.target.slowness),
+        slurm_output(host, (*JOBS_COMMAND, *more), SLURM_TIMEOUT_S * host.target.slowness),
     )
     return parse_nodes(nodes), parse_jobs(jobs)
 
