@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.cloud.providers import rental_provider
@@ -185,7 +185,8 @@ class RentedHosts:
         address = machine.host or host.address
         place = {"id": machine.id, "address": address, "port": machine.port, "user": machine.user}
         host = records.update(name, **keys, **place, identity=identity, account=self.account)
-        state = STATES[machine.state] if machine.state != "up" or machine.host else "starting"
+        is_unfinished = not machine.host or (host.ordered_at > 0 and not host.ready)  # a run was killed after its order
+        state = STATES[machine.state] if machine.state != "up" or not is_unfinished else "starting"
         return Instance(name, state, host.target(name), type=machine.type, place=machine.zone or machine.region)
 
     @asynccontextmanager
@@ -225,8 +226,9 @@ class _Run:
         machine = await self._wait_for(name, lambda one: bool(one.host), self._boot_s, "it has no address")
         instance = self.hosts._instance(self.records, machine)
         await self._log_in(name)
+        self.records.update(name, ready=True)
         self.progress(f"host {name} is up", 1.0)
-        return instance
+        return replace(instance, state="running")
 
     @property
     def _lag_s(self) -> float:

@@ -39,6 +39,8 @@ class RentedHostRecord:
     """The public key that it must show; empty: trusted on first use."""
     next_key: str = ""
     """The key that replaces it, from before the replacement until it is proved."""
+    ready: bool = False
+    """It has its address and a host key of its own: a run of `up` that ordered it came to its end."""
 
     def target(self, name: str, key: str | None = None) -> Target:
         identity = Path(self.identity) if self.identity else None

@@ -268,6 +268,22 @@ async def test_killed_at_any_call_nothing_is_ordered_twice_or_left(cloud: Cloud,
     assert cuts > 10
 
 
+async def test_host_that_a_killed_run_ordered_is_finished_by_the_next(cloud: Cloud) -> None:
+    """It runs by then, and lacks its reserved address and its own host key."""
+    one, cuts, seen = requests(cloud, ["controller"]), 0, set[str]()
+    while not cloud.own:
+        cloud.knife = Knife(cuts, after=True)
+        with suppress(Killed):
+            await cloud.hosts().create(CLUSTER, one, silent)
+        cloud.knife, cuts = Knife(), cuts + 1
+        cloud.tick[0] += 3600.0
+        seen |= {instance.state for instance in await cloud.hosts().instances(CLUSTER)}
+    assert seen == {"starting"}
+    await cloud.hosts().create(CLUSTER, one, silent)
+    [instance] = await cloud.hosts().instances(CLUSTER)
+    assert (instance.state, [instance.target.address]) == ("running", cloud.addresses)
+
+
 async def test_lost_answer_makes_one_machine(cloud: Cloud) -> None:
     cloud.market.faults.append(Fault("error-after-create"))
     cloud.market.faults.append(Fault("lagging-list", seconds=20))
