@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 KINDS = {
-    "real": "on sandbox hosts, in their files, mounts and daemons, with a real Slurm",
-    "simulated": "on those hosts, with files of the kernel, an NVML, a clock or a version that are simulated",
+    "real": "on sandbox hosts (30: virtual machines), in their files, mounts, daemons and clock, with a real Slurm",
+    "simulated": "on those hosts, with files of the kernel, an NVML or a version that are simulated",
     "text": "by the text that Slurm writes as a node's reason in 22.05, 24.11 and 26.05",
 }
 FIRST_RELEASE = "22.05"
@@ -26,6 +26,7 @@ HEADER = (
     "How the fault was made. Rows of the last kind were not made on a cluster, and have no other columns:",
 )
 TEXTS = "unit/health/test_reasons.py::test_reason_leads_to_its_fault_alone"
+VIRTUAL_MACHINES = "matrix/test_doctor_faults.py::test_clock_set_wrong_is_found_and_corrected"
 CLUSTER = "matrix/test_doctor_faults.py::test_fault_is_found_with_its_cause_and_fixed"
 FAULT_TESTS = (
     (1, "less memory than configured", "low-memory", "real", CLUSTER),
@@ -57,7 +58,7 @@ FAULT_TESTS = (
     (27, "core map broken", "bad-core-count", "text", TEXTS),
     (28, "switch plugin failed (24.11)", "switch-plugin", "text", TEXTS),
     (29, "other munge key", "munge-key", "real", CLUSTER),
-    (30, "clocks apart", "clock", "simulated", CLUSTER),
+    (30, "clocks apart", "clock", "real", VIRTUAL_MACHINES),
     (31, "munged away", "munge-stopped", "real", CLUSTER),
     (32, "version skew", "version-skew", "simulated", CLUSTER),
     (33, "other slurm.conf", "conf-differs", "real", CLUSTER),

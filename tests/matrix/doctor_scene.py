@@ -38,6 +38,13 @@ slurm:
     SlurmdTimeout: 20
     RebootProgram: /bin/true
 """
+VM_SPEC = """\
+cluster: doctor-clock
+controller: {provider: sandbox, cpus: 2, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 1, cpus: 2, memory: 1G}
+"""
+"""Virtual machines, which have a clock of their own."""
 SCRIPT = "#!/bin/sh\n[ ! -e /run/fail-{0} ] || {{ echo 'the {0} cannot find its license' >&2; exit 3; }}\n"
 HANG_EPILOG = "[ ! -e /run/hang-epilog ] || sleep 900 || :\n"  # it may be ended, and has not failed
 FROZEN = """
@@ -65,8 +72,9 @@ class Scene:
     """The cluster, by its command line and by plain ssh."""
 
     cluster: Cluster
-    library: Path
+    library: Path | None = None
     """The simulated NVML."""
+    nodes: tuple[str, ...] = NODES
 
     def sh(self, host: str, text: str, *, check: bool = True) -> str:
         done = self.cluster.ssh(host, text)
@@ -111,6 +119,7 @@ class Scene:
 
     def age_node(self) -> None:
         """fish1 is past its first day, and has learned what it has. The tests run its health program, no timer."""
+        assert self.library is not None
         library = base64.b64encode(self.library.read_bytes()).decode()
         self.sh("fish1", f"echo {library} | base64 -d > /usr/lib/$(uname -m)-linux-gnu/libnvidia-ml.so.1; ldconfig")
         self.sh("fish1", "systemctl stop shoal-health.timer")
@@ -119,7 +128,7 @@ class Scene:
 
     def is_idle(self) -> bool:
         """Slurm 24.11 and later keep the reason of a node that was resumed until a job starts there."""
-        return all(self.node(name).partition(" ")[0] in ("IDLE", "IDLE+DYNAMIC_NORM") for name in NODES)
+        return all(self.node(name).partition(" ")[0] in ("IDLE", "IDLE+DYNAMIC_NORM") for name in self.nodes)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     scripts/test -m matrix tests/matrix/test_doctor_faults.py -s
     SHOAL_SAVE_TABLE=1 ...      also writes bench/results/doctor.txt
     SHOAL_TEST_IMAGE=debian13 ...   with Slurm 24.11, or sid, with 26.05; bench/results/doctor-24.11.txt
+    SHOAL_TEST_KIND=vm ... -k clock     the fault that needs virtual machines
 
 The tests share the cluster. Each leaves it healthy; after one that failed it is brought up again.
 """
@@ -17,9 +18,9 @@ import pytest
 from tests import nvml
 from tests.doctor_faults import FIRST_RELEASE, Outcome, fault_table, saved_outcomes
 from tests.documents import ROOT
-from tests.e2e.cluster import IMAGE, Cluster, login_keys, taken_down
-from tests.matrix.doctor_cases import CASES, RETURN, RETURN_DEVICE, cancel_jobs
-from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, Case, Scene, await_health, play
+from tests.e2e.cluster import IMAGE, KIND, Cluster, login_keys, running, taken_down
+from tests.matrix.doctor_cases import CASES, CLOCK_CASE, RETURN, RETURN_DEVICE, cancel_jobs
+from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, VM_SPEC, Case, Scene, await_health, play
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
@@ -60,7 +61,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory, outcomes: dict[int, Outcome]
 
 
 def restore(scene: Scene) -> None:
-    clean = f"{THAW}; umount -l /var/tmp /var/lib/slurm/slurmd; rm -f /run/fail-* /run/hang-epilog /etc/ld.so.preload"
+    clean = f"{THAW}; umount -l /var/tmp /var/lib/slurm/slurmd; rm -f /run/fail-* /run/hang-epilog"
     for name in ("fish1", "fish2"):
         scene.sh(name, f"{clean}; pkill -9 slurmstepd; pkill -x -f 'sleep 600'; systemctl restart munge", check=False)
     scene.sh("fish1", f"! mountpoint -q /run/lost1 || {{ {RETURN_DEVICE}; }}")
@@ -92,3 +93,18 @@ def test_fault_is_found_with_its_cause_and_fixed(scene: Scene, outcomes: dict[in
         outcomes |= {number: row for number, row in seen.items() if number not in failed}
         FRESH.update(seen)
         print(f"{time.strftime('%H:%M:%S')} {case.name}: {seen}", flush=True)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(KIND != "vm", reason="by hand, with SHOAL_TEST_KIND=vm: it takes long under emulation")
+def test_clock_set_wrong_is_found_and_corrected(
+    tmp_path_factory: pytest.TempPathFactory, outcomes: dict[int, Outcome]
+) -> None:
+    seen = {fault.number: Outcome(fault.how) for fault in CLOCK_CASE.faults}
+    with running(tmp_path_factory.mktemp("clock"), VM_SPEC) as cluster:
+        scene = Scene(cluster, nodes=("fish1",))
+        await_health(scene)
+        try:
+            play(scene, CLOCK_CASE, seen)
+        finally:
+            outcomes |= seen

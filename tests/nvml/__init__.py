@@ -1,4 +1,4 @@
-"""Simulated libraries for faults that no test machine has: NVML and libcuda of a GPU's driver, and a wrong clock.
+"""Simulated libraries for faults that no test machine has: NVML and libcuda of a GPU's driver.
 
 What they answer is in a file of values.
 """
@@ -30,11 +30,6 @@ def build(folder: Path) -> Path:
 def build_cuda(folder: Path) -> Path:
     """The same for libcuda, which computes on the host."""
     return _compile("cuda.c", folder / "libcuda.so.1")
-
-
-def build_clock(folder: Path) -> Path:
-    """A library that sets the clock of programs ahead, by /etc/ld.so.preload."""
-    return _compile("clock.c", folder / "shoal-clock.so")
 
 
 def _compile(source: str, library: Path) -> Path:

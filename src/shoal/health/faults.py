@@ -153,7 +153,10 @@ HOST_FAULTS = (
         "the clock of the host is wrong",
         "no time server answers it, or its clock was set by hand: from five minutes on munge rejects its messages "
         "(`Expired credential`, `Rewound credential`)",
-        "run `chronyc makestep` on the host, and read `chronyc sources`; where it has no chrony, run `shoal up`",
+        "`shoal doctor --fix clock` restarts chrony there, which sets the clock; if it stays wrong, read "
+        "`shoal ssh {host} chronyc sources`; where it has no chrony, run `shoal up`",
+        "start chronyd",
+        explicit=True,
     ),
     Fault(
         "version-skew",

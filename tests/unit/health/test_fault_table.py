@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.doctor_faults import FAULT_TESTS, KINDS, OTHER_TESTS, Outcome, saved_outcomes
 from tests.documents import ROOT
-from tests.matrix.doctor_cases import CASES
+from tests.matrix.doctor_cases import CASES, CLOCK_CASE
 
 from shoal.health.reasons import FAULTS
 
@@ -32,7 +32,7 @@ def test_test_of_a_fault_exists(reference: str) -> None:
 
 
 def test_faults_on_a_cluster_are_those_of_the_list() -> None:
-    made = {fault.number: (fault.how, fault.finding) for case in CASES for fault in case.faults}
+    made = {fault.number: (fault.how, fault.finding) for case in (*CASES, CLOCK_CASE) for fault in case.faults}
     listed = {row[0]: (row[3], row[2]) for row in FAULT_TESTS if row[3] in ("real", "simulated")}
     assert made == listed
 
