@@ -1,6 +1,6 @@
 """`slurm: {from: shoal}`: cgroups, logins to nodes, MPI, a SPANK plugin and new keys, as an ordinary user sees them.
 
-The tests share one cluster, and run in the order of this file.
+The first tests share one cluster, and run in the order of this file.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ users:
   ann: {uid: 2001}
 slurm: {from: shoal}
 """
+SPEC_DEBIAN_13 = """\
+cluster: x-treempi
+controller: {provider: sandbox, memory: 512M}
+nodesets:
+  lab: {provider: sandbox, count: 2, memory: 768M, image: debian13}
+users:
+  ann: {uid: 2001}
+slurm: {from: shoal}
+"""
 HOSTS = ("controller", "lab1", "lab2")
 OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
 TAKE = "import sys; sys.stdout.write(str(len(bytearray(150 << 20))))"
@@ -51,6 +60,32 @@ int main(int argc, char **argv) {
     return MPI_Finalize();
 }
 """
+RUNS = 5
+PMIX = "-I$(dirname $(find /usr/lib -name pmix.h)) -L$(dirname $(find /usr/lib -name libpmix.so | head -1)) -lpmix"
+FENCES = """\
+#include <pmix.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec * 1e-9; }
+int main(void) {
+    pmix_proc_t me;
+    pmix_info_t info;
+    if (PMIx_Init(&me, NULL, 0)) return 1;
+    srand(me.rank + 1);
+    for (int i = 0; i < 10; i++) {
+        bool collect = i % 2;
+        usleep(rand() % 50000);
+        PMIX_INFO_LOAD(&info, PMIX_COLLECT_DATA, &collect, PMIX_BOOL);
+        double entered = now();
+        if (PMIx_Fence(NULL, 0, &info, 1)) return 1;
+        printf("fence %d %.6f %.6f\\n", i, entered, now());
+    }
+    return PMIx_Finalize(NULL, 0);
+}
+"""
+"""Barriers with and without data; hosts of the sandbox have one clock."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +100,26 @@ def as_ann(cluster: Cluster, line: str, status: int | None = 0) -> str:
 
 def compile_on(cluster: Cluster, host: str, source: str, command: str) -> None:
     cluster.on(host, "sh", "-c", f'printf %s "$0" > /shared/source.c && {command}', source)
+
+
+def check_mpi(cluster: Cluster) -> None:
+    cluster.install({"lab1": "openmpi-bin libopenmpi-dev libpmix-dev gcc libc6-dev", "lab2": "openmpi-bin"})
+    compile_on(cluster, "lab1", SUM, "mpicc -o /shared/sum /shared/source.c")
+    for _ in range(RUNS):
+        output = as_ann(cluster, "srun -N2 --ntasks-per-node=2 --mem=200M --mpi=pmix /shared/sum")
+        ranks = sorted(line for line in output.splitlines() if line.startswith("rank"))
+        assert ranks == [f"rank {rank} of 4 on lab{1 + rank // 2}, sum 6" for rank in range(4)], output
+    print(cluster.on("lab1", "sh", "-c", "mpirun --version | head -1").strip(), "under srun --mpi=pmix:", *ranks[:1])
+
+
+def check_fences(cluster: Cluster) -> None:
+    compile_on(cluster, "lab1", FENCES, f"gcc -o /shared/fences /shared/source.c {PMIX}")
+    output = as_ann(cluster, "srun -N2 --ntasks-per-node=2 --mem=200M --mpi=pmix /shared/fences")
+    times = [line.split()[1:] for line in output.splitlines() if line.startswith("fence")]
+    assert len(times) == 4 * 10, output
+    for number in range(10):
+        entered, left = zip(*((float(a), float(b)) for n, a, b in times if int(n) == number), strict=True)
+        assert max(entered) <= min(left), f"fence {number}: a rank left it before another entered\n{output}"
 
 
 def test_job_has_its_memory_and_its_gpu(cluster: Cluster) -> None:
@@ -95,12 +150,7 @@ def test_login_needs_a_job_and_becomes_part_of_it(cluster: Cluster) -> None:
 
 
 def test_open_mpi_of_debian_12_runs_over_pmix(cluster: Cluster) -> None:
-    cluster.install({"lab1": "openmpi-bin libopenmpi-dev gcc libc6-dev", "lab2": "openmpi-bin"})
-    compile_on(cluster, "lab1", SUM, "mpicc -o /shared/sum /shared/source.c")
-    output = as_ann(cluster, "srun -N2 --ntasks-per-node=2 --mem=200M --mpi=pmix /shared/sum")
-    ranks = sorted(line for line in output.splitlines() if line.startswith("rank"))
-    assert ranks == [f"rank {rank} of 4 on lab{1 + rank // 2}, sum 6" for rank in range(4)], output
-    print(cluster.on("lab1", "sh", "-c", "mpirun --version | head -1").strip(), "under srun --mpi=pmix:", *ranks[:1])
+    check_mpi(cluster)
 
 
 def test_plugin_that_was_built_with_the_headers_of_the_tree_is_loaded(cluster: Cluster) -> None:
@@ -132,3 +182,9 @@ def test_keys_rotate_while_a_job_runs(cluster: Cluster) -> None:
     for host in HOSTS:
         assert set(cluster.on(host, "srun", "-N2", "--mem=20M", "hostname").split()) == {"lab1", "lab2"}
     assert cluster.json("up")["unchanged"]
+
+
+def test_open_mpi_of_debian_13_runs_over_pmix(tmp_path: Path) -> None:
+    with running(tmp_path, SPEC_DEBIAN_13) as made:
+        check_mpi(made)
+        check_fences(made)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from shoal.agent.document import Command, Directory, Document, File, Service, daemon_unit
 from shoal.remote import program_text, shell_command
-from shoal.roles.component import Cluster, Component, FileQuery, Stage
-from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, OCI_CONF, SLURM_CONF, TOPOLOGY_CONF
+from shoal.roles.component import PACKAGES_PREFIX, Cluster, Component, FileQuery, Stage
+from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, MPI_CONF, OCI_CONF, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.host_address import address_wait_file
 from shoal.roles.host_record import state_of_other_cluster
 from shoal.roles.slurm_source import release_mark, unreadable
@@ -20,6 +20,7 @@ from shoal.slurm.conf import (
     cgroup_conf,
     gres_conf,
     job_submit_lua,
+    mpi_conf,
     oci_conf,
     slurm_conf,
     topology_conf,
@@ -53,6 +54,7 @@ def controller(cluster: Cluster) -> Document:
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads, keep=True),
         *_oci_file(cluster),
+        *_mpi_file(cluster, reloads),
         *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
         replace(slurm_conf_file(cluster), restarts=restarts, reloads=reloads),
         address_wait_file(cluster, cluster.controller, "slurmctld"),
@@ -70,6 +72,16 @@ def _oci_file(cluster: Cluster) -> Document:
         return (File(OCI_CONF, oci_conf(), restarts=("slurmctld",), keep=True),)
     is_ours = is_written_by_shoal(cluster.controller_facts.text(OCI_CONF))
     return (File(OCI_CONF, restarts=("slurmctld",)),) if is_ours else ()
+
+
+def _mpi_file(cluster: Cluster, reloads: tuple[str, ...]) -> Document:
+    """mpi.conf for Shoal's own Slurm, and its removal. One of the operator's own, in `files`, stays."""
+    if MPI_CONF in cluster.spec.files:
+        return ()
+    if cluster.slurm_prefix != PACKAGES_PREFIX:
+        return (File(MPI_CONF, mpi_conf(), reloads=reloads, keep=True),)
+    is_ours = is_written_by_shoal(cluster.controller_facts.text(MPI_CONF))
+    return (File(MPI_CONF, reloads=reloads),) if is_ours else ()
 
 
 def _old_state(cluster: Cluster) -> Document:

@@ -17,6 +17,7 @@ GRES_CONF = "/etc/slurm/gres.conf"
 CGROUP_CONF = "/etc/slurm/cgroup.conf"
 TOPOLOGY_CONF = "/etc/slurm/topology.conf"
 OCI_CONF = "/etc/slurm/oci.conf"
+MPI_CONF = "/etc/slurm/mpi.conf"
 JOB_SUBMIT = f"/etc/slurm/{LUA_SCRIPT}"
 CONF_FILES = (SLURM_CONF, GRES_CONF, CGROUP_CONF, TOPOLOGY_CONF)
 HOSTS = "/etc/hosts"

@@ -12,7 +12,7 @@ from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, TMPFILES, compute, login
 from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
-from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT, OCI_CONF
+from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT, MPI_CONF, OCI_CONF
 from shoal.roles.host_record import HOST_RECORD, RECORD_FILES, STATE_OWNER
 from shoal.roles.node_logins import neighbour_key_items
 from shoal.roles.plugins import pmix_files, spanning_files
@@ -33,7 +33,7 @@ def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
     """The files that tell what an earlier run did."""
     return {
         MUNGE_KEY: "hash",
-        **dict.fromkeys((*CONF_FILES, OCI_CONF, HOSTS, STATE_OWNER), "text"),
+        **dict.fromkeys((*CONF_FILES, MPI_CONF, OCI_CONF, HOSTS, STATE_OWNER), "text"),
         **RECORD_FILES,
         **dict.fromkeys((*pmix_files(), *spanning_files(), host_address.CLOUD_INIT, host_address.NAMES_UNIT), "there"),
         **tree_fact_files(spec),
@@ -96,6 +96,7 @@ def removal() -> Document:
         *map(File, (*CONF_FILES, DEFAULTS, DROP_IN, TMPFILES, ROTATION)),
         *(File(host_address.DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")),
         Command("containers", ("rm", OCI_CONF), unless=("sh", "-c", f"! grep -qs 'by shoal' {OCI_CONF}")),
+        Command("MPI", ("rm", MPI_CONF), unless=("sh", "-c", f"! grep -qs 'by shoal' {MPI_CONF}")),
         *tree_removal(),
         *mask_removal(),
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),

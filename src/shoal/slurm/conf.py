@@ -140,6 +140,16 @@ def oci_conf() -> str:
     return HEADER + "".join(f'RunTime{name}="{command}"\n' for name, command in commands.items())
 
 
+def mpi_conf() -> str:
+    """mpi.conf: PMIx's fences go around the nodes in a ring.
+
+    By default those without data go through a tree, which Slurm 24.11 does not build for fewer nodes than TreeWidth:
+    each node then takes itself for the root, ranks pass a barrier before those of other nodes reach it, and programs of
+    Open MPI 5 end in MPI_Init now and then.
+    """
+    return HEADER + "PMIxCollFence=ring\n"
+
+
 def topology_conf(c: ClusterConf) -> str:
     """topology.conf: one switch for each site. Without a switch above them no job spans two sites."""
     lines = [

@@ -21,12 +21,14 @@ from shoal.errors import SpecError, UsageError
 from shoal.remote import program_text, shell_command
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster
+from shoal.roles.controller import controller
+from shoal.roles.current_conf import MPI_CONF
 from shoal.roles.documents import documents, fact_files
 from shoal.roles.elastic import ARCHIVES
 from shoal.roles.registry import user_secrets
 from shoal.roles.slurm_tree import find_trees, read_archive, require_tree
 from shoal.roles.users import pam_block
-from shoal.slurm.conf import slurm_conf
+from shoal.slurm.conf import mpi_conf, slurm_conf
 
 TEXT = """
 cluster: reef
@@ -90,6 +92,21 @@ def test_no_package_of_slurm_and_no_munge_is_left() -> None:
         assert not [item.key for item in items if "munge" in item.key]
     conf = slurm_conf(of.conf)
     assert "AuthType=auth/slurm\n" in conf and "munge" not in conf and "MpiDefault=pmix\n" in conf
+
+
+def test_fences_of_pmix_go_around_a_ring_unless_the_operator_says_otherwise() -> None:
+    own = TEXT + "files: {/etc/slurm/mpi.conf: mine}\n"
+    packages = TEXT.replace("slurm: {from: shoal}", "slurm: {}")
+    left = {MPI_CONF: FileFact(text=mpi_conf())}
+    cases = (
+        (cluster(), [mpi_conf()]),
+        (cluster(own), []),
+        (cluster(packages), []),
+        (cluster(packages, **left), [None]),
+    )
+    for of, contents in cases:
+        found = [item for item in controller(of) if isinstance(item, File) and item.path == MPI_CONF]
+        assert [file.content for file in found] == contents
 
 
 def test_archive_travels_once_by_digest() -> None:
