@@ -35,6 +35,7 @@ VALIDATE = "by a user, with a PYTHONPATH in place of --env, by hand (-m matrix),
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
 JOB_ENGINES = "with another image, by hand (-m matrix), by tests/e2e/test_job_engines.py"
 JOB_IMAGES = "with an image of its own, by tests/e2e/test_image_jobs.py, or by hand by test_image_matrix.py"
+MPI_IMAGE = "by hand; no test builds it. MPI in an image: by hand, by tests/e2e/test_image_matrix.py"
 PODMAN = "with podman in place of docker and another port, by hand (-m matrix), by tests/e2e/test_engine_hosts.py"
 ONCE = "once for a machine, by hand; test_engine.py has the errors that name it"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
@@ -86,9 +87,9 @@ COMMANDS = {
     "shoal run -N2 --image debian --mount /data:/data:ro train.py": JOB_IMAGES,
     "shoal image build train requirements.txt --from debian": JOB_IMAGES,
     "shoal image build train .": JOB_IMAGES,
-    "shoal image build mini /shared/mini": JOB_IMAGES,
-    "shoal image build mpi examples/mpi-image --from trixie": JOB_IMAGES,
-    "srun -N2 --mpi=pmix $(shoal image bundle mpi)/run all_reduce": JOB_IMAGES,
+    "shoal image build mini /shared/mini": "with another directory, by bench/containers",
+    "shoal image build mpi examples/mpi-image --from trixie": MPI_IMAGE,
+    "srun -N2 --mpi=pmix $(shoal image bundle mpi)/run all_reduce": MPI_IMAGE,
     "shoal image push train registry.example.org/lab/train:3": JOB_IMAGES,
     "shoal image push train": JOB_IMAGES,
     "shoal image pull controller:5000/ann/train": JOB_IMAGES,
