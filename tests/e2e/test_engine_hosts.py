@@ -158,8 +158,10 @@ def test_composition_of_the_examples_becomes_a_cluster(node_image: str, tmp_path
             made.wait("the hosts answer", lambda: made.shoal("check", status=None).returncode == 0)
             assert made.json("up")["whole"]
             assert sorted(made.on("controller", "srun", "-N2", "hostname").split()) == ["node1", "node2"]
-            # Not restarted: podman-compose gives a host another address then, see README.md.
-            made.shoal("down", "--force")
+            run("restart", "node1")  # podman gives it another address
+            made.wait("node1 is back", lambda: made.shoal("up").returncode == 0, 150)
+            assert sorted(made.on("controller", "srun", "-N2", "hostname").split()) == ["node1", "node2"]
+            made.shoal("down", "--force", "--yes")
         finally:
             run("down", "--volumes")
             asyncio.run(find_engine("podman").run("network", "rm", "compose_cluster"))  # podman-compose keeps it
