@@ -9,28 +9,32 @@ import pytest
 from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.simulated_clouds import LATE_S, Cloud, bill, ended, renting
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]  # four times `up`, and two machines that join
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]  # six times `up`, and three machines that join
 
 NAME = "ee-try"
-KEY = "id:key-of-aws-0123456789"
+CLOUDS = {kind: Cloud(kind, f"id:key-of-{kind}-0123456789") for kind in ("aws", "nebius")}
 SPEC = f"""\
 cluster: {NAME}
 controller: {{provider: sandbox, memory: 1G, compute: true}}
 budget: {{per_hour: 5}}
 providers:
   aws: {{url: "URL-OF-aws", key: "env:AWS_KEY", settings: {{image: ami-0123456789abcdef0}}}}
+  nebius: {{url: "URL-OF-nebius", key: "env:NEBIUS_KEY", settings: {{image: computeimage-e00debian12}}}}
 """
+CHEAPEST = {"aws": "g4dn.xlarge", "nebius": "gpu-l40s-a 1gpu-8vcpu-32gb"}
+"""The cheapest machine with a GPU."""
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
-    with renting(tmp_path_factory.mktemp("try"), SPEC, Cloud("aws", KEY)) as (cluster, urls):
-        yield cluster, urls["aws"]
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[str, str]]]:
+    with renting(tmp_path_factory.mktemp("try"), SPEC, *CLOUDS.values()) as made:
+        yield made
 
 
-def test_trial_passes_every_step_and_knows_its_bill(trial: tuple[Cluster, str]) -> None:
-    cluster, url = trial
-    report = cluster.json("try", "aws", "--max-cost", "1", "--yes")
+@pytest.mark.parametrize("kind", CLOUDS)
+def test_trial_passes_every_step_and_knows_its_bill(trial: tuple[Cluster, dict[str, str]], kind: str) -> None:
+    cluster, url = trial[0], trial[1][kind]
+    report = cluster.json("try", kind, "--max-cost", "1", "--yes")
     assert report["passed"], report
     assert [(step["name"], step["error"]) for step in report["steps"]] == [
         (name, "")
@@ -44,17 +48,17 @@ def test_trial_passes_every_step_and_knows_its_bill(trial: tuple[Cluster, str]) 
             "remove the nodeset",
         )
     ]
-    assert (report["provider"], report["type"]) == ("aws", "g4dn.xlarge")  # the cheapest with a GPU
+    assert (report["provider"], report["type"]) == (kind, CHEAPEST[kind])
     assert {"slurmd", "GPUs"} <= set(report["node"])
-    assert KEY not in str(report)
+    assert CLOUDS[kind].key not in str(report)
     [machine] = bill(url)["machines"]
     assert machine["ended"]
     assert abs(report["usd"] - machine["usd"]) <= LATE_S * machine["usd_hour"] / 3600
     assert "try1" not in cluster.on("controller", "sinfo", "-h", "-N")
 
 
-def test_interrupted_trial_releases_its_machine(trial: tuple[Cluster, str]) -> None:
-    cluster, url = trial
+def test_interrupted_trial_releases_its_machine(trial: tuple[Cluster, dict[str, str]]) -> None:
+    cluster, url = trial[0], trial[1]["aws"]
     before = len(bill(url)["machines"])
     process = cluster.background("try", "aws", "--yes")
     cluster.wait("a machine is ordered", lambda: len(bill(url)["machines"]) > before)
