@@ -22,8 +22,13 @@ PACKAGES = (
     *("nftables", "chrony", "wireguard-tools", "nfs-kernel-server", "nfs-common", "netbase", "rsync", "sshfs"),
     "python3-venv",
 )
-MORE_PACKAGES = {"debian12": ("libpmix2", "quota", "dmsetup", "docker.io", "iptables", "mariadb-server", "slurmdbd")}
-"""By image: what only its `up` installs, and what tests/e2e/test_vm.py needs for its faults."""
+MORE_PACKAGES = {
+    "debian12": (
+        *("libpmix2", "quota", "dmsetup", "docker.io", "iptables", "mariadb-server", "slurmdbd"),
+        *("crun", "skopeo", "umoci", "buildah", "uidmap", "fuse-overlayfs", "python3-pip-whl"),
+    )
+}
+"""By image: what only its `up` installs, with `containers`, too, and what test_vm.py needs for its faults."""
 STOPPED = (
     *("munge", "slurmctld", "slurmd", "chrony", "nfs-server", "rpcbind.service", "rpcbind.socket"),
     *("docker.service", "docker.socket", "containerd", "mariadb", "slurmdbd"),

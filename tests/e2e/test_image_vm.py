@@ -1,0 +1,60 @@
+"""Jobs in images with cgroup v2, on one virtual machine that is controller and node:
+
+    SHOAL_TEST_KIND=vm .venv/bin/pytest -v -n0 tests/e2e/test_image_vm.py
+
+The image is a directory: under emulation, unpacking one takes minutes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import KIND, Cluster, login_keys, running
+from tests.e2e.image_files import write_root
+from tests.e2e.image_users import User, lines, shared
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.matrix,
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(KIND != "vm", reason="by hand, with SHOAL_TEST_KIND=vm: it takes many minutes under emulation"),
+]
+SPEC = """\
+cluster: st-image-vm
+controller: {provider: sandbox, cpus: 2, memory: 2G, gpus: 2, compute: true}
+users:
+  ann: {uid: 2001, keys: ["file:KEYS/ann.pub"]}
+containers: oci
+"""
+UP_TIMEOUT_S = 5400.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with login_keys("ann") as keys:
+        text = SPEC.replace("KEYS", str(keys))
+        with running(tmp_path_factory.mktemp("images"), text, timeout=UP_TIMEOUT_S) as made:
+            write_root(shared(made) / "root")
+            yield made
+
+
+@pytest.fixture(scope="module")
+def ann(cluster: Cluster) -> User:
+    return User(cluster, "ann")
+
+
+def test_job_runs_in_an_image_as_its_user(ann: User, cluster: Cluster) -> None:
+    assert cluster.on("controller", "stat", "-fc", "%T", "/sys/fs/cgroup") == "cgroup2fs\n"
+    [words] = lines(ann.run("--image /shared/root --export GREETING=hello"))
+    assert words[:3] == ["0", "1", "0"] and words[4:7] == ["hello", "2001", "root"]
+
+
+def test_limits_of_the_job_hold_in_an_image(ann: User) -> None:
+    seen = ann.run("--gpus-per-node 1 --mem 250M --image /shared/root", "limits.py 100")
+    assert re.findall(r"(?:opened|denied) \d", seen) == ["opened 0", "denied 1"]
+    assert f"took {100 << 20}" in seen
+    seen = ann.run("--mem 60M --image /shared/root", "limits.py 150", status=1)
+    assert re.findall(r"(?:opened|denied) \d", seen) == ["denied 0", "denied 1"]
+    assert "took" not in seen and "the memory was used up" in seen
