@@ -105,6 +105,8 @@ class SimulatedInstance:
     """Its name after a rename."""
     phase: Phase = "pending"
     up: float | None = None
+    first_up: float | None = None
+    """When it was up for the first time; `up` is that after its last start."""
     stopping: float | None = None
     """When it was deleted or preempted."""
     ended: float | None = None

@@ -273,6 +273,7 @@ class Market:
         if machine.phase == "pending" and now >= machine.ordered + machine.boot_seconds:
             if status.state == "up" or (status.state == "making" and not machine.reachable):
                 machine.phase, machine.up = "up", now
+                machine.first_up = machine.first_up or now
             elif status.state == "dead":
                 machine.phase = "error"
         if machine.phase == "up" and status.state == "dead":
@@ -308,7 +309,7 @@ class Market:
 
     def _billed(self, machine: SimulatedInstance) -> dict[str, Any]:
         billing = self.profile.billing
-        started = machine.up if billing.from_up else machine.ordered
+        started = machine.first_up if billing.from_up else machine.ordered
         until = machine.ended if machine.ended is not None else self.clock()
         until = until if machine.stopped_at is None else min(until, machine.stopped_at)
         seconds = billing.seconds(until - started - machine.unbilled_s) if started is not None else 0

@@ -85,6 +85,19 @@ def test_machine_that_never_started_is_free_where_billing_starts_at_boot() -> No
     assert [(one["started"], one["usd"]) for one in it.bill()] == [(None, 0)]
 
 
+def test_bill_has_the_time_before_and_after_a_stop() -> None:
+    it = market(replace(PROFILE, billing=Billing(1, from_up=True)))
+    it.order(ORDER, "m1")
+    move(it, 60)
+    move(it, 300)
+    it.stop("m1")
+    move(it, 5000)
+    it.start("m1")
+    move(it, 0)
+    move(it, 200)
+    assert [one["seconds"] for one in it.bill()] == [500]
+
+
 def test_capacity_of_a_region_is_limited() -> None:
     it = market()
     it.order(ORDER, "m1")
