@@ -95,11 +95,11 @@ def removal() -> Document:
         *(Service(daemon, enabled=False, running=False) for daemon in ("slurmd", "slurmctld")),
         *map(File, (*CONF_FILES, DEFAULTS, DROP_IN, TMPFILES, ROTATION)),
         *(File(host_address.DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")),
-        Command("containers", ("rm", OCI_CONF), unless=("sh", "-c", f"! grep -qs 'by shoal' {OCI_CONF}")),
-        Command("MPI", ("rm", MPI_CONF), unless=("sh", "-c", f"! grep -qs 'by shoal' {MPI_CONF}")),
+        _removal_of_ours("containers", OCI_CONF),
+        _removal_of_ours("MPI", MPI_CONF),
         *tree_removal(),
         *mask_removal(),
-        Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
+        _removal_of_ours("jobs and sites", JOB_SUBMIT),
         DeviceRule(DEVICE_RULE, ""),
         *firewall_removal(),
         Service("munge", enabled=False, running=False),
@@ -108,3 +108,8 @@ def removal() -> Document:
         *host_address.host_name_removal(),
         File(HOST_RECORD),
     )
+
+
+def _removal_of_ours(name: str, path: str) -> Command:
+    """Removes a file that Shoal wrote; one of the operator's own stays."""
+    return Command(name, ("rm", path), unless=("sh", "-c", f"! grep -qs 'by shoal' {path}"))
