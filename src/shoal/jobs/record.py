@@ -195,6 +195,12 @@ def doubtful_ids(text: str, owners: Mapping[str, str]) -> list[str]:
     return [*dict.fromkeys(doubtful)]
 
 
+def combine_records(text: str, owners: Mapping[str, str], answers: Mapping[str, str]) -> list[JobRecord]:
+    """The same with those of `doubtful_ids`, by their numbers with the answers to `show_command` for each."""
+    asked = (record for job in answers for record in parse_answer(answers[job], job, owners) if record.number == job)
+    return sorted((*parse_records(text, owners), *asked), key=_order)
+
+
 def parse_answer(text: str, job: str, owners: Mapping[str, str]) -> list[JobRecord]:
     """The answer to `show_command` with the number of a job: it, or the tasks of an array, which have one owner."""
     owner = owners.get(_number(text))

@@ -8,15 +8,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import CommandTimeout, SlurmError
 from shoal.hosts.api import Host, Result
-from shoal.jobs.record import (
-    OWNERS_COMMAND,
-    JobRecord,
-    doubtful_ids,
-    parse_answer,
-    parse_owners,
-    parse_records,
-    show_command,
-)
+from shoal.jobs.record import OWNERS_COMMAND, JobRecord, combine_records, doubtful_ids, parse_owners, show_command
 from shoal.slurm.versions import Version
 
 T = TypeVar("T")
@@ -44,11 +36,8 @@ async def current_jobs(host: Host) -> list[JobRecord]:
     """The jobs that slurmctld has, oldest first, whatever their owners have written into them."""
     text = await slurm_output(host, show_command())
     owners = await job_owners(host)
-    records = parse_records(text, owners)
-    for job in doubtful_ids(text, owners):
-        answer = parse_answer(await slurm_output(host, show_command(job)), job, owners)
-        records += [record for record in answer if record.number == job]
-    return records
+    answers = {job: await slurm_output(host, show_command(job)) for job in doubtful_ids(text, owners)}
+    return combine_records(text, owners, answers)
 
 
 async def job_owners(host: Host) -> dict[str, str]:

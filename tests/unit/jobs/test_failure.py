@@ -11,7 +11,15 @@ import pytest
 from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
 from shoal.jobs.failure import explain_failure, last_traceback
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
-from shoal.jobs.record import JobComment, JobRecord, doubtful_ids, is_plain, parse_answer, parse_records
+from shoal.jobs.record import (
+    JobComment,
+    JobRecord,
+    combine_records,
+    doubtful_ids,
+    is_plain,
+    parse_answer,
+    parse_records,
+)
 
 CAPTURED = (Path(__file__).parent / "show_job_22.05.txt").read_text()
 FAILED = JobRecord("7", "FAILED", exit_code=143, nodes="fish[1-2]", batch_host="fish1", time_limit="00:01:00")
@@ -182,6 +190,8 @@ def test_record_that_is_there_twice_is_asked_for_alone() -> None:
     assert (record.id, record.state, record.nodes) == ("8", "RUNNING", "fish1")
     [forger] = parse_answer(text.removesuffix(alone), "7", OWNERS)
     assert (forger.user, forger.comment) == ("ann", "c")
+    answers = {"8": alone, "7": text.removesuffix(alone)}
+    assert combine_records(text, OWNERS, answers) == [forger, record], "the oldest first"
 
 
 def test_answer_about_a_job_has_no_record_of_another_owner() -> None:

@@ -155,12 +155,8 @@ def test_no_name_or_comment_of_a_job_is_a_record_of_another(release: str, tmp_pa
     owners = record.parse_owners(owner_text)
     assert owners == {"1": "0", "2": "65534", "3": "65534"}, done.stderr
     assert record.doubtful_ids(shown, owners) == ["2", "1"]
-    alone = [
-        job
-        for number, answer in zip("123", answers, strict=True)
-        for job in record.parse_answer(answer, number, owners)
-    ]
-    jobs = {job.id: (job.user, job.state) for job in (*record.parse_records(shown, owners), *alone)}
+    found = record.combine_records(shown, owners, dict(zip("12", answers, strict=False)))
+    jobs = {job.id: (job.user, job.state) for job in found}
     assert jobs == {"1": ("root", "PENDING"), "2_1-2": ("nobody", "PENDING"), "3": ("nobody", "PENDING")}
     past = record.parse_jobcomp(ended)
     assert [(job.number, job.user) for job in past] == [("1", "root"), ("2", "nobody"), ("3", "nobody")], ended

@@ -26,10 +26,9 @@ from shoal.hostlist import HostlistError, expand
 from shoal.jobs.record import (
     OWNERS_COMMAND,
     JobRecord,
+    combine_records,
     doubtful_ids,
-    parse_answer,
     parse_owners,
-    parse_records,
     parse_runs,
     show_command,
 )
@@ -283,10 +282,7 @@ def _ended_jobs() -> list[JobRecord]:
 def _current_jobs() -> list[JobRecord]:
     """The jobs that slurmctld still has in memory."""
     text, owners = _ask(show_command()), parse_owners(_ask(OWNERS_COMMAND))
-    records = parse_records(text, owners)
-    for job in doubtful_ids(text, owners):
-        records += [record for record in parse_answer(_ask(show_command(job)), job, owners) if record.number == job]
-    return records
+    return combine_records(text, owners, {job: _ask(show_command(job)) for job in doubtful_ids(text, owners)})
 
 
 def _ask(command: Sequence[str]) -> str:
