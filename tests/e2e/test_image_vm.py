@@ -58,3 +58,13 @@ def test_limits_of_the_job_hold_in_an_image(ann: User) -> None:
     seen = ann.run("--mem 60M --image /shared/root", "limits.py 150", status=1)
     assert re.findall(r"(?:opened|denied) \d", seen) == ["denied 0", "denied 1"]
     assert "took" not in seen and "the memory was used up" in seen
+
+
+def test_running_container_is_entered_and_cancel_leaves_nothing(ann: User, cluster: Cluster) -> None:
+    job = ann.start("--image /shared/root", "wait.py")
+    group = cluster.on("controller", "sh", "-c", "cat /proc/$(pgrep -x -f 'python3 wait.py')/cgroup")
+    assert f"/job_{job}/" in group
+    assert ann.do(f"shoal exec --job {job} -- sh -c 'cat /mark; id -u'").split()[-2:] == ["root", "2001"]
+    ann.do(f"shoal cancel {job}")
+    left = ("pgrep", "-u", "ann", "python3|sleep")
+    cluster.wait("nothing is left", lambda: cluster.on("controller", *left, status=None) == "")
