@@ -1,14 +1,21 @@
-"""The engine pyxis with a plugin and a package of the project's own: what hosts get, and its removal."""
+"""The engine pyxis with a plugin and a package of the project's own: what hosts get, and its removal.
+
+With SHOAL_TEST_PYXIS=DIR, the real enroot.deb and spank_pyxis.so in DIR run the lines of pyxis's users instead.
+"""
 
 from __future__ import annotations
 
 import base64
+import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster, running
+from tests.e2e.image_files import debian_layer
+from tests.e2e.image_users import shared
 
 from shoal.roles.pyxis import HOOK, SETTINGS
 from shoal.spec.containers import ENROOT, PLUGIN
@@ -21,7 +28,12 @@ cluster: st-pyxis
 controller: {provider: sandbox, memory: 1G}
 nodesets:
   n: {provider: sandbox, count: 1, memory: 1G}
+users:
+  ann: {uid: 2001}
 """
+GIVEN = os.environ.get("SHOAL_TEST_PYXIS", "")
+EXAMPLE = pytest.mark.skipif(bool(GIVEN), reason="SHOAL_TEST_PYXIS gives the real files")
+REAL = pytest.mark.skipif(not GIVEN, reason="needs enroot.deb and spank_pyxis.so for this Slurm in SHOAL_TEST_PYXIS")
 SECTION = "containers: {engine: pyxis, enroot: enroot.deb, plugin: spank_pyxis.so}\n"
 SOURCE = Path(__file__).with_name("spank_example.c").read_text()
 MAKE = r"""
@@ -49,11 +61,16 @@ def make_files(cluster: Cluster) -> None:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("pyxis"), SPEC) as made:
-        made.install({"n1": "gcc libc6-dev libslurm-dev"})
-        make_files(made)
+        if GIVEN:
+            for name in ("spank_pyxis.so", "enroot.deb"):
+                shutil.copy(Path(GIVEN, name), made.file.parent)
+        else:
+            made.install({"n1": "gcc libc6-dev libslurm-dev"})
+            make_files(made)
         yield made
 
 
+@EXAMPLE
 def test_plugin_is_loaded_on_all_hosts(cluster: Cluster) -> None:
     before = cluster.on("controller", "srun", "--help")
     assert "container-image" not in before
@@ -72,11 +89,48 @@ def test_plugin_is_loaded_on_all_hosts(cluster: Cluster) -> None:
     assert cluster.json("up")["changed"] == []
 
 
+@EXAMPLE
 def test_node_that_was_started_again_has_its_directories(cluster: Cluster) -> None:
     cluster.fault("reboot", "n1")
     cluster.wait("n1 is back", lambda: "IDLE" in cluster.states()["n1"] and cluster.answers("n1"))
     run = "srun --container-image=again sh -c 'echo $EXAMPLE_IMAGE; stat -c %a /run/enroot'"
     assert cluster.on("controller", "sh", "-c", run).split() == ["again", "1777"]
+
+
+@REAL
+def test_lines_of_users_of_pyxis_work_as_written(cluster: Cluster) -> None:
+    cluster.file.write_text(cluster.file.read_text() + SECTION)
+    cluster.json("up")
+    shutil.copy(debian_layer(), shared(cluster) / "layer.tar")
+    pack = "mkdir /run/root && tar -xf /shared/layer.tar -C /run/root --exclude='./dev/*' && chmod 755 /run/root"
+    cluster.on(
+        "n1", "sh", "-c", f"{pack} && mksquashfs /run/root /shared/mini.sqsh -quiet -comp zstd && rm -r /run/root"
+    )
+    image, name, grep = (
+        "--container-image=/shared/mini.sqsh",
+        "--container-name=pytorch-slurm",
+        "grep PRETTY /etc/os-release",
+    )
+    assert "bookworm" in as_ann(cluster, f"srun {image} {name} {grep}")
+    as_ann(cluster, f"srun {name} --container-writable sh -c 'echo kept > /opt/note'")  # another job: scope is global
+    cluster.fault("reboot", "n1")
+    cluster.wait("n1 is back", lambda: "IDLE" in cluster.states()["n1"] and cluster.answers("n1"))
+    assert as_ann(cluster, f"srun {name} cat /opt/note").splitlines()[-1] == "kept"
+    as_ann(cluster, "mkdir -p /shared/ann && echo mounted > /shared/ann/file")
+    mounts = "--container-mounts=/shared/ann:/workspace --container-workdir=/workspace"
+    assert as_ann(cluster, f"srun {name} {mounts} cat file").splitlines()[-1] == "mounted"
+    as_ann(cluster, "srun enroot create --name pyxis_byhand /shared/mini.sqsh")
+    assert "bookworm" in as_ann(cluster, f"srun --container-name=byhand {grep}")
+    script = shlex.quote(f"#!/bin/sh\n#SBATCH {image}\ngrep PRETTY /etc/os-release; id -u\n")
+    submit = (
+        f"cd /shared/ann && printf %s {script} > job.sh && sbatch --wait -o job.out job.sh > /dev/null && cat job.out"
+    )
+    batch = as_ann(cluster, submit)
+    assert "bookworm" in batch and batch.splitlines()[-1] == "2001"
+
+
+def as_ann(cluster: Cluster, command: str) -> str:
+    return cluster.on("controller", "runuser", "-l", "ann", "-c", f"{command} 2>&1")
 
 
 def test_removed_section_removes_the_plugin(cluster: Cluster) -> None:
