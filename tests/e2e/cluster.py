@@ -172,7 +172,8 @@ class Cluster:
         """A shell command on a sandbox host, without Shoal, also when the spec no longer names it."""
         target = self.instances()[host]
         options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
-        options += ["-p", str(target.port or 22)]
+        # OpenSSH's own choice of key exchange takes a quarter of a second of CPU.
+        options += ["-o", "KexAlgorithms=curve25519-sha256", "-p", str(target.port or 22)]
         line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}"]
         if self._sockets is not None:
             line[1:1] = self._share_connection(host, line)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
-from shoal.hosts.slim_asyncssh import asyncssh
-
 FOLDER = "/etc/ssh"
 KEY = "ssh_host_ed25519_key"
 MARK = "shoal-host-key"
@@ -33,6 +31,8 @@ class MachineKey:
 
     @classmethod
     def make(cls) -> Self:
+        from shoal.hosts.slim_asyncssh import asyncssh  # slow to import, and `up`, which imports this, seldom orders
+
         key = asyncssh.generate_private_key("ssh-ed25519")
         public = " ".join(key.export_public_key().decode().split()[:2])
         return cls(public, key.export_private_key().decode())
