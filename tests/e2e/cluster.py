@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import vm_image
+from tests import installed_images
 from tests.e2e.leftovers import TAG, noted
 from tests.sandbox_faults import SandboxFaults
 
@@ -106,7 +106,7 @@ class Cluster:
         self.provider = SandboxProvider()
         self._sockets: Path | None = None
         if "sandbox: vm" in text:
-            self.provider = SandboxProvider(vm_image.prepare(text))
+            self.provider = SandboxProvider(installed_images.prepare_machines(text))
             self.env["SHOAL_CACHE"] = str(self.provider.cache)
             self._sockets = Path(tempfile.mkdtemp(prefix="shoal-ssh-"))
             atexit.register(shutil.rmtree, self._sockets, ignore_errors=True)

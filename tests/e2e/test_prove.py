@@ -73,12 +73,19 @@ def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None
     assert 0 < row["found"]["parameters"]["relative"] <= 1e-6, "single precision: it does not agree to the last bit"
 
 
+# tests/unit/proof/test_proving.py trains with each of these faults every day, and finds the same causes.
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("same samples", "step 1: every rank reads the same 8 samples, numbers 1-8 of the 16 that one process reads"),
+        pytest.param(
+            "same samples",
+            "step 1: every rank reads the same 8 samples, numbers 1-8 of the 16 that one process reads",
+            marks=pytest.mark.matrix,
+        ),
         ("sums", "gradients are summed over the 2 ranks instead of averaged"),
-        ("sampler without epochs", "the DistributedSampler shuffles every epoch alike"),
+        pytest.param(
+            "sampler without epochs", "the DistributedSampler shuffles every epoch alike", marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_wrong_script_fails_with_the_cause(tree: Path, fault: str, said: str) -> None:
@@ -90,7 +97,9 @@ def test_wrong_script_fails_with_the_cause(tree: Path, fault: str, said: str) ->
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("no init", "the script recorded nothing: it never called shoal.train.init()"),
+        pytest.param(  # tests/unit/proof/test_local_runner.py has it every day
+            "no init", "the script recorded nothing: it never called shoal.train.init()", marks=pytest.mark.matrix
+        ),
         ("no loss", "the script reported no loss"),
     ],
 )
@@ -159,6 +168,7 @@ def test_toy_passes_on_this_machine_in_single_precision(cluster: Jobs) -> None:
 
 
 @pytest.mark.sandbox
+@pytest.mark.matrix  # the next test has it every day, as a user and with DDP
 def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
     report = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
     [row] = report["rows"]

@@ -4,7 +4,7 @@
 
 prints the table that bench/results/vm.txt holds. The tests share one cluster and run in the order of this file.
 With SHOAL_TEST_KEEP=DIR the cluster stays, and the next run uses it as it is: under emulation `up` takes minutes.
-`shoal down --force --file DIR/shoal.yaml` with SHOAL_CACHE as in tests/vm_image.py removes it.
+`shoal down --force --file DIR/shoal.yaml` with SHOAL_CACHE as in tests/installed_images.py removes it.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def test_failing_and_full_disk_reach_the_job(cluster: Cluster) -> None:
 
 
 def test_docker_engine_and_the_firewall_live_together(cluster: Cluster) -> None:
-    shell(cluster, NODE, "systemctl enable --now docker")  # tests/vm_image.py installs it
+    shell(cluster, NODE, "systemctl enable --now docker")  # tests/installed_images.py installs it
     cluster.wait("Docker runs", lambda: cluster.ssh(NODE, "docker info").returncode == 0, 600)
     shell(cluster, NODE, "systemctl restart docker shoal-firewall")
     rules = shell(cluster, NODE, "nft list ruleset")

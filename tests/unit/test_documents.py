@@ -186,8 +186,9 @@ def test_ci_runs_the_checks_and_the_tests() -> None:
     assert "exec scripts/test\n" in (ROOT / ".ci/run").read_text()
     everything = (ROOT / "scripts/test").read_text()
     assert '"$venv/bin/pytest" -q -m "not matrix"' in everything
-    check, *runs = re.findall(r'^(?:"\$root/scripts/check"|run_tests .*)$', everything, re.MULTILINE)
-    assert check == '"$root/scripts/check"'
+    check, *runs = re.findall(r'^(?:"\$root/scripts/check".*&|run_tests .*|report_check)$', everything, re.MULTILINE)
+    assert check.startswith('"$root/scripts/check" ') and runs.count("report_check") == 1
+    assert '[ "$status" -eq 0 ] || exit "$status"\n}' in everything.partition("report_check() {")[2]
     assert {word for line in runs for word in line.split() if word.startswith("tests/")} == {
         *(f"tests/{place}" for place in ("unit", "contract", "e2e"))
     }

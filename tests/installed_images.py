@@ -1,15 +1,17 @@
-"""A cache for tests on virtual machines: its images have the packages that `up` installs on their hosts.
+"""Caches for tests whose images have the packages that `up` installs on hosts, for tests that do not test that.
 
-Under emulation dpkg takes most of the time of an `up`. Here it runs at this machine's speed, once for each image.
+On a container dpkg takes 6 s of CPU, and under emulation most of the time of an `up`. Here it runs once for each image.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ProviderError
@@ -17,6 +19,8 @@ from shoal.local_files import cache_dir, locked
 from shoal.sandbox import images
 from shoal.sandbox.programs import call_logged, last_lines
 
+SLURM = ("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "nftables", "libpmix2")
+"""What `up` installs on hosts of any spec, on Debian 12."""
 PACKAGES = (
     *("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpam-slurm-adopt"),
     *("nftables", "chrony", "wireguard-tools", "nfs-kernel-server", "nfs-common", "netbase", "rsync", "sshfs"),
@@ -55,23 +59,45 @@ cp -a "$tree" "$work/image"
 """
 
 
-def prepare(spec: str) -> Path:
-    """The cache for a cluster of virtual machines, with the images that this text of a spec names."""
-    named = set(re.findall(r"image: (\w+)", spec)) or {"debian12"}
-    recipe = hashlib.sha256(repr((PACKAGES, MORE_PACKAGES, STOPPED, INSTALL)).encode()).hexdigest()[:12]
-    shared, cache = cache_dir(), cache_dir() / "vm-tests" / recipe
-    (cache / "vm").mkdir(parents=True, exist_ok=True)
-    if not (cache / "environments").is_symlink():
-        (shared / "environments").mkdir(exist_ok=True)
-        (cache / "environments").symlink_to(shared / "environments")
-    if (shared / "vm/accelerator.json").exists():  # no second trial of KVM
-        shutil.copy(shared / "vm/accelerator.json", cache / "vm/accelerator.json")
-    for image in sorted(named):
-        asyncio.run(_ensure(shared, cache, image))
+SHARED = ("environments", "slurm", "runtime", "tests", "images/debian11", "images/debian13", "images/sid")
+"""Directories of the user's cache that the one for containers has, too."""
+
+
+def prepare_containers() -> Path:
+    """The cache for clusters of containers: the user's, with Slurm's packages installed in the image of Debian 12."""
+    shared, cache = cache_dir(), _place("installed-tests", SLURM)
+    for name in SHARED:
+        _share(shared / name, cache / name)
+    asyncio.run(_ensure(shared, cache, "debian12", SLURM))
     return cache
 
 
-async def _ensure(shared: Path, cache: Path, image: str) -> None:
+def prepare_machines(spec: str) -> Path:
+    """The cache for a cluster of virtual machines, with the images that this text of a spec names."""
+    named = set(re.findall(r"image: (\w+)", spec)) or {"debian12"}
+    shared, cache = cache_dir(), _place("vm-tests", PACKAGES, MORE_PACKAGES)
+    (cache / "vm").mkdir(parents=True, exist_ok=True)
+    _share(shared / "environments", cache / "environments")
+    if (shared / "vm/accelerator.json").exists():  # no second trial of KVM
+        shutil.copy(shared / "vm/accelerator.json", cache / "vm/accelerator.json")
+    for image in sorted(named):
+        asyncio.run(_ensure(shared, cache, image, (*PACKAGES, *MORE_PACKAGES.get(image, ()))))
+    return cache
+
+
+def _place(name: str, *packages: object) -> Path:
+    """Another directory for every other recipe."""
+    return cache_dir() / name / hashlib.sha256(repr((*packages, STOPPED, INSTALL)).encode()).hexdigest()[:12]
+
+
+def _share(source: Path, link: Path) -> None:
+    source.mkdir(parents=True, exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(source)
+
+
+async def _ensure(shared: Path, cache: Path, image: str, packages: Sequence[str]) -> None:
     """Install the packages in a layer over the image, and keep both as an image of the same name."""
     base = await images.ensure(shared, image, lambda text, part: None)
     place = cache / "images" / image / base.name
@@ -82,8 +108,7 @@ async def _ensure(shared: Path, cache: Path, image: str) -> None:
         work, log = place.parent / f".preparing-{os.getpid()}", place.parent / "prepare.log"
         log.write_bytes(b"")
         alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]
-        packages = " ".join((*PACKAGES, *MORE_PACKAGES.get(image, ())))
-        arguments = ["sh", "-c", INSTALL, "sh", str(base), str(work), packages, " ".join(STOPPED)]
+        arguments = ["sh", "-c", INSTALL, "sh", str(base), str(work), " ".join(packages), " ".join(STOPPED)]
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         if await call_logged(*alone, *arguments, log=log, env=environment) != 0:
             raise ProviderError(f"cannot prepare image {image}: {last_lines(log.read_text(errors='replace'))}")
