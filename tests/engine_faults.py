@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+from pathlib import Path
 
 from shoal.sandbox import engine_hosts
 from shoal.sandbox.engine import LOOPBACK, find_engine
@@ -27,7 +30,10 @@ async def state(layout: Layout, host: HostRecord) -> str:
 
 
 async def set_cable(layout: Layout, host: HostRecord, *, connected: bool) -> None:
-    """Set the machine's end of the host's link up or down. Rootless podman has it in a network namespace."""
+    """Set the machine's end of the host's link up or down. Rootless podman has it in a network namespace.
+
+    The way from the machine to the host's SSH server does not use that link there, and is stopped by itself.
+    """
     engine = find_engine(host.shape.engine)
     rootless = engine.name == "podman" and os.geteuid() != 0
     outside = (*engine.prefix, "unshare", "--rootless-netns") if rootless else ()
@@ -35,6 +41,22 @@ async def set_cable(layout: Layout, host: HostRecord, *, connected: bool) -> Non
     links = (await call(*outside, "ip", "-o", "link")).splitlines()
     [link] = [line.split()[1] for line in links if line.startswith(f"{number.split()[-1]}: ")]
     await call(*outside, "ip", "link", "set", link.partition("@")[0], "up" if connected else "down")
+    if rootless:
+        look = ("inspect", "--format", "{{.State.Pid}}", layout.namespace(host.name))
+        leader = int((await engine.run(*look)).split()[-1])
+        for process in port_forwarders(leader):
+            os.kill(process, signal.SIGCONT if connected else signal.SIGSTOP)
+
+
+def port_forwarders(leader: int) -> list[int]:
+    """What leads from a port of this machine to a host of rootless podman. It is in the host's network namespace."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            same = (place / "ns/net").readlink() == Path(f"/proc/{leader}/ns/net").readlink()
+            if same and (place / "cmdline").read_bytes().startswith(b"rootlessport"):
+                found.append(int(place.name))
+    return found
 
 
 async def reboot(layout: Layout, host: HostRecord) -> None:

@@ -36,9 +36,10 @@ class Engine:
     prefix: tuple[str, ...]
     """The command line up to the engine's own commands."""
 
-    async def run(self, *arguments: str | Path, stdin: bytes = b"", check: bool = True) -> str:
+    async def run(self, *arguments: str | Path, stdin: bytes = b"", check: bool = True, apart: bool = False) -> str:
         """Run a command of the engine, and return what it printed. Raises ProviderError when it fails."""
-        return await call(*self.prefix, *arguments, stdin=stdin, check=check, shown=f"{self.name} {arguments[0]}")
+        shown = f"{self.name} {arguments[0]}"
+        return await call(*self.prefix, *arguments, stdin=stdin, check=check, shown=shown, apart=apart)
 
 
 def find_engine(name: str) -> Engine:
@@ -104,14 +105,14 @@ def _is_writable(group: Path) -> bool:
     return os.access(group / "cgroup.procs", os.W_OK)
 
 
-def create_arguments(layout: Layout, host: HostRecord, image: str, engine: str) -> list[str]:
+def create_arguments(layout: Layout, host: HostRecord, network: str, engine: str) -> list[str]:
     """The engine's command that makes the host, and does not start it."""
     shape = host.shape
     gpus = [f"nvidia{index}" for index in range(shape.gpus)] + (["nvidiactl"] if shape.gpus else [])
     return [
         "create", "--tty", "--name", layout.namespace(host.name), "--hostname", host.name,
         "--label", f"{LABEL}={layout.id}",
-        "--network", network_name(layout), "--ip", host.address, "--publish", f"{LOOPBACK}:{host.port}:22",
+        "--network", network, "--ip", host.address, "--publish", f"{LOOPBACK}:{host.port}:22",
         "--volume", f"{layout.shared}:/shared",
         # A host that reboots ends with an error, and is started again. One that is killed from outside stays down.
         "--restart", "on-failure",
@@ -121,11 +122,15 @@ def create_arguments(layout: Layout, host: HostRecord, image: str, engine: str) 
         *(f"--device=/dev/null:/dev/{name}" for name in gpus),
         *(["--memory", f"{shape.memory_mb}m"] if shape.memory_mb else []),
         *(_podman_options() if engine == "podman" else _docker_options()),
-        image, "systemd",
+        host.image, "systemd",
     ]  # fmt: skip
 
 
-def network_name(layout: Layout) -> str:
+def network_prefix(layout: Layout) -> str:
+    """How the name of the cluster's network begins.
+
+    Its end is new each time: under the name, podman keeps addresses of containers that ended while it was killed.
+    """
     return f"{layout.prefix}network"
 
 

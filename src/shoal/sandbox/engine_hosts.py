@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import io
 import os
+import secrets
 import socket
 import tarfile
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from shoal.hosts.api import Target
 from shoal.hosts.provider import Instance, Progress, Request
 from shoal.local_files import write_atomic
 from shoal.sandbox import engine_image, seed
-from shoal.sandbox.engine import LABEL, LOOPBACK, Engine, create_arguments, find_engine, network_name
+from shoal.sandbox.engine import LABEL, LOOPBACK, Engine, create_arguments, find_engine, network_prefix
 from shoal.sandbox.images import remove_tree
 from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site
 from shoal.sandbox.lifecycle import BOOT_TIMEOUT_S, cpus_of, each_host, ssh_answers
@@ -54,9 +55,9 @@ async def create(layout: Layout, requests: Sequence[Request], progress: Progress
     async with layout.locked():
         write_atomic(layout.dir / ENGINE_FILE, f"{engine.name}\n")
         site = (await choose_sites(layout, (OPEN_SITE,)))[OPEN_SITE]
-        await _ensure_surroundings(engine, layout, site)
+        network = await _ensure_surroundings(engine, layout, site)
         hosts = _lay_out(layout, site, built, requests, progress)
-        await _start(engine, layout, hosts, progress)
+        await _start(engine, layout, network, hosts, progress)
     return await instances(layout, hosts)
 
 
@@ -72,9 +73,8 @@ async def destroy(layout: Layout) -> None:
     """Remove whatever the engine has of the cluster, found by label and name. The caller holds the cluster's lock."""
     engine = find_engine(engine_of(layout))
     await _remove_containers(engine, list(await _containers(engine, layout)))
-    network = network_name(layout)
-    if network in await _networks(engine, network):
-        await engine.run("network", "rm", network)
+    if networks := await _networks(engine, layout):
+        await engine.run("network", "rm", *networks)
     try:
         await remove_tree(layout.shared)
     except ProviderError:  # jobs' files belong to ids that only the engine may use
@@ -114,20 +114,22 @@ async def _remove_containers(engine: Engine, names: list[str]) -> None:
         await engine.run("rm", "--force", *at_once, *names)
 
 
-async def _networks(engine: Engine, name: str) -> list[str]:
-    """The engine's networks with such a name."""
-    return (await engine.run("network", "ls", "--filter", f"name={name}", "--format", "{{.Name}}")).split()
+async def _networks(engine: Engine, layout: Layout) -> list[str]:
+    """The engine's networks of the cluster: one, or none."""
+    prefix = network_prefix(layout)
+    output = await engine.run("network", "ls", "--filter", f"name={prefix}", "--format", "{{.Name}}")
+    return [name for name in output.split() if name.startswith(prefix)]
 
 
-async def _ensure_surroundings(engine: Engine, layout: Layout, site: Site) -> None:
-    """The network of the cluster, and the directory that its hosts have in common."""
-    network = network_name(layout)
-    if network not in await _networks(engine, network):
-        options = ("--disable-dns",) if engine.name == "podman" else ()
-        await engine.run(
-            "network", "create", "--label", f"{LABEL}={layout.id}", *options, "--subnet", site.subnet, network
-        )
+async def _ensure_surroundings(engine: Engine, layout: Layout, site: Site) -> str:
+    """The directory that the cluster's hosts have in common, and their network: its name."""
     layout.shared.mkdir(mode=0o1777, exist_ok=True)
+    for network in await _networks(engine, layout):
+        return network
+    network = f"{network_prefix(layout)}-{secrets.token_hex(3)}"
+    options = ("--disable-dns",) if engine.name == "podman" else ()
+    await engine.run("network", "create", "--label", f"{LABEL}={layout.id}", *options, "--subnet", site.subnet, network)
+    return network
 
 
 def _lay_out(
@@ -177,7 +179,7 @@ def pack(files: Mapping[str, tuple[bytes, int]]) -> bytes:
     return data.getvalue()
 
 
-async def _start(engine: Engine, layout: Layout, hosts: Sequence[HostRecord], progress: Progress) -> None:
+async def _start(engine: Engine, layout: Layout, network: str, hosts: Sequence[HostRecord], progress: Progress) -> None:
     """Start what is stopped, a few at a time, and wait for SSH on whatever has not answered yet."""
     places = asyncio.Semaphore(2 * (os.cpu_count() or 1))
     containers = await _containers(engine, layout)
@@ -190,7 +192,7 @@ async def _start(engine: Engine, layout: Layout, hosts: Sequence[HostRecord], pr
             state = containers.get(layout.namespace(host.name), "")
             if STATES.get(state, "stopped") == "stopped":
                 ready.unlink(missing_ok=True)
-                await _start_container(engine, layout, host, state)
+                await _start_container(engine, layout, network, host, state)
             if not ready.exists():
                 await _wait_for_ssh(engine, layout, host)
         done += 1
@@ -202,14 +204,15 @@ async def _start(engine: Engine, layout: Layout, hosts: Sequence[HostRecord], pr
     await each_host(hosts, bring_up, total=len(hosts), hint=hint)
 
 
-async def _start_container(engine: Engine, layout: Layout, host: HostRecord, state: str) -> None:
+async def _start_container(engine: Engine, layout: Layout, network: str, host: HostRecord, state: str) -> None:
     """Start the host's container. One that has never run may lack its seed, and is made anew."""
     name = layout.namespace(host.name)
     if state in ("", "created", "configured", "initialized"):
         await engine.run("rm", "--force", name, check=False)  # also what a killed engine left without a record
-        await engine.run(*create_arguments(layout, host, host.image, engine.name))
+        await engine.run(*create_arguments(layout, host, network, engine.name))
         await engine.run("cp", "-", f"{name}:/", stdin=(layout.host_dir(host.name) / "seed.tar").read_bytes())
-    await engine.run("start", name)
+    # Killed at it, podman would keep the host's address for a container that is gone.
+    await engine.run("start", name, apart=True)
 
 
 async def _wait_for_ssh(engine: Engine, layout: Layout, host: HostRecord) -> None:

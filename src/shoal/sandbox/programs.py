@@ -15,12 +15,16 @@ LAST_LINES = 15
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-async def call(*argv: str | Path, stdin: str | bytes = "", check: bool = True, shown: str = "") -> str:
+async def call(
+    *argv: str | Path, stdin: str | bytes = "", check: bool = True, shown: str = "", apart: bool = False
+) -> str:
     """Run a program to its end and return what it printed. Raises ProviderError with its last lines when it fails.
 
-    `shown` is what the error calls it, in place of the beginning of its command line.
+    `shown` is what the error calls it, in place of the beginning of its command line. `apart`: a signal to the group of
+    this process, such as that of a closed terminal, does not reach it.
     """
-    async with _running(argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE) as process:
+    pipe = asyncio.subprocess.PIPE
+    async with _running(argv, stdin=pipe, stdout=pipe, apart=apart) as process:
         output, _ = await process.communicate(stdin if isinstance(stdin, bytes) else stdin.encode())
     text = output.decode("utf-8", "replace")
     if check and process.returncode != 0:
@@ -44,7 +48,7 @@ def last_lines(text: str) -> str:
 
 @asynccontextmanager
 async def _running(
-    argv: tuple[str | Path, ...], *, stdin: int, stdout: int, env: dict[str, str] | None = None
+    argv: tuple[str | Path, ...], *, stdin: int, stdout: int, env: dict[str, str] | None = None, apart: bool = False
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A program that does not outlive the block, even when that is cancelled."""
     try:
@@ -54,6 +58,7 @@ async def _running(
             stdout=stdout,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive", **(env or {})},
+            start_new_session=apart,
         )
     except FileNotFoundError as error:
         raise ProviderError(f"the program {argv[0]} is not installed", hint="run `shoal check`") from error

@@ -31,7 +31,7 @@ def test_command_that_makes_a_host_matches_its_golden(name: str, monkeypatch: py
 
     monkeypatch.setattr(resource, "getrlimit", lambda number: (1024, resource.RLIM_INFINITY))
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    arguments = engine.create_arguments(LAYOUT, HOST, HOST.image, name)
+    arguments = engine.create_arguments(LAYOUT, HOST, engine.network_prefix(LAYOUT), name)
     assert_golden(f"sandbox/create-{name}", "\n".join([name, *arguments]) + "\n")
 
 

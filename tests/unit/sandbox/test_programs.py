@@ -1,5 +1,6 @@
 """How the machine's programs are called."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,9 @@ async def test_logged_program_appends_to_its_log(tmp_path: Path) -> None:
 def test_last_lines_returns_fifteen_lines() -> None:
     assert last_lines("\n".join(str(n) for n in range(100))).split() == [str(n) for n in range(85, 100)]
     assert last_lines("") == "(it printed nothing)"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_program_apart_gets_no_signals_of_our_group(apart: bool) -> None:
+    group = await call("sh", "-c", "cut -d' ' -f5 /proc/$$/stat", apart=apart)
+    assert (int(group) != os.getpgrp()) == apart
