@@ -70,6 +70,8 @@ def run(
         context = session.open(phases=False)
         limit = max_size * 1024 * 1024
         spec = _job_spec(script, args, job, options)
+        if spec.image:  # one of a registry is pulled at its first use
+            context = session.with_progress(context)
         if not json and spec.args:
             _show_script_options(session, spec)
         if now:

@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -27,6 +28,7 @@ from shoal.errors import ControllerFailed, Interrupted, ShoalError, SpecError, U
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shoal.plan.progress import Phase
     from shoal.verbs.context import Context
 
 T = TypeVar("T")
@@ -91,6 +93,10 @@ class Session:
         if operator:
             self._context.require_operator()
         return self._context
+
+    def with_progress(self, context: Context) -> Context:
+        """The same cluster for a verb that takes long only at times: bars are loaded when they are shown."""
+        return context if self.json else replace(context, progress=_LateProgress(self))
 
     def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False) -> T:
         """Run a verb. Ctrl-C stops it after the current step; the next run continues from there.
@@ -165,6 +171,18 @@ class Session:
             return
         self.errors.print(text, markup=False, soft_wrap=True)
         self.errors.print("[red]This is a bug in Shoal.[/] Please report it with the lines above.", soft_wrap=True)
+
+
+class _LateProgress:
+    """Bars of a session, loaded when a phase begins."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def phase(self, title: str, total: int) -> contextlib.AbstractContextManager[Phase]:
+        from shoal.cli.progress import TerminalProgress
+
+        return TerminalProgress(self._session.errors).phase(title, total)
 
 
 def run_app(app: typer.Typer) -> None:

@@ -38,3 +38,13 @@ class NoProgress:
     def done(self, host: str, error: str = "") -> None: ...
 
     def set_fraction(self, fraction: float, text: str = "") -> None: ...
+
+
+class NestedProgress(NoProgress):
+    """Phases within a phase: what they say is shown in the outer one."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def update(self, host: str, text: str) -> None:
+        self._phase.update(host, text)

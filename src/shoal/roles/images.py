@@ -8,8 +8,9 @@ from shoal.agent.document import Command, Directory, Document, File
 from shoal.agent.facts import Facts
 from shoal.containers.images import PYXIS, node_features
 from shoal.remote import program_text
-from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS, RECORD, STOPPED_STATE
+from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE, PROGRAMS, RECORD, STOPPED_STATE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.spec.checks import size_mb
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -64,7 +65,7 @@ class ImagesComponent(Component):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if uses_oci(cluster.spec) and "compute" in member.roles:
             # In place before slurmd reads of it.
-            return {Stage.BASE: _programs(), Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+            return {Stage.BASE: _programs(cluster.spec), Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
         return {Stage.SERVICES: self.removal()} if cluster.facts_of(member.name).has_file(IMAGES) else {}
 
     def removal(self) -> Document:
@@ -84,7 +85,8 @@ class ImagesComponent(Component):
         )
 
 
-def _programs() -> Document:
+def _programs(spec: Spec) -> Document:
+    limit = spec.containers.disk if spec.containers else None
     texts = {f"{PROGRAMS}/start.py": program_text("start"), f"{PROGRAMS}/{STOPPED_STATE}": '{"status": "stopped"}\n'}
     texts |= {f"{PROGRAMS}/runner/{name}.py": program_text(f"runner/{name}.py") for name in MODULES}
     # Users cannot write what Python compiles, and would wait for it at every start.
@@ -93,6 +95,7 @@ def _programs() -> Document:
         *(Directory(path) for path in (PROGRAMS.rpartition("/")[0], PROGRAMS, f"{PROGRAMS}/runner")),
         *(File(path, text, reloads=(f"command {COMPILE}",)) for path, text in texts.items()),
         Command(COMPILE, compile_command, on_change=True),
+        File(LIMIT_FILE, f"{size_mb(limit) << 20}\n" if limit else None),
     )
 
 

@@ -11,7 +11,7 @@ from shoal.spec.checks import choice
 from shoal.spec.environments import HostDirectory
 from shoal.spec.files import ShippedFile
 from shoal.spec.finding import Problem
-from shoal.spec.values import FilePath, Port, ShortForm
+from shoal.spec.values import Disk, FilePath, Port, ShortForm
 
 ENGINES = ("oci", "pyxis")
 ENROOT, PLUGIN = "/opt/pyxis/enroot.deb", "/opt/pyxis/spank_pyxis.so"
@@ -61,6 +61,9 @@ class Containers(ShortForm):
     registry: Registry | None = None
     """A registry of the cluster's own: `true`, or its port and directory."""
 
+    disk: Disk | None = None
+    """What unpacked images and named containers of one user may take on a node, for `oci`. Default: the whole disk."""
+
     podman: StrictBool = False
     """Jobs may run `podman`, without root and inside their limits."""
 
@@ -89,6 +92,9 @@ def container_problems(containers: Containers | None) -> Iterator[Problem]:
     """Every rule about engines that does not hold."""
     if containers is None:
         return
+    if containers.engine == "pyxis" and containers.disk is not None:
+        fix = "delete it: Shoal does not limit what enroot keeps"
+        yield Problem(("containers", "disk"), "only the engine oci has a limit on disks", "", fix)
     for name in ("enroot", "plugin"):
         if containers.engine == "pyxis" and getattr(containers, name) is None:
             fix = f"add {name}: {'FILE.deb' if name == 'enroot' else 'spank_pyxis.so'}"

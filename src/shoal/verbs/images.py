@@ -34,7 +34,7 @@ from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import step_command
-from shoal.plan.progress import Phase
+from shoal.plan.progress import Phase, ProgressReporter
 from shoal.remote.image_store import CAUSE, EXIT_WITH_CAUSE
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.checks import InvalidValue, secret_reference
@@ -219,7 +219,7 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
                 hint="use `shoal run --image`, or ask the operator for a share (`storage:`)",
             )
         nodes = parse_nodes(await slurm_output(store.host, NODES_COMMAND))
-        image = await job_image(store.host, store.record, job, nodes)
+        image = await job_image(store.host, store.record, job, nodes, context.progress)
         words = (checked_image(name or job.image), image.as_json(()), STEP_PROGRAM)
         path: str = json.loads(await store.ask("bundle", *words, what=f"write a bundle of {job.image}"))["path"]
         return path
@@ -227,10 +227,7 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
 
 async def _add(context: Context, verb: str, source: str, name: str) -> StoredImage:
     async with open_store(context) as store:
-        with context.progress.phase(f"image {name}", 1) as phase:
-            image = await store.fetch(verb, source, checked_image(name), phase)
-            phase.done(store.host.name)
-    return image
+        return await _fetch_shown(store, verb, source, checked_image(name), context.progress)
 
 
 async def list_images(context: Context) -> tuple[list[StoredImage], list[StoredContainer]]:
@@ -274,7 +271,9 @@ async def prune(context: Context) -> list[str]:
         return ids
 
 
-async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, nodes: Iterable[NodeState]) -> JobImage:
+async def job_image(
+    host: Host, record: ClusterRecord | None, job: JobSpec, nodes: Iterable[NodeState], progress: ProgressReporter
+) -> JobImage:
     """The image that a job names. One of a registry is pulled where the user does not have it yet."""
     if job.environment:
         raise UsageError("--env and --image exclude each other", hint="install the packages in the image")
@@ -286,7 +285,7 @@ async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, node
             names = [stored.name for stored in parse_images(await store.ask("list", what="list images"))]
             fix = f"yours are: {', '.join(names)}" if names else "`shoal image pull REGISTRY/IMAGE:TAG` gets one"
             raise UsageError(f"you have no image {job.image}", hint=fix)
-        image = known or await _pull_first(store, job.image)
+        image = known or await _fetch_shown(store, "pull", job.image, job.image, progress)
     require_nodes(image, [node.features for node in nodes])
     return JobImage(
         image,
@@ -300,11 +299,11 @@ async def job_image(host: Host, record: ClusterRecord | None, job: JobSpec, node
     )
 
 
-async def _pull_first(store: ImageStore, image: str) -> StoredImage:
-    text = await store.ask("pull", image, image, what=f"pull image {image}", timeout=PULL_TIMEOUT_S)
-    pulled = parse_image(text.splitlines()[-1])  # what stands before says how much of it was here
-    assert pulled is not None
-    return pulled
+async def _fetch_shown(store: ImageStore, verb: str, source: str, name: str, progress: ProgressReporter) -> StoredImage:
+    with progress.phase(f"image {name}", 1) as phase:
+        image = await store.fetch(verb, source, name, phase)
+        phase.done(store.host.name)
+    return image
 
 
 def checked_image(text: str) -> str:

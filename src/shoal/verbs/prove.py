@@ -22,7 +22,7 @@ from shoal.jobs.failure import FailureReason
 from shoal.jobs.model import LAUNCHER_NAMES, JobSpec
 from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
-from shoal.plan.progress import Phase, ProgressReporter
+from shoal.plan.progress import NestedProgress, Phase, ProgressReporter
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import compare
 from shoal.proof.records import RunRecord, describe_missing_record, read_run
@@ -135,7 +135,8 @@ class ClusterRunner:
 
     async def run(self, proof_run: ProofRun, directory: Path, phase: Phase) -> None:
         job = self.spec(proof_run)
-        submission = asyncio.ensure_future(run(self._context, job, self._here, self._limit))
+        context = replace(self._context, progress=NestedProgress(phase))  # it may pull an image
+        submission = asyncio.ensure_future(run(context, job, self._here, self._limit))
         try:
             # Shielded: a job that is queued before we know its number must be cancelled too.
             submitted_job = await asyncio.shield(submission)

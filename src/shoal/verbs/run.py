@@ -221,7 +221,7 @@ async def _resolve(
         from shoal.verbs.images import job_image  # few jobs have one
 
         controller, login = await connections.fleet.host(context.controller.name), await connections.login
-        image = await job_image(controller, login.record, job, nodes)
+        image = await job_image(controller, login.record, job, nodes, context.progress)
         job = replace(job, constraint=image.constraint(job.constraint))
     root, place = job_root(job, context.cluster), environment.path if environment else ""
     if any(node.cloud for node in nodes):

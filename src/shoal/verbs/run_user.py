@@ -131,7 +131,7 @@ async def prepare_as_user(
     if job.image or job.container_name:
         from shoal.verbs.images import job_image  # few jobs have one
 
-        image = await job_image(host, record, job, nodes)
+        image = await job_image(host, record, job, nodes, context.progress)
         job = replace(job, constraint=image.constraint(job.constraint))
     resolved = _resolve(record, job, storage, nodes, parse_partitions(partition_text))
     if resolved.containers:

@@ -21,7 +21,7 @@ from shoal.hosts.api import Host
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import JobRecord
 from shoal.jobs.resolve import gpus_of
-from shoal.plan.progress import Phase
+from shoal.plan.progress import NestedProgress, Phase
 from shoal.remote import program_text, shell_command
 from shoal.slurm.conf import SRUN_PORTS
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, NodeState, parse_nodes, parse_partitions
@@ -233,7 +233,8 @@ async def _run_jobs(context: Context, settings: ValidationSettings, jobs: Sequen
             with context.progress.phase("queue jobs", len(jobs)) as phase:
                 for job in jobs:
                     phase.update(job.launcher, "queue")
-                    await _submit(context, job_spec(context, settings, job), Path(scratch), numbers)
+                    nested = replace(context, progress=NestedProgress(phase))  # it may pull an image
+                    await _submit(nested, job_spec(context, settings, job), Path(scratch), numbers)
                     phase.done(job.launcher)
         with context.progress.phase("run tests", len(jobs)) as phase:
             return await _wait(context, numbers, jobs, phase)

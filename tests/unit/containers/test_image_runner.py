@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from shoal.remote.runner.unpacked_image import (
     find_container,
     own_store,
     remove_container,
-    require_space,
     unpacked,
 )
 
@@ -180,12 +180,54 @@ def test_unpacked_image_is_whole_or_absent(store: dict[str, Any], monkeypatch: p
     assert unpacked(str(place), store) == str(root)  # from the cache
 
 
-def test_image_that_the_disk_has_no_room_for_is_not_unpacked(store: dict[str, Any], tmp_path: Path) -> None:
+def test_image_that_the_disk_has_no_room_for_is_not_unpacked(store: dict[str, Any]) -> None:
+    unpacked(store["place"], store)
     blob = Path(store["layout"]) / "blobs/sha256/large"
     with blob.open("wb") as file:
         file.truncate(1 << 43)
     with pytest.raises(Problem, match=r"image tiny needs about \d+ MB in .*, and \d+ MB are free"):
-        require_space(store["layout"], str(tmp_path / "x"), "tiny")
+        unpacked(store["place"], {**store, "id": "cd" * 32})
+    assert (Path(store["place"]) / store["id"]).exists()  # removing it would not have been enough
+
+
+def test_image_used_longest_ago_makes_room_for_another_below_the_limit(
+    store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, limit = Path(store["place"]), tmp_path / "disk"
+    monkeypatch.setattr(unpacked_image, "LIMIT_FILE", str(limit))
+    with (Path(store["layout"]) / "blobs/sha256/large").open("wb") as file:
+        file.truncate(1 << 20)
+    names = ["ab" * 32, "cd" * 32, "ef" * 32]
+    for age, name in enumerate(names):
+        in_another_process(unpacked, str(place), {**store, "id": name})
+        os.utime(place / f"{name}.lock", (time.time() - 3600 + age, time.time() - 3600 + age))
+    one = unpacked_image.size_of(str(place / names[0]))
+    limit.write_text(f"{unpacked_image.size_of(str(place)) + (3 << 20) - one // 2}\n")
+    running = unpacked(str(place), {**store, "id": names[0]})  # this process runs in it from now on
+    os.utime(place / f"{names[0]}.lock", (0, 0))
+    unpacked(str(place), {**store, "id": "01" * 32})
+    assert "removed image cdcdcdcdcdcd here, for image tiny" in capsys.readouterr().err
+    left = [name for name in names if (place / name).exists()]
+    assert left == [names[0], names[2]] and Path(running).exists()
+    limit.write_text("2000000\n")
+    with pytest.raises(
+        Problem, match=r"image tiny needs about 3 MB in .*, and \d MB of your 2 MB are left; ask the op"
+    ):
+        unpacked(str(place), {**store, "id": "02" * 32})
+    assert (place / names[2]).exists()
+
+
+def in_another_process(function: Callable[..., object], *arguments: object) -> None:
+    """A process that runs in an image holds it until the process ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            function(*arguments)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_container_is_a_copy_of_its_own_under_its_name(store: dict[str, Any]) -> None:

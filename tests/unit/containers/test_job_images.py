@@ -20,7 +20,7 @@ from shoal.containers.images import JobImage, StoredImage, is_reference, require
 from shoal.errors import SpecError, UsageError
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
-from shoal.remote.runner.unpacked_image import IMAGES, PROGRAMS
+from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE, PROGRAMS
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import controller
@@ -48,6 +48,14 @@ def cluster_of(more: str = "containers: oci\n", **files: dict[str, FileFact]) ->
         return replace(known, arch="aarch64", files={**known.files, **NAMESPACES, **files.get(name, {})})
 
     return assemble(spec_of(REEF + more), {name: facts(name) for name in addresses}, addresses)
+
+
+def test_nodes_know_the_limit_on_the_disk() -> None:
+    for more, content in (("containers: {disk: 50G}\n", f"{50 << 30}\n"), ("containers: oci\n", None)):
+        cluster = cluster_of(more)
+        assert File(LIMIT_FILE, content) in ImagesComponent().documents(cluster, cluster.members[1])[Stage.BASE]
+    with pytest.raises(SpecError, match="not a size"):
+        load_text(REEF + "containers: {disk: 50}\n", "shoal.yaml")
 
 
 def test_section_is_a_word_or_a_mapping() -> None:

@@ -77,6 +77,7 @@ def test_hosts_that_cannot_run_it_are_named(tmp_path: Path) -> None:
         ("containers: pyxis\n", "the engine pyxis needs your file of enroot"),
         ("containers: {engine: oci, plugin: x.so}\n", "the engine oci needs no such file"),
         ("containers: {engine: pyxis, enroot: enroot.deb, plugin: absent.so}\n", "cannot read the source"),
+        (SECTION.replace("}", ", disk: 50G}"), "only the engine oci has a limit on disks"),
         (f"{SECTION}files: {{/etc/slurm/plugstack.conf: enroot.deb}}\n", "the engine pyxis writes this file"),
     ],
 )

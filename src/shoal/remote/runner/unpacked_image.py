@@ -40,6 +40,8 @@ KEEP_DAYS = 30
 """What no job has used for so long is removed when another image is unpacked."""
 DISK_FACTOR = 3
 """So many times the size of the packed image must be free."""
+LIMIT_FILE = PROGRAMS + "/disk"
+"""The bytes that a user's images and containers may take on this node, where the file of the cluster says so."""
 MESSAGE_END = 120
 """The end of a program's message has the cause; paths stand before it."""
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -93,12 +95,12 @@ def unpacked(store: str, settings: dict[str, Any]) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.isdir(path):
             evict(store)
-            unpack(path, settings)
+            unpack(store, path, settings)
         fcntl.flock(lock, fcntl.LOCK_SH)
     return os.path.join(path, "rootfs")
 
 
-def unpack(path: str, settings: dict[str, Any]) -> None:
+def unpack(store: str, path: str, settings: dict[str, Any]) -> None:
     new = path + ".new"
     remove(new)
     os.mkdir(new, 0o700)
@@ -107,7 +109,7 @@ def unpack(path: str, settings: dict[str, Any]) -> None:
         if not os.path.isdir(layout):
             layout = os.path.join(new, "layout")
             pull(settings, layout)
-        require_space(layout, path, settings["name"])
+        make_space(store, DISK_FACTOR * packed_size(layout), "image " + settings["name"])
         sys.stderr.write("shoal: unpacking image %s\n" % settings["name"])
         run(["umoci", "unpack", "--rootless", "--image", layout + ":" + TAG, new + "/bundle"], settings["name"])
         repair(new + "/bundle/rootfs")
@@ -163,14 +165,59 @@ def run(line: list[str], image: str, proxy: dict[str, str] | None = None) -> Non
         raise Problem("cannot get image %s: %s: %s" % (image, line[0], lines[-1].strip()[-MESSAGE_END:]))
 
 
-def require_space(layout: str, path: str, name: str) -> None:
+def packed_size(layout: str) -> int:
     blobs = os.path.join(layout, "blobs", "sha256")
-    size = sum(os.stat(os.path.join(blobs, blob)).st_size for blob in os.listdir(blobs))
-    disk = os.statvfs(os.path.dirname(path))
+    return sum(os.stat(os.path.join(blobs, blob)).st_size for blob in os.listdir(blobs))
+
+
+def make_space(store: str, needed: int, what: str) -> None:
+    """Remove images that no process runs in, the one that was used longest ago first, where that makes enough room."""
+    limit, disk = disk_limit(), os.statvfs(store)
     free = disk.f_bavail * disk.f_frsize
-    if free < DISK_FACTOR * size:
-        text = "image %s needs about %d MB in %s, and %d MB are free; remove files there, or use another node"
-        raise Problem(text % (name, DISK_FACTOR * size // 1000000, os.path.dirname(path), free // 1000000))
+    own = limit - size_of(store) if limit else free
+    room = min(free, own)
+    if needed <= room:
+        return
+    names = [name[: -len(".lock")] for name in os.listdir(store) if name.endswith(".lock")]
+    sizes = {path: size_of(path) for path in (os.path.join(store, name) for name in names) if os.path.isdir(path)}
+    if needed <= room + sum(sizes.values()):
+        for path in sorted(sizes, key=lambda path: os.stat(path + ".lock").st_mtime):
+            if remove_unused(path):
+                sys.stderr.write("shoal: removed image %.12s here, for %s\n" % (os.path.basename(path), what))
+                room += sizes[path]
+                if needed <= room:
+                    return
+    found = "%d MB are free; remove files there" % (free // 1000000)
+    if own < free:
+        found = "%d MB of your %d MB are left; " % (max(own, 0) // 1000000, limit // 1000000)
+        found += (
+            "ask the operator for more (`containers: {disk: ...}`)"
+            if needed > limit
+            else "remove containers with `shoal image remove NAME --node NODE`"
+        )
+    text = "%s needs about %d MB in %s, and %s, or use another node"
+    raise Problem(text % (what, needed // 1000000, store, found))
+
+
+def disk_limit() -> int:
+    """Zero where there is none."""
+    with contextlib.suppress(OSError, ValueError), open(LIMIT_FILE) as file:
+        return int(file.read())
+    return 0
+
+
+def size_of(root: str) -> int:
+    """What a directory takes of the disk. A file with more than one name counts once."""
+    seen: set[int] = set()
+    total = 0
+    for place, directories, files in os.walk(root):
+        for name in directories + files:
+            with contextlib.suppress(OSError):  # another job of the user's removes it meanwhile
+                status = os.lstat(os.path.join(place, name))
+                if status.st_nlink == 1 or stat.S_ISDIR(status.st_mode) or status.st_ino not in seen:
+                    total += status.st_blocks * 512
+                    seen.add(status.st_ino)
+    return total
 
 
 def repair(root: str) -> None:
@@ -223,6 +270,7 @@ def find_container(store: str, settings: dict[str, Any]) -> str:
         if not os.path.isdir(path):
             new = path + ".new"
             remove(new)
+            make_space(store, size_of(image), "container " + name)
             sys.stderr.write("shoal: making container %s of image %s\n" % (name, settings["name"]))
             try:
                 run(["cp", "-a", "--reflink=auto", image, new], settings["name"])
@@ -275,13 +323,22 @@ def evict(store: str) -> None:
     for place in (store, os.path.join(store, "containers")):
         for name in os.listdir(place):
             path = os.path.join(place, name[: -len(".lock")])
-            if not name.endswith(".lock") or os.stat(path + ".lock").st_mtime > time.time() - KEEP_DAYS * 86400:
-                continue
-            lock = os.open(path + ".lock", os.O_RDWR)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(path)
-            os.close(lock)
+            if name.endswith(".lock") and os.stat(path + ".lock").st_mtime <= time.time() - KEEP_DAYS * 86400:
+                remove_unused(path)
+
+
+def remove_unused(path: str) -> bool:
+    """Whether no process runs in an image or container: then it is gone."""
+    lock = os.open(path + ".lock", os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        remove(path)
+        return True
+    finally:
+        os.close(lock)
 
 
 def remove(path: str) -> None:
