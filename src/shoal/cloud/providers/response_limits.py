@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
+
+if "sniffio" not in sys.modules and find_spec("sniffio") is None:
+    # httpcore imports it several times for each request. Where it is not installed, Python would search its whole path.
+    sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 MAX_ANSWER_MIB = 32
 """Decompressed. 500 machines on a page, each with its boot script, take about half of it."""
