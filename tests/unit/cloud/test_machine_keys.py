@@ -22,7 +22,7 @@ from shoal.cloud.service import join as joining
 from shoal.cloud.service.boot import boot_script
 from shoal.cloud.service.connections import MachineConnector
 from shoal.cloud.service.context import UNFIT_PREFIX
-from shoal.cloud.service.machine_keys import REPLACE, MachineKey, install_script, replace_script
+from shoal.cloud.service.machine_keys import ACTIVATE, REPLACE, MachineKey, install_script, replace_script
 from shoal.errors import HostKeyChanged
 from shoal.hosts.api import Result
 
@@ -97,6 +97,10 @@ def test_join_replaces_the_key_once(tmp_path: Path) -> None:
     made = subprocess.run(["ssh-keygen", "-y", "-f", private], check=True, text=True, capture_output=True).stdout
     assert " ".join(made.split()[:2]) == run[0].strip()
     assert (tmp_path / "calls").read_text() == "reload\n"
+
+
+def test_key_is_active_once_sshd_has_been_told() -> None:
+    assert "systemctl try-reload-or-restart ssh.service" in ACTIVATE[-1]
 
 
 async def test_joined_machine_has_a_key_of_its_own_in_the_ledger(tmp_path: Path) -> None:

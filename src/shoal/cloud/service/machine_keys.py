@@ -17,6 +17,8 @@ MARK = "shoal-host-key"
 """Says whether the key is the boot script's or the machine's own. Some providers run the script at every boot."""
 RELOAD = " || ".join(f"systemctl --no-block try-reload-or-restart {name}.service" for name in ("ssh", "sshd"))
 """Makes sshd read its keys again. Its name differs between distributions."""
+RELOAD_NOW = RELOAD.replace(" --no-block", "")
+"""The same, over when sshd has been told. Not for a boot script, which sshd may have to wait for."""
 CONTAINER_RELOAD = '[ ! -e /run/sshd.pid ] || kill -HUP "$(cat /run/sshd.pid)"'
 
 
@@ -90,8 +92,12 @@ cut -d ' ' -f 1,2 {KEY}.new.pub
 """
 
 
-def activate_script(folder: str = FOLDER, reload: str = RELOAD) -> str:
-    """A shell script that installs the prepared key, if it is not installed. Connections stay."""
+def activate_script(folder: str = FOLDER, reload: str = RELOAD_NOW) -> str:
+    """A shell script that installs the prepared key, if it is not installed. Connections stay.
+
+    sshd refuses connections for a moment while it reads its keys again, but shows a new key before that: a connection
+    with the new key proves that the moment is over only if sshd has been told before.
+    """
     return f"""\
 set -eu
 cd {folder}
