@@ -112,10 +112,11 @@ class ConvergeContext:
         self.connection.send({"event": "progress", "key": self.key, "text": text})
 
     def unit(self, name: str) -> dict[str, str]:
-        """systemd's view of a service; one call answers for every service of the document."""
+        """systemd's view of a service; one call answers for every service of the document and every changed file."""
         if name not in self.known_units:
             names = [item["name"] for item in self.items if item["kind"] == "service"]
-            self.units([name, *names, *(key[8:] for key in self.due if key.startswith("service "))])
+            names += (key[8:] for key in self.due if key.startswith("service "))
+            self.units([name, *names, *map(os.path.basename, self.changed_units)])
         return self.known_units[name]
 
     def units(self, names: list[str]) -> dict[str, dict[str, str]]:

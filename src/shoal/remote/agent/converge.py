@@ -52,6 +52,7 @@ def make_command(item: Item, context: ConvergeContext) -> str:
             if guard_passes(item):  # the service that the guard asks may just have started
                 break
         status, text = run(item["argv"], stdin=data, timeout=item["timeout"])
+        context.known_units = {}  # some start services
         if status == 0:
             break
     else:

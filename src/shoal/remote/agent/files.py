@@ -94,6 +94,7 @@ def put_back(path: str, data: bytes | None, status: os.stat_result | None, conte
 def note_unit_change(path: str, context: ConvergeContext) -> None:
     if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
         context.changed_units.add(path)
+        context.known_units = {}
 
 
 def keep_foreign(path: str) -> str:

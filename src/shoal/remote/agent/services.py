@@ -47,11 +47,14 @@ def service_steps(item: Item, context: ConvergeContext) -> list[str]:
     unit = context.unit(item["name"])
     state, active = unit.get("UnitFileState", ""), unit.get("ActiveState", "")
     steps = []
-    if item["enabled"] and state in ("disabled", "linked", "") and not is_enabled(item["name"]):
+    starts = item["running"] and active not in ("active", "reloading")
+    # Where it is started in any case, to enable it once more does no harm, and to ask costs as much.
+    is_disabled = state == "disabled" and starts
+    if item["enabled"] and state in ("disabled", "linked", "") and (is_disabled or not is_enabled(item["name"])):
         steps.append("enable")
     elif not item["enabled"] and state.startswith("enabled") and is_enabled(item["name"]):
         steps.append("disable")
-    if item["running"] and active not in ("active", "reloading"):
+    if starts:
         steps.append("start")
     elif not item["running"] and active in ("active", "reloading", "activating"):
         steps.append("stop")
@@ -139,7 +142,7 @@ def bring_up(item: Item, context: ConvergeContext) -> str:
             # Told nothing else, these two have systemd read all its units again, which matters at the next boot only.
             reload = ["--no-reload"] if step in ("enable", "disable") else []
             run_checked(["systemctl", step, *reload, "--", name], f"could not {step} {name}")
-    context.known_units = {}
+            context.known_units = {}
     if not context.defer or "start" in steps or "stop" in steps:
         clear_due_service(name, context)
     return ""
@@ -151,8 +154,6 @@ def reload_units(context: ConvergeContext, *names: str) -> None:
     It does not find a drop-in in a new directory, or a file that takes the place of another directory's.
     """
     changed = context.changed_units
-    if changed:
-        context.known_units = {}
     units = context.units([*map(os.path.basename, changed), *names])
     is_elsewhere = any(units[os.path.basename(path)].get("FragmentPath") != path for path in changed)
     if is_elsewhere or any(
@@ -169,7 +170,6 @@ def reload_systemd(context: ConvergeContext) -> None:
 
 
 def clear_due_service(name: str, context: ConvergeContext) -> None:
-    context.known_units = {}
     clear_due(context, "service " + name)
     clear_due(context, "start " + name)
 
@@ -187,18 +187,19 @@ def start_unit(name: str, context: ConvergeContext) -> None:
         status, text = run(["systemctl", "restart", "--", name], timeout=300.0)
     if status:
         raise Failure(f"{name} did not start\n{unit_log(name, text)}")
-    wait_until_stable(name)
+    wait_until_stable(name, context)
 
 
 SAYS_WHEN_READY = ("notify", "notify-reload", "forking", "oneshot", "dbus")
 """Types of units that systemd counts as started when they are ready. The others count from their first breath."""
 
 
-def wait_until_stable(name: str) -> None:
+def wait_until_stable(name: str, context: ConvergeContext) -> None:
     """Raises when a service is down again. One that cannot say that it is ready is watched until it listens."""
     start, settled = time.monotonic(), False
+    context.known_units = {}  # it may have started others
     while True:
-        unit = show_units([name])[name]
+        unit = context.unit(name)
         finished = unit.get("Type") == "oneshot" and unit.get("Result") == "success"
         if unit.get("ConditionResult") == "no":
             raise Failure(f"{name} was not started: a condition in its unit is not met\n{unit_log(name)}")
@@ -209,6 +210,7 @@ def wait_until_stable(name: str) -> None:
             return
         time.sleep(0.03)
         settled = has_settled(pid, time.monotonic() - start)
+        context.known_units.update(show_units([name]))
 
 
 def unit_log(name: str, output: str = "") -> str:
