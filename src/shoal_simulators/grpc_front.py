@@ -100,10 +100,10 @@ class _Splitter:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
                 start = await reader.readexactly(len(PREFACE))
-            opened = asyncio.open_unix_connection(self._path)
-            if start != PREFACE:
-                opened = asyncio.open_connection(*self._web)
-            answers, asks = await opened
+            if start == PREFACE:
+                answers, asks = await asyncio.open_unix_connection(self._path)
+            else:
+                answers, asks = await asyncio.open_connection(*self._web)
             asks.write(start)
             await asyncio.gather(_copy(reader, asks), _copy(answers, writer))
         writer.close()
