@@ -2,7 +2,8 @@
 
 Every step is real: slurmctld resumes the nodes, the service on the controller orders machines, sees them come
 up, joins them over SSH and checks their GPUs, slurmd registers and Slurm starts the job. The hosts share this machine's
-clock. They also share its CPUs while they install Slurm, so the time grows with their number. Two clusters take turns:
+clock. They also share its CPUs, so the time grows with their number; machines of a cloud do not. Boots are kept out of
+the join: the cloud shows a machine as up BOOT_S after its order, when all have booted here. Two clusters take turns:
 one installs Slurm's packages on its nodes, the other has `slurm: {from: shoal}`.
 """
 
@@ -37,8 +38,8 @@ nodesets:
           idle: 30m,
           cpus: 1, memory: 1G, gpus: 1}}
 """
-CLOUD = Cloud("gcp", "key-of-the-bench", ("--boot-seconds", "0", "--no-limits"))
-"""It lists in pages and takes bulk orders; its bill has the time at which a host answered."""
+BOOT_S = 60
+"""32 sandbox hosts boot in half of it on two CPUs."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,6 @@ class WakeTimes:
     """CPU seconds of this machine for each node, from sbatch to the end of the job."""
 
     @property
-    def registered(self) -> float:
-        """From the first order until the last node has registered."""
-        return self.booted + self.joined
-
-    @property
     def beside(self) -> float:
         """Everything but the boot: the time of Shoal and of Slurm."""
         return self.ordered + self.joined + self.started
@@ -78,10 +74,12 @@ TARGET_S, TARGET_NODES, TARGET_RATIO = 3.0, 32, 0.3
 
 
 def measure(name: str, sizes: Sequence[int], rounds: int, *, compare: bool) -> list[str]:
-    """The lines of the tables, of one source of Slurm alone without `compare`.
+    """The lines of the tables, of one source of Slurm alone and without the time of a boot if not `compare`.
 
     Clusters are created and removed. The largest size is measured once, last.
     """
+    # It lists in pages and takes bulk orders; its bill has the time at which a machine was up.
+    cloud = Cloud("gcp", "key-of-the-bench", ("--boot-seconds", str(BOOT_S if compare else 0), "--no-limits"))
     sources = dict(SOURCES) if find_trees() else {"packages": ""}
     if not compare and "shoal" in sources:
         del sources["packages"]
@@ -92,7 +90,7 @@ def measure(name: str, sizes: Sequence[int], rounds: int, *, compare: bool) -> l
         for source, line in sources.items():
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             spec = SPEC.format(name=f"{name}-{source}", most=max(sizes)) + line
-            clusters[source] = stack.enter_context(renting(scratch, spec, CLOUD))
+            clusters[source] = stack.enter_context(renting(scratch, spec, cloud))
         for turn, size in turns:
             for source, (cluster, urls) in clusters.items():
                 times = _wake_once(cluster, urls["gcp"], size)
@@ -153,21 +151,21 @@ def _targets(woken: dict[str, Woken]) -> list[str]:
     if "shoal" not in woken:
         return ["Slurm from shoal: not measured; this machine has no tree (scripts/build-slurm)"]
 
-    def ratio(part: str) -> float:
-        shoal, packages = (_median(woken[source][most], part) for source in ("shoal", "packages"))
-        return shoal / packages
-
     least, most = min(woken["shoal"]), max(woken["shoal"])
     checks = [
         (f"join of {format_nodes(least)} from shoal, in seconds", _median(woken["shoal"][least], "joined"), TARGET_S)
     ]
     if most == TARGET_NODES:
-        for part, what in (("joined", "join"), ("registered", "boot and join")):
-            checks.append((f"{what} of {format_nodes(most)}, from shoal / from packages", ratio(part), TARGET_RATIO))
+        checks.append((f"join of {format_nodes(most)}, from shoal / from packages", _ratio(woken, most), TARGET_RATIO))
     return [
         f"  {'met   ' if value <= bound else 'MISSED'} {what}: {value:.2f} (at most {bound:g})"
         for what, value, bound in checks
     ]
+
+
+def _ratio(woken: dict[str, Woken], size: int) -> float:
+    shoal, packages = (_median(woken[source][size], "joined") for source in ("shoal", "packages"))
+    return shoal / packages
 
 
 def _median(runs: Sequence[WakeTimes], part: str) -> float:
@@ -179,7 +177,6 @@ def _table(source: str, woken: Woken) -> list[str]:
         "sbatch to order: Slurm, then the service": "ordered",
         "order to the last machine up: boot in the cloud": "booted",
         "up to registration at slurmctld: the join": "joined",
-        "order to registration: boot and join overlap": "registered",
         "registration to the first line of the job": "started",
         "total without the boot": "beside",
         "the same job on nodes that are up: Slurm alone": "again",
