@@ -62,6 +62,7 @@ IMAGES = (
     Rented("goo24", "gcp", "(Ubuntu 24.04)", "type: n1-standard-4, zone: us-central1-a"),
     Rented("goo12", "gcp", "debian-cloud/debian-12", "type: n1-standard-4, zone: us-central1-a"),
     Rented("ama24", "aws", "(Ubuntu 24.04)", "type: c7i.large, region: us-east-1, zone: us-east-1a"),
+    Rented("neb24", "nebius", "(Ubuntu 24.04)", "type: gpu-l40s-a 1gpu-8vcpu-32gb, region: eu-north1", gpus=1),
     Rented("dig22", "digitalocean", "(Ubuntu 22.04)", "type: gpu-l40sx1-48gb, region: tor1", gpus=1),
     Rented("pap22", "paperspace", "(Ubuntu 22.04)", "type: A4000, region: NY2", gpus=1),
     Rented("run12", "runpod", "(debian:12)", "type: NVIDIA A40, region: EU-RO-1", gpus=1, container=True),
