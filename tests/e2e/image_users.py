@@ -131,6 +131,13 @@ class User:
         return json.loads(self.do(f"shoal {command} --json"))
 
 
+def user_with_image(cluster: Cluster, name: str) -> User:
+    """A user who has the small Debian of the cluster's share as `mini`."""
+    user = User(cluster, name)
+    user.do("shoal image pull /shared/one.tar --name mini")
+    return user
+
+
 def without_gpus(options: str) -> str:
     """Options of a job that has no GPUs, where they ask for none: it would have all of its nodes."""
     return options if "--gpus-per-node" in options else f"--gpus-per-node 0 {options}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster
 from tests.e2e.image_files import BROKEN, HERE, HOSTILE, OTHER, file, layer_of, write_archive
-from tests.e2e.image_users import User, image_cluster, lines, shared, write_image
+from tests.e2e.image_users import User, image_cluster, lines, shared, user_with_image, write_image
 from tests.e2e.torch_env import give_torch
 
 from shoal.remote.runner.unpacked_image import IMAGES
@@ -49,9 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def ann(cluster: Cluster) -> User:
-    user = User(cluster, "ann")
-    user.do("shoal image pull /shared/one.tar --name mini")
-    return user
+    return user_with_image(cluster, "ann")
 
 
 @pytest.fixture(scope="module")

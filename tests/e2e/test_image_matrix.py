@@ -5,21 +5,24 @@ The tests share one cluster and run in the order of this file; tests/e2e/test_im
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 from collections.abc import Iterator
 
 import pytest
+from tests.documents import ROOT
 from tests.e2e.cluster import Cluster
-from tests.e2e.image_files import HERE, training_root
-from tests.e2e.image_users import User, image_cluster, lines, shared
+from tests.e2e.image_files import HERE, debian_layer, training_root, write_archive
+from tests.e2e.image_users import User, image_cluster, lines, shared, user_with_image, write_image
 from tests.e2e.torch_env import give_torch
 from tests.small_wheels import small_wheel
 
 from shoal.containers.registry import MAKE_CERTIFICATE, TRUSTED
-from shoal.remote.runner.unpacked_image import IMAGES
+from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE
 from shoal.roles.images import LIMIT
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
 SPEC = """\
 cluster: st-image-matrix
@@ -83,9 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def ann(cluster: Cluster) -> User:
-    user = User(cluster, "ann")
-    user.do("shoal image pull /shared/one.tar --name mini")
-    return user
+    return user_with_image(cluster, "ann")
 
 
 def test_image_is_built_in_a_job_from_a_containerfile(ann: User, cluster: Cluster) -> None:
@@ -106,7 +107,7 @@ def test_image_is_built_in_a_job_from_a_containerfile(ann: User, cluster: Cluste
         ann.do(f"printf %s {shlex.quote(text)} > context/Containerfile")
         assert message in ann.do("shoal image build broken context", status=2)
     for node in ("n1", "n2"):
-        assert "build" not in cluster.on(node, "ls", f"{IMAGES}/ann")
+        assert "build" not in cluster.on(node, "ls", f"{IMAGES}/ann", status=None)  # a node may have run none
     assert "broken" not in ann.do("shoal image list")
 
 
@@ -122,6 +123,32 @@ def test_image_is_built_of_a_list_of_packages(ann: User, cluster: Cluster) -> No
     ann.do("shoal image build fish requirements.txt --from mini")
     bundle = ann.do("shoal image bundle fish").strip()
     assert "herring" in ann.do(f"srun -w n1 {bundle}/run python3 -c 'import herring; print(herring.__name__)'")
+
+
+def test_image_used_longest_ago_makes_room_below_the_limit(ann: User, cluster: Cluster) -> None:
+    """Each is 160 MB on the node, and three times the 50 MB that it is packed must be left to unpack it."""
+    for name in ("two", "three"):
+        write_image(cluster, name)
+    cluster.edit("registry: true}", "registry: true, disk: 400M}")
+    cluster.json("up")
+    assert int(cluster.on("n2", "cat", LIMIT_FILE)) == 400 << 20
+    cluster.on("n2", "sh", "-c", f"rm -rf {IMAGES}/ann")
+    for name, count in (("one", 1), ("two", 2), ("three", 2)):
+        seen = ann.run(f"-w n2 --image /shared/{name}.tar")
+        assert lines(seen)[0][6] == name and ("shoal: removed image" in seen) == (name == "three")
+        assert int(cluster.on("n2", "sh", "-c", f"ls -d {IMAGES}/ann/*/rootfs | wc -l")) == count
+    cluster.edit("registry: true, disk: 400M}", "registry: true}")
+    cluster.json("up")
+    assert cluster.on("n2", "ls", LIMIT_FILE, status=None) == ""
+
+
+def test_image_with_mpi_of_the_examples_runs_on_two_nodes(ann: User, cluster: Cluster) -> None:
+    write_archive(shared(cluster) / "base.tar", debian_layer("apt"))
+    shutil.copytree(ROOT / "examples/mpi-image", shared(cluster) / "mpi-image")
+    ann.do("shoal image pull /shared/base.tar --name base")
+    ann.do("shoal image build mpi /shared/mpi-image --from base")
+    seen = ann.do("srun -N2 --mpi=pmix $(shoal image bundle mpi)/run all_reduce")
+    assert lines(seen, "all_reduce") == [f"rank {rank} of 2: 1, right".split() for rank in (0, 1)]
 
 
 def test_container_is_saved_from_its_node_after_the_job(ann: User) -> None:
@@ -219,6 +246,16 @@ def test_validation_has_rows_in_an_image(ann: User, cluster: Cluster) -> None:
     wanted = {("srun, image", test) for test in ("cpu", "all-reduce gloo")}
     wanted |= {("srun --mpi=pmix, image", test) for test in ("cpu", "mpi all-reduce", "mpi ping-pong")}
     assert inside == dict.fromkeys(wanted, "passed")
+
+
+def test_script_is_proved_in_an_image(ann: User, cluster: Cluster) -> None:
+    script = (ROOT / "tests/unit/proof/train.py").read_text()
+    only_inside = script.replace("import torch\n", "import torch\n\nopen('/mark').close()\n", 1)
+    (shared(cluster) / "prove.py").write_text(only_inside)
+    options = "-n 2 -N2 --gpus-per-node 0 --parallel ddp --steps 3 --image /shared/train"
+    prove = f"shoal prove --cluster {cluster.name} --json {options} prove.py"
+    report = json.loads(ann.do(f"cd work && cp /shared/prove.py . && {prove}"))
+    assert report["passed"] and report["steps"] == 3, report
 
 
 def test_host_without_user_namespaces_gets_no_such_jobs(ann: User, cluster: Cluster) -> None:
