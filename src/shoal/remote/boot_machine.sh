@@ -20,5 +20,5 @@ OnBootSec=@SECONDS@
 WantedBy=timers.target
 end
 @SYSTEMCTL@ daemon-reload
-@SYSTEMCTL@ enable @UNIT@.timer
+@SYSTEMCTL@ enable --no-reload @UNIT@.timer
 @SYSTEMCTL@ start --no-block @UNIT@.timer

@@ -64,7 +64,7 @@ def test_machine_gets_a_persistent_timer_that_respects_the_watchdog(tmp_path: Pa
     assert "ConditionPathExists=!/usr/local/lib/shoal/watchdog\n" in service
     assert "ExecStart=systemctl poweroff\n" in service
     assert "OnBootSec=5400\n" in timer and "WantedBy=timers.target\n" in timer
-    once = ["daemon-reload", "enable shoal-unclaimed.timer", "start --no-block shoal-unclaimed.timer"]
+    once = ["daemon-reload", "enable --no-reload shoal-unclaimed.timer", "start --no-block shoal-unclaimed.timer"]
     assert calls.read_text().splitlines() == once * 2
 
 
