@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import pytest
 from tests import installed_images
 
-INSTALLED = {"accounting", "confinement", "doctor", "jobs", "prove", "spec_changes", "stopped_jobs", "toy", "wireguard"}
+INSTALLED = {
+    *("accounting", "confinement", "doctor", "jobs", "prove", "spec_changes", "stopped_jobs", "storage"),
+    *("toy", "wireguard"),
+}
 """Files that do not test that `up` installs packages; test_cluster.py, test_existing_hosts.py and others do."""
 CHOICES = ("SHOAL_TEST_KIND", "SHOAL_TEST_IMAGE", "SHOAL_TEST_SLURM")
 """With one of these in the environment, hosts are others."""
