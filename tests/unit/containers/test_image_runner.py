@@ -20,7 +20,7 @@ import pytest
 
 import shoal.remote
 from shoal.remote.runner import unpacked_image
-from shoal.remote.runner.image import EXIT_WITH_CAUSE
+from shoal.remote.runner.image import EXIT_WITH_CAUSE, variables
 from shoal.remote.runner.unpacked_image import (
     Problem,
     find_container,
@@ -99,14 +99,21 @@ def test_files_of_the_host_are_not_inside(root: Path, tmp_path: Path) -> None:
         assert inside in ("", "someone\n"), path
 
 
-def test_variables_of_the_job_are_over_those_of_the_image(root: Path) -> None:
+def test_variables_of_the_job_are_over_those_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     env = ["PATH=/bin", "NCCL_SOCKET_IFNAME=en", "GREETING=hello", "LD_LIBRARY_PATH=/opt/lib", "PYTHONPATH=/opt/py"]
-    (root.parent / "image.json").write_text(json.dumps({"Env": env}))
     job = {"NCCL_SOCKET_IFNAME": "shoal0", "LD_LIBRARY_PATH": "/usr/cuda", "PYTHONPATH": "/jobs/lib"}
-    echo = "echo $PATH $NCCL_SOCKET_IFNAME $GREETING $LD_LIBRARY_PATH $PYTHONPATH"
-    assert run(root, "sh", "-c", echo, variables=job).stdout == "/bin shoal0 hello /opt/lib /jobs/lib:/opt/py\n"
-    kept = run(root, "sh", "-c", echo, variables=job, keep=["LD_LIBRARY_PATH"]).stdout
-    assert kept == "/bin shoal0 hello /usr/cuda /jobs/lib:/opt/py\n"
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    seen = variables(SETTINGS, {"Env": env}, [])
+    assert [seen[name] for name in ("PATH", "NCCL_SOCKET_IFNAME", "GREETING")] == ["/bin", "shoal0", "hello"]
+    assert (seen["LD_LIBRARY_PATH"], seen["PYTHONPATH"]) == ("/opt/lib", "/jobs/lib:/opt/py")
+    assert variables({**SETTINGS, "keep": ["LD_LIBRARY_PATH"]}, {"Env": env}, [])["LD_LIBRARY_PATH"] == "/usr/cuda"
+
+
+def test_file_beside_a_directory_says_nothing_of_it(root: Path) -> None:
+    """Anybody may write beside a directory on a share."""
+    (root.parent / "image.json").write_text(json.dumps({"Env": ["LD_PRELOAD=/tmp/x.so"], "WorkingDir": "/srv"}))
+    assert run(root, "sh", "-c", "echo $LD_PRELOAD; pwd").stdout == "\n/tmp\n"
 
 
 @pytest.mark.parametrize(
@@ -289,12 +296,15 @@ def test_container_is_recorded_beside_the_images_until_it_is_removed(
         remove_container("mine")
 
 
-def test_image_that_no_job_used_for_long_is_removed(store: dict[str, Any]) -> None:
-    place = Path(store["place"])
-    unpacked(str(place), store)
-    os.utime(place / f"{store['id']}.lock", (0, 0))
+def test_image_that_no_job_used_for_long_is_removed_and_a_named_container_stays(store: dict[str, Any]) -> None:
+    place, other = Path(store["place"]), "cd" * 32
+    unpacked(str(place), store)  # this process runs in it from now on
+    in_another_process(unpacked, str(place), {**store, "id": other})
+    in_another_process(find_container, str(place), {**store, "container": "mine"})
+    for lock in (store["id"], other, "containers/mine"):
+        os.utime(place / f"{lock}.lock", (0, 0))
     unpacked_image.evict(str(place))
-    assert (place / store["id"]).exists()  # this process runs in it
+    assert [(place / name).exists() for name in (store["id"], other, "containers/mine")] == [True, False, True]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")

@@ -49,7 +49,8 @@ def run_in_image(command: list[str]) -> int:
     settings = json.loads(os.environ.pop(IMAGE))
     try:
         root, writable = find_root(settings)
-        config = image_config(root)
+        # Beside a directory of somebody's there may be a file of somebody else's.
+        config = {} if settings["directory"] else image_config(root)
         driver = driver_mounts()
         environment = variables(settings, config, driver)
         arguments, directory = place_command(settings, command)

@@ -319,12 +319,11 @@ def remove_container(name: str) -> int:
 
 
 def evict(store: str) -> None:
-    """Remove what no job has used for long, and what no process runs in."""
-    for place in (store, os.path.join(store, "containers")):
-        for name in os.listdir(place):
-            path = os.path.join(place, name[: -len(".lock")])
-            if name.endswith(".lock") and os.stat(path + ".lock").st_mtime <= time.time() - KEEP_DAYS * 86400:
-                remove_unused(path)
+    """Remove images that no job has used for long, and no process runs in. Containers with a name have users' changes."""
+    for name in os.listdir(store):
+        path = os.path.join(store, name[: -len(".lock")])
+        if name.endswith(".lock") and os.stat(path + ".lock").st_mtime <= time.time() - KEEP_DAYS * 86400:
+            remove_unused(path)
 
 
 def remove_unused(path: str) -> bool:
