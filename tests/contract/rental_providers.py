@@ -59,6 +59,8 @@ class Case:
     """The state of a machine that failed."""
     price_from: str = "list"
     """Which answer has the true price of a machine: `list`, `create` or none."""
+    prices: tuple[str, ...] = ()
+    """Fields of its answers that hold a price, or the prices of a thing by name."""
     http: bool = True
     """Its calls are HTTP/1 requests: a single one of them can be answered badly."""
 
@@ -68,6 +70,7 @@ CASES = {
     for case in (
         Case(
             kind="aws",
+            prices=("spotPrice",),
             offer=Offer("acme", "g6.xlarge", "us-east-1", "us-east-1b", "spot", usd_hour=0.77),
             required={
                 "offers": ("instanceTypeSet", "instanceType", "location", "spotPrice", "vCpuInfo", "memoryInfo"),
@@ -82,6 +85,7 @@ CASES = {
         ),
         Case(
             kind="lambda",
+            prices=("price_cents_per_hour",),
             offer=Offer("acme", "gpu_1x_a10", "us-west-1", usd_hour=1.29),
             required={
                 "offers": ("data", "instance_type", "specs", "name", "price_cents_per_hour", "vcpus", "memory_gib"),
@@ -94,6 +98,7 @@ CASES = {
         ),
         Case(
             kind="sandbox",
+            prices=("usd_hour",),
             offer=Offer("acme", "gpu-2", "sandbox", "sandbox-a", "spot", usd_hour=0.40),
             required={
                 "offers": ("region", "types", "name", "zones", "usd_hour", "cpus", "memory_gb", "free"),
@@ -116,6 +121,7 @@ CASES = {
         ),
         Case(
             kind="runpod",
+            prices=("price", "cost"),
             offer=Offer("acme", "NVIDIA A40", "EU-RO-1", usd_hour=0.44),
             required={
                 "offers": ("gpus", "id", "name", "memory", "maxCount", "price"),
@@ -127,6 +133,7 @@ CASES = {
         ),
         Case(
             kind="vast",
+            prices=("dph_total", "min_bid"),
             offer=Offer("acme", "RTX 4090", "DE", usd_hour=0.420548),
             required={
                 "offers": ("offers", "id", "gpu_name", "num_gpus", "dph_total"),
@@ -138,6 +145,7 @@ CASES = {
         ),
         Case(
             kind="digitalocean",
+            prices=("price_hourly",),
             offer=Offer("acme", "gpu-l40sx1-48gb", "tor1", usd_hour=1.57),
             required={
                 "offers": ("sizes", "slug", "regions", "price_hourly", "vcpus", "memory"),
@@ -149,6 +157,7 @@ CASES = {
         ),
         Case(
             kind="nebius",
+            prices=("cost",),
             offer=Offer("acme", "gpu-l40s-a 1gpu-8vcpu-32gb", "eu-north1", usd_hour=1.55),
             required={
                 "offers": ("presets", "resources", "vcpuCount", "memoryGibibytes"),
@@ -162,6 +171,7 @@ CASES = {
         ),
         Case(
             kind="paperspace",
+            prices=("usageRate",),
             offer=Offer("acme", "A4000", "NY2", usd_hour=0.76),
             required={
                 "offers": ("available",),

@@ -296,6 +296,18 @@ async def test_changed_price_is_reported(it: Trial) -> None:
     assert told == pytest.approx(2 * (it.case.offer.usd_hour or 0))
 
 
+async def test_price_of_zero_is_unknown(it: Trial) -> None:
+    it.simulation.rewrite = lambda line, data: _priced_zero(data, it.case.prices)
+    [outcome] = await it.renter.create([replace(await it.order(), offer=replace(it.case.offer, usd_hour=None))])
+    it.boot()
+    [found] = await it.listed()
+    assert (outcome.usd_hour, found.usd_hour) == (None, None)
+    offers = await it.renter.offers(Query())
+    assert offers
+    for offer in offers:
+        assert offer.usd_hour is None or (offer.usd_hour > 0 and offer.as_of), offer
+
+
 async def test_taken_name_is_a_conflict_or_a_second_machine_with_the_token(it: Trial) -> None:
     it.fault("duplicate-name")
     outcome = await it.create()
@@ -452,6 +464,15 @@ def _with_more(data: Any, maps: frozenset[str], here: str = "") -> Any:
         return data
     same = {name: _with_more(value, maps, name) for name, value in data.items()}
     return same if here in maps else {**same, "zzNew": {"a": [1]}}
+
+
+def _priced_zero(data: Any, names: tuple[str, ...], here: str = "") -> Any:
+    """The same answer with 0 for every price."""
+    if isinstance(data, dict):
+        return {name: _priced_zero(value, names, here if here in names else name) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_priced_zero(one, names, here) for one in data]
+    return type(data)(0) if here in names and isinstance(data, int | float | str) else data
 
 
 def _without(data: Any, gone: str) -> Any:

@@ -181,7 +181,7 @@ class AwsProvider(HttpProvider):
             key, told = (row.text("instanceType"), row.text("availabilityZone")), row.time("timestamp") or 0.0
             if key not in latest or latest[key][0] < told:
                 latest[key] = (told, number(row, "spotPrice"))
-        return {key: price for key, (_, price) in latest.items()}
+        return {key: price for key, (_, price) in latest.items() if price > 0}
 
     def _markets(self, kind: Body) -> list[api.Market]:
         classes = [one.value for one in kind.rows("supportedUsageClasses")]

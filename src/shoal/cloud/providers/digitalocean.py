@@ -119,7 +119,7 @@ class DigitalOceanProvider(HttpProvider):
         request = droplet_order(order, self._account.settings.get("image", ""), self._account.settings.get("network"))
         answer = await self._api.request("POST", "/droplets", json=request, creates=True)
         droplet = answer.object("droplet")
-        id, price = str(int(droplet.number("id"))), droplet.object_or_empty("size").number_or_none("price_hourly")
+        id, price = str(int(droplet.number("id"))), droplet.object_or_empty("size").price_or_none("price_hourly")
         action = answer.object_or_empty("links").first("actions")
         if action.has("id"):
             path = f"/actions/{int(action.number('id'))}"
@@ -149,7 +149,7 @@ class DigitalOceanProvider(HttpProvider):
             type=slug,
             region=region,
             market="spot" if slug.endswith(SPOT) else "on-demand",
-            usd_hour=size.number("price_hourly"),
+            usd_hour=size.price("price_hourly"),
             gpu=model.removeprefix("nvidia ").upper(),
             gpus=int(gpus.number("count", 0)),
             gpu_memory_gb=int(vram.number("amount", 0)) or memory,
@@ -215,6 +215,6 @@ def _instance(one: Body) -> api.RentedInstance:
         type=slug,
         region=one.object_or_empty("region").text("slug", ""),
         market="spot" if slug.endswith(SPOT) else "on-demand",
-        usd_hour=size.number_or_none("price_hourly"),
+        usd_hour=size.price_or_none("price_hourly"),
         created=one.time("created_at"),
     )

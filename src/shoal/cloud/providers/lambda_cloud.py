@@ -193,11 +193,12 @@ class LambdaProvider(HttpProvider):
         specs = kind.object("specs")
         gpus = int(specs.number("gpus", 0))
         gpu, memory = gpu_model(kind.text("gpu_description", "")) if gpus else ("", 0)
+        cents = kind.price("price_cents_per_hour")
         return api.Offer(
             provider=self._account.name,
             type=kind.text("name"),
             region=region,
-            usd_hour=kind.number("price_cents_per_hour") / 100,
+            usd_hour=None if cents is None else cents / 100,
             gpu=gpu,
             gpus=gpus,
             gpu_memory_gb=memory,
@@ -236,7 +237,7 @@ def read_error(status: int, answer: Body) -> Refusal | None:
 def _instance(one: Body) -> api.RentedInstance:
     status, tags = one.text("status"), {tag.text("key"): tag.text("value") for tag in one.rows_or_empty("tags")}
     kind, epoch = one.object_or_empty("instance_type"), tags.get(EPOCH, "")
-    cents = kind.number_or_none("price_cents_per_hour")
+    cents = kind.price_or_none("price_cents_per_hour")
     marks = tags.get(CLUSTER, ""), tags.get(NODE, ""), tags.get(TOKEN, "")
     return api.RentedInstance.listed(
         one.text("id"),

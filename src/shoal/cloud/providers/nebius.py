@@ -20,7 +20,7 @@ from shoal.cloud.providers.capabilities import Quota
 from shoal.cloud.providers.http import map_concurrently
 from shoal.cloud.providers.nebius_api import INSTANCES, NebiusApi, count_of
 from shoal.cloud.providers.prices import gpu_model, prices
-from shoal.cloud.providers.responses import ApiError, Body, drop_none
+from shoal.cloud.providers.responses import ApiError, Body, drop_none, known_price
 
 CLUSTER, NODE, TOKEN = "shoal-cluster", "shoal-node", "shoal-token"
 """Our labels."""
@@ -279,8 +279,10 @@ class NebiusProvider:
         try:
             answer = await self._api.call("billing.v1alpha1.CalculatorService", "Estimate", {"resourceSpec": request})
             total = answer.object("hourlyCost").object("general").object("total")
-            price = float(total.text("cost"))
+            price = known_price(float(total.text("cost")))
         except (ApiError, ValueError):
+            return offer
+        if price is None:
             return offer
         self._spot_prices[offer.identity] = price, time.monotonic()
         return replace(offer, usd_hour=price, as_of="")

@@ -115,7 +115,7 @@ class PaperspaceProvider(HttpProvider):
             request = machine_order(order, name, script_id, template, self._account.settings.get("network"))
             answer = await self._api.request("POST", "/machines", json=request, creates=True)
             machine = answer.object("data")
-            id, usd_hour = machine.text("id"), machine.number_or_none("usageRate")
+            id, usd_hour = machine.text("id"), machine.price_or_none("usageRate")
             event = answer.object("event")
             # an event that stays new counts as started: the list shows the rest
             path = f"/machine-events/{event.text('id')}"
@@ -263,6 +263,6 @@ def _instance(one: Body) -> api.RentedInstance:
         user=USER,
         type=one.text("machineType", ""),
         region=code_of(one.text("region", "")),
-        usd_hour=one.number_or_none("usageRate"),
+        usd_hour=one.price_or_none("usageRate"),
         created=one.time("dtCreated") or created,
     )

@@ -47,6 +47,11 @@ def ambiguous_on_error() -> Iterator[None]:
         raise ApiError(error.message, FailureKind.AMBIGUOUS, retry_after=error.retry_after) from error
 
 
+def known_price(number: float | None) -> float | None:
+    """The same price, or None where it is 0: no provider rents for nothing, and a budget must not count it as free."""
+    return number if number is not None and number > 0 else None
+
+
 def parse_epoch(text: str) -> float | None:
     """Seconds since 1970 that we once wrote into a mark of a machine; None where it is none."""
     return float(text) if re.fullmatch("[0-9]{1,12}", text) else None
@@ -98,6 +103,13 @@ class Body:
 
     def number_or_none(self, name: str) -> float | None:
         return self.number(name) if self.has(name) else None
+
+    def price(self, name: str) -> float | None:
+        """A price in the provider's unit; None for 0, which is no price but an unknown one."""
+        return known_price(self.number(name))
+
+    def price_or_none(self, name: str) -> float | None:
+        return known_price(self.number_or_none(name))
 
     def port(self, name: str, otherwise: int = _REQUIRED) -> int:
         number = self.number(name, otherwise)

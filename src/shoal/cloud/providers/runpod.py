@@ -129,13 +129,13 @@ class RunPodProvider(HttpProvider):
         lacks = _missing_resources(body.object_or_empty("gpu"), cpus * count, memory_gb * count)
         if lacks and (await self._api.remove(f"/pods/{id}", id)).ok:
             return api.RequestOutcome(failure=FailureKind.CAPACITY, message=f"RunPod granted {lacks}")
-        return api.RequestOutcome(id, usd_hour=body.number_or_none("cost") or None)  # 0 means no price
+        return api.RequestOutcome(id, usd_hour=body.price_or_none("cost"))
 
     def _offers(self, gpu: Body, count: int) -> Iterator[api.Offer]:
         cloud = self._cloud.lower()
         if int(gpu.object("maxCount").number(cloud, 0)) < count:
             return
-        price = gpu.object("price").number_or_none(cloud)
+        price = gpu.object("price").price_or_none(cloud)
         places = [(one.text("id"), one.text("availability")) for one in gpu.rows_or_empty("dataCenters")]
         for place, level in places if cloud == "secure" else [(ANYWHERE, gpu.text("availability", ""))]:
             yield api.Offer(
@@ -222,7 +222,7 @@ def _instance(pod: Body) -> api.RentedInstance:
         port=port,
         type=joined_type(gpu.text("id", ""), int(gpu.number("count", 1))) if gpu.has("id") else "",
         region=pod.text("dataCenterId", ANYWHERE),
-        usd_hour=pod.number_or_none("cost") or None,  # a stopped pod reports 0
+        usd_hour=pod.price_or_none("cost"),  # a stopped pod reports 0
         created=pod.time("createdAt"),
     )
 

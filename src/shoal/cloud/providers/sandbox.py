@@ -95,7 +95,7 @@ class SandboxRentalProvider(HttpProvider):
             region=region,
             zone=zone.text("name"),
             market=market,
-            usd_hour=kind.object("usd_hour").number(market),
+            usd_hour=kind.object("usd_hour").price(market),
             gpu=kind.text("gpu", ""),
             gpus=int(kind.number("gpus", 0)),
             gpu_memory_gb=int(kind.number("gpu_memory_gb", 0)),
@@ -129,7 +129,7 @@ def _order_body(order: api.RentalOrder) -> dict[str, Any]:
 
 def _outcome(one: Body) -> api.RequestOutcome:
     if not one.has("error"):
-        return api.RequestOutcome(one.text("id"), usd_hour=one.number_or_none("usd_hour"))
+        return api.RequestOutcome(one.text("id"), usd_hour=one.price_or_none("usd_hour"))
     refusal = _refusal(one.object("error"))
     return (refusal or Refusal(FailureKind.AMBIGUOUS, message=one.object("error").text("code"))).outcome()
 
@@ -148,7 +148,7 @@ def _instance(one: Body) -> api.RentedInstance:
         region="sandbox",
         zone=one.text("zone", ""),
         market="spot" if one.text("market", "") == "spot" else "on-demand",
-        usd_hour=one.number_or_none("usd_hour"),
+        usd_hour=one.price_or_none("usd_hour"),
         created=one.number_or_none("created"),
         ending=one.flag("preempted", False),
     )

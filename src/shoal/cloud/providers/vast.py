@@ -21,7 +21,7 @@ from shoal.cloud.providers import api
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider
 from shoal.cloud.providers.prices import gpu_model
-from shoal.cloud.providers.responses import ApiError, Body, Refusal, refusal_by_message
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, known_price, refusal_by_message
 from shoal.remote import program_text
 
 BASE = "https://console.vast.ai"
@@ -72,6 +72,11 @@ class Ask:
     offer: api.Offer
     bid: float | None
     """The price that an interruptible machine is ordered with."""
+
+    @property
+    def price(self) -> float:
+        """For comparing: an unknown price comes last, and is above every limit."""
+        return float("inf") if self.offer.usd_hour is None else self.offer.usd_hour
 
 
 class VastProvider(HttpProvider):
@@ -141,7 +146,7 @@ class VastProvider(HttpProvider):
             wanted["num_gpus"] = {"in": sorted({split_type(one)[1] for one in types})}
         body = await self._api.request("POST", "/api/v0/bundles/", json=wanted)
         asks = [ask for ask in (self._ask(row, market) for row in body.rows("offers")) if ask is not None]
-        asks.sort(key=lambda ask: ask.offer.usd_hour or 0.0)
+        asks.sort(key=lambda ask: ask.price)
         found: dict[tuple[str, ...], list[Ask]] = {}
         for ask in asks:
             found.setdefault(ask.offer.identity, []).append(ask)
@@ -157,16 +162,16 @@ class VastProvider(HttpProvider):
         if count < 1 or share < CPUS_AT_LEAST * count or memory_gb < MEMORY_GB_AT_LEAST * count:
             return None
         bid = None
-        price = row.number("dph_total")
+        price = row.price("dph_total")
         if market == "spot":
             bid = round(row.number("min_bid") * BID_FACTOR, 4)
-            price = bid + row.number("storage_cost", 0.0) * self._disk_gb / HOURS_A_MONTH
+            price = known_price(bid) and bid + row.number("storage_cost", 0.0) * self._disk_gb / HOURS_A_MONTH
         offer = api.Offer(
             provider=self._account.name,
             type=joined_type(gpu, count),
             region=country(row.text("geolocation", "")),
             market=market,
-            usd_hour=round(price, 6),
+            usd_hour=round(price, 6) if price else None,
             gpu=gpu_model(gpu)[0],
             gpus=count,
             gpu_memory_gb=round(row.number("gpu_ram", 0.0) / 1024),
@@ -195,7 +200,8 @@ class VastProvider(HttpProvider):
         self._asks.pop(offer.identity, None)
         if refused is not None:
             raise refused
-        message = f"{self._account.name}: no {offer.type} in {offer.region} for ${offer.usd_hour or 0:.4f} or less"
+        limit = "" if offer.usd_hour is None else f" for ${offer.usd_hour:.4f} or less"
+        message = f"{self._account.name}: no {offer.type} in {offer.region}{limit}"
         return api.RequestOutcome(failure=FailureKind.CAPACITY, message=message)
 
     async def _asks_for(self, offer: api.Offer) -> list[Ask]:
@@ -206,7 +212,7 @@ class VastProvider(HttpProvider):
             await self._search(offer.market, (offer.type,))
             at, asks = self._asks.get(offer.identity, (0.0, []))
         if offer.usd_hour is not None:
-            asks[:] = [ask for ask in asks if (ask.offer.usd_hour or 0.0) <= offer.usd_hour]
+            asks[:] = [ask for ask in asks if ask.price <= offer.usd_hour]
         return asks
 
     async def _order(self, ask: Ask, order: api.RentalOrder, args: str) -> api.RequestOutcome:
@@ -290,7 +296,7 @@ def _instance(one: Body) -> api.RentedInstance:
         type=joined_type(one.text("gpu_name", ""), count) if one.has("gpu_name") else "",
         region=country(one.text("geolocation", "")),
         market="spot" if one.flag("is_bid", False) else "on-demand",
-        usd_hour=one.number_or_none("dph_total"),
+        usd_hour=one.price_or_none("dph_total"),
         created=one.number_or_none("start_date"),
     )
 
