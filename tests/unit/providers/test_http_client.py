@@ -76,6 +76,17 @@ async def test_key_is_removed_from_messages() -> None:
     assert "sk-very-secret" not in repr(vars(error))
 
 
+async def test_token_made_from_the_key_is_removed_from_messages() -> None:
+    async def bearer() -> str:
+        return "ya29.exchanged"
+
+    error = await failure(http("401 Unauthorized", b"expired: ya29.exchanged", "text/plain"), bearer=bearer)
+    assert error.message == "acme: POST /machines: 401: expired: ***"
+    quoting = http("403 Forbidden", b'{"why": "Bearer ya29.exchanged"}')
+    error = await failure(quoting, bearer=bearer, read_error=lambda status, answer: Refusal(message=answer.text("why")))
+    assert error.message == "acme: POST /machines: 403: Bearer ***"
+
+
 async def test_timeout_leaves_an_order_ambiguous() -> None:
     async with saying(None) as url:
         api = ApiClient(ProviderLogin("acme", "example", settings={"timeout": "0.2"}), url)

@@ -140,6 +140,20 @@ async def test_key_of_a_service_account_is_exchanged_for_a_token(it: Trial, priv
         await renter.close()
 
 
+async def test_token_of_a_service_account_is_removed_from_messages(it: Trial, private_key: str) -> None:
+    renter = rental_provider(replace(account(CASE, it.url), secret=service_key(private_key)))
+    try:
+        await renter.instances(CLUSTER)
+        tokens = list(it.simulation.simulator.stored("tokens"))
+        it.simulation.rewrite = lambda line, data: {**data, "message": f"too much of {tokens[0]}"}
+        it.fault("rate")
+        with pytest.raises(ApiError) as caught:
+            await renter.instances(CLUSTER)
+    finally:
+        await renter.close()
+    assert caught.value.message.endswith("too much of ***")
+
+
 async def test_wrong_key_of_a_service_account_is_an_error_at_once(it: Trial, private_key: str) -> None:
     renter = rental_provider(replace(account(CASE, it.url), secret=service_key(private_key, "serviceaccount-other")))
     try:

@@ -72,6 +72,17 @@ def test_invalid_parts_of_an_order_are_named() -> None:
     assert found.message == "Request validation failed.; $: additional properties 'x' not allowed"
 
 
+def test_quoted_order_is_not_in_the_message() -> None:
+    rows = [
+        {"path": "$.disk", "message": "too small", "value": {"cmd": ["-----BEGIN OPENSSH PRIVATE KEY-----"]}},
+        {"message": "x" * 4000},
+        {"value": "PRIVATE KEY"},
+        ["PRIVATE KEY"],
+    ]
+    found = read_refusal(read_error, 422, problem("Request validation failed.", errors=rows))
+    assert found.message == f"Request validation failed.; $.disk: too small; {'x' * 200}…"
+
+
 async def test_retired_api_is_reported_and_creates_nothing() -> None:
     async with trial(CASE) as it:
         order = await it.order()

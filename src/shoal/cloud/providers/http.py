@@ -10,6 +10,7 @@ import asyncio
 import math
 import ssl
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -22,7 +23,15 @@ from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalOrder, R
 from shoal.cloud.providers.response_limits import ACCEPT_ENCODING, Answer, AnswerError, fetch, parse_json
 from shoal.cloud.providers.responses import ApiError, Body, ReadError, ambiguous_on_error
 
-__all__ = ["ApiClient", "ApiError", "HttpProvider", "gather_all", "map_concurrently", "seconds_to_next_minute"]
+__all__ = [
+    "ApiClient",
+    "ApiError",
+    "HttpProvider",
+    "excerpt",
+    "gather_all",
+    "map_concurrently",
+    "seconds_to_next_minute",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,6 +51,8 @@ MAX_PAGES = 200
 """The most pages that one list may have."""
 MAX_LIST_MIB = 128
 """All pages of one list together."""
+MAX_SENT_KEYS = 4
+"""Tokens that are remembered: one is renewed while requests with the one before are under way."""
 MAX_RETRY_AFTER_S = 3600.0
 """A provider that asks for a longer pause is asked again after this one."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
@@ -70,6 +81,8 @@ class ApiClient:
         self.base = _address(account.url, base)
         self._read_error = read_error
         self._bearer = bearer
+        self._sent_keys: deque[str] = deque(maxlen=MAX_SENT_KEYS)
+        """The keys of the last requests, newest last: no message may quote one."""
         self._retry_after = retry_after
         self._interval = float(account.settings.get("request_interval", interval))
         self._next_slot = 0.0
@@ -93,6 +106,8 @@ class ApiClient:
         where = f"{self.account.name}: {method} {path}"
         if not (key.isascii() and key.isprintable()):
             raise ApiError(f"{where}: the key has invalid characters", FailureKind.AUTH, scope="provider")
+        if key and key not in self._sent_keys:
+            self._sent_keys.append(key)
         request = self._client.build_request(
             method,
             self.base + path,
@@ -190,7 +205,7 @@ class ApiClient:
         own = responses.read_refusal(self._read_error, status, data)
         refusal = own if own.failure else responses.refusal_by_status(status, unknown)
         failure = refusal.failure or unknown
-        message = own.message or _excerpt(self._redact(answer.text)) or answer.reason
+        message = own.message or excerpt(self._redact(answer.text)) or answer.reason
         error = self._error(f"{where}: {status}: {message}", failure, refusal.scope, status)
         error.hint = refusal.hint
         if failure is FailureKind.RATE:
@@ -201,8 +216,10 @@ class ApiClient:
         return ApiError(self._redact(message), failure, scope=scope, status=status)
 
     def _redact(self, text: str) -> str:
-        """Replace the secret: an API may quote what it was sent."""
-        return text.replace(self.account.secret, "***") if self.account.secret else text
+        """Replace the secret, and tokens made from it: an API may quote what it was sent."""
+        for secret in filter(None, (self.account.secret, *self._sent_keys)):
+            text = text.replace(secret, "***")
+        return text
 
 
 class HttpProvider:
@@ -284,10 +301,11 @@ def _parse(answer: Answer) -> ParsedAnswer:
     except ValueError:
         if answer.text.lstrip()[:1] in ("{", "["):  # a truncated body may contain anything, passwords included
             return None, f"the answer is broken JSON, {len(answer.content)} bytes long"
-        return None, f"the answer is not JSON: {_excerpt(answer.text)!r}"
+        return None, f"the answer is not JSON: {excerpt(answer.text)!r}"
 
 
-def _excerpt(text: str) -> str:
+def excerpt(text: str) -> str:
+    """The beginning of a text, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= EXCERPT_LENGTH else line[:EXCERPT_LENGTH] + "…"
 

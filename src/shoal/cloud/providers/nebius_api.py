@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ PAGE = 50
 MAX_ANSWER_MIB = 32
 LOGIN_TIMEOUT_S = 5.0
 """For one exchange of the key for a token."""
+NOTE_TOKEN_TIMEOUT_S = 1.0
 RETRY_AFTER_S = 10.0
 OK, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 5, 8
 """Codes of gRPC that an operation ends with, too."""
@@ -90,6 +92,8 @@ class NebiusApi:
             )
         self.account = account
         self._sdk: Any = None
+        self._token = ""
+        """What the key was exchanged for: no message may quote it."""
 
     async def call(
         self, service: str, method: str, request: Json | None = None, *, creates: bool = False, key: str = ""
@@ -135,6 +139,7 @@ class NebiusApi:
             async with asyncio.timeout(seconds + LOGIN_TIMEOUT_S):
                 answer: Any = await asked
         except RequestError as error:
+            await self._note_token(sdk)
             raise self._refusal_error(where, error, unknown) from None
         except TimeoutError:
             raise self._error(f"{where}: no complete answer within {seconds:g} s", Refusal(unknown)) from None
@@ -202,6 +207,13 @@ class NebiusApi:
         )
         return self._sdk
 
+    async def _note_token(self, sdk: Any) -> None:
+        """Read the token of the last request from the library, which keeps it until it expires."""
+        from nebius.base.error import SDKError
+
+        with suppress(SDKError, TimeoutError):  # without a token none was sent
+            self._token = (await sdk.get_token(NOTE_TOKEN_TIMEOUT_S)).token
+
     def _refusal_error(self, where: str, error: Any, unknown: FailureKind) -> ApiError:
         status = getattr(error, "status", None)
         code = getattr(getattr(status, "code", None), "name", "UNKNOWN")
@@ -216,8 +228,8 @@ class NebiusApi:
         return made
 
     def _error(self, message: str, refusal: Refusal) -> ApiError:
-        secret = self.account.secret
-        message = message.replace(secret, "***") if secret else message
+        for secret in filter(None, (self.account.secret, self._token)):
+            message = message.replace(secret, "***")
         failure = refusal.failure or FailureKind.TRANSIENT
         wait = RETRY_AFTER_S if failure is FailureKind.RATE else 0.0
         return ApiError(message, failure, hint=refusal.hint, scope=refusal.scope, retry_after=wait)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from shoal.cloud.providers import api
 from shoal.cloud.providers.api import FailureKind
-from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
+from shoal.cloud.providers.http import ApiClient, HttpProvider, excerpt, map_concurrently
 from shoal.cloud.providers.prices import gpu_model
 from shoal.cloud.providers.responses import Body, Refusal, drop_none, refusal_by_message
 from shoal.remote import program_text
@@ -191,7 +191,7 @@ def read_error(status: int, answer: Body) -> Refusal | None:
         message = "RunPod has retired this version of its API"
         return Refusal(FailureKind.INVALID, "provider", message, "install a newer Shoal")
     detail = answer.text("detail")
-    words = "; ".join([detail, *(str(one.value) for one in answer.rows_or_empty("errors"))])
+    words = "; ".join([detail, *filter(None, map(_error_text, answer.rows_or_empty("errors")))])
     if status == 401:
         return Refusal(FailureKind.AUTH, "provider", words, "make a key in RunPod's console")
     if status == 402:
@@ -201,6 +201,15 @@ def read_error(status: int, answer: Body) -> Refusal | None:
     if status == 400 and (refusal := refusal_by_message(REFUSALS_BY_MESSAGE, detail)):
         return replace(refusal, message=words)
     return Refusal(FailureKind.INVALID, message=words) if status in (400, 404, 422) else None
+
+
+def _error_text(row: Body) -> str:
+    """What one of several errors says, and of which field: a row may quote the order, whose command has a host key."""
+    text = row.value if isinstance(row.value, str) else ""
+    if isinstance(row.value, dict):
+        path, message = (str(row.value.get(name) or "") for name in ("path", "message"))
+        text = ": ".join(filter(None, (path, message)))
+    return excerpt(text)
 
 
 def _next_page(page: Body) -> str:
