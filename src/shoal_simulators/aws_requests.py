@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from typing import Any
 
+from shoal_simulators.instances import read_cloud_config
 from shoal_simulators.market import ApiRejection
 
 PAGE = 25
@@ -24,8 +24,7 @@ def read_user_data(encoded: str) -> tuple[tuple[str, ...], str]:
         raise ApiRejection("invalid", "InvalidParameterValue: User data is limited to 16384 bytes")
     if not text.startswith("#cloud-config\n"):
         return (), text
-    config = json.loads(text.partition("\n")[2])
-    return tuple(config["ssh_authorized_keys"]), "".join(command[-1] for command in config.get("runcmd", []))
+    return read_cloud_config(text)
 
 
 def values(form: dict[str, str], name: str) -> list[str]:

@@ -92,6 +92,13 @@ class InstanceOrder:
         return self.zone or self.region
 
 
+def read_cloud_config(text: str) -> tuple[tuple[str, ...], str]:
+    """The keys and the script of a `#cloud-config`: the files that its commands run."""
+    config = json.loads(text.partition("\n")[2])
+    files = {file["path"]: file["content"] for file in config.get("write_files", [])}
+    return tuple(config["ssh_authorized_keys"]), "".join(files[command[-1]] for command in config.get("runcmd", []))
+
+
 @dataclass
 class SimulatedInstance:
     """A machine from its order to the end of its bill."""

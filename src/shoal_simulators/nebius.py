@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing, Market
 from shoal.cloud.providers.prices import shipped
-from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
+from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance, read_cloud_config
 from shoal_simulators.market import ApiRejection
 from shoal_simulators.server import Simulator, iso_time, read_json
 
@@ -275,14 +275,14 @@ class NebiusSimulator(Simulator):
             raise ApiRejection("invalid", "the subnet is not in this project")
         if len(user_data.encode()) > USER_DATA_BYTES or not user_data.startswith("#cloud-config\n"):
             raise ApiRejection("invalid", "cloud_init_user_data")
-        config = json.loads(user_data.partition("\n")[2])
+        keys, script = read_cloud_config(user_data)
         return InstanceOrder(
             metadata["name"],
             _type(spec),
             region,
             market=_market(spec),
-            public_keys=tuple(config["ssh_authorized_keys"]),
-            user_data="".join(command[-1] for command in config.get("runcmd", [])),
+            public_keys=keys,
+            user_data=script,
             marks={"metadata": dict(metadata), "spec": dict(spec)},
             image=disk.get("sourceImageFamily", {}).get("imageFamily", ""),
         )

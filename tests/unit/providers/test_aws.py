@@ -277,4 +277,9 @@ async def test_key_that_is_none_is_refused_before_any_request(it: Trial) -> None
 def test_cloud_config_is_yaml_and_json() -> None:
     first, _, rest = ORDER.cloud_config().partition("\n")
     assert first == "#cloud-config"
-    assert json.loads(rest) == {"ssh_authorized_keys": [PUBLIC_KEY], "runcmd": [["sh", "-c", ORDER.user_data]]}
+    script = {"path": "/run/shoal-user-data", "permissions": "0600", "content": ORDER.user_data}
+    assert json.loads(rest) == {
+        "ssh_authorized_keys": [PUBLIC_KEY],
+        "write_files": [script],
+        "runcmd": [["sh", "/run/shoal-user-data"]],
+    }

@@ -264,7 +264,7 @@ def test_order_is_for_a_machine_that_ends_with_its_disk() -> None:
     }
     config = json.loads(spec["cloudInitUserData"].removeprefix("#cloud-config\n"))
     assert config["ssh_authorized_keys"] == [PUBLIC_KEY]
-    assert config["runcmd"] == [["sh", "-c", "true"]]
+    assert config["runcmd"] == [["sh", "/run/shoal-user-data"]]
     assert config["write_files"][0]["content"] == "AllowTcpForwarding yes\n"
 
 

@@ -172,6 +172,10 @@ class Offer:
         return self.provider, self.type, self.region, self.zone, self.market
 
 
+USER_DATA = "/run/shoal-user-data"
+"""Where cloud-init puts an order's script on the machine, for root alone; gone after the next boot."""
+
+
 @dataclass(frozen=True)
 class RentalOrder:
     """An order for one machine, for one node."""
@@ -206,7 +210,9 @@ class RentalOrder:
         """What cloud-init reads: the key for the image's own user, and the script."""
         config: dict[str, Any] = {"ssh_authorized_keys": [self.public_key.strip()]}
         if self.user_data:
-            config["runcmd"] = [["sh", "-c", self.user_data]]
+            # as a file: every user of the machine can read the arguments of a process
+            config["write_files"] = [{"path": USER_DATA, "permissions": "0600", "content": self.user_data}]
+            config["runcmd"] = [["sh", USER_DATA]]
         return f"#cloud-config\n{json.dumps(config)}\n"  # JSON is YAML, too
 
 

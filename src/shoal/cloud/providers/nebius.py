@@ -335,7 +335,8 @@ def _cloud_config(order: api.RentalOrder) -> str:
     """What cloud-init reads. The sshd of Nebius's images may forbid the forwarding that Shoal's tunnels need."""
     config = json.loads(order.cloud_config().partition("\n")[2])
     forwarding = {"path": "/etc/ssh/sshd_config.d/10-shoal.conf", "content": "AllowTcpForwarding yes\n"}
-    return f"#cloud-config\n{json.dumps({**config, 'write_files': [forwarding]})}\n"
+    config["write_files"] = [forwarding, *config.get("write_files", [])]
+    return f"#cloud-config\n{json.dumps(config)}\n"
 
 
 def _project(one: Body) -> Project:
