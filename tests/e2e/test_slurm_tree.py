@@ -196,11 +196,15 @@ def test_newer_build_takes_over_under_running_jobs_and_gives_back(
         lent.shell("deb11", "touch /tmp/go")
         cluster.wait("it ends well", lambda: "COMPLETED" in ann.run(state).stdout)
         assert set(records.split()) <= set(ann.run("sacct -X -n -P -o jobid").stdout.split())
+        # A tree stays while a step runs from it, and steps end after their job.
+        steps = "pgrep -f '^slurmstepd: \\['"
+        cluster.wait("steps end", lambda: not any(lent.shell(host, steps, status=None) for host in NODES))
     finally:
         cluster.env = before
     assert cluster.json("up")["whole"]  # and back
     assert running_trees(lent) == {tree.prefix}
-    assert lent.shell("deb11", "ls -d /opt/shoal/slurm-*").split() == [tree.prefix]
+    for host in NODES:
+        assert lent.shell(host, "ls -d /opt/shoal/slurm-*").split() == [tree.prefix]
     assert ann.run("srun -N4 --mem=20M true").returncode == 0
     assert cluster.json("up")["unchanged"]
 
