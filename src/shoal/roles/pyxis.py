@@ -28,6 +28,18 @@ HOOK, HOOK_SOURCE = "/etc/enroot/hooks.d/50-slurm-pytorch.sh", "/usr/share/enroo
 PLACES = {"runtime": "/run/enroot", "cache": "/var/cache/enroot", "data": "/var/lib/enroot"}
 IS_INSTALLED = """[ "$(dpkg-query -W -f '${Version}' enroot)" = "$(dpkg-deb -f "$0" Version)" ]"""
 MAKE_PLACES = "make enroot's directories"
+MAKE = """\
+set -e
+while read -r kind path mode owner group; do
+    [ "$kind" = d ] || continue
+    case $path in */user-*) ;; *) install -d -m "$mode" "$path"; continue ;; esac
+    [ -L "$path" ] || [ "$(stat -c %U "$path" 2> /dev/null)" != "$owner" ] || continue
+    rm -rf "$path"
+    mkdir -m "$mode" "$path"
+    chown "$owner:$group" "$path"
+done < "$0"
+"""
+"""As systemd-tmpfiles does at a boot. But a user's directory that somebody else has made before is removed."""
 
 
 class PyxisComponent(Component):
@@ -55,7 +67,7 @@ class PyxisComponent(Component):
                 *(Directory(path) for path in ("/etc/enroot", "/etc/enroot/enroot.conf.d", "/etc/tmpfiles.d")),
                 File(SETTINGS, enroot_conf()),
                 File(TMPFILES, tmpfiles_conf(cluster.user_ids), reloads=(f"command {MAKE_PLACES}",)),
-                Command(MAKE_PLACES, ("systemd-tmpfiles", "--create", TMPFILES), on_change=True),
+                Command(MAKE_PLACES, ("sh", "-c", MAKE, TMPFILES), on_change=True),
                 Command("install enroot", install, unless=is_installed, fix=fix),
                 Command("put enroot's PyTorch hook in place", copy_hook, unless=has_hook),
             )
@@ -95,7 +107,7 @@ def enroot_conf() -> str:
 
 
 def tmpfiles_conf(users: Mapping[str, AccountIds]) -> str:
-    """The users of the file have their directories from root: nobody else can have made them first."""
+    """The users of the file have their directories from root, others from enroot."""
     lines = [f"d {path} 1777 root root\n" for path in PLACES.values()]
     lines += [
         f"d {path}/user-{ids.uid} 0700 {name} {name}\n" for name, ids in users.items() for path in PLACES.values()

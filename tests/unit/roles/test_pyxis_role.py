@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from shoal.roles.component import Stage
 from shoal.roles.compute import slurmd_defaults
 from shoal.roles.documents import documents
 from shoal.roles.images import LIMIT
-from shoal.roles.pyxis import PACKAGES, PyxisComponent, exclusion
+from shoal.roles.pyxis import MAKE, PACKAGES, PyxisComponent, exclusion
 from shoal.spec.containers import ENROOT, PLUGIN, PLUGSTACK_LINE
 from shoal.spec.files import PLUGSTACK
 from shoal.spec.loader import load_all
@@ -85,3 +87,20 @@ def test_files_must_be_there(tmp_path: Path, section: str, message: str) -> None
     with pytest.raises(ShoalError) as error:
         spec(tmp_path, section)
     assert message in str(error.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")
+def test_directory_that_somebody_else_made_first_goes_with_its_content(tmp_path: Path) -> None:
+    place, settings = tmp_path / "enroot", tmp_path / "shoal.conf"
+    lines = [f"d {place} 1777 root root", *(f"d {place}/user-{number} 0700 root root" for number in (1, 2, 3))]
+    settings.write_text("# Of Shoal.\n" + "".join(f"{line}\n" for line in lines))
+    for number in (1, 2):
+        (place / f"user-{number}").mkdir(parents=True)
+        (place / f"user-{number}/pyxis_nccl").write_text("rootfs")
+    os.chown(place / "user-1", 65534, 65534)
+    (place / "user-3").symlink_to(tmp_path)
+    subprocess.run(["sh", "-c", MAKE, settings], check=True)
+    assert list((place / "user-1").iterdir()) == [] and (place / "user-1").stat().st_uid == 0
+    assert (place / "user-2/pyxis_nccl").exists()
+    assert not (place / "user-3").is_symlink() and settings.exists()
+    assert place.stat().st_mode & 0o7777 == 0o1777 and (place / "user-1").stat().st_mode & 0o7777 == 0o700

@@ -319,7 +319,7 @@ def remove_container(name: str) -> int:
 
 
 def evict(store: str) -> None:
-    """Remove images that no job has used for long, and no process runs in. Containers with a name have users' changes."""
+    """Remove images that no job has used for long and no process runs in. Named containers have users' changes."""
     for name in os.listdir(store):
         path = os.path.join(store, name[: -len(".lock")])
         if name.endswith(".lock") and os.stat(path + ".lock").st_mtime <= time.time() - KEEP_DAYS * 86400:
