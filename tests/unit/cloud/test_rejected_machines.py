@@ -55,6 +55,17 @@ async def test_image_or_type_that_does_not_fit_is_rented_once(tmp_path: Path, pr
         assert block.type == ("" if prefix == UNFIT_IMAGE_PREFIX else PLACES[0].type)
 
 
+async def test_image_that_does_not_fit_is_rented_for_no_other_nodeset(tmp_path: Path) -> None:
+    other = choice(CASES["lambda"], image="lambda-stack-22-04")
+    sets = (rented_set("burst", 1, *PLACES), rented_set("same", 1, PLACES[0]), rented_set("other", 1, other))
+    async with scene(tmp_path, "lambda", sets=sets) as it:
+        it.joiner.judge = lambda machine: f"{UNFIT_IMAGE_PREFIX}Slurm newer than the controller's"
+        it.slurm.submit("1", 1)
+        await given_up(it)
+        images = [machine.order.image for machine in it.market().instances.values()]
+        assert sorted(images) == ["lambda-stack-22-04", "lambda-stack-24-04"], "one of each, not one for each nodeset"
+
+
 async def test_offer_that_cannot_join_is_never_rented(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         why = "lambda rents Ubuntu 24.04 with Slurm 23.11.4"

@@ -147,7 +147,7 @@ class ServiceContext:
         """Release a machine that did not become a working node, and block what is like it for its nodeset.
 
         Other nodesets may need less: fewer CPUs, a higher price. A machine of the same type may work elsewhere, and
-        there later; a type or an image stays as it is until `shoal up`.
+        there later; a type stays as it is until `shoal up`, and so does an image, for all nodesets that have it.
         """
         offer, now = rental.offer, self.clock.now()
         if scope == "place":
@@ -156,8 +156,19 @@ class ServiceContext:
         else:
             type = offer.type if scope == "type" else ""
             again = f"{why}; nothing more of it is rented until `shoal up`"
-            self.ledger.block(rental.account, type, "", "", None, again, rental.nodeset)
+            for nodeset in [rental.nodeset] if scope == "type" else self._sets_with_image_of(rental):
+                self.ledger.block(rental.account, type, "", "", None, again, nodeset)
         self.release(rental, why, REJECTED)
+
+    def _sets_with_image_of(self, rental: Rental) -> set[str]:
+        images = {
+            (name, offer.image)
+            for name, rented in self.sets.items()
+            for offer in rented.offers
+            if offer.provider == rental.account
+        }
+        own = {image for name, image in images if name == rental.nodeset}
+        return {rental.nodeset, *(name for name, image in images if image in own)}
 
     def rejected_machines(self, job: str, nodes: Iterable[str]) -> tuple[str, int]:
         """What the machines that did not become nodes of a job cost, and why the last did not; and their number."""
