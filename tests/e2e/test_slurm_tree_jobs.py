@@ -1,4 +1,4 @@
-"""`slurm: {from: shoal}`: cgroups, logins to nodes, MPI, a SPANK plugin and new keys, as an ordinary user sees them.
+"""`slurm: {from: shoal}`: cgroups, training, logins to nodes, MPI, a SPANK plugin and new keys, as a user sees them.
 
 The first tests share one cluster, and run in the order of this file.
 """
@@ -6,27 +6,32 @@ The first tests share one cluster, and run in the order of this file.
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.documents import ROOT
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster, running
+from tests.e2e.torch_env import give_torch
 
 from shoal.roles.slurm_tree import find_trees
+from shoal.sandbox.layout import Layout
 
 pytestmark = [
     pytest.mark.sandbox,
-    pytest.mark.matrix,  # minutes; with packages the same is tested daily
     pytest.mark.timeout(900),
     ON_DEBIAN_12,
     pytest.mark.skipif(not find_trees(), reason="no Slurm in the cache: build it with scripts/build-slurm"),
 ]
 
+MATRIX = pytest.mark.matrix  # minutes; with packages the same is tested daily
 SPEC = """\
 cluster: x-treejobs
-controller: {provider: sandbox, memory: 512M}
+controller: {provider: sandbox, memory: 1G}
 nodesets:
-  lab: {provider: sandbox, count: 2, gpus: 2, memory: 512M, cgroups: true}
+  lab: {provider: sandbox, count: 2, gpus: 2, memory: 2G, cgroups: true}
 users:
   ann: {uid: 2001}
 slurm: {from: shoal}
@@ -131,11 +136,28 @@ def test_job_has_its_memory_and_its_gpu(cluster: Cluster) -> None:
     assert "Out Of Memory" in killed or "oom" in killed.lower(), killed
 
 
+def test_user_trains_on_two_nodes(cluster: Cluster) -> None:
+    give_torch(cluster.name, cluster.env)
+    shutil.copytree(ROOT / "examples/toy", Layout(cluster.provider.cache, cluster.name).shared / "toy")
+    cluster.on("controller", "sh", "-c", "chown -R ann /shared/toy; install -d -o ann /shared/jobs")
+    run = "shoal run --job job.yaml --launcher torchrun --export OMP_NUM_THREADS=1 --json"
+    job = json.loads(as_ann(cluster, f"cd /shared/toy; {run} train.py --epochs 2"))["id"]
+    log = as_ann(cluster, f"shoal logs --follow {job}", status=None)
+    assert "JobState=COMPLETED" in cluster.on("controller", "scontrol", "show", "job", str(job)), log
+    tracked = as_ann(cluster, f"cat /shared/jobs/{job}/tracking/metrics.jsonl")
+    losses = [
+        line["metrics"]["loss"] for line in map(json.loads, tracked.splitlines()) if "loss" in line.get("metrics", ())
+    ]
+    assert len(losses) > 2 and losses[-1] < losses[0], tracked
+
+
+@MATRIX
 def test_processes_in_the_background_end_with_their_job(cluster: Cluster) -> None:
     as_ann(cluster, "srun -w lab1 sh -c 'setsid sleep 31415 >/dev/null 2>&1 &'")
     cluster.wait("it ends", lambda: cluster.on("lab1", "pgrep", "-f", "sleep 31415", status=None) == "")
 
 
+@MATRIX
 def test_login_needs_a_job_and_becomes_part_of_it(cluster: Cluster) -> None:
     login = "ssh -o BatchMode=yes lab1 cat /proc/self/cgroup"
     denied = as_ann(cluster, login, status=255)
@@ -149,10 +171,12 @@ def test_login_needs_a_job_and_becomes_part_of_it(cluster: Cluster) -> None:
         as_ann(cluster, f"scancel {job}")
 
 
+@MATRIX
 def test_open_mpi_of_debian_12_runs_over_pmix(cluster: Cluster) -> None:
     check_mpi(cluster)
 
 
+@MATRIX
 def test_plugin_that_was_built_with_the_headers_of_the_tree_is_loaded(cluster: Cluster) -> None:
     [tree] = find_trees().values()
     compile_on(cluster, "lab1", SPANK, f"gcc -shared -fPIC -w -I{tree.prefix}/include -o /run/x.so /shared/source.c")
@@ -165,6 +189,7 @@ def test_plugin_that_was_built_with_the_headers_of_the_tree_is_loaded(cluster: C
     assert as_ann(cluster, run).splitlines() == ["alpine site"] * 2
 
 
+@MATRIX
 def test_keys_rotate_while_a_job_runs(cluster: Cluster) -> None:
     def digests() -> set[str]:
         return {cluster.on(host, "sha256sum", "/etc/slurm/slurm.jwks").split()[0] for host in HOSTS}
@@ -184,6 +209,7 @@ def test_keys_rotate_while_a_job_runs(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
 
 
+@MATRIX
 def test_open_mpi_of_debian_13_runs_over_pmix(tmp_path: Path) -> None:
     with running(tmp_path, SPEC_DEBIAN_13) as made:
         check_mpi(made)
