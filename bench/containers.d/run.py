@@ -18,6 +18,7 @@ from harness import BenchError, bench_parser, describe_machine, report, run_benc
 from sandbox import reserve_cluster, write_ssh_config
 
 from shoal.local_files import cache_dir
+from shoal.roles import pyxis
 from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 
@@ -34,6 +35,9 @@ users:
 containers: oci
 """
 BARE, IMAGE, NAMED, CRUN, PODMAN, APPTAINER = "srun", "image", "named container", "crun bundle", "podman", "apptainer"
+PYXIS = "pyxis, named"
+PYXIS_FILES = os.environ.get("SHOAL_TEST_PYXIS", "")
+"""A directory with enroot.deb and spank_pyxis.so for the hosts' Slurm, as for tests/e2e/test_pyxis.py."""
 LIMIT_S = 0.08
 """How much longer than bare srun the start in a named container may take."""
 PLACE = "/shared/bench"
@@ -128,6 +132,8 @@ def _prepare(hosts: Hosts, *, small: bool) -> tuple[dict[str, str], str]:
     if small:
         return commands, "without podman and apptainer, which take long to install\n"
     commands[PODMAN] = f"{srun} sh -c {shlex.quote(_prepare_podman(hosts))}"
+    if PYXIS_FILES:
+        commands[PYXIS] = f"{srun} --container-name={_prepare_pyxis(hosts)} true"
     if not hosts.packaged("apptainer"):
         return commands, "apptainer is not packaged for this Debian\n"
     hosts.install("apptainer")
@@ -143,6 +149,26 @@ def _prepare_podman(hosts: Hosts) -> str:
     load = IN_JOB.format(user=USER, command=f"tar -C {ROOT} -c . | podman import -q - tiny")
     hosts.as_user(f"srun -w {NODE} sh -c {shlex.quote(load)}")
     return IN_JOB.format(user=USER, command="exec podman run --rm --network=host tiny true")
+
+
+def _prepare_pyxis(hosts: Hosts) -> str:
+    """Install enroot and pyxis as `containers: {engine: pyxis}` does; the name of a container that is there."""
+    shared = Layout(cache_dir(), CLUSTER).shared
+    for file in ("enroot.deb", "spank_pyxis.so"):
+        shutil.copy(Path(PYXIS_FILES) / file, shared / file)
+    hosts.install(*pyxis.PACKAGES)
+    hosts.run(NODE, "dpkg --install --force-confold /shared/enroot.deb")
+    hosts.run(NODE, f"mkdir -p {Path(pyxis.SETTINGS).parent} && cat > {pyxis.SETTINGS}", stdin=pyxis.enroot_conf())
+    hosts.run(NODE, f"install -d -m 1777 {' '.join(pyxis.PLACES.values())}")
+    for host in ("controller", NODE):
+        hosts.run(host, "install -D -m 0755 -t /opt/pyxis /shared/spank_pyxis.so")
+    line = "required /opt/pyxis/spank_pyxis.so container_scope=global"
+    hosts.run("controller", f"echo '{line}' >> /etc/slurm/plugstack.conf && scontrol reconfigure")
+    hosts.run(NODE, "systemctl restart slurmd")
+    image, name = f"{PLACE}/tiny.sqsh", "tiny"
+    hosts.as_user(f"srun -w {NODE} mksquashfs {ROOT} {image} -noappend -quiet -no-progress")
+    hosts.as_user(f"srun -w {NODE} --container-image={image} --container-name={name} true")
+    return name
 
 
 def _table(times: dict[str, list[float]]) -> str:
