@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from shoal.agent.document import Directory, Document, File, Service, render_unit
 from shoal.agent.facts import Facts
 from shoal.cloud.providers import abilities
-from shoal.cloud.providers.api import Abilities
+from shoal.cloud.providers.api import Abilities, api_address
 from shoal.cloud.providers.prices import InstanceShape, known_types, shape_of
 from shoal.remote import program_text
 from shoal.roles.current_conf import CurrentConf
@@ -217,10 +217,11 @@ def _abilities(kind: str) -> Abilities | None:
         return None
 
 
-def notice_url(spec: Spec, nodeset: RentedSet) -> str:
-    """Where spot machines of a nodeset read that they are taken away; empty where only the provider's API tells."""
-    kinds = (_abilities(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts)
-    return next((kind.notice_url for kind in kinds if kind and kind.notice_url), "")
+def notice_url(spec: Spec, account: str) -> str:
+    """Where spot machines of an account read that they are taken away; empty where only the provider's API tells."""
+    login = provider_accounts(spec).get(account)
+    kind = _abilities(login.kind or account) if login else None
+    return kind.notice_url if kind else ""
 
 
 def notice_watcher(node: str, url: str) -> Document:
@@ -242,10 +243,14 @@ def notice_watcher(node: str, url: str) -> Document:
     )
 
 
-def end_program(spec: Spec, nodeset: RentedSet) -> tuple[str, ...]:
-    """The program that ends the bill of a nodeset's machines from inside; empty where there is none."""
-    kinds = (_abilities(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts)
-    return next((kind.end_program for kind in kinds if kind and kind.end_program), ())
+def end_program(spec: Spec, account: str) -> tuple[str, ...]:
+    """The program that ends the bill of an account's machines from inside; empty where there is none."""
+    login = provider_accounts(spec).get(account)
+    kind = _abilities(login.kind or account) if login else None
+    if login is None or kind is None or not kind.end_program:
+        return ()
+    program, address, *arguments = kind.end_program
+    return program, api_address(login.url or "", address), *arguments
 
 
 def watchdog(node: str, until: int, *, systemd: bool = True, end: tuple[str, ...] = ()) -> Document:

@@ -57,6 +57,7 @@ async def test_order_gives_the_machine_the_key_that_the_ledger_expects(
         assert len(set(expected)) == (1 if several else 2), "one for each order, which may be of several machines"
         await it.until(lambda: it.context.accounts[kind].machine(it.rentals()[0]) is not None)
         listed = it.context.accounts[kind].machine(it.rentals()[0])
+        assert listed is not None and listed.account == kind  # what the node reads of its provider follows it
         assert listed is not None and listed.host_key == it.rentals()[0].host_key
         assert "PRIVATE KEY" not in caplog.text
     assert files_with(tmp_path, b"PRIVATE KEY") == [], "the controller stores public halves only"

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from tests.unit.plan.fake_world import spec_of
 
 from shoal.agent.document import File, Service
 from shoal.remote import program_text, python_command
@@ -19,6 +20,8 @@ from shoal.roles.rented import (
     NOTICE_REASON,
     RELEASE_TIMEOUT_S,
     TIMER,
+    end_program,
+    notice_url,
     notice_watcher,
     script,
     watchdog,
@@ -138,7 +141,34 @@ def test_container_is_ended_by_its_provider_first_and_then_by_itself() -> None:
     assert end in str(text)
 
 
+MIXED = """
+cluster: reef
+controller: {host: c1}
+providers:
+  pods: {kind: runpod, key: env:A}
+  own: {kind: runpod, url: "http://10.0.0.1:8080", key: env:A}
+  google: {kind: gcp, project: reefs}
+  amazon: {kind: aws, key: env:A}
+nodesets:
+  lab: {hosts: [n1]}
+  burst: {max: 1, offers: [{provider: google, type: a2-highgpu-1g}, {provider: amazon, type: g6.xlarge}]}
+"""
+
+
+def test_program_that_ends_a_pod_asks_the_address_of_its_account() -> None:
+    spec = spec_of(MIXED)
+    assert end_program(spec, "pods") == ("end_pod", "https://api.runpod.io/v2", "/proc/1/environ")
+    assert end_program(spec, "own") == ("end_pod", "http://10.0.0.1:8080/v2", "/proc/1/environ")
+    assert end_program(spec, "amazon") == ()
+
+
 # The notice of preemption
+
+
+def test_notice_is_read_where_the_account_of_the_machine_has_it() -> None:
+    spec = spec_of(MIXED)
+    assert notice_url(spec, "google").startswith("http://")
+    assert notice_url(spec, "amazon") == ""
 
 
 def test_machine_that_reads_its_notice_drains_its_node(tmp_path: Path) -> None:

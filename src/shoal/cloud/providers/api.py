@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 Market = Literal["on-demand", "spot"]
 InstanceState = Literal["pending", "up", "stopping", "stopped", "error"]
@@ -100,7 +101,10 @@ class Abilities:
     create_interval: float = 0.0
     """Seconds that the provider requires between two creates. The caller waits."""
     end_program: tuple[str, ...] = ()
-    """A program of `shoal.remote`, with arguments, that ends the bill of a machine from inside, if it may."""
+    """A program of `shoal.remote` that ends the bill of a machine from inside, if it may, and its arguments.
+
+    The first argument is the API's address; an account's own `url` takes its place.
+    """
     billing: Billing = Billing()
     boots_with: Literal["user_data", "args", "script", "none"] = "user_data"
     """How the boot script reaches the machine. With `none`, only the service ends a machine that never joins."""
@@ -293,6 +297,13 @@ class RentedInstance:
 
     def __str__(self) -> str:
         return f"{self.account} {self.id}"
+
+
+def api_address(configured: str, default: str) -> str:
+    """The base URL of an API. A configured URL without a path gets the default path."""
+    parts = urlsplit(configured or default)
+    path = parts.path.rstrip("/") or urlsplit(default).path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
 from shoal.cloud.providers import responses
-from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalOrder, RequestOutcome, Scope
+from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalOrder, RequestOutcome, Scope, api_address
 from shoal.cloud.providers.response_limits import ACCEPT_ENCODING, Answer, AnswerError, fetch, parse_json
 from shoal.cloud.providers.responses import ApiError, Body, ReadError, ambiguous_on_error
 
@@ -78,7 +77,7 @@ class ApiClient:
     ) -> None:
         """`interval` is the seconds between two calls; `retry_after` applies to a 429 without a Retry-After header."""
         self.account = account
-        self.base = _address(account.url, base)
+        self.base = api_address(account.url, base)
         self._read_error = read_error
         self._bearer = bearer
         self._sent_keys: deque[str] = deque(maxlen=MAX_SENT_KEYS)
@@ -271,13 +270,6 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 def seconds_to_next_minute() -> float:
     """How long to wait where calls are counted per minute."""
     return 60 - time.time() % 60
-
-
-def _address(configured: str, default: str) -> str:
-    """The base URL of the API. A configured URL without a path gets the default path."""
-    parts = urlsplit(configured or default)
-    path = parts.path.rstrip("/") or urlsplit(default).path.rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 @cache

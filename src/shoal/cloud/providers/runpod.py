@@ -51,7 +51,7 @@ REFUSALS_BY_MESSAGE = {
 }
 """Messages of a 400 that do not concern the order itself."""
 TRAP = "trap exit TERM\n"
-"""Lets the watchdog end the container with `kill 1`: process 1 only gets signals that it traps."""
+"""Lets `kill 1` restart the container, which RunPod bills on: process 1 only gets signals that it traps."""
 BOOT = program_text("boot_pod.sh")
 """Starts sshd with the controller's key, on every start of the pod.
 

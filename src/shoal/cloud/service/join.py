@@ -378,8 +378,8 @@ class LiveJoiner:
     def _watchdog(self, name: str, machine: RentedInstance, systemd: bool) -> Document:
         nodeset = next(one for one in rented_sets(self._spec).values() if name in one.nodes)
         until = int((machine.created or time.time()) + nodeset.lifetime)
-        url = notice_url(self._spec, nodeset) if systemd and machine.market == "spot" else ""
-        ends = watchdog(name, until, systemd=systemd, end=end_program(self._spec, nodeset))
+        url = notice_url(self._spec, machine.account) if systemd and machine.market == "spot" else ""
+        ends = watchdog(name, until, systemd=systemd, end=end_program(self._spec, machine.account))
         return (*ends, *(notice_watcher(name, url) if url else ()))
 
 

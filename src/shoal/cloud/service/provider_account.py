@@ -135,9 +135,7 @@ class AccountClient:
     def machine(self, rental: Rental) -> RentedInstance | None:
         """The machine of a rental, as last listed."""
         listed = self._listed(rental)
-        if listed is None or listed.host_key == rental.host_key:
-            return listed
-        return replace(listed, host_key=rental.host_key)
+        return listed and replace(listed, account=rental.account, host_key=rental.host_key)
 
     def _listed(self, rental: Rental) -> RentedInstance | None:
         machines = self.listing.instances.get(rental.token, ()) if self.listing else ()
