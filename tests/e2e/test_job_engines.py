@@ -109,6 +109,10 @@ def test_docker_builds_and_runs_in_the_job(cluster: Cluster) -> None:
     assert [line.split()[1] for line in inside.splitlines() if line.startswith("         0")] == ["165536"]
     context = "cd $(mktemp -d) && printf 'FROM mini\\nRUN id -u > /who\\n' > Dockerfile"
     assert job(cluster, f"{context} && docker build -q -t built . && docker run --rm built cat /who").endswith("0\n")
+    context = "cd $(mktemp -d) && printf 'FROM mini\\nRUN cat /proc/net/dev > /links\\n' > Dockerfile"
+    for option, has_network in (("", True), ("--network none", False)):
+        build = f"docker build -q --no-cache {option} -t linked . && docker run --rm linked cat /links"
+        assert ("eth0" in job(cluster, f"{context} && {build}")) is has_network
     assert job(cluster, "echo piped | docker run --rm -i mini cat") == "piped\n"
     terminal = "script -qec 'docker run --rm -it mini sh -c \"echo is a terminal; exit 7\"' /dev/null; echo $?"
     assert job(cluster, terminal).split()[-3:] == ["a", "terminal", "7"]
@@ -126,6 +130,18 @@ def test_files_of_the_node_are_there_with_the_users_rights_alone(cluster: Cluste
     assert "runs as you, ann" in job(cluster, f"{left} docker exec -u 0 held id", status=1)
     assert job(cluster, f"{left} docker exec held id -u") == "2001\n"
     assert "use those" in job(cluster, f"{left} docker cp /etc/hostname held:/x/name", status=1)
+    closed = "mkdir -m 700 /shared/closed && mkdir -m 755 /shared/closed/open && echo secret > /shared/closed/open/file"
+    do(cluster, f"{closed} && chmod 644 /shared/closed/open/file", "bob", host="n1")
+    seen = job(cluster, "docker run --rm -v /shared/closed/open:/x mini cat /x/file", status=125)
+    assert "you may not reach it" in seen and "secret" not in seen
+
+
+def test_link_in_place_of_a_mounted_directory_is_rejected(cluster: Cluster) -> None:
+    made = "cd $(mktemp -d) && mkdir d && docker create --name swapped -v $PWD/d:/x mini ls /x > /dev/null &&"
+    assert job(cluster, f"{made} touch d/own && docker start -a swapped") == "own\n"
+    for place, message in (("/etc", "it is not yours"), ("/shared", "it has become a link")):
+        seen = job(cluster, f"{made} rmdir d && ln -s {place} d && docker start -a swapped", status=1)
+        assert message in seen and "hostname" not in seen and "mini.tar" not in seen
 
 
 @pytest.mark.parametrize(

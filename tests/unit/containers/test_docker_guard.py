@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.remote.docker_guard import rules
-from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job
+from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job, job_owner
 from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes
 
 GROUP = "/slurm_n1/uid_2001/job_7"
+OWN = "/user.slice/user-2001.slice/user@2001.service"
+"""A group that a user has."""
 CALLER = Caller(os.getuid(), os.getgid(), "7", GROUP)
 V1 = f"9:name=systemd:/system.slice/slurmd.service\n6:freezer:{GROUP}/step_0\n5:devices:{GROUP}/step_0/task_0\n0::/\n"
 
@@ -21,19 +25,59 @@ V1 = f"9:name=systemd:/system.slice/slurmd.service\n6:freezer:{GROUP}/step_0\n5:
 @pytest.mark.parametrize(
     ("text", "job"),
     [
-        (V1, ("7", GROUP)),
+        (V1, ("7", GROUP, 2001)),
+        ("4:freezer:/slurm/uid_5/job_8/step_batch\n", ("8", "/slurm/uid_5/job_8", 5)),
         (
             "0::/system.slice/slurmstepd.scope/job_12/step_batch/user/task_0\n",
-            ("12", "/system.slice/slurmstepd.scope/job_12"),
+            ("12", "/system.slice/slurmstepd.scope/job_12", None),
         ),
-        ("0::/system.slice/n1_slurmstepd.scope/job_3\n", ("3", "/system.slice/n1_slurmstepd.scope/job_3")),
+        ("0::/system.slice/n1_slurmstepd.scope/job_3\n", ("3", "/system.slice/n1_slurmstepd.scope/job_3", None)),
+        (f"0::{OWN}/app.slice/slurm.service/job_77\n", None),
+        (f"0::{OWN}/system.slice/slurmstepd.scope/job_77\n", None),
+        (f"0::{OWN}/a\f0::/system.slice/slurmstepd.scope/job_77\n", None),
+        ("0::/slurm/uid_2001/job_77\n", None),
+        (f"6:freezer:{OWN}/slurm/uid_2001/job_77\n", None),
         ("0::/user.slice/user-2001.slice/job_3\n", None),
         ("6:freezer:/\n0::/system.slice/ssh.service\n", None),
         ("", None),
     ],
 )
-def test_job_is_found_in_the_cgroup(text: str, job: tuple[str, str] | None) -> None:
+def test_job_is_found_in_the_cgroup(text: str, job: tuple[str, str, int | None] | None) -> None:
     assert find_job(text) == job
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"6:freezer:/slurm/uid_{os.getuid()}/job_7/step_0\n", None),
+        (f"6:freezer:/slurm/uid_{os.getuid() + 1}/job_7/step_0\n", "job 7 is another user's"),
+        ("0::/system.slice/slurmstepd.scope/job_9/step_0/user\n", None),
+        ("0::/system.slice/slurmstepd.scope/job_10/step_0/user\n", "job 10 is another user's"),
+        ("0::/system.slice/slurmstepd.scope/job_11/step_0/user\n", "does not say whose job 11 is"),
+    ],
+)
+def test_job_is_of_the_user_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str | None
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\ncase $* in *=9) echo {os.getuid()};; *=10) echo {os.getuid() + 1};; esac\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    process = tmp_path / str(os.getpid())
+    process.mkdir()
+    (tmp_path / "self").symlink_to("/proc/self")
+    (process / "cgroup").write_text(text)
+    (process / "status").write_text("Gid:\t5\nGroups:\t5 77 \nNStgid:\t1\n")
+    ours, theirs = socket.socketpair()
+    job_owner.cache_clear()
+    with ours, theirs:
+        peer = Peer(ours, str(tmp_path))
+        if message is None:
+            assert list(peer.caller().groups) == [5, 77]
+        else:
+            with pytest.raises(Rejection, match=message):
+                peer.caller()
+        peer.close()
 
 
 def confined(body: dict[str, Any], gpus: tuple[str, ...] = ()) -> Any:
@@ -55,6 +99,43 @@ def test_container_with_files_of_the_node_runs_as_the_user(tmp_path: Path) -> No
     bind, volume = host["Mounts"]
     assert bind == {"Type": "bind", "Source": str(tmp_path), "Target": "/x", "ReadOnly": True}
     assert volume["Type"] == "volume" and rules.runs_as_user(made)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="files of two users")
+def test_mounted_path_is_one_that_the_caller_reaches() -> None:
+    caller = Caller(pwd.getpwnam("nobody").pw_uid, 12345, "7", GROUP, [54321])
+    with tempfile.TemporaryDirectory() as top:
+        home = Path(top, "home")
+        project = home / "project"
+        project.mkdir(parents=True)
+        os.chmod(top, 0o755)
+        body = {"Image": "mini", "HostConfig": {"Binds": [f"{project}:/x"]}}
+        for mode, group, reached in ((0o700, 0, False), (0o750, 54321, True), (0o755, 0, True)):
+            os.chown(home, 0, group)
+            home.chmod(mode)
+            if reached:
+                [mount] = rules.confine_container(body, caller, GROUP, [top], ())["HostConfig"]["Mounts"]
+                assert mount["Source"] == str(project)
+            else:
+                with pytest.raises(Rejection, match="you may not reach it"):
+                    rules.confine_container(body, caller, GROUP, [top], ())
+        with pytest.raises(Rejection, match="it is not yours"):
+            rules.confine_container(body, caller, GROUP, [], ())
+
+
+def test_mounted_path_that_becomes_a_link_is_rejected(tmp_path: Path) -> None:
+    source, other = tmp_path / "d", tmp_path / "other"
+    source.mkdir()
+    other.mkdir()
+    container = confined({"Image": "mini", "HostConfig": {"Binds": [f"{source}:/x", "named:/v"]}})
+    rules.check_sources(container, CALLER, [])
+    rules.check_sources({"HostConfig": {"Mounts": None}}, CALLER, [])
+    source.rmdir()
+    with pytest.raises(Rejection, match="no such file"):
+        rules.check_sources(container, CALLER, [])
+    source.symlink_to(other)
+    with pytest.raises(Rejection, match="it has become a link"):
+        rules.check_sources(container, CALLER, [])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +213,8 @@ def test_only_requests_of_the_table_pass(request_line: str, kind: str) -> None:
 def test_builds_and_commands_stay_in_the_job() -> None:
     query = [("t", "a"), ("cgroupparent", "/"), ("networkmode", "default"), ("remote", ""), ("version", "1")]
     assert rules.confine_build(query, GROUP) == [("t", "a"), ("cgroupparent", GROUP)]
+    offline = [("networkmode", "none")]
+    assert rules.confine_build(offline, GROUP) == [*offline, ("cgroupparent", GROUP)]
     for key, value in (("networkmode", "host"), ("remote", "http://x"), ("version", "2"), ("securityopt", '["a"]')):
         with pytest.raises(Rejection):
             rules.confine_build([(key, value)], GROUP)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import functools
+import json
 import os
 import pwd
 import re
 import socket
 import struct
+import subprocess
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import Optional, Sequence
 
 SO_PEERPIDFD = 77
 """A handle of the process that connected, from Linux 6.5 on."""
-_JOB = re.compile(r"\d+:(?:freezer)?:(/(?:[^/]+/)*[^/]*slurm[^/]*/(?:uid_\d+/)?job_(\d+))(?:/.*)?")
+SLURM_TIMEOUT_S = 30
+_JOB_V1 = re.compile(r"\d+:freezer:(?P<group>/slurm(?:_[^/]+)?/uid_(?P<uid>\d+)/job_(?P<job>\d+))(?:/.*)?")
+_JOB_V2 = re.compile(r"0::(?P<group>/system\.slice/(?:[^/]+_)?slurmstepd\.scope/job_(?P<job>\d+))(?:/.*)?")
+"""Slurm's own groups, from the root on: a user may have groups of any name below user.slice."""
 
 
 class Rejection(Exception):
@@ -25,8 +31,8 @@ class Rejection(Exception):
 class Caller:
     """A process of a job."""
 
-    def __init__(self, uid: int, gid: int, job: str, cgroup: str) -> None:
-        self.uid, self.gid, self.job, self.cgroup = uid, gid, job, cgroup
+    def __init__(self, uid: int, gid: int, job: str, cgroup: str, groups: Sequence[int] = ()) -> None:
+        self.uid, self.gid, self.job, self.cgroup, self.groups = uid, gid, job, cgroup, groups
 
     @property
     def user(self) -> str:
@@ -34,6 +40,34 @@ class Caller:
             return pwd.getpwuid(self.uid).pw_name
         except KeyError:
             raise Rejection(f"this node has no user {self.uid}") from None
+
+    def resolve(self, path: str) -> Optional[tuple[str, int]]:
+        """The real path and the owner of a file, found with the caller's rights; None where these do not reach it."""
+        receive, send = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                self._take_rights()
+                file = os.open(path, os.O_PATH)
+                real = os.readlink(f"/proc/self/fd/{file}")
+                if os.path.samestat(os.fstat(file), os.lstat(real)):  # else it has been removed or is no file
+                    os.write(send, json.dumps([real, os.fstat(file).st_uid]).encode())
+            finally:
+                os._exit(0)
+        os.close(send)
+        with open(receive, "rb") as pipe:
+            answer = pipe.read()
+        os.waitpid(child, 0)
+        if not answer:
+            return None
+        real, owner = json.loads(answer)
+        return real, owner
+
+    def _take_rights(self) -> None:
+        if self.uid != os.getuid():
+            os.setgroups(self.groups)
+            os.setresgid(self.gid, self.gid, self.gid)
+            os.setresuid(self.uid, self.uid, self.uid)
 
 
 class Peer:
@@ -56,7 +90,11 @@ class Peer:
         found = find_job(self._read("cgroup"))
         if not found:
             raise Rejection("docker works inside a job of Slurm only: use it in srun, sbatch or `shoal run`")
-        return Caller(self.uid, self.gid, *found)
+        job, cgroup, owner = found
+        if self.uid != (job_owner(job) if owner is None else owner):
+            raise Rejection(f"job {job} is another user's: use docker in a job of your own")
+        groups = re.search(r"^Groups:([ \t\d]*)$", self._read("status"), re.MULTILINE)
+        return Caller(self.uid, self.gid, job, cgroup, [int(word) for word in groups[1].split()] if groups else ())
 
     def _read(self, name: str) -> str:
         if self._directory < 0:
@@ -77,10 +115,25 @@ class Peer:
             self._directory = -1
 
 
-def find_job(cgroups: str) -> Optional[tuple[str, str]]:
-    """The number of the job and its cgroup, from a /proc/PID/cgroup. Users cannot make such groups."""
-    matches = filter(None, map(_JOB.fullmatch, cgroups.splitlines()))
-    return next(((match.group(2), match.group(1)) for match in matches), None)
+def find_job(cgroups: str) -> Optional[tuple[str, str, Optional[int]]]:
+    """The job, its cgroup and, where the group says so, its user, from a /proc/PID/cgroup."""
+    for line in cgroups.split("\n"):  # the names of groups may have any other character
+        match = _JOB_V1.fullmatch(line) or _JOB_V2.fullmatch(line)
+        if match:
+            owner = match.groupdict().get("uid")
+            return match["job"], match["group"], None if owner is None else int(owner)
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def job_owner(job: str) -> int:
+    """The user of a job, as Slurm has it. `scontrol` would show the job's name first, which may say anything."""
+    command = ["squeue", "--noheader", "--states=all", "--format=%U", f"--jobs={job}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
+    users = set(done.stdout.split())
+    if len(users) != 1:
+        raise Rejection(f"Slurm does not say whose job {job} is: try again")
+    return int(users.pop())
 
 
 def _is_peer(connection: socket.socket, pid: int, proc: str) -> bool:

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 
-from .caller import Caller
+from .caller import SLURM_TIMEOUT_S, Caller
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ ROOT = "/sys/fs/cgroup"
 COPIES = "/shoal-docker"
 """Groups with a copy of a job's limits."""
 _COPIED = {"cpuset": ("cpuset.cpus", "cpuset.mems"), "memory": ("memory.limit_in_bytes",)}
-SLURM_TIMEOUT_S = 30
 
 
 def cgroup_parent(caller: Caller, root: str = ROOT) -> str:
@@ -49,7 +48,8 @@ def job_gpus(job: str, config: Any) -> Sequence[str]:
     command = ["scontrol", "show", "job", "-d", "-o", job]
     text = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S).stdout
     for nodes, gres in re.findall(r" Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        names = ["scontrol", "show", "hostnames", nodes]
+        listed = subprocess.run(names, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
         if config["node"] in listed.stdout.split():
             return [re.sub(r"\D", "", config["gpus"][index]) for index in gpu_indexes(gres)]
     return ()

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from . import CONFIG, DAEMONS, rules
-from .caller import Caller, Peer, Rejection
+from .caller import Caller, Peer, Rejection, job_owner
 from .job_limits import cgroup_parent, job_gpus, remove_copied_group
 
 TYPE_CHECKING = False
@@ -106,6 +106,7 @@ class UserDaemon:
             if not left and not any(self._changes.values()):
                 subprocess.run(["systemctl", "stop", self._unit], check=True, timeout=END_TIMEOUT_S)
         remove_copied_group(job)
+        job_owner.cache_clear()  # Slurm uses numbers again
 
     def _is_active(self) -> bool:
         return subprocess.run(["systemctl", "-q", "is-active", self._unit], timeout=START_TIMEOUT_S).returncode == 0
@@ -180,6 +181,8 @@ class Guard(BaseHTTPRequestHandler):
                 raise Rejection("this container is another job's: make one in this job")
             if kind == "archive" and rules.runs_as_user(container):
                 raise Rejection("`docker cp` does not work with a container that has files of the node: use those")
+            if kind == "start":
+                rules.check_sources(container, caller, config["shares"])
             if kind == "exec":
                 body = rules.confine_exec(body, caller, container)
         elif kind == "create":

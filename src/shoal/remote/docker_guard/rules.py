@@ -1,8 +1,7 @@
-"""What a job may ask of Docker. Everything that is not named here is rejected, or left out. Pure, but for `stat`."""
+"""What a job may ask of Docker. Everything that is not named here is rejected, or left out. Pure, but for paths."""
 
 from __future__ import annotations
 
-import os
 import re
 
 from .caller import Caller, Rejection
@@ -88,7 +87,7 @@ _BUILD_KEYS = _words(
     "t dockerfile buildargs labels nocache pull rm forcerm q target shmsize cachefrom platform extrahosts memory "
     "memswap cpushares cpusetcpus cpuperiod cpuquota"
 )
-_BUILD_DEFAULTS = {"networkmode": ("", "default", "bridge", "none"), "version": ("", "1"), "ulimits": ("null", "[]")}
+_BUILD_DEFAULTS = {"networkmode": ("", "default", "bridge"), "version": ("", "1"), "ulimits": ("null", "[]")}
 _EMPTY = {"", "0", "null", "false"}
 
 
@@ -133,6 +132,16 @@ def confine_container(body: Any, caller: Caller, cgroup: str, shares: Sequence[s
     return {**config, "NetworkingConfig": {"EndpointsConfig": endpoints}}
 
 
+def check_sources(container: Any, caller: Caller, shares: Sequence[str]) -> None:
+    """Reject a container with a path that leads elsewhere since it was made, by a link that took its place.
+
+    Docker uses the path once more, after this: a link that comes in between is followed.
+    """
+    for mount in container["HostConfig"].get("Mounts") or ():
+        if mount["Type"] == "bind" and _own_path(mount["Source"], caller, shares) != mount["Source"]:
+            raise Rejection(f"cannot mount {mount['Source']}: it has become a link. Make a new container")
+
+
 def networks(config: Any) -> set[str]:
     """The networks of a container that are not Docker's own defaults."""
     return {config["HostConfig"]["NetworkMode"], *config["NetworkingConfig"]["EndpointsConfig"]} - DEFAULT_NETWORKS
@@ -159,7 +168,7 @@ def runs_as_user(container: Any) -> bool:
 def confine_build(query: list[tuple[str, str]], cgroup: str) -> list[tuple[str, str]]:
     kept = []
     for key, value in query:
-        if key in _BUILD_KEYS:
+        if key in _BUILD_KEYS or (key, value) == ("networkmode", "none"):
             kept.append((key, value))
         elif key == "cgroupparent" or value in _EMPTY or value in _BUILD_DEFAULTS.get(key, ()):
             continue
@@ -233,12 +242,14 @@ def _mounts(mounts: Any) -> list[dict[str, Any]]:
 
 
 def _own_path(source: Any, caller: Caller, shares: Sequence[str]) -> str:
-    """A directory or file of the caller's, or on a share. The container has the caller's rights there, no others."""
-    path = os.path.realpath(str(source))
-    try:
-        owner = os.stat(path).st_uid
-    except OSError:
-        raise Rejection(f"cannot mount {source}: this node has no such file") from None
+    """A directory or file of the caller's, or on a share. The container has the caller's rights there, no others.
+
+    The caller must reach it: a mount goes past the directories above it, and those may be closed to the caller.
+    """
+    found = caller.resolve(str(source))
+    if found is None:
+        raise Rejection(f"cannot mount {source}: this node has no such file, or you may not reach it")
+    path, owner = found
     is_shared = any(path == share or path.startswith(f"{share}/") for share in shares)
     if owner != caller.uid and not is_shared:
         raise Rejection(f"cannot mount {source}: it is not yours")
