@@ -88,8 +88,8 @@ def do(cluster: Cluster, command: str, user: str = "ann", status: int | None = 0
 
 
 def job(cluster: Cluster, command: str, user: str = "ann", status: int | None = 0) -> str:
-    """What a command in a job prints."""
-    return do(cluster, f"srun -n1 sh -c {shlex.quote(command)}", user, status)
+    """What a command in a job prints, without what srun says when it waits."""
+    return do(cluster, f"srun -Q -n1 sh -c {shlex.quote(command)}", user, status)
 
 
 def start(cluster: Cluster, command: str, user: str = "ann") -> str:
@@ -117,7 +117,7 @@ def test_docker_builds_and_runs_in_the_job(cluster: Cluster) -> None:
     terminal = "script -qec 'docker run --rm -it mini sh -c \"echo is a terminal; exit 7\"' /dev/null; echo $?"
     assert job(cluster, terminal).split()[-3:] == ["a", "terminal", "7"]
     assert job(cluster, "echo $DOCKER_CONFIG $DOCKER_BUILDKIT").split()[0].startswith(f"{JOBS}/ann/docker-")
-    assert cluster.on("n1", "ls", f"{JOBS}/ann") == ""
+    cluster.wait("the Epilog has ended", lambda: cluster.on("n1", "ls", f"{JOBS}/ann") == "", 60)
     assert cluster.on("n1", "getent", "group", "docker") == cluster.on("controller", "getent", "group", "docker")
 
 

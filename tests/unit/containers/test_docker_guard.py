@@ -13,7 +13,7 @@ import pytest
 
 from shoal.remote.docker_guard import rules
 from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job, job_owner
-from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes
+from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes, job_gpus
 
 GROUP = "/slurm_n1/uid_2001/job_7"
 OWN = "/user.slice/user-2001.slice/user@2001.service"
@@ -184,6 +184,27 @@ def test_gpus_are_those_of_the_job() -> None:
     assert request == {"Driver": "", "Count": 0, "DeviceIDs": ["1"], "Capabilities": [["gpu"]]}
     assert gpu_indexes("gpu:h100:3(IDX:0,2-3),shard:0") == [0, 2, 3]
     assert gpu_indexes("") == []
+
+
+def test_gpus_of_the_job_are_named_by_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's numbers of devices and NVIDIA's indexes may differ."""
+    scontrol, answer, driver = tmp_path / "scontrol", tmp_path / "answer", tmp_path / "gpus"
+    scontrol.write_text(f'#!/bin/sh\n[ $2 = hostnames ] && echo "$3" || cat {answer}\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    config = {"node": "n1", "gpus": ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia2"]}
+    line = "JobId=7 JobName={} UserId=ann(2001) Nodes=n0 CPU_IDs=0 Mem=1 GRES=gpu:1(IDX:0)"
+    line += " Nodes=n1 CPU_IDs=0-1 Mem=1 GRES=gpu:h100:2(IDX:1-2) MinCPUsNode=1\n"
+    answer.write_text(line.format("train"))
+    assert job_gpus("7", config, str(driver)) == ["1", "2"]
+    for place, minor, uuid in (("0000:01:00.0", 2, "GPU-0a-2"), ("0000:02:00.0", 1, "GPU-????????-????")):
+        (driver / place).mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n"
+        (driver / place / "information").write_text(text)
+    assert job_gpus("7", config, str(driver)) == ["1", "GPU-0a-2"]
+    answer.write_text(line.format("x Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:3(IDX:0-2)"))
+    with pytest.raises(Rejection, match="looks like a list of GPUs"):
+        job_gpus("7", config, str(driver))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import subprocess
 
-from .caller import SLURM_TIMEOUT_S, Caller
+from .caller import SLURM_TIMEOUT_S, Caller, Rejection
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Sequence
 
 ROOT = "/sys/fs/cgroup"
+NVIDIA = "/proc/driver/nvidia/gpus"
 COPIES = "/shoal-docker"
 """Groups with a copy of a job's limits."""
 _COPIED = {"cpuset": ("cpuset.cpus", "cpuset.mems"), "memory": ("memory.limit_in_bytes",)}
@@ -43,16 +45,33 @@ def remove_copied_group(job: str, root: str = ROOT) -> None:
             os.rmdir(group)
 
 
-def job_gpus(job: str, config: Any) -> Sequence[str]:
-    """The numbers of the job's GPUs on this node, as Slurm has them; what the job itself says may be wrong."""
+def job_gpus(job: str, config: Any, driver: str = NVIDIA) -> Sequence[str]:
+    """The ids of the job's GPUs on this node, as Slurm has them; what the job itself says may be wrong."""
     command = ["scontrol", "show", "job", "-d", "-o", job]
     text = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S).stdout
+    here = []
     for nodes, gres in re.findall(r" Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
         names = ["scontrol", "show", "hostnames", nodes]
         listed = subprocess.run(names, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
         if config["node"] in listed.stdout.split():
-            return [re.sub(r"\D", "", config["gpus"][index]) for index in gpu_indexes(gres)]
-    return ()
+            here.append(gres)
+    if len(here) > 1:  # Slurm names a node once
+        raise Rejection("the job's name or comment looks like a list of GPUs: choose another")
+    minors = [re.sub(r"\D", "", config["gpus"][index]) for gres in here for index in gpu_indexes(gres)]
+    uuids = gpu_uuids(driver)
+    return [uuids.get(minor, minor) for minor in minors]
+
+
+def gpu_uuids(driver: str = NVIDIA) -> dict[str, str]:
+    """Ids of GPUs by the N of /dev/nvidiaN. A bare number is an index to NVIDIA's tools, whose order may differ."""
+    uuids = {}
+    for path in glob.glob(f"{driver}/*/information"):
+        text = _read(path)
+        minor = re.search(r"^Device Minor:\s*(\d+)\s*$", text, re.MULTILINE)
+        uuid = re.search(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", text, re.MULTILINE)
+        if minor and uuid:
+            uuids[minor[1]] = uuid[1]
+    return uuids
 
 
 def gpu_indexes(gres: str) -> list[int]:
