@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 
 from shoal.cloud.providers import abilities, rental_provider
 from shoal.cloud.providers.api import Offer, ProviderLogin, Query, RentalProvider, RentedInstance
@@ -38,6 +39,10 @@ GPU_COMMAND = 'echo "$CUDA_VISIBLE_DEVICES"; test -n "$CUDA_VISIBLE_DEVICES"'
 """The job: Slurm gave it a GPU. Whether CUDA can open each GPU is checked before the node takes jobs."""
 FACTS = {"OS": "system", "Version": "slurmd", "CPUTot": "CPUs", "RealMemory": "memory in MB", "Gres": "GPUs"}
 """Fields of `scontrol show node`, and their names in the report."""
+MIN_SECRET_LENGTH = 8
+"""Shorter parts of a secret are words of its format."""
+_IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
+_IPV6 = re.compile(r"(?<!\w)[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:]*(?!\w)")
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
@@ -198,14 +203,11 @@ class _Trial:
                 yield
                 error = ""
             except ShoalError as problem:
-                error = self._without_secret(": ".join(filter(None, (problem.message, problem.hint))))
+                text = ": ".join(filter(None, (problem.message, problem.hint)))
+                error = publishable(text, self._plan.account.secret)
                 raise
             finally:
                 self._steps.append(TrialStep(name, round(time.monotonic() - begun, 1), error))
-
-    def _without_secret(self, text: str) -> str:
-        secret = self._plan.account.secret
-        return text.replace(secret, "***") if secret else text
 
     async def _submit(self, controller: Host) -> str:
         gpus = self._plan.offer.gpus
@@ -287,6 +289,22 @@ class _Trial:
         for error in failures.values():
             raise error
         return answers[self._plan.account.name]
+
+
+def publishable(text: str, secret: str) -> str:
+    """A text without the secret, each part of one such as `id:key` or a JSON file, and addresses of machines."""
+    parts = re.findall(rf'[^\s":,{{}}]{{{MIN_SECRET_LENGTH},}}', secret)
+    for part in sorted({secret, *parts} - {""}, key=len, reverse=True):
+        text = text.replace(part, "***")
+    return _IPV6.sub(lambda match: "***" if _is_address(match[0]) else match[0], _IPV4.sub("***", text))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def with_nodeset(spec: Spec, plan: TrialPlan) -> Spec:

@@ -13,7 +13,7 @@ from shoal.errors import ProviderError, ShoalError, UsageError
 from shoal.spec.loader import load_text
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context
-from shoal.verbs.provider_trial import TrialPlan, plan_trial, with_nodeset
+from shoal.verbs.provider_trial import TrialPlan, plan_trial, publishable, with_nodeset
 
 HEAD = "cluster: reef\ncontroller: {host: desktop, compute: true}\n"
 PLAN = TrialPlan(
@@ -79,3 +79,18 @@ def test_added_nodeset_ends_in_time_and_leaves_the_others_alone(more: str) -> No
     assert added.offers[0].type == "gpu_1x_a10"
     assert set(changed.partitions) == ({"p", "try"} if more else set())
     assert not spec.nodesets
+
+
+@pytest.mark.parametrize(
+    ("text", "secret", "shown"),
+    [
+        ("acme: key sk-12345678 is invalid", "sk-12345678", "acme: key *** is invalid"),
+        ("AKIDEXAMPLE may not; wJalrXUtnFEMI", "AKIDEXAMPLE:wJalrXUtnFEMI", "*** may not; ***"),
+        ("login of robot@reefs.example", '{"client_email": "robot@reefs.example"}', "login of ***"),
+        ("cannot reach 203.0.113.9:22 of try1", "", "cannot reach ***:22 of try1"),
+        ("cannot reach [2001:db8::9]:22, fe80::1", "", "cannot reach [***]:22, ***"),
+        ("Slurm 24.11.5 at 12:30:45, std::max", "", "Slurm 24.11.5 at 12:30:45, std::max"),
+    ],
+)
+def test_report_has_no_part_of_the_secret_and_no_address(text: str, secret: str, shown: str) -> None:
+    assert publishable(text, secret) == shown
