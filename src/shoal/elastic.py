@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
 from shoal.cloud.providers import rental_provider
@@ -34,6 +34,7 @@ from shoal.hosts.local import LocalHost
 from shoal.roles.elastic import HOLD, SUPERSEDED
 from shoal.roles.rented import rented_ports
 from shoal.roles.rented_images import unfit_offers
+from shoal.roles.slurm_tree import find_trees
 from shoal.slurm.versions import Version
 from shoal.spec.cluster_record import RECORD_PATH, parse_record
 from shoal.spec.members import members, rented_sets
@@ -72,7 +73,7 @@ def make_service(settings: ServiceSettings, ledger: Ledger, version: Version | N
         clock=clock,
         public_key=settings.public_key,
         ports=rented_ports(spec),
-        unfit_offers=blocks_of_unfit_offers(spec, version) if version else (),
+        unfit_offers=blocks_of_unfit_offers(spec, version, tuple(find_trees())) if version else (),
         host_prices=host_prices(spec),
         budget=spec.budget,
         leadership=Leadership(settings.since, Path(SUPERSEDED)),
@@ -81,8 +82,8 @@ def make_service(settings: ServiceSettings, ledger: Ledger, version: Version | N
     return RentalService(context, requests=RequestQueue(), status_file=STATUS)
 
 
-def blocks_of_unfit_offers(spec: Spec, version: Version) -> list[OrderBlock]:
-    """What is never rented, because the Slurm of its image cannot talk to the controller's."""
+def blocks_of_unfit_offers(spec: Spec, version: Version, tree_archs: Collection[str] = ()) -> list[OrderBlock]:
+    """What is never rented, because the Slurm of its image cannot talk to the controller's, or its CPU has none."""
     return [
         OrderBlock(
             account=unfit.choice.provider,
@@ -92,7 +93,7 @@ def blocks_of_unfit_offers(spec: Spec, version: Version) -> list[OrderBlock]:
             why=unfit.why,
             nodeset=unfit.nodeset,
         )
-        for unfit in unfit_offers(spec, version)
+        for unfit in unfit_offers(spec, version, tree_archs)
     ]
 
 

@@ -15,6 +15,7 @@ from shoal.roles.accounting import has_database, slurmdbd_skew
 from shoal.roles.auth import auth_skew
 from shoal.roles.rented_images import offer_findings
 from shoal.roles.shares import shares
+from shoal.roles.slurm_tree import find_trees, uses_tree
 from shoal.roles.tracking import server_host
 from shoal.slurm.conf import STATE_DIRECTORY
 from shoal.slurm.state import NodeState
@@ -135,7 +136,7 @@ def member_version_findings(spec: Spec, versions: Mapping[str, Version]) -> list
         *version_findings((controller, versions[controller]), others),
         *slurmdbd_skew(spec, versions),
         *auth_skew(spec, versions),
-        *offer_findings(spec, versions[controller]),
+        *offer_findings(spec, versions[controller], tuple(find_trees()) if uses_tree(spec) else ()),
     ]
 
 

@@ -7,11 +7,13 @@ system in its name. Without one the machine shows it when it joins.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.cloud.providers import abilities
 from shoal.cloud.providers.api import Abilities, System
+from shoal.cloud.providers.prices import shape_of
+from shoal.roles.slurm_tree import tree_fix
 from shoal.slurm.versions import ONE_SLURM, Version, compatible_releases, is_compatible, packaged_version
 from shoal.spec.finding import Finding, Level
 from shoal.spec.members import provider_accounts, rented_sets
@@ -41,6 +43,7 @@ class UnfitOffer:
     nodeset: str
     choice: OfferChoice
     why: str
+    fix: str = f"{ONE_SLURM}; or name another `image` there, or take a controller with another Slurm"
 
 
 def image_system(name: str) -> System | None:
@@ -59,9 +62,13 @@ def machine_system(able: Abilities, settings: Mapping[str, str], image: str) -> 
     return image_system(named) if named else able.system
 
 
-def unfit_offers(spec: Spec, controller: Version) -> Iterator[UnfitOffer]:
-    """The offers whose machines would install a Slurm that the controller's cannot talk to."""
+def unfit_offers(spec: Spec, controller: Version, tree_archs: Collection[str] = ()) -> Iterator[UnfitOffer]:
+    """The offers whose machines would install a Slurm that the controller's cannot talk to, or find none to install.
+
+    `tree_archs` are the kinds of CPU that Shoal's own Slurm is at hand for.
+    """
     if spec.slurm.source == "shoal":
+        yield from _offers_without_tree(spec, tree_archs)
         return
     accounts = provider_accounts(spec)
     for nodeset in rented_sets(spec).values():
@@ -79,17 +86,30 @@ def unfit_offers(spec: Spec, controller: Version) -> Iterator[UnfitOffer]:
             yield UnfitOffer(nodeset.name, choice, why + compatible_releases(controller.release))
 
 
-def offer_findings(spec: Spec, controller: Version) -> list[Finding]:
+def _offers_without_tree(spec: Spec, tree_archs: Collection[str]) -> Iterator[UnfitOffer]:
+    """Offers of types with a CPU that no tree is for. Without any tree the whole file is rejected elsewhere."""
+    accounts = provider_accounts(spec)
+    for nodeset in rented_sets(spec).values():
+        for choice in nodeset.offers if tree_archs else ():
+            shape = shape_of(accounts[choice.provider].kind or choice.provider, choice.type or "")
+            arch = "aarch64" if shape and shape.arch == "arm64" else "x86_64"
+            if shape and arch not in tree_archs:
+                has = ", ".join(sorted(tree_archs))
+                why = f"{choice.type} of {choice.provider} needs a Slurm for {arch}, and there is one for {has} only"
+                yield UnfitOffer(nodeset.name, choice, why, f"{tree_fix(arch)}; or rent another type")
+
+
+def offer_findings(spec: Spec, controller: Version, tree_archs: Collection[str] = ()) -> list[Finding]:
     """Nodesets with offers that cannot join: an error where none of its offers can."""
     by_nodeset: dict[str, list[UnfitOffer]] = {}
-    for unfit in unfit_offers(spec, controller):
+    for unfit in unfit_offers(spec, controller, tree_archs):
         by_nodeset.setdefault(unfit.nodeset, []).append(unfit)
     sets, findings = rented_sets(spec), []
     for name, unfits in by_nodeset.items():
         none_fits = len(unfits) == len(sets[name].offers)
         what = "its machines cannot join" if none_fits else "some of its offers cannot join, and are not rented"
         evidence = "; ".join(dict.fromkeys(unfit.why for unfit in unfits))
-        fix = f"{ONE_SLURM}; or name another `image` there, or take a controller with another Slurm"
+        fix = "; ".join(dict.fromkeys(unfit.fix for unfit in unfits))
         level: Level = "error" if none_fits else "warning"
         findings.append(Finding(level, f"nodeset `{name}`: {what}", evidence, fix, path=f"nodesets.{name}"))
     return findings

@@ -130,10 +130,17 @@ def require_tree(arch: str = "") -> SlurmTree:
         has = f"; it has one for {', '.join(trees)}" if trees else ""
         raise UsageError(
             f"`slurm: {{from: shoal}}`: this machine has no Slurm for {arch or 'the hosts'}{has}",
-            hint=f"install the wheel `shoal-slurm` for {arch or 'them'}, or build it with `scripts/build-slurm` on "
-            "such a machine, and put it into ~/.cache/shoal/slurm",
+            hint=tree_fix(arch or "them"),
         )
     return tree
+
+
+def tree_fix(arch: str) -> str:
+    """How this machine gets a tree for a kind of CPU."""
+    return (
+        f"install the wheel `shoal-slurm` for {arch}, or build it with `scripts/build-slurm` on such a machine, and "
+        "put it into ~/.cache/shoal/slurm"
+    )
 
 
 # ---- what a host gets

@@ -69,6 +69,17 @@ def test_one_slurm_for_all_hosts_takes_every_image() -> None:
     assert offer_findings(spec, Version(24, 11, 5)) == []
 
 
+def test_cpu_without_a_tree_is_rejected_with_the_wheel_to_install() -> None:
+    spec = spec_of(REEF.replace("OFFERS", "provider: lambda, type: gpu_1x_gh200") + "slurm: {from: shoal}\n")
+    [finding] = offer_findings(spec, Version(24, 11, 5), ("x86_64",))
+    assert (finding.level, finding.path) == ("error", "nodesets.pool")
+    assert "gpu_1x_gh200 of lambda needs a Slurm for aarch64, and there is one for x86_64 only" in str(finding)
+    assert "install the wheel `shoal-slurm` for aarch64" in str(finding)
+    [block] = blocks_of_unfit_offers(spec, Version(24, 11, 5), ("x86_64",))
+    assert (block.account, block.type) == ("lambda", "gpu_1x_gh200")
+    assert offer_findings(spec, Version(24, 11, 5), ("aarch64", "x86_64")) == []
+
+
 def test_plan_is_rejected_like_one_of_hosts_that_cannot_talk() -> None:
     spec = spec_of(REEF.replace("OFFERS", "provider: lambda, type: a"))
     [finding] = member_version_findings(spec, {"c1": Version(22, 5, 8)})
