@@ -1,7 +1,7 @@
 """Controllers and the images of providers: in every cell the machine joins and runs a job, or nothing is rented.
 
-The clouds are simulated. Their machines are sandbox hosts with the system of the image: Debian 11, 12, 13 and sid stand
-for Ubuntu releases with that Slurm and glibc. A cluster for each controller rents from all clouds at once.
+The clouds are simulated. Their machines are sandbox hosts with the system of the image: Debian 12 and 13 stand for
+Ubuntu 22.04 and 24.04. A cluster for each controller rents from all clouds at once.
 
     python -m pytest -s -m matrix tests/matrix/test_controller_images.py > bench/results/controller-images.txt
 """

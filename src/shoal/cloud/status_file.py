@@ -51,7 +51,7 @@ class ServiceStatus:
 
 
 def write_status(path: Path, status: ServiceStatus) -> None:
-    """Replace the file. It has no secrets; only root and Slurm's user can read its directory."""
+    """Replace the file. It has no secrets, and the service's umask leaves it to root alone."""
     write_atomic(path, json.dumps(asdict(status)))
 
 
