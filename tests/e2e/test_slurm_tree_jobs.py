@@ -137,10 +137,11 @@ def test_job_has_its_memory_and_its_gpu(cluster: Cluster) -> None:
 
 
 def test_user_trains_on_two_nodes(cluster: Cluster) -> None:
-    give_torch(cluster.name, cluster.env)
+    packages = give_torch(cluster.name, cluster.env)
     shutil.copytree(ROOT / "examples/toy", Layout(cluster.provider.cache, cluster.name).shared / "toy")
     cluster.on("controller", "sh", "-c", "chown -R ann /shared/toy; install -d -o ann /shared/jobs")
-    run = "shoal run --job job.yaml --launcher torchrun --export OMP_NUM_THREADS=1 --json"
+    exports = f"--export PYTHONPATH={packages} --export OMP_NUM_THREADS=1"
+    run = f"shoal run --job job.yaml --launcher torchrun {exports} --json"
     job = json.loads(as_ann(cluster, f"cd /shared/toy; {run} train.py --epochs 2"))["id"]
     log = as_ann(cluster, f"shoal logs --follow {job}", status=None)
     assert "JobState=COMPLETED" in cluster.on("controller", "scontrol", "show", "job", str(job)), log
