@@ -54,8 +54,7 @@ def run_bundle(place: Path, root: Path, *command: str, mounts: list[dict[str, An
 
 @needs_namespaces
 def test_task_of_plain_srun_has_the_variables_of_torch(store: Path, root: Path) -> None:
-    (root.parent / "image.json").write_text(json.dumps({"WorkingDir": "/srv", "Env": ["PATH=/bin"]}))
-    assert run_bundle(store, root, "sh", "-c", SHOW) == "2 3 0 1 1 127.0.0.1 11003 tiny\n/srv\n"
+    assert run_bundle(store, root, "sh", "-c", SHOW).splitlines()[0] == "2 3 0 1 1 127.0.0.1 11003 tiny"
 
 
 @needs_namespaces

@@ -110,15 +110,16 @@ def test_command_in_an_image_finds_the_driver(root: Path, driver: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import driver_files, image\n"
         f"vars(driver_files).update({constants(driver)!r})\n"
+        f"image.find_root = lambda settings: ({str(root)!r}, False)\n"  # as if it were unpacked
         "sys.exit(image.run_in_image(sys.argv[1:]))"
     )
-    settings = {**SETTINGS, "directory": str(root)}
+    settings = SETTINGS
     command = ["sh", "-c", "echo $LD_LIBRARY_PATH; ls /run/nvidia/lib; nvidia-smi; touch /run/nvidia/lib/libcuda.so.1"]
 
-    def run() -> subprocess.CompletedProcess[str]:
+    def run(cwd: str = "/tmp") -> subprocess.CompletedProcess[str]:
         environment = {"PATH": os.environ["PATH"], "HOME": "/root", "SHOAL_IMAGE": json.dumps(settings)}
         line = [sys.executable, "-I", "-S", "-c", program, *command]
-        return subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
+        return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=cwd, timeout=60)
 
     done = run()
     names = ["libcuda.so.1", "libcuda.so.570.86", "libnvidia-ml.so.1"]
@@ -127,3 +128,7 @@ def test_command_in_an_image_finds_the_driver(root: Path, driver: Path) -> None:
     (root.parent / "image.json").write_text(json.dumps({"Env": ["NVIDIA_REQUIRE_CUDA=cuda>=13.1"]}))
     done = run()
     assert done.stdout == "" and "image tiny needs CUDA 13.1, and driver 570.86 has 12.8" in done.stderr
+    (root.parent / "image.json").write_text(json.dumps({"WorkingDir": "/srv"}))
+    (root / "srv").mkdir(exist_ok=True)
+    command[:] = ["sh", "-c", "pwd"]
+    assert run("/opt").stdout == "/srv\n", "the image's directory, where the job's is not in it"
