@@ -23,7 +23,7 @@ from tests.sandbox_faults import SandboxFaults
 
 from shoal.local_files import cache_dir
 from shoal.remote import program_text
-from shoal.roles.tailscale import KEYRING, SOURCE
+from shoal.roles.tailscale import KEYRING, SOURCE, SURE_LOGOUT
 from shoal.sandbox.layout import Layout
 
 pytestmark = [pytest.mark.sandbox, needs_programs]
@@ -353,7 +353,7 @@ def test_no_link_probe_remains_after_ctrl_c(lab: Lab) -> None:
 
 
 def test_host_without_tun_joins_with_userspace_networking(lab: Lab) -> None:
-    lab.hosts.shell("gpu02", "tailscale logout; systemctl stop tailscaled; umount /dev/net/tun; rm /dev/net/tun")
+    lab.hosts.shell("gpu02", f"{SURE_LOGOUT}; systemctl stop tailscaled; umount /dev/net/tun; rm /dev/net/tun")
     plan = lab.cluster.json("plan", status=None)
     assert ("gpu02", "file /etc/shoal/tailscaled.env") in {
         (change["host"], change["what"]) for change in plan["changes"]

@@ -45,6 +45,8 @@ KEYRING = "/usr/share/keyrings/tailscale-archive-keyring.gpg"
 """Both as Tailscale's download page names them."""
 KEYRING_COPY = "the keyring of Tailscale's packages"
 LOGOUT = ("tailscale", "logout")
+SURE_LOGOUT = "timeout 30 tailscale logout || { systemctl restart tailscaled; timeout 30 tailscale logout; }"
+"""A logout takes a second. It has been seen to hang for minutes, until tailscaled was started again."""
 
 
 class TailscaleComponent(Component):
@@ -90,7 +92,7 @@ class TailscaleComponent(Component):
 
     def removal(self) -> Document:
         """Leaves the tailnet, unless an administrator joined the host."""
-        out = "tailscale logout; systemctl disable --now tailscaled || true"
+        out = f"{SURE_LOGOUT}; systemctl disable --now tailscaled || true"
         return (
             Command("leave the tailnet", ("sh", "-c", out), unless=("test", "!", "-e", JOINED)),
             *map(File, (KEY, CONTROLLER_KEY, DROP_IN, FLAGS, JOINED)),
