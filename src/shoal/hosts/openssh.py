@@ -65,8 +65,13 @@ _ASK = f"echo {ANSWER}; {{command}} < /dev/null 2> /dev/null; status=$?; echo; e
 _STAY = "exec cat > /dev/null"
 # A shell waits for the program: `ssh` reports one that a signal ended as a lost connection.
 _REPORT_STATUS = ("sh", "-c", '"$@"; exit $?', "sh")
-# `ssh` ends with our process, which removes the directory of the sockets, unless it was killed.
-_REMOVE_DIRECTORY = ("sh", "-c", '"$@"; kill -0 "$PPID" 2> /dev/null || rm -rf "$0"')
+# `ssh` ends with our process, which removes the directory of the sockets, unless it was killed. A killed process may
+# still be there as a zombie.
+_REMOVE_DIRECTORY = (
+    "sh",
+    "-c",
+    '"$@"; if ! kill -0 "$PPID" 2> /dev/null || grep -qs "^State:.Z" "/proc/$PPID/status"; then rm -rf "$0"; fi',
+)
 
 _logins: dict[tuple[Target, Path], _Login] = {}
 """Those that have begun and that no host uses yet."""
