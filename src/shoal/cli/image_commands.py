@@ -145,7 +145,10 @@ def image_save(
 @with_session
 def image_bundle(
     source: Annotated[str, typer.Argument(metavar="IMAGE", help="As `shoal run --image` takes it.")],
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="The bundle's name. Default: the image's.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The bundle's name. Default: one that its image and options have alone."),
+    ] = None,
     mount: Annotated[
         list[str] | None,
         typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,9 @@ STORE = "images"
 """The images in the user's directory for jobs."""
 STEP_PROGRAM = f"{PROGRAMS}/start.py"
 """Runs steps that `shoal run` does not start, on nodes."""
+BUNDLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+BUNDLE_NAME_LENGTH, BUNDLE_NAME_DIGITS = 80, 8
+"""Of a bundle without a name of its own: the end of the image's name, and digits for what it is made of."""
 REGISTRY = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?")
 REFERENCE = re.compile(r"(?!/)[a-z0-9]+([._:/-][A-Za-z0-9_.-]+)*(@sha256:[0-9a-f]{64})?")
 
@@ -123,6 +127,12 @@ def require_nodes(image: StoredImage, features: Iterable[Sequence[str]]) -> None
         raise UsageError(f"image {image.name} is for {image.architecture}, and the nodes are {present}", hint=fix)
 
 
+def bundle_name(image: str, settings: str) -> str:
+    """The name of a bundle that the user gives none: other settings have another, so no bundle replaces another."""
+    readable = re.sub("[^A-Za-z0-9_.-]+", "_", image).strip("_")[-BUNDLE_NAME_LENGTH:]
+    return f"{readable}-{hashlib.sha256(f'{image} {settings}'.encode()).hexdigest()[:BUNDLE_NAME_DIGITS]}"
+
+
 def image_name(value: object) -> str:
     """What `--image` may be: a name, a reference of a registry, or a path on the hosts."""
     text = value if isinstance(value, str) else ""
@@ -160,7 +170,7 @@ def removal_command(container: str) -> tuple[str, ...]:
 def store_command(verb: str, store: str, *words: str, proxy: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Run `remote/image_store.py` on the host that the user logs in to."""
     variables = ("env", *(f"{name}={value}" for name, value in proxy.items())) if proxy else ()
-    return (*variables, *modules_command(("image_registry", "image_store"), verb, store, *words))
+    return (*variables, *modules_command(("image_bundles", "image_registry", "image_store"), verb, store, *words))
 
 
 def parse_images(text: str) -> list[StoredImage]:

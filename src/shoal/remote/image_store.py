@@ -31,7 +31,6 @@ import json
 import os
 import pwd
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -41,6 +40,7 @@ import threading
 import time
 import urllib.parse
 
+from .image_bundles import bundle, remove_bundles, replace_file
 from .image_registry import (
     AUTH_FILE,
     MESSAGE_END,
@@ -67,12 +67,12 @@ TAG = "image"
 SHELLS = ("usr/bin/bash", "usr/bin/dash", "bin/bash", "bin/dash", "bin/busybox")
 LAYOUT_FILE = re.compile(r"(oci-layout|index\.json|blobs/sha256/[0-9a-f]{64})$")
 ELF_MACHINES = {62: "amd64", 183: "arm64"}
-ANNOTATION = "shoal.image"
-"""Where a bundle says what its commands run in: `runner/bundle.py` reads it."""
 CAUSE = "shoal: error: "
 """How our own program on a node begins what is wrong. Slurm has lines of its own."""
 LAST_LINES = 20
 """Of what a job says: the cause is among them."""
+KEPT = ("names", "bundles", "containers", ".lock", AUTH_FILE)
+"""In the store, beside images."""
 CHUNK_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
         os.makedirs(os.path.join(store, "names"), 0o700, exist_ok=True)
         modes: dict[str, Callable[..., object]] = {
             **{"find": find, "pull": pull, "build": build, "receive": receive, "push": push},
-            **{"login": login, "logout": logout},
+            **{"login": without_removals(login), "logout": without_removals(logout)},
             **{"bundle": bundle, "list": list_images, "containers": list_containers},
             **{"remove": remove, "prune": prune},
         }
@@ -215,27 +215,6 @@ def push(store: str, name: str, reference: str) -> dict[str, Any]:
     return {"name": name, "reference": reference, "digest": digest}
 
 
-def bundle(store: str, name: str, settings: str, program: str) -> dict[str, Any]:
-    """Write what Slurm reads of a bundle. Its root is empty: nodes unpack the image themselves."""
-    path = bundle_directory(store, name)
-    os.makedirs(os.path.join(path, "rootfs"), 0o700, exist_ok=True)
-    process = {"args": ["true"], "cwd": "/", "env": [], "user": {"uid": os.getuid(), "gid": os.getgid()}}
-    config = {"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": process, "mounts": []}
-    new = "%s/config.%d" % (path, os.getpid())
-    with open(new, "w") as file:
-        json.dump({**config, "annotations": {ANNOTATION: settings}}, file)
-    os.replace(new, os.path.join(path, "config.json"))
-    script = os.path.join(path, "run")
-    with open(script, "w") as file:
-        file.write('#!/bin/sh\nexec python3 -I -S %s step %s -- "$@"\n' % (program, shlex.quote(path)))
-    os.chmod(script, 0o700)
-    return {"path": path}
-
-
-def bundle_directory(store: str, name: str) -> str:
-    return os.path.join(store, "bundles", re.sub("[^A-Za-z0-9_.-]", "_", name))
-
-
 def keep(store: str, new: str, name: str, reference: str, digest: str, **values: object) -> dict[str, Any]:
     """Give the new layout the place of its digest, and the name."""
     with open(os.path.join(new, "index.json")) as file:
@@ -252,10 +231,7 @@ def keep(store: str, new: str, name: str, reference: str, digest: str, **values:
             raise
     facts = {"architecture": config.get("architecture", ""), "bytes": size, "made_at": int(time.time())}
     image = describe(name, reference, digest or manifest_digest, id, **{**facts, **values})
-    path = name_file(store, name)
-    with open("%s.%d" % (path, os.getpid()), "w") as file:
-        json.dump(image, file)
-    os.replace("%s.%d" % (path, os.getpid()), path)
+    replace_file(name_file(store, name), json.dumps(image))
     return {**image, "layout": place}
 
 
@@ -295,7 +271,6 @@ def remove(store: str, name: str) -> list[str]:
         raise unknown_image(store, name)
     with locked(store, fcntl.LOCK_EX):
         os.unlink(name_file(store, name))
-        shutil.rmtree(bundle_directory(store, name), ignore_errors=True)
     return prune(store)
 
 
@@ -308,18 +283,33 @@ def prune(store: str) -> list[str]:
     """The ids of what was removed. A job that waits in the queue fails if its image is: its message says so."""
     with locked(store, fcntl.LOCK_EX):
         used = {image["id"] for image in list_images(store)}
-        left = [
-            name
-            for name in os.listdir(store)
-            if name not in used and name not in ("names", "bundles", "containers", ".lock", AUTH_FILE)
-        ]
+        left = [name for name in os.listdir(store) if name not in used and name not in KEPT]
         for name in left:
-            shutil.rmtree(os.path.join(store, name))
-        for name in names_in(store):
+            remove_path(os.path.join(store, name))
+        for name in os.listdir(os.path.join(store, "names")):
             path = os.path.join(store, "names", name)
-            if read_name(store, urllib.parse.unquote(name[: -len(".json")])) is None:
+            if not name.endswith(".json") or read_name(store, urllib.parse.unquote(name[: -len(".json")])) is None:
                 os.unlink(path)
-    return [name for name in left if not name.startswith(".new")]
+        remove_bundles(store)
+    return [name for name in left if re.match("[0-9a-f]{64}$", name)]
+
+
+def remove_path(path: str) -> None:
+    """A program that was killed may have left files, too."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def without_removals(function: Callable[..., object]) -> Callable[..., object]:
+    """The function, while nothing is removed from the store: what it writes would be, before it has its name."""
+
+    def locked_function(store: str, *words: str) -> object:
+        with locked(store, fcntl.LOCK_SH):
+            return function(store, *words)
+
+    return locked_function
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.containers.images import (
+    BUNDLE_NAME,
     FEATURE,
     REGISTRY,
     STEP_PROGRAM,
@@ -19,6 +20,7 @@ from shoal.containers.images import (
     JobImage,
     StoredContainer,
     StoredImage,
+    bundle_name,
     export_command,
     image_name,
     is_reference,
@@ -212,6 +214,8 @@ async def image_nodes(host: Host, node: str | None) -> tuple[list[NodeState], st
 async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
     """Write a bundle for `srun --container`, of the image that a job names; where it is on the hosts."""
     assert job.image is not None
+    if name is not None and not BUNDLE_NAME.fullmatch(name):
+        raise UsageError(f"--name {name!r} is not a bundle's name", hint="use letters, digits, `-`, `_` and `.`")
     async with open_store(context) as store:
         if not any(f"{store.directory}/".startswith(f"{share}/") for share in store.record.shares):
             raise UsageError(
@@ -220,7 +224,8 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
             )
         nodes = parse_nodes(await slurm_output(store.host, NODES_COMMAND))
         image = await job_image(store.host, store.record, job, nodes, context.progress)
-        words = (checked_image(name or job.image), image.as_json(()), STEP_PROGRAM)
+        settings = image.as_json(())
+        words = (name or bundle_name(job.image, settings), settings, STEP_PROGRAM)
         path: str = json.loads(await store.ask("bundle", *words, what=f"write a bundle of {job.image}"))["path"]
         return path
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from tests.unit.containers.test_image_runner import ALLOWED, SETTINGS, START, root
 from tests.unit.containers.test_image_store import ask, store
 
+from shoal.containers.images import JobImage, StoredImage, bundle_name
 from shoal.jobs import script
 from shoal.remote import python_command
 from shoal.remote.runner.bundle import SLURM_SCRIPT
@@ -41,8 +43,8 @@ SHOW = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $NODE_RANK $MASTER_
 def run_bundle(place: Path, root: Path, *command: str, mounts: list[dict[str, Any]] | None = None) -> str:
     """What Slurm runs, after it has put the step's command and variables into the bundle."""
     settings = json.dumps({**SETTINGS, "directory": str(root), "name": "tiny"})
-    bundle = Path(json.loads(ask("bundle", str(place), "lab/tiny:1", settings, str(START)))["path"])
-    assert bundle.name == "lab_tiny_1" and (bundle / "rootfs").is_dir()
+    bundle = Path(json.loads(ask("bundle", str(place), "tiny", settings, str(START)))["path"])
+    assert bundle.name == "tiny" and (bundle / "rootfs").is_dir()
     config = json.loads((bundle / "config.json").read_text())
     config["process"].update(args=command, env=[f"{name}={value}" for name, value in STEP.items()])
     (bundle / "config.json").write_text(json.dumps({**config, "mounts": mounts or []}))
@@ -50,6 +52,40 @@ def run_bundle(place: Path, root: Path, *command: str, mounts: list[dict[str, An
     done = subprocess.run(line, capture_output=True, text=True, env={"PATH": "/usr/bin"}, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_bundle_of_other_settings_has_another_name() -> None:
+    image = JobImage(StoredImage("lab/x", id="ab" * 32, layout="/images/ab"))
+    images = (image, replace(image, mounts=("/data:/data",)), replace(image, home=True), replace(image, workdir="/a"))
+    names = [bundle_name("lab/x", entry.as_json(())) for entry in (*images, *images[:2])]
+    assert len(set(names)) == 4 and names[4:] == names[:2]
+    assert all(re.fullmatch("lab_x-[0-9a-f]{8}", name) for name in names)
+    assert bundle_name("lab_x", image.as_json(())) not in names
+    assert bundle_name("docker.io/library/debian:12", "").startswith("docker.io_library_debian_12-")
+    assert bundle_name("/data/" + "x" * 300, "").startswith("xxx") and len(bundle_name("x" * 300, "")) == 89
+
+
+def test_bundle_is_never_half_written(store: Path) -> None:
+    """A job may read `run` while the same bundle is written again."""
+    path = Path(json.loads(ask("bundle", str(store), "x", "{}", "/start.py"))["path"])
+    with (path / "run").open() as before:
+        ask("bundle", str(store), "x", "{}", "/other.py")
+        assert before.read().endswith(f' /start.py step {path} -- "$@"\n')
+    assert "/other.py" in (path / "run").read_text() and os.access(path / "run", os.X_OK)
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "rootfs", "run"]
+
+
+def test_bundle_outlives_its_image_for_those_who_wait(store: Path) -> None:
+    settings = {**SETTINGS, "layout": str(store / "gone"), "directory": ""}
+    there = {**settings, "directory": str(store)}
+    old, young, used = (
+        Path(json.loads(ask("bundle", str(store), name, json.dumps(values), "p"))["path"])
+        for name, values in (("old", settings), ("young", settings), ("used", there))
+    )
+    for path in (old, used):
+        os.utime(path / "config.json", (0, 0))
+    ask("prune", str(store))
+    assert [path.exists() for path in (old, young, used)] == [False, True, True]
 
 
 @needs_namespaces
@@ -80,7 +116,7 @@ def test_rank_is_not_that_of_the_batch_script(store: Path, root: Path, monkeypat
 @needs_namespaces
 def test_program_of_the_bundle_runs_a_command_in_its_image(store: Path, root: Path) -> None:
     run_bundle(store, root, "sh", "-c", SHOW)
-    line = [str(store / "bundles/lab_tiny_1/run"), "sh", "-c", f"{SHOW}; exit 3"]
+    line = [str(store / "bundles/tiny/run"), "sh", "-c", f"{SHOW}; exit 3"]
     done = subprocess.run(line, capture_output=True, text=True, env=STEP, timeout=60)
     assert (done.stdout.splitlines()[0], done.returncode) == ("2 3 0 1 1 127.0.0.1 11003 tiny", 3), done.stderr
     alone = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}

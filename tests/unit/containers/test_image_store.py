@@ -73,8 +73,11 @@ def test_same_content_is_stored_once_and_goes_with_its_last_name(store: Path) ->
 def test_prune_removes_what_a_later_pull_replaced_and_half_a_pull(store: Path) -> None:
     before, after = kept(store, "a", "one")["id"], kept(store, "a", "two")["id"]
     (store / ".new.controller.17").mkdir()
+    for name in ("auth.json.17", "names/b.json.17"):  # of programs that were killed
+        (store / name).touch()
     assert json.loads(ask("prune", str(store))) == [before]
     assert sorted(path.name for path in store.iterdir()) == sorted([".lock", after, "names"])
+    assert [path.name for path in (store / "names").iterdir()] == ["a.json"]
 
 
 def test_containers_are_listed_with_their_nodes(store: Path) -> None:
