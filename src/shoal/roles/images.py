@@ -26,7 +26,10 @@ LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH = (
     "/proc/sys/kernel/unprivileged_userns_clone",
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
 )
-MODULES = ("__init__", "bundle", "driver_files", "image", "image_build", "image_export", "unpacked_image", "variables")
+MODULES = (
+    *("__init__", "build_place", "bundle", "driver_files", "image", "image_build", "image_export"),
+    *("unpacked_image", "variables"),
+)
 """Of `remote/runner`: what a step of `srun --container` needs."""
 COMPILE = "compile the program of images"
 REMOVAL_TIMEOUT_S = 1800.0

@@ -307,6 +307,47 @@ def test_image_that_no_job_used_for_long_is_removed_and_a_named_container_stays(
     assert [(place / name).exists() for name in (store["id"], other, "containers/mine")] == [True, False, True]
 
 
+def test_place_of_a_build_is_no_image(store: dict[str, Any]) -> None:
+    place = Path(store["place"])
+    for name in ("build.7", "build.8"):
+        (place / name / "storage").mkdir(parents=True)
+        (place / f"{name}.lock").touch()
+        os.utime(place / f"{name}.lock", (0, 0))
+    with (place / "build.8.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it is being built
+        in_another_process(unpacked, str(place), store)
+        assert unpacked_image.images_by_use(str(place)).keys() == {str(place / store["id"])}
+        assert sorted(path.name for path in place.glob("build.*")) == ["build.8", "build.8.lock"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")
+def test_what_cannot_be_removed_fails_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled build leaves directories of the user's other ids, which the user cannot enter."""
+    place = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(unpacked_image, "unpack", lambda store, path, settings: os.makedirs(f"{path}/rootfs"))
+
+    def run_job() -> None:
+        os.setuid(65534)
+        root = unpacked(str(place), {**SETTINGS, "id": "ab" * 32})
+        assert os.path.isdir(root)
+        with pytest.raises(Problem, match="needs about"):
+            unpacked_image.make_space(str(place), 1 << 62, "image tiny")
+
+    try:
+        for name in ("build.7", "cd" * 32):
+            (place / name / "inside").mkdir(parents=True)
+            (place / f"{name}.lock").touch()
+        for path in (place, *place.iterdir()):
+            os.chown(path, 65534, 65534)
+            os.utime(path, (0, 0))
+        for path in place.glob("*/inside"):
+            (path / "file").touch()
+            path.chmod(0o700)
+        in_another_process(run_job)
+    finally:
+        shutil.rmtree(place)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")
 @pytest.mark.parametrize("trap", ["directory", "link"])
 def test_nobody_can_block_a_user_by_making_the_directory_first(

@@ -18,8 +18,8 @@ import sys
 import warnings  # noqa: F401 - os.execvpe imports it, and inside there is no Python of the node
 
 from .driver_files import driver_mounts, driver_problem, driver_variables
-from .unpacked_image import DEFAULT_PATH, Problem, find_container, own_store, unpacked
-from .variables import CONTAINER, IMAGE
+from .unpacked_image import Problem, find_container, own_store, unpacked
+from .variables import CONTAINER, DEFAULT_PATH, IMAGE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

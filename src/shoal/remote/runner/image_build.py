@@ -6,25 +6,25 @@ layout. Everything in between is in the user's own directory on this node and go
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pwd
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
 
+from .build_place import PLACE, environment, remove_leftovers, remove_place
 from .image import fail
-from .unpacked_image import DEFAULT_PATH, TAG, Problem, hold, own_store
+from .unpacked_image import TAG, Problem, hold, own_store
 from .unpacked_image import pull as pull_base
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-PLACE = "build."
 BUILT = "localhost/shoal-build"
 FUSE, FUSE_OVERLAY = "/dev/fuse", "/usr/bin/fuse-overlayfs"
 WHEELS = "/usr/share/python-wheels"
@@ -54,35 +54,13 @@ def build_image(settings_text: str) -> int:
                 tar.add(os.path.join(place, "layout"), ".")
         finally:
             remove_place(place)
-            os.unlink(place + ".lock")
+            with contextlib.suppress(OSError):  # another job of the user's was faster
+                os.unlink(place + ".lock")
     except Problem as error:
         return fail(str(error))
     except (OSError, tarfile.TarError) as error:
         return fail("cannot build image %s: %s" % (settings["name"], error))
     return 0
-
-
-def remove_leftovers(store: str) -> None:
-    """What builds left whose job was killed."""
-    for name in os.listdir(store):
-        if not name.startswith(PLACE) or not name.endswith(".lock"):
-            continue
-        lock = os.open(os.path.join(store, name), os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_place(os.path.join(store, name[: -len(".lock")]))
-            os.unlink(os.path.join(store, name))
-        except BlockingIOError:
-            pass  # it is being built
-        finally:
-            os.close(lock)
-
-
-def remove_place(place: str) -> None:
-    """Files in it may belong to other ids of the user's, which only a user namespace can remove."""
-    if os.path.lexists(place):
-        subprocess.run(["buildah", "unshare", "rm", "-rf", place], env=environment(place), check=False)
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def build(place: str, settings: dict[str, Any]) -> None:
@@ -148,13 +126,6 @@ def volumes(place: str) -> list[str]:
         if os.path.isfile(source):
             options += ["--volume", "%s:%s/%s:ro" % (source, INSIDE, name)]
     return options
-
-
-def environment(place: str) -> dict[str, str]:
-    """buildah's own: nothing of the job's settings reaches the image."""
-    names = {"HOME": "home", "XDG_RUNTIME_DIR": "run", "TMPDIR": "tmp"}
-    paths = {name: os.path.join(place, directory) for name, directory in names.items()}
-    return {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "USER": pwd.getpwuid(os.getuid()).pw_name, **paths}
 
 
 def run(place: str, settings: dict[str, Any], line: list[str], what: str = "") -> str:

@@ -19,6 +19,8 @@ import stat
 import sys
 import time
 
+from .variables import DEFAULT_PATH
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -44,7 +46,6 @@ LIMIT_FILE = PROGRAMS + "/disk"
 """The bytes that a user's images and containers may take on this node, where the file of the cluster says so."""
 MESSAGE_END = 120
 """The end of a program's message has the cause; paths stand before it."""
-DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Problem(Exception):
@@ -178,10 +179,9 @@ def make_space(store: str, needed: int, what: str) -> None:
     room = min(free, own)
     if needed <= room:
         return
-    names = [name[: -len(".lock")] for name in os.listdir(store) if name.endswith(".lock")]
-    sizes = {path: size_of(path) for path in (os.path.join(store, name) for name in names) if os.path.isdir(path)}
+    sizes = {path: size_of(path) for path in images_by_use(store) if os.path.isdir(path)}
     if needed <= room + sum(sizes.values()):
-        for path in sorted(sizes, key=lambda path: os.stat(path + ".lock").st_mtime):
+        for path in sizes:
             if remove_unused(path):
                 sys.stderr.write("shoal: removed image %.12s here, for %s\n" % (os.path.basename(path), what))
                 room += sizes[path]
@@ -319,25 +319,48 @@ def remove_container(name: str) -> int:
 
 
 def evict(store: str) -> None:
-    """Remove images that no job has used for long and no process runs in. Named containers have users' changes."""
-    for name in os.listdir(store):
-        path = os.path.join(store, name[: -len(".lock")])
-        if name.endswith(".lock") and os.stat(path + ".lock").st_mtime <= time.time() - KEEP_DAYS * 86400:
+    """Remove images that no job has used for long and no process runs in, and what builds left that were killed.
+
+    Named containers have users' changes. What cannot be removed stays: no job fails because of it.
+    """
+    from .build_place import remove_leftovers
+
+    remove_leftovers(store)
+    for path, used_at in images_by_use(store).items():
+        if used_at <= time.time() - KEEP_DAYS * 86400:
             remove_unused(path)
 
 
+def images_by_use(store: str) -> dict[str, float]:
+    """When each image was last used, the one that was used longest ago first. Places of builds have locks, too."""
+    from .build_place import PLACE
+
+    images = {}
+    for name in os.listdir(store):
+        if name.endswith(".lock") and not name.startswith(PLACE):
+            with contextlib.suppress(OSError):
+                images[os.path.join(store, name[: -len(".lock")])] = os.stat(os.path.join(store, name)).st_mtime
+    return dict(sorted(images.items(), key=lambda item: item[1]))
+
+
 def remove_unused(path: str) -> bool:
-    """Whether no process runs in an image or container: then it is gone."""
-    lock = os.open(path + ".lock", os.O_RDWR)
+    """Remove an image that no process runs in. Whether it is gone; half of one never has its name."""
+    new = path + ".new"
+    try:
+        lock = os.open(path + ".lock", os.O_RDWR)
+    except OSError:
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        remove(new)
+        if os.path.lexists(path):
+            os.rename(path, new)
+            remove(new)
+    except OSError:
         return False
-    else:
-        remove(path)
-        return True
     finally:
         os.close(lock)
+    return True
 
 
 def remove(path: str) -> None:

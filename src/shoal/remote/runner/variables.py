@@ -10,6 +10,7 @@ IMAGE = "SHOAL_IMAGE"
 """What the job's commands run in, as JSON; not set where that is the node itself."""
 CONTAINER = "SHOAL_CONTAINER"
 """Inside an image: its name, or that of the container."""
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FIRST_PORT, PORTS = 10000, 20000
 """Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this."""
 VPN_INTERFACES = ("shoal0", "tailscale0")
