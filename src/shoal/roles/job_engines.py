@@ -10,7 +10,9 @@ from shoal.agent.facts import Facts
 from shoal.remote import program_text
 from shoal.remote.docker_guard import CONFIG, DAEMONS
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.roles.current_conf import confinement
 from shoal.roles.slurm_tree import uses_tree
+from shoal.roles.users import USERS_GROUP
 from shoal.slurm.conf import EPILOG, TASK_PROLOG
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -61,8 +63,10 @@ class JobEnginesComponent(Component):
         assert spec.containers is not None
         # From Debian 13 on the client is a package of its own.
         client = ("docker-cli",) if facts and facts.os_id == "debian" and facts.os_version not in ("11", "12") else ()
+        # Without cgroups there is no guard, and nobody may use Docker.
+        has_cgroups = facts is None or confinement((facts,), ()).tracked
         return (
-            *((*DOCKER_PACKAGES, *client) if spec.containers.docker else ()),
+            *((*DOCKER_PACKAGES, *client) if spec.containers.docker and has_cgroups else ()),
             *(PODMAN_PACKAGES if spec.containers.podman else ()),
         )
 
@@ -81,10 +85,12 @@ class JobEnginesComponent(Component):
             items += _podman()
         elif facts.has_file(f"{PODMAN}/containers.conf"):
             items += _podman_removal()
-        if has_engines_here and spec.containers.docker and cluster.conf.confinement.tracked:
-            items += _docker(cluster, member)
-        elif facts.has_file(UNIT):
+        if has_engines_here and spec.containers.docker and spec.users and cluster.conf.confinement.tracked:
+            return {Stage.BASE: (*items, *_own_daemon_off(), *_docker(cluster, member))}
+        if facts.has_file(UNIT):
             items += _docker_removal()
+        if spec.containers.docker:
+            items += _own_daemon_off()
         return {Stage.BASE: items}
 
     def removal(self) -> Document:
@@ -170,20 +176,27 @@ def _podman_removal() -> Document:
     return (Command("remove podman's settings and images", remove, unless=absent, timeout=REMOVAL_TIMEOUT_S),)
 
 
+def _own_daemon_off() -> Document:
+    """Docker as its package or a provider's image starts it: whoever may use its socket is root."""
+    return tuple(Service(name, enabled=False, running=False) for name in ("docker.socket", "docker"))
+
+
 def _docker(cluster: Cluster, member: Member) -> Document:
     facts = cluster.facts_of(member.name)
     shares = [*cluster.spec.storage, *([SANDBOX_SHARED] if member.provider == "sandbox" else [])]
-    config = {"node": member.name, "gpus": [gpu.device for gpu in facts.gpus], "shares": shares}
+    users = sorted(cluster.user_ids[name].uid for name, user in cluster.spec.users.items() if user.docker)
+    gpus = [gpu.device for gpu in facts.gpus]
+    # Read anew at each request: a restart would cut the terminals of containers.
+    config = {"node": member.name, "gpus": gpus, "shares": shares, "users": users, "group": USERS_GROUP}
     text = program_text("docker_daemon.sh", DAEMONS=DAEMONS, STORE=STORE, NETWORK=NETWORK)
     restarts = (SERVICE,)
     return (
-        *(Service(name, enabled=False, running=False) for name in ("docker.socket", "docker")),
         Directory("/etc/shoal"),
         *(Directory(path) for path in (DIRECTORY, PACKAGE)),
         Directory(STORE, mode=0o711),
         *(File(f"{PACKAGE}/{n}.py", program_text(f"docker_guard/{n}.py"), restarts=restarts) for n in MODULES),
         File(DAEMON, text, mode=0o755),
-        File(CONFIG, json.dumps(config) + "\n", restarts=restarts),
+        File(CONFIG, json.dumps(config) + "\n"),
         File(DAEMON_UNIT, daemon_service()),
         File(UNIT, guard_service(path=f"{cluster.slurm_prefix}/bin:" if uses_tree(cluster.spec) else ""),
              restarts=restarts),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
+from shoal.hostlist import compress
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.roles import node_logins
 from shoal.roles.component import PACKAGES_PREFIX, AccountIds, Cluster, Component, FileQuery, Stage
@@ -24,7 +25,6 @@ DOCKER = "docker"
 SSHD_CONF = "/etc/ssh/sshd_config.d/10-shoal-users.conf"
 PAM, PAM_BLOCK = "/etc/pam.d/sshd", "jobs"
 FIRST_GROUP = 3000
-LAST_SYSTEM_GROUP = 989
 
 
 class UsersComponent(Component):
@@ -67,15 +67,7 @@ class UsersComponent(Component):
             what = "every user may log in to every node by SSH, with or without a job there"
             cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
             findings.append(Finding("info", what, cause, path="users"))
-        for name, user in users.items():
-            if (
-                user.docker
-                and not uses_docker_guard(cluster.spec)
-                and not any(DOCKER in facts.groups for facts in cluster.facts.values())
-            ):
-                fix = "install Docker on the hosts that need it, then run `shoal up`"
-                findings.append(Finding("info", "no host has Docker yet", fix=fix, path=f"users.{name}.docker"))
-        return tuple(findings)
+        return (*findings, *_docker_findings(cluster))
 
 
 def home_of(spec: Spec, name: str) -> str:
@@ -98,14 +90,11 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
     for name, number in numbers.items():
         if number is not None:
             yield Group(name, number)
-    guarded = uses_docker_guard(cluster.spec)
-    if guarded:
-        yield Group(DOCKER, docker_gid(cluster))
     creates_home = creates_homes(cluster, member)
     for name, user in users.items():
         # A system group keeps its id, and users join it on hosts that have it.
         groups = [group for group in user.groups if numbers[group] is not None or group in facts.groups]
-        docker = user.docker and (guarded or DOCKER in facts.groups)
+        docker = user.docker and not uses_docker_guard(cluster.spec) and DOCKER in facts.groups
         home = home_of(cluster.spec, name)
         ids = cluster.user_ids[name]
         yield Group(name, ids.gid)
@@ -124,17 +113,27 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
 
 
 def uses_docker_guard(spec: Spec) -> bool:
-    """Whether Docker in jobs is behind Shoal's guard."""
+    """Whether users have Docker through Shoal's guard alone, which knows them by id.
+
+    They are in Docker's group nowhere then. slurmctld gives jobs the groups that their user has on the controller, so a
+    job would have that group on nodes without the guard, too.
+    """
     return spec.containers is not None and spec.containers.docker
 
 
-def docker_gid(cluster: Cluster) -> int:
-    """One id of Docker's group on all hosts: slurmctld tells a node the groups of a job's user."""
-    tables = [cluster.facts[name].groups for name in sorted(cluster.facts, key=lambda n: n != cluster.controller.name)]
-    present: list[int] = [table[DOCKER].id for table in tables if DOCKER in table]
-    taken: set[int] = {group.id for table in tables for name, group in table.items() if name != DOCKER}
-    numbers: tuple[int, ...] = (*present, *range(LAST_SYSTEM_GROUP, 100, -1))
-    return next(number for number in numbers if number not in taken)
+def _docker_findings(cluster: Cluster) -> Iterator[Finding]:
+    names = [name for name, user in cluster.spec.users.items() if user.docker]
+    if not names or uses_docker_guard(cluster.spec):
+        return
+    path, hosts = f"users.{names[0]}.docker", [name for name, facts in cluster.facts.items() if DOCKER in facts.groups]
+    if not hosts:
+        fix = "install Docker on the hosts that need it, then run `shoal up`"
+        yield Finding("info", "no host has Docker yet", fix=fix, path=path)
+        return
+    what = f"{', '.join(names)} may become root where Docker runs: {compress(hosts)}"
+    cause = "members of the group docker are as good as root, there and so on all hosts"
+    fix = "use Docker in jobs, behind a guard (`containers: {docker: true}`), or podman; or delete this"
+    yield Finding("warning", what, cause, fix, path=path)
 
 
 def group_ids(cluster: Cluster) -> dict[str, int | None]:

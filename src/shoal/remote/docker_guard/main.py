@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 SOCKET = "/run/docker.sock"
 UNIT = "shoal-docker@"
-GROUP = "docker"
 MAX_BODY_BYTES = 4 << 20
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 60
@@ -156,6 +155,9 @@ class Guard(BaseHTTPRequestHandler):
                 words = dict(parse_qsl(place.query))
                 self.server.daemons.of(words["user"]).end_job(words["job"])
                 return self._answer(200, {})
+            self.config = self.server.read_config()
+            if self.peer.uid not in self.config["users"]:
+                raise Rejection("you may not use Docker: use podman, or ask the operator for `docker: true`")
             caller, kind = self.peer.caller(), rules.route(self.command, place.path)
             with self.server.daemons.of(caller.user).request(caller.job, kind not in _STREAMS):
                 self._pass_on(caller, kind, place.path, place.query)
@@ -168,7 +170,7 @@ class Guard(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _handle
 
     def _pass_on(self, caller: Caller, kind: str, path: str, query_text: str) -> None:
-        user, config = caller.user, self.server.config
+        user, config = caller.user, self.config
         query = parse_qsl(query_text, keep_blank_values=True, strict_parsing=bool(query_text))
         body: Any = None
         if kind in _JSON_KINDS:
@@ -359,9 +361,13 @@ class GuardServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         if not isinstance(sys.exc_info()[1], OSError):  # clients go away
             super().handle_error(request, client_address)
 
-    def __init__(self, path: str, config: Any) -> None:
-        self.config, self.daemons = config, Daemons()
+    def __init__(self, path: str, config: str = CONFIG) -> None:
+        self.daemons, self._config = Daemons(), config
         super().__init__(path, Guard)
+
+    def read_config(self) -> Any:
+        with open(self._config, encoding="utf-8") as file:
+            return json.load(file)
 
 
 def end_job(job: str, user: str) -> None:
@@ -380,14 +386,12 @@ def main(arguments: list[str]) -> None:
         return end_job(*arguments)
     import grp
 
-    with open(CONFIG, encoding="utf-8") as file:
-        config = json.load(file)
     if os.path.lexists(SOCKET):
         os.unlink(SOCKET)
     os.umask(0o177)
-    server = GuardServer(SOCKET, config)
-    os.chown(SOCKET, 0, grp.getgrnam(GROUP).gr_gid)
-    os.chmod(SOCKET, 0o660)  # nosec B103 - for the group of users whom the operator named
+    server = GuardServer(SOCKET)
+    os.chown(SOCKET, 0, grp.getgrnam(server.read_config()["group"]).gr_gid)
+    os.chmod(SOCKET, 0o660)  # nosec B103 - for the users of the cluster, of whom the guard knows who may use Docker
     os.umask(0o022)
     server.serve_forever()
 
