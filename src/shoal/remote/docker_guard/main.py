@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -37,16 +37,16 @@ CHUNK_BYTES = 1 << 16
 _KEPT_HEADERS = ("X-Registry-Auth", "X-Registry-Config", "Accept", "User-Agent")
 _BODY_TYPES = {"tar": "application/x-tar", "build": "application/x-tar", "pull": "application/x-tar"}
 _STREAMS = ("plain", "attach", "exec-start")
-"""Requests that change nothing, or last as long as the container: the end of a job does not wait for them."""
+"""Requests that make nothing, or last as long as the container: the end of their own job does not wait for them."""
 _JSON_KINDS = ("json", "create", "exec", "exec-start", "network", "volume")
 
 
 class DaemonConnection(http.client.HTTPConnection):
     """A connection to the daemon of one user."""
 
-    def __init__(self, user: str, timeout: Optional[float] = None) -> None:
+    def __init__(self, path: str, timeout: Optional[float] = None) -> None:
         super().__init__("docker", timeout=timeout)
-        self._path = f"{DAEMONS}/{user}/docker.sock"
+        self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -54,46 +54,55 @@ class DaemonConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def ask(user: str, method: str, path: str) -> Any:
-    """An answer of a user's daemon as JSON; None where it says that there is no such thing."""
-    connection = DaemonConnection(user, START_TIMEOUT_S)
-    try:
-        connection.request(method, path)
-        response = connection.getresponse()
-        data = response.read()
-        return json.loads(data) if data and response.status < 300 else None
-    finally:
-        connection.close()
-
-
 class Daemons:
     """The daemons of users: started at a user's first request, stopped when no container of theirs is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str = DAEMONS) -> None:
         self._users: Dict[str, UserDaemon] = {}
+        self._directory = directory
         self._lock = threading.Lock()
 
     def of(self, user: str) -> UserDaemon:
         with self._lock:
-            return self._users.setdefault(user, UserDaemon(user))
+            return self._users.setdefault(user, UserDaemon(user, f"{self._directory}/{user}/docker.sock"))
 
 
 class UserDaemon:
-    def __init__(self, user: str) -> None:
-        self.user, self._unit = user, UNIT + user
+    def __init__(self, user: str, path: str) -> None:
+        self.user, self._unit, self._socket = user, UNIT + user, path
         self._lock = threading.Condition()
+        self._requests: Counter[str] = Counter()
+        """Requests under way, by job. The end of the daemon would end them: a push or a save, a terminal."""
         self._changes: Counter[str] = Counter()
-        """Requests under way that make or start something, by job."""
+        """Those of them that make or start something."""
+
+    def connect(self, timeout: Optional[float] = None) -> DaemonConnection:
+        return DaemonConnection(self._socket, timeout)
+
+    def ask(self, method: str, path: str) -> Any:
+        """The answer as JSON; None where it says that there is no such thing."""
+        connection = self.connect(START_TIMEOUT_S)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            data = response.read()
+        finally:
+            connection.close()
+        if response.status >= 500:
+            raise OSError(f"{method} {path}: Docker answers {response.status}")
+        return json.loads(data) if data and response.status < 300 else None
 
     @contextmanager
     def request(self, job: str, changes: bool) -> Iterator[None]:
         with self._lock:
             self._start()
+            self._requests[job] += 1
             self._changes[job] += changes
         try:
             yield
         finally:
             with self._lock:
+                self._requests[job] -= 1
                 self._changes[job] -= changes
                 self._lock.notify_all()
 
@@ -101,8 +110,10 @@ class UserDaemon:
         """Remove what a job has left. Its processes have ended, so no new request of its own comes."""
         with self._lock:
             self._lock.wait_for(lambda: not self._changes[job], END_TIMEOUT_S)
-            left = self._is_active() and remove_containers(self.user, re.compile(rf"/job_{job}$"))
-            if not left and not any(self._changes.values()):
+            left = self._is_active() and self._remove_containers(re.compile(rf"/job_{job}$"))
+            # Those of the job itself end with its containers.
+            others = any(number for other, number in self._requests.items() if other != job)
+            if not left and not others:
                 subprocess.run(["systemctl", "stop", self._unit], check=True, timeout=END_TIMEOUT_S)
         remove_copied_group(job)
         job_owner.cache_clear()  # Slurm uses numbers again
@@ -111,24 +122,32 @@ class UserDaemon:
         return subprocess.run(["systemctl", "-q", "is-active", self._unit], timeout=START_TIMEOUT_S).returncode == 0
 
     def _start(self) -> None:
-        if os.path.exists(f"{DAEMONS}/{self.user}/docker.sock") and self._is_active():
+        if os.path.exists(self._socket) and self._is_active():
             return
         if subprocess.run(["systemctl", "start", self._unit], timeout=START_TIMEOUT_S).returncode != 0:
             where = f"the operator sees why in `journalctl -u {self._unit}`"
             raise Rejection(f"Docker does not start for {self.user}: {where}")
-        remove_containers(self.user, re.compile(""))  # of jobs that a reboot has ended
+        self._remove_containers(re.compile(""))  # of jobs that a reboot has ended
 
+    def _remove_containers(self, group: re.Pattern[str]) -> int:
+        """Remove containers by their cgroup, those of builds too, and return how many others there are."""
+        for container, name in self._containers():
+            if group.search(name):
+                with suppress(OSError, http.client.HTTPException):  # one that stays is seen below
+                    self.ask("DELETE", f"/containers/{container}?force=1&v=1")
+        names = [name for _, name in self._containers()]
+        stay = sum(bool(group.search(name)) for name in names)
+        if stay:
+            raise OSError(f"Docker of {self.user} does not remove {stay} containers of {group.pattern or 'old jobs'}")
+        return len(names)
 
-def remove_containers(user: str, parent: re.Pattern[str]) -> int:
-    """Remove containers by their cgroup, those of builds too, and return how many are left."""
-    left = 0
-    for container in ask(user, "GET", "/containers/json?all=1") or ():
-        found = ask(user, "GET", f"/containers/{container['Id']}/json")
-        if found and parent.search(found["HostConfig"].get("CgroupParent") or ""):
-            ask(user, "DELETE", f"/containers/{container['Id']}?force=1&v=1")
-        elif found:
-            left += 1
-    return left
+    def _containers(self) -> list[tuple[str, str]]:
+        """The ids and cgroups of all containers."""
+        listed = self.ask("GET", "/containers/json?all=1")
+        if listed is None:
+            raise OSError(f"Docker of {self.user} does not list its containers")
+        details = [self.ask("GET", f"/containers/{container['Id']}/json") for container in listed]
+        return [(one["Id"], one["HostConfig"].get("CgroupParent") or "") for one in details if one]
 
 
 class Guard(BaseHTTPRequestHandler):
@@ -159,7 +178,8 @@ class Guard(BaseHTTPRequestHandler):
             if self.peer.uid not in self.config["users"]:
                 raise Rejection("you may not use Docker: use podman, or ask the operator for `docker: true`")
             caller, kind = self.peer.caller(), rules.route(self.command, place.path)
-            with self.server.daemons.of(caller.user).request(caller.job, kind not in _STREAMS):
+            self.daemon = self.server.daemons.of(caller.user)
+            with self.daemon.request(caller.job, kind not in _STREAMS):
                 self._pass_on(caller, kind, place.path, place.query)
         except Rejection as error:
             self._answer(403, {"message": f"shoal: {error}"})
@@ -170,13 +190,13 @@ class Guard(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _handle
 
     def _pass_on(self, caller: Caller, kind: str, path: str, query_text: str) -> None:
-        user, config = caller.user, self.config
+        ask, config = self.daemon.ask, self.config
         query = parse_qsl(query_text, keep_blank_values=True, strict_parsing=bool(query_text))
         body: Any = None
         if kind in _JSON_KINDS:
             body = json.loads(self._body() or b"null")
         if kind in ("start", "exec", "archive"):
-            container = ask(user, "GET", re.sub(r"/[a-z]+$", "/json", path))
+            container = ask("GET", re.sub(r"/[a-z]+$", "/json", path))
             if container is None:
                 raise Rejection("you have no such container")
             if container["HostConfig"].get("CgroupParent") != cgroup_parent(caller):
@@ -191,7 +211,7 @@ class Guard(BaseHTTPRequestHandler):
             gpus = job_gpus(caller.job, config) if "DeviceRequests" in json.dumps(body) else ()
             body = rules.confine_container(body, caller, cgroup_parent(caller), config["shares"], gpus)
             for name in rules.networks(body):
-                rules.check_network(name, ask(user, "GET", f"/networks/{quote(name, safe='')}"))
+                rules.check_network(name, ask("GET", f"/networks/{quote(name, safe='')}"))
         elif kind == "build":
             query = rules.confine_build(query, cgroup_parent(caller))
         elif kind == "pull":
@@ -201,10 +221,10 @@ class Guard(BaseHTTPRequestHandler):
         elif kind == "network":
             body = rules.confine_network(body)
         elif kind == "json" and "/networks/" in path:
-            rules.check_network(path, ask(user, "GET", path.rpartition("/")[0]))
-        self._forward(user, kind, path + (f"?{urlencode(query)}" if query else ""), body)
+            rules.check_network(path, ask("GET", path.rpartition("/")[0]))
+        self._forward(kind, path + (f"?{urlencode(query)}" if query else ""), body)
 
-    def _forward(self, user: str, kind: str, path: str, body: Any) -> None:
+    def _forward(self, kind: str, path: str, body: Any) -> None:
         headers = {name: self.headers[name] for name in _KEPT_HEADERS if name in self.headers}
         is_stream = kind == "attach" or (kind == "exec-start" and not (body or {}).get("Detach"))
         if is_stream:
@@ -220,7 +240,7 @@ class Guard(BaseHTTPRequestHandler):
             data = self._chunks()
         else:
             self._body()
-        connection = DaemonConnection(user)
+        connection = self.daemon.connect()
         try:
             connection.request(self.command, path, data, headers, encode_chunked=True)
             response = connection.getresponse()
@@ -361,8 +381,8 @@ class GuardServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         if not isinstance(sys.exc_info()[1], OSError):  # clients go away
             super().handle_error(request, client_address)
 
-    def __init__(self, path: str, config: str = CONFIG) -> None:
-        self.daemons, self._config = Daemons(), config
+    def __init__(self, path: str, config: str = CONFIG, daemons: str = DAEMONS) -> None:
+        self.daemons, self._config = Daemons(daemons), config
         super().__init__(path, Guard)
 
     def read_config(self) -> Any:
