@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.remote.docker_guard import rules
-from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job, job_owner
+from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job, hard_limits, job_owner
 from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes, job_gpus
 
 GROUP = "/slurm_n1/uid_2001/job_7"
@@ -68,12 +68,13 @@ def test_job_is_of_the_user_who_asks(
     (tmp_path / "self").symlink_to("/proc/self")
     (process / "cgroup").write_text(text)
     (process / "status").write_text("Gid:\t5\nGroups:\t5 77 \nNStgid:\t1\n")
+    (process / "limits").write_text("Max open files            1024                 20000                files     \n")
     ours, theirs = socket.socketpair()
     job_owner.cache_clear()
     with ours, theirs:
         peer = Peer(ours, str(tmp_path))
         if message is None:
-            assert list(peer.caller().groups) == [5, 77]
+            assert list(peer.caller().groups) == [5, 77] and peer.caller().limits == {"nofile": 20000}
         else:
             with pytest.raises(Rejection, match=message):
                 peer.caller()
@@ -166,6 +167,37 @@ def test_mounted_path_that_becomes_a_link_is_rejected(tmp_path: Path) -> None:
 def test_settings_that_leave_the_container_are_rejected(host: dict[str, Any], message: str) -> None:
     with pytest.raises(Rejection, match=message.replace("(", r"\(")):
         rules.confine_container({"Image": "x", "HostConfig": host}, Caller(12345, 12345, "7", GROUP), GROUP, [], ())
+
+
+def test_limits_are_at_most_what_the_job_could_set_itself() -> None:
+    limits = hard_limits(Path("/proc/self/limits").read_text())
+    assert len(limits) == 15
+    text = (
+        "Max locked memory         8388608              unlimited            bytes\nMax open files  1024  4096  files\n"
+    )
+    text += "Max realtime priority     0                    0                    \n"
+    assert hard_limits(text) == {"memlock": float("inf"), "nofile": 4096, "rtprio": 0}
+    caller = Caller(12345, 12345, "7", GROUP, (), hard_limits(text))
+
+    def host(*asked: dict[str, Any]) -> Any:
+        body = {"Image": "x", "HostConfig": {"Ulimits": [*asked]}}
+        return rules.confine_container(body, caller, GROUP, [], ())["HostConfig"]
+
+    kept = ({"Name": "memlock", "Soft": -1, "Hard": -1}, {"Name": "nofile", "Soft": 1024, "Hard": 4096})
+    assert host(*kept)["Ulimits"] == [*kept] and host()["Ulimits"] == []
+    for name, soft, hard, message in (
+        ("nofile", 1024, 4097, "--ulimit nofile: your job may have 4096 at most"),
+        ("nofile", 1024, -1, "your job may have 4096 at most"),
+        ("nofile", -1, 1024, "your job may have 4096 at most"),
+        ("nofile", 1024, -2, "--ulimit nofile: not a number"),
+        ("nofile", 1024, None, "not a number"),
+        ("rtprio", 99, 99, "--ulimit rtprio: your job may have 0 at most"),
+        ("core", 0, 0, "--ulimit core is not available in jobs"),
+    ):
+        with pytest.raises(Rejection, match=message):
+            host({"Name": name, "Soft": soft, "Hard": hard})
+    with pytest.raises(Rejection, match="hard is not available"):
+        host({"Name": "nofile", "Soft": 1, "Hard": 1, "hard": 9999})
 
 
 def test_settings_of_another_case_are_not_passed_on() -> None:

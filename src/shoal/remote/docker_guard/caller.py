@@ -14,7 +14,7 @@ import subprocess
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:
-    from typing import Optional, Sequence
+    from typing import Mapping, Optional, Sequence
 
 SO_PEERPIDFD = 77
 """A handle of the process that connected, from Linux 6.5 on."""
@@ -22,6 +22,24 @@ SLURM_TIMEOUT_S = 30
 _JOB_V1 = re.compile(r"\d+:freezer:(?P<group>/slurm(?:_[^/]+)?/uid_(?P<uid>\d+)/job_(?P<job>\d+))(?:/.*)?")
 _JOB_V2 = re.compile(r"0::(?P<group>/system\.slice/(?:[^/]+_)?slurmstepd\.scope/job_(?P<job>\d+))(?:/.*)?")
 """Slurm's own groups, from the root on: a user may have groups of any name below user.slice."""
+_LIMITS = {
+    "core": "Max core file size",
+    "cpu": "Max cpu time",
+    "data": "Max data size",
+    "fsize": "Max file size",
+    "locks": "Max file locks",
+    "memlock": "Max locked memory",
+    "msgqueue": "Max msgqueue size",
+    "nice": "Max nice priority",
+    "nofile": "Max open files",
+    "nproc": "Max processes",
+    "rss": "Max resident set",
+    "rtprio": "Max realtime priority",
+    "rttime": "Max realtime timeout",
+    "sigpending": "Max pending signals",
+    "stack": "Max stack size",
+}
+"""Docker's names of limits, and the kernel's in /proc/PID/limits."""
 
 
 class Rejection(Exception):
@@ -31,8 +49,18 @@ class Rejection(Exception):
 class Caller:
     """A process of a job."""
 
-    def __init__(self, uid: int, gid: int, job: str, cgroup: str, groups: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        uid: int,
+        gid: int,
+        job: str,
+        cgroup: str,
+        groups: Sequence[int] = (),
+        limits: Optional[Mapping[str, float]] = None,
+    ) -> None:
         self.uid, self.gid, self.job, self.cgroup, self.groups = uid, gid, job, cgroup, groups
+        self.limits = limits or {}
+        """The hard limits that it has, by Docker's names."""
 
     @property
     def user(self) -> str:
@@ -94,7 +122,8 @@ class Peer:
         if self.uid != (job_owner(job) if owner is None else owner):
             raise Rejection(f"job {job} is another user's: use docker in a job of your own")
         groups = re.search(r"^Groups:([ \t\d]*)$", self._read("status"), re.MULTILINE)
-        return Caller(self.uid, self.gid, job, cgroup, [int(word) for word in groups[1].split()] if groups else ())
+        numbers = [int(word) for word in groups[1].split()] if groups else ()
+        return Caller(self.uid, self.gid, job, cgroup, numbers, hard_limits(self._read("limits")))
 
     def _read(self, name: str) -> str:
         if self._directory < 0:
@@ -123,6 +152,16 @@ def find_job(cgroups: str) -> Optional[tuple[str, str, Optional[int]]]:
             owner = match.groupdict().get("uid")
             return match["job"], match["group"], None if owner is None else int(owner)
     return None
+
+
+def hard_limits(text: str) -> dict[str, float]:
+    """The hard limits in a /proc/PID/limits."""
+    limits = {}
+    for name, words in _LIMITS.items():
+        match = re.search(rf"^{words} +\S+ +(unlimited|\d+)\b", text, re.MULTILINE)
+        if match:
+            limits[name] = float("inf") if match[1] == "unlimited" else int(match[1])
+    return limits
 
 
 @functools.lru_cache(maxsize=None)

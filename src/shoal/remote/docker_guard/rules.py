@@ -54,8 +54,7 @@ _CONFIG_KEYS = _words(
 )
 _HOST_KEYS = _words(
     "AutoRemove Memory MemorySwap MemoryReservation NanoCpus CpuShares CpuPeriod CpuQuota CpusetCpus PidsLimit "
-    "ShmSize Tmpfs ReadonlyRootfs Init Dns DnsOptions DnsSearch ExtraHosts ConsoleSize CapDrop PublishAllPorts "
-    "Ulimits"
+    "ShmSize Tmpfs ReadonlyRootfs Init Dns DnsOptions DnsSearch ExtraHosts ConsoleSize CapDrop PublishAllPorts"
 )
 """Settings that take rights away, or concern the container alone."""
 _HARMLESS_VALUES = {
@@ -112,6 +111,7 @@ def confine_container(body: Any, caller: Caller, cgroup: str, shares: Sequence[s
     mounts = [*_binds(host.pop("Binds", None)), *_mounts(host.pop("Mounts", None))]
     network, ports = host.pop("NetworkMode", ""), host.pop("PortBindings", None)
     requests = host.pop("DeviceRequests", None)
+    limits = _limits(host.pop("Ulimits", None), caller)
     host.pop("RestartPolicy", None)  # a container ends with its job
     host = _only(host, _HOST_KEYS, _HARMLESS_VALUES, "container")
     _check_ports(ports or {})
@@ -121,7 +121,7 @@ def confine_container(body: Any, caller: Caller, cgroup: str, shares: Sequence[s
             mount["Source"] = _own_path(mount["Source"], caller, shares)
             has_node_files = True
     host.update({"CgroupParent": cgroup, "Mounts": mounts, "NetworkMode": network or "default"})
-    host.update({"PortBindings": ports or {}, "RestartPolicy": {"Name": "no"}})
+    host.update({"PortBindings": ports or {}, "RestartPolicy": {"Name": "no"}, "Ulimits": limits})
     if requests:
         host["DeviceRequests"] = [_gpu_request(requests, gpus)]
     if has_node_files:
@@ -268,6 +268,23 @@ def _check_ports(ports: Any) -> None:
             number = str(binding.get("HostPort") or FIRST_USER_PORT).partition("-")[0]
             if set(binding) - {"HostIp", "HostPort"} or not number.isdigit() or int(number) < FIRST_USER_PORT:
                 raise Rejection(f"ports below {FIRST_USER_PORT} are root's")
+
+
+def _limits(asked: Any, caller: Caller) -> list[dict[str, Any]]:
+    """What the job could set itself: Docker's daemon is root, and would raise any limit."""
+    limits = []
+    for limit in asked or ():
+        limit = _only(limit, frozenset({"Name", "Soft", "Hard"}), {}, "limit")
+        name = str(limit.get("Name"))
+        values: list[Any] = [limit.get("Soft"), limit.get("Hard")]
+        if name not in caller.limits:
+            raise Rejection(f"--ulimit {name} is not available in jobs")
+        if any(type(value) is not int or value < -1 for value in values):
+            raise Rejection(f"--ulimit {name}: not a number")
+        if any((value if value >= 0 else float("inf")) > caller.limits[name] for value in values):
+            raise Rejection(f"--ulimit {name}: your job may have {caller.limits[name]} at most")
+        limits.append(limit)
+    return limits
 
 
 def _gpu_request(requests: Any, gpus: Sequence[str]) -> dict[str, Any]:
