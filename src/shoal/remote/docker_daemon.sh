@@ -8,10 +8,13 @@ place=@DAEMONS@/$user
 bridge=docker$(id -u "$user")
 mkdir -p -m 0700 @DAEMONS@ "$place"
 rm -f "$place/pid"
-if ! ip link show "$bridge" > /dev/null 2>&1; then
+# Two daemons that start at once would take the same addresses.
+exec 9> @DAEMONS@/lock
+flock 9
+if ! ip -4 -o address show dev "$bridge" 2> /dev/null | grep -q .; then
     at=0
     while ip -4 -o address | grep -q " @NETWORK@\.$at\.1/"; do at=$((at + 1)); done
-    ip link add "$bridge" type bridge
+    ip link show "$bridge" > /dev/null 2>&1 || ip link add "$bridge" type bridge
     ip address add "@NETWORK@.$at.1/24" dev "$bridge"
     ip link set "$bridge" up
 fi
@@ -26,6 +29,7 @@ table ip shoal-docker {
     }
 }
 END
+exec 9>&-
 exec dockerd --host "unix://$place/docker.sock" --data-root "@STORE@/$user" --exec-root "$place/exec" \
     --pidfile "$place/pid" --containerd /run/containerd/containerd.sock --containerd-namespace "shoal-$user" \
     --containerd-plugins-namespace "shoal-$user-plugins" --userns-remap "$user" --iptables=false --bridge "$bridge" \

@@ -3,6 +3,8 @@
 # Slurm's TaskProlog, as the job's user: a task has in its environment what this prints.
 place=@JOBS@/$(id -un)
 if [ -O "$place" ]; then
+    # A job that another job has submitted has that one's, which goes with it.
+    case $DOCKER_CONFIG in "$place"/docker-*) DOCKER_CONFIG= ;; esac
     if [ -z "$DOCKER_CONFIG" ] && [ -e @GUARD@ ]; then
         own=$place/docker-$SLURM_JOB_ID
         mkdir -p -m 0700 "$own"

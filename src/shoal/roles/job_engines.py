@@ -14,6 +14,7 @@ from shoal.roles.current_conf import confinement
 from shoal.roles.slurm_tree import uses_tree
 from shoal.roles.users import USERS_GROUP
 from shoal.slurm.conf import EPILOG, TASK_PROLOG
+from shoal.spec.environments import Proxy
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -82,7 +83,7 @@ class JobEnginesComponent(Component):
         if has_engines_here:
             items += _places(spec)
         if has_engines_here and spec.containers.podman:
-            items += _podman()
+            items += _podman(spec.proxy)
         elif facts.has_file(f"{PODMAN}/containers.conf"):
             items += _podman_removal()
         if has_engines_here and spec.containers.docker and spec.users and cluster.conf.confinement.tracked:
@@ -145,20 +146,25 @@ def _places(spec: Spec) -> Document:
     )
 
 
-def _podman() -> Document:
+def _podman(proxy: Proxy | None) -> Document:
     return (
         Directory("/etc/shoal"),
         Directory(PODMAN),
-        File(f"{PODMAN}/containers.conf", containers_conf()),
+        File(f"{PODMAN}/containers.conf", containers_conf(proxy)),
         File(f"{PODMAN}/storage.conf", storage_conf()),
     )
 
 
-def containers_conf() -> str:
-    """Containers stay in the job's cgroup: podman makes no group, and asks no systemd for one."""
+def containers_conf(proxy: Proxy | None = None) -> str:
+    """Containers stay in the job's cgroup: podman makes no group, and asks no systemd for one.
+
+    podman takes variables of the proxy from here where the job has none, and gives them to containers and builds.
+    """
+    variables = [f"{name}={value}" for name, value in proxy.variables.items()] if proxy else []
     return (
         f'{HEADER}[containers]\ncgroups = "disabled"\nkeyring = false\n'
         '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "crun"\n'
+        + (f"env = {json.dumps(variables)}\n" if variables else "")
     )
 
 
@@ -197,7 +203,7 @@ def _docker(cluster: Cluster, member: Member) -> Document:
         *(File(f"{PACKAGE}/{n}.py", program_text(f"docker_guard/{n}.py"), restarts=restarts) for n in MODULES),
         File(DAEMON, text, mode=0o755),
         File(CONFIG, json.dumps(config) + "\n"),
-        File(DAEMON_UNIT, daemon_service()),
+        File(DAEMON_UNIT, daemon_service(cluster.spec.proxy)),
         File(UNIT, guard_service(path=f"{cluster.slurm_prefix}/bin:" if uses_tree(cluster.spec) else ""),
              restarts=restarts),
         Service(SERVICE),
@@ -210,7 +216,9 @@ def guard_service(path: str = "") -> str:
     return daemon_unit(what, COMMAND, 1, {"After": CONTAINERD}, {"Environment": environment})
 
 
-def daemon_service() -> str:
+def daemon_service(proxy: Proxy | None = None) -> str:
+    variables = proxy.variables if proxy else {}
+    quoted = {name: value.replace("\\", "\\\\").replace("%", "%%") for name, value in variables.items()}
     return render_unit(
         Unit={
             "Description": "Docker for the jobs of %i",
@@ -219,6 +227,7 @@ def daemon_service() -> str:
         },
         Service={
             "Type": "notify",
+            "Environment": tuple(f'"{name}={value}"' for name, value in quoted.items()),
             "ExecStart": f"{DAEMON} %i",
             "KillMode": "process",
             "Delegate": "yes",

@@ -1,0 +1,83 @@
+"""What a job has in its environment for Docker, and how the daemons of users share addresses."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import spec_of
+
+from shoal.remote import program_text
+from shoal.roles.job_engines import containers_conf, daemon_service
+
+IP = """\
+#!/bin/sh
+# Addresses are files; an answer takes a while, so that two programs at once would get the same one.
+cd "$(dirname "$0")/addresses"
+case $* in
+    *"show dev "*) cat "$6" 2> /dev/null ;;
+    "-4 -o address") cat * 2> /dev/null; sleep 0.3 ;;
+    "address add "*) echo "2: $5 inet $3" > "$5" ;;
+    "link show "*) false ;;
+esac
+"""
+
+
+def prolog(place: Path, **variables: str) -> list[str]:
+    words = {"JOBS": str(place), "GUARD": str(place), "PODMAN": str(place / "none"), "PROGRAM": ""}
+    text = program_text("task_prolog.sh", **words)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(place), "SLURM_JOB_ID": "8", **variables}
+    done = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_job_that_a_job_submits_has_a_docker_config_of_its_own(tmp_path: Path) -> None:
+    own = tmp_path / pwd.getpwuid(os.getuid()).pw_name
+    own.mkdir()
+    expected = [f"export DOCKER_CONFIG={own}/docker-8", "export DOCKER_BUILDKIT=0"]
+    assert prolog(tmp_path) == expected
+    assert prolog(tmp_path, DOCKER_CONFIG=f"{own}/docker-7") == expected
+    assert (own / "docker-8/config.json").read_text() == "{}\n"
+    assert prolog(tmp_path, DOCKER_CONFIG="/home/ann/docker") == [], "the user's own stays"
+
+
+def test_daemons_that_start_at_once_have_addresses_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "addresses").mkdir()
+    programs = {"ip": IP, "nft": "#!/bin/sh\ncat > /dev/null\n"}
+    # A lock that stays with the daemon would keep all others from starting.
+    programs["dockerd"] = '#!/bin/sh\n! [ -e /proc/self/fd/9 ] && echo "$@"\n'
+    programs["id"] = '#!/bin/sh\necho "${2#user}"\n'
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    run = str(tmp_path / "run")
+    text = program_text("docker_daemon.sh", DAEMONS=run, STORE="/store", NETWORK="172.30")
+    text = text.replace("PATH=", f"PATH={tmp_path}:", 1)
+    daemons = [
+        subprocess.Popen(["sh", "-c", text, "sh", f"user{number}"], stdout=subprocess.PIPE, text=True)
+        for number in (1, 2, 3)
+    ]
+    for number, daemon in enumerate(daemons, 1):
+        output, _ = daemon.communicate(timeout=60)
+        assert daemon.returncode == 0 and f"--bridge docker{number} " in output
+    lines = [path.read_text() for path in (tmp_path / "addresses").iterdir()]
+    assert sorted(line.split()[-1] for line in lines) == [f"172.30.{number}.1/24" for number in range(3)]
+
+
+@pytest.mark.parametrize("proxy", ["", "proxy: {http: 'http://proxy%1:3128', no_proxy: [n1, 10.0.0.0/8]}\n"])
+def test_pulls_go_through_the_proxy(proxy: str) -> None:
+    spec = spec_of(f"cluster: reef\ncontroller: {{host: c1, compute: true}}\n{proxy}")
+    unit, conf = daemon_service(spec.proxy), containers_conf(spec.proxy)
+    if not proxy:
+        assert "proxy" not in unit + conf
+        return
+    assert [line for line in unit.splitlines() if line.startswith("Environment")] == [
+        'Environment="http_proxy=http://proxy%%1:3128"',
+        'Environment="https_proxy=http://proxy%%1:3128"',
+        'Environment="no_proxy=n1,10.0.0.0/8"',
+    ]
+    variables = '"http_proxy=http://proxy%1:3128", "https_proxy=http://proxy%1:3128", "no_proxy=n1,10.0.0.0/8"'
+    assert conf.endswith(f'runtime = "crun"\nenv = [{variables}]\n')
