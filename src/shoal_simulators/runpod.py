@@ -88,6 +88,21 @@ class RunPodSimulator(Simulator):
     creating = r"POST /v2/pods"
     listing = r"GET /v2/pods"
     page = 50
+    own_keys_delete = True
+    """Whether the key inside a pod may delete that pod, which RunPod does not document."""
+
+    def authorised(self, request: Request, key: str) -> bool:
+        """An account's key may do everything; the one that a pod gets may only read and delete that pod."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        pod = next((one for one in self.market.instances.values() if one.order.marks["key"] == given), None)
+        if pod is None:
+            return super().authorised(request, key)
+        methods = ("GET", "DELETE") if self.own_keys_delete else ("GET",)
+        return request.method in methods and request.url.path == f"/v2/pods/{pod.id}"
+
+    def environment(self, id: str) -> dict[str, str]:
+        """What RunPod adds to the environment of a pod's first process."""
+        return {"RUNPOD_POD_ID": id, "RUNPOD_API_KEY": self.market.instances[id].order.marks["key"]}
 
     def limits(self) -> list[RateLimit]:
         interval = 60.0 / PER_MINUTE
@@ -164,7 +179,7 @@ class RunPodSimulator(Simulator):
                 public_keys=(env["PUBLIC_KEY"],) if "PUBLIC_KEY" in env else (),
                 user_data=command_of(order),
                 image=order.get("image", ""),
-                marks={"order": order},
+                marks={"order": order, "key": f"rpa_{secrets.token_hex(20)}"},
             ),
             id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(14)),
         )

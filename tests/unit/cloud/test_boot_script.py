@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import gzip
+import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.contract.rental_providers import CASES, KEY
+from tests.contract.rental_providers import CASES, KEY, trial
 from tests.unit.cloud.scene import scene
 
 from shoal.cloud.providers.api import Abilities
 from shoal.cloud.service.boot import boot_script, container_script, machine_script
-from shoal.roles.rented import CONTROLLER_TIMEOUT_S
+from shoal.roles.rented import CONTROLLER_TIMEOUT_S, WATCHDOG
+from shoal_simulators.runpod import RunPodSimulator
 
 
 def unpacked(text: str) -> str:
@@ -68,11 +72,53 @@ def test_machine_gets_a_persistent_timer_that_respects_the_watchdog(tmp_path: Pa
     assert calls.read_text().splitlines() == once * 2
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_container_ends_only_without_a_watchdog(tmp_path: Path, joined: bool) -> None:
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def run_with_stand_ins(script: str, place: Path, **env: str) -> list[str]:
+    """Run a container's script until it sleeps for the third time. Returns the seconds of each sleep."""
+    program(place / "sleep", f'echo "$1" >> {place}/slept; [ "$(wc -l < {place}/slept)" -lt 3 ] || kill "$PPID"')
+    path = f"{place}:{os.environ['PATH']}"
+    subprocess.run(["sh", "-u"], input=script + "wait\n", text=True, env={"PATH": path, **env}, timeout=60, check=False)
+    return (place / "slept").read_text().split()
+
+
+def test_container_that_never_joins_ends_itself_and_tries_again(tmp_path: Path) -> None:
+    script = container_script(5400, f"echo end >> {tmp_path}/ended", str(tmp_path / "watchdog"))
+    assert run_with_stand_ins(script, tmp_path) == ["5400", "300", "300"]
+    assert (tmp_path / "ended").read_text() == "end\nend\n"
+
+
+def test_container_that_joins_late_stays(tmp_path: Path) -> None:
     watchdog, ended = tmp_path / "watchdog", tmp_path / "ended"
-    if joined:
-        watchdog.touch()
-    script = container_script(0, f"touch {ended}", str(watchdog)) + "wait\n"
-    subprocess.run(["sh", "-eu"], input=script, text=True, check=True, timeout=60)
-    assert ended.exists() is not joined
+    script = container_script(5400, f"touch {ended} {watchdog}", str(watchdog))
+    assert run_with_stand_ins(script, tmp_path) == ["5400", "300"]
+    ended.unlink()
+    (tmp_path / "slept").unlink()
+    program(watchdog, f"echo looked >> {tmp_path}/looked")
+    assert run_with_stand_ins(script, tmp_path) == ["60", "60", "60"], "started again, it runs the watchdog"
+    assert (tmp_path / "looked").read_text() == "looked\nlooked\n"
+    assert not ended.exists()
+
+
+@pytest.mark.parametrize("may", [True, False])
+async def test_pod_that_never_joins_is_deleted_with_its_own_key(tmp_path: Path, may: bool) -> None:
+    """RunPod starts a container again that ends, and bills on."""
+    async with trial(CASES["runpod"]) as it:
+        simulator = it.simulation.simulator
+        assert isinstance(simulator, RunPodSimulator)
+        simulator.own_keys_delete = may
+        script = boot_script(it.renter.abilities, 86400)
+        assert "kill -TERM 1" not in script
+        assert (await it.renter.create([replace(await it.order(), user_data=script)]))[0].ok
+        [(id, pod)] = it.market.instances.items()
+        assert script in unpacked(pod.order.user_data)
+        environment = "".join(f"{name}={value}\0" for name, value in simulator.environment(id).items())
+        (tmp_path / "environ").write_text(environment)
+        here = script.replace("/proc/1/environ", f"{tmp_path}/environ").replace(WATCHDOG, f"{tmp_path}/watchdog")
+        await asyncio.to_thread(run_with_stand_ins, here, tmp_path)
+        assert pod.live is not may
+        tries = [one["status"] for one in it.simulation.requests if one["method"] == "DELETE"]
+        assert tries == ([204, 404] if may else [401, 401]), "it tries again, as long as it runs"

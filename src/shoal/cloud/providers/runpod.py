@@ -75,6 +75,8 @@ class RunPodProvider(HttpProvider):
 
     def __init__(self, account: api.ProviderLogin) -> None:
         super().__init__(account, ApiClient(account, BASE, read_error=read_error, interval=0.5))
+        program, _, *arguments = self.abilities.end_program
+        self.abilities = replace(self.abilities, end_program=(program, self._api.base, *arguments))
         self._cloud = account.settings.get("cloud", "SECURE").upper()
         if self._cloud == "COMMUNITY":  # some of its hosts have no public address, and bill all the same
             self.abilities = replace(self.abilities, address_timeout_s=ADDRESS_TIMEOUT_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,10 +18,12 @@ from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log, re
 from shoal.cloud.service.machine_keys import CONTAINER_RELOAD, RELOAD, MachineKey, install_script
 from shoal.cloud.service.scheduling import is_due
 from shoal.cloud.service.slurm import wants_machine
-from shoal.remote import program_text
+from shoal.remote import program_text, python_command
 from shoal.roles.rented import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROFF, UNITS, WATCHDOG
 
 UNIT = "shoal-unclaimed"
+END_RETRY_S = 300
+"""The pause before a container that could not end itself tries again."""
 
 
 def boot_script(abilities: Abilities, lifetime: int, key: MachineKey | None = None) -> str:
@@ -32,8 +35,8 @@ def boot_script(abilities: Abilities, lifetime: int, key: MachineKey | None = No
     if abilities.boots_with == "none":
         return ""
     expected = min(abilities.boot_s, lifetime) if lifetime else abilities.boot_s
-    write = container_script if abilities.container else machine_script
-    script = write(expected + CONTROLLER_TIMEOUT_S)
+    seconds = expected + CONTROLLER_TIMEOUT_S
+    script = container_script(seconds, end=abilities.end_program) if abilities.container else machine_script(seconds)
     if key is None:
         return script
     return script + install_script(key, CONTAINER_RELOAD if abilities.container else RELOAD)
@@ -45,9 +48,16 @@ def machine_script(seconds: int, units: str = UNITS, watchdog: str = WATCHDOG, s
     return program_text("boot_machine.sh", SECONDS=seconds, POWEROFF=POWEROFF, SYSTEMCTL=systemctl, **paths)
 
 
-def container_script(seconds: int, off: str = CONTAINER_POWEROFF, watchdog: str = WATCHDOG) -> str:
-    """With a background process; a restarted container starts it again."""
-    return program_text("boot_container.sh", SECONDS=seconds, POWEROFF=off, WATCHDOG=watchdog)
+def container_script(
+    seconds: int, off: str = CONTAINER_POWEROFF, watchdog: str = WATCHDOG, end: tuple[str, ...] = ()
+) -> str:
+    """With a background process; a restarted container starts it again.
+
+    `end` is the program that ends the bill, and its arguments, in place of `off`: a container whose processes end is
+    started again where that is needed, and would wait anew. The program needs Python, which comes with sshd.
+    """
+    off = shlex.join(python_command(*end)) if end else off
+    return program_text("boot_container.sh", SECONDS=seconds, RETRY_S=END_RETRY_S, POWEROFF=off, WATCHDOG=watchdog)
 
 
 _CAUSE = re.compile(r"\b(?:fatal|error): (.+)")
