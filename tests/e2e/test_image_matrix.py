@@ -58,6 +58,15 @@ socketserver.ThreadingTCPServer.allow_reuse_address = True
 socketserver.ThreadingTCPServer(("", 3128), Connection).serve_forever()
 """
 """Leads to the port of this host, whatever the name is: what a request is for is in the log."""
+ASK_REGISTRY = """\
+import base64, http.client, json, sys
+login = base64.b64encode(b"bob:" + open("/etc/shoal/registry/logins/bob", "rb").read().strip()).decode()
+for method, path in json.loads(sys.argv[1]):
+    connection = http.client.HTTPSConnection("controller", 5000)
+    connection.request(method, path, b"{}", {"Authorization": "Basic " + login})
+    print(connection.getresponse().status)
+"""
+"""Asks the registry as bob, and prints its answers."""
 PRIVATE_REGISTRY = """\
 set -e
 mkdir -p /var/tmp/private /var/tmp/private-images && cd /var/tmp/private
@@ -166,6 +175,17 @@ def test_registry_of_the_cluster_takes_and_gives_images(ann: User, cluster: Clus
     pulled = bob.json("image pull controller:5000/ann/mini:latest --name back")
     assert pulled["digest"] == pushed["digest"]
     assert lines(bob.run("-w n2 --image back"))[0][6] == "one"
+    assert "you write below your own name" in bob.do("shoal image push back controller:5000/ann/mini", status=2)
+    own, places = (
+        "/v2/bob/mini/manifests/latest",
+        ("/v2/ann/mini/manifests/latest", "/v2/bob/../ann/mini/manifests/latest"),
+    )
+    asked = [(method, path) for method in ("PUT", "DELETE") for path in (own, *places)]
+    answers = bob.do(f"python3 -c {shlex.quote(ASK_REGISTRY)} {shlex.quote(json.dumps(asked))}")
+    assert answers.split() == ["400", "401", "401", "405", "401", "401"]
+    assert bob.json("image pull controller:5000/ann/mini:latest --name back")["digest"] == pushed["digest"]
+    connect = "import socket; socket.socket(socket.AF_UNIX).connect('/run/shoal-registry/socket')"
+    assert "Permission denied" in bob.do(f"python3 -c {shlex.quote(connect)}", status=1)
     place = "/etc/shoal/registry/logins"
     assert cluster.on("n1", "stat", "-c", "%U %a", f"{place}/ann") == "ann 400\n"
     assert "Permission denied" in bob.do(f"cat {place}/ann", status=1)

@@ -1,14 +1,25 @@
-"""The cluster's own registry: Debian's docker-registry with TLS. Its settings, certificate and logins, as text."""
+"""The cluster's own registry: Debian's docker-registry. Its settings, certificate and logins, as text.
+
+docker-registry knows no rights. It listens on a socket that its user alone can open, and Apache is before it, with TLS
+and the users' logins: all users read all images, and each writes below the own name.
+"""
 
 from __future__ import annotations
 
-from shoal.agent.document import HEADER
+from shoal.agent.document import HEADER, daemon_unit, render_unit
 
-SERVICE = "docker-registry"
-PACKAGES = ("docker-registry", "openssl", "apache2-utils")
+SERVICE, PROXY = "docker-registry", "shoal-registry"
+PACKAGES = ("docker-registry", "openssl", "apache2-bin", "apache2-utils")
 CONFIG = "/etc/docker/registry/config.yml"
 PLACE = "/etc/docker/registry/shoal"
 """The server's own files."""
+DROP_IN = f"/etc/systemd/system/{SERVICE}.service.d/shoal.conf"
+SOCKET_DIRECTORY, PROXY_DIRECTORY = "/run/shoal-registry", "/run/shoal-registry-proxy"
+PROXY_UNIT, PROXY_CONFIG = f"/etc/systemd/system/{PROXY}.service", f"{PLACE}/apache2.conf"
+PROXY_MODULES = (
+    *("mpm_event", "authn_core", "authn_file", "authz_core", "authz_user", "auth_basic"),
+    *("proxy", "proxy_http", "ssl"),
+)
 CA, SERVER_KEY, SERVER_CERTIFICATE = f"{PLACE}/ca.crt", f"{PLACE}/server.key", f"{PLACE}/server.crt"
 HTPASSWD = f"{PLACE}/htpasswd"
 SETTINGS = "/etc/shoal/registry"
@@ -73,19 +84,78 @@ HTPASSWD_FITS = '[ -e "$2" ] && [ "$(cut -d: -f1 "$2" | sort)" = "$(ls "$1" | so
 """Passwords do not change, so names tell whether all are there."""
 
 
-def registry_config(directory: str, port: int) -> str:
-    """docker-registry's settings. Every request needs a login."""
+def registry_config(directory: str) -> str:
+    """docker-registry's settings. Only the proxy reaches it, so it asks for no login."""
     return (
         HEADER + "version: 0.1\n"
         "log: {level: warn, accesslog: {disabled: true}}\n"
         "storage:\n"
         f"  filesystem: {{rootdirectory: {directory}}}\n"
-        "  delete: {enabled: true}\n"
         "  cache: {blobdescriptor: inmemory}\n"
         "http:\n"
-        f"  addr: :{port}\n"
-        f"  tls: {{certificate: {SERVER_CERTIFICATE}, key: {SERVER_KEY}}}\n"
+        "  net: unix\n"
+        f"  addr: {SOCKET_DIRECTORY}/socket\n"
+        "  relativeurls: true\n"
         "  headers: {X-Content-Type-Options: [nosniff]}\n"
-        "auth:\n"
-        f"  htpasswd: {{realm: shoal, path: {HTPASSWD}}}\n"
+    )
+
+
+def drop_in() -> str:
+    """A directory for the socket that other users cannot enter."""
+    return render_unit(
+        Service={"RuntimeDirectory": SOCKET_DIRECTORY.removeprefix("/run/"), "RuntimeDirectoryMode": "0700"}
+    )
+
+
+def proxy_config(name: str, port: int) -> str:
+    """Apache's settings. Every request needs a login, and each that is no GET or HEAD a path below the login's name.
+
+    Apache resolves `..` and `%2e` before it compares, and passes on what it has compared.
+    """
+    modules = "".join(f"LoadModule {module}_module modules/mod_{module}.so\n" for module in PROXY_MODULES)
+    return (
+        HEADER + "ServerRoot /usr/lib/apache2\n"
+        f"DefaultRuntimeDir {PROXY_DIRECTORY}\n"
+        f"PidFile {PROXY_DIRECTORY}/pid\n"
+        f"ErrorLog syslog:daemon:{PROXY}\n"
+        f"{modules}"
+        "LogLevel error authz_core:crit\n"  # every first request of a client lacks its login
+        f"ServerName {name}\n"
+        f"Listen {port}\n"
+        "SSLEngine on\n"
+        "SSLProtocol -all +TLSv1.2 +TLSv1.3\n"
+        f"SSLCertificateFile {SERVER_CERTIFICATE}\n"
+        f"SSLCertificateKeyFile {SERVER_KEY}\n"
+        "LimitRequestBody 0\n"
+        "Timeout 600\n"
+        "ProxyTimeout 3600\n"  # docker-registry reads a whole layer before it says that it has it
+        f'ProxyPass "/" "unix:{SOCKET_DIRECTORY}/socket|http://localhost/" retry=0\n'
+        '<Location "/">\n'
+        "    AuthType Basic\n"
+        "    AuthName shoal\n"
+        "    AuthBasicProvider file\n"
+        f"    AuthUserFile {HTPASSWD}\n"
+        "    <RequireAll>\n"
+        "        Require valid-user\n"
+        "        <RequireAny>\n"
+        "            Require method GET HEAD\n"
+        '            Require expr "%{REQUEST_URI} =~ m#^/v2/([^/]+)/# && $1 == %{REMOTE_USER}"\n'
+        "        </RequireAny>\n"
+        "    </RequireAll>\n"
+        "</Location>\n"
+    )
+
+
+def proxy_unit() -> str:
+    return daemon_unit(
+        "TLS and logins before the registry of images",
+        f"/usr/sbin/apache2 -f {PROXY_CONFIG} -DFOREGROUND",
+        5,
+        {"After": f"network-online.target {SERVICE}.service", "Wants": f"network-online.target {SERVICE}.service"},
+        {
+            "User": USER,
+            "RuntimeDirectory": PROXY_DIRECTORY.removeprefix("/run/"),
+            "RuntimeDirectoryMode": "0700",
+            "NoNewPrivileges": "true",
+        },
     )

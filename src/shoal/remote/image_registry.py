@@ -31,7 +31,10 @@ PROGRESS_INTERVAL_S = 3.0
 MESSAGE_END = 300
 """The end of a program's message has the cause."""
 CAUSES = (
-    (r"connection refused|no route to host|network is unreachable", "the registry is down or cannot be reached"),
+    (
+        r"connection refused|no route to host|network is unreachable|HTTP status: 50[234]",
+        "the registry is down or cannot be reached",
+    ),
     (
         r"no such host|server misbehaving|name resolution",
         "the registry's name is not known; check it for a typing error",
@@ -156,8 +159,12 @@ def own_registry() -> str:
     return ""
 
 
+def own_name() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
 def own_login() -> Optional[tuple[str, dict[str, str]]]:
-    registry, name = own_registry(), pwd.getpwuid(os.getuid()).pw_name
+    registry, name = own_registry(), own_name()
     if registry:
         with contextlib.suppress(OSError), open(os.path.join(OWN_LOGINS, name)) as file:
             pair = "%s:%s" % (name, file.read().strip())

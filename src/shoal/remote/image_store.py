@@ -29,7 +29,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pwd
 import re
 import shutil
 import signal
@@ -47,6 +46,7 @@ from .image_registry import (
     Problem,
     login,
     logout,
+    own_name,
     own_registry,
     policy,
     pull_image,
@@ -209,7 +209,11 @@ def push(store: str, name: str, reference: str) -> dict[str, Any]:
             raise Problem(
                 "the cluster has no registry of its own; name one, such as registry.example.org/lab/%s" % name
             )
-        reference = "%s/%s/%s" % (own_registry(), pwd.getpwuid(os.getuid()).pw_name, name.rpartition("/")[2].lower())
+        reference = "%s/%s/%s" % (own_registry(), own_name(), name.rpartition("/")[2].lower())
+    registry, _, place = reference.partition("/")
+    if registry == own_registry() and place.partition("/")[0] != own_name():
+        text = "in the cluster's registry you write below your own name, such as %s/%s/%s"
+        raise Problem(text % (registry, own_name(), place))
     with locked(store, fcntl.LOCK_SH), new_place(store) as new:
         digest = push_image(store, image["layout"], TAG, reference, new + "/digest")
     return {"name": name, "reference": reference, "digest": digest}

@@ -25,7 +25,7 @@ class ImageRegistryComponent(Component):
     """The file's `containers: {registry: ...}`."""
 
     files: Mapping[str, FileQuery] = {registry.CA: "text", registry.ADDRESS: "there", registry.TRUSTED: "there"}
-    services = (registry.SERVICE,)
+    services = (registry.SERVICE, registry.PROXY)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if registry_of(spec) is None:
@@ -71,6 +71,9 @@ class ImageRegistryComponent(Component):
         return (
             # A registry that Shoal did not set up goes on.
             Command("stop the registry", STOP, unless=("test", "!", "-e", registry.PLACE)),
+            Service(registry.PROXY, enabled=False, running=False),
+            File(registry.PROXY_UNIT),
+            File(registry.DROP_IN),
             Command(
                 "remove the logins of the registry",
                 ("rm", "-rf", "--", registry.SETTINGS, registry.PLACE),
@@ -99,7 +102,7 @@ def _certificate(name: str) -> tuple[Item, ...]:
         Directory("/etc/docker"),
         Directory("/etc/docker/registry"),
         Directory(registry.PLACE),
-        Command(CERTIFICATE, make, unless=fits, restarts=(registry.SERVICE,)),
+        Command(CERTIFICATE, make, unless=fits, restarts=(registry.PROXY,)),
     )
 
 
@@ -125,13 +128,19 @@ def _server(cluster: Cluster, wanted: Registry) -> tuple[Item, ...]:
     write = shell_command(registry.MAKE_HTPASSWD, registry.PASSWORDS, registry.HTPASSWD, registry.USER)
     own_key = ("chown", f"{registry.USER}:", registry.SERVER_KEY)
     is_owner = shell_command('[ "$(stat -c %U "$1")" = "$2" ]', registry.SERVER_KEY, registry.USER)
+    settings = registry.proxy_config(cluster.controller.name, wanted.port)
     return (
         *_certificate(cluster.controller.name),
         Command("give the registry its key", own_key, unless=is_owner),
         Directory(wanted.directory, owner=registry.USER, group=registry.USER, mode=0o700),
-        Command(LOGINS, write, unless=fits, restarts=(registry.SERVICE,)),
-        File(registry.CONFIG, registry.registry_config(wanted.directory, wanted.port), restarts=(registry.SERVICE,)),
+        Command(LOGINS, write, unless=fits),
+        Directory(registry.DROP_IN.rpartition("/")[0]),
+        File(registry.DROP_IN, registry.drop_in(), restarts=(registry.SERVICE,)),
+        File(registry.CONFIG, registry.registry_config(wanted.directory), restarts=(registry.SERVICE,)),
         Service(registry.SERVICE),
+        File(registry.PROXY_CONFIG, settings, restarts=(registry.PROXY,)),
+        File(registry.PROXY_UNIT, registry.proxy_unit(), restarts=(registry.PROXY,)),
+        Service(registry.PROXY),
     )
 
 

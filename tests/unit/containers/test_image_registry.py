@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.unit.containers.test_image_store import ask
+from tests.unit.containers.test_image_store import ask, kept
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File, Secret, SecretRef, Service
 from shoal.agent.facts import FileFact
 from shoal.containers import registry
-from shoal.remote import image_registry
+from shoal.remote import image_registry, image_store
 from shoal.remote.image_registry import explain
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
@@ -38,6 +38,7 @@ containers: {engine: oci, registry: {port: 5001}}
         ("Get https://r/v2/: context deadline exceeded", "the registry does not answer"),
         ("http: server gave HTTP response to HTTPS client", "the registry has no TLS"),
         ("tls: failed to verify: x509: certificate signed by unknown authority", "do not trust the registry's"),
+        ("reading manifest 2: received unexpected HTTP status: 503 Service Unavailable", "the registry is down"),
         ("unauthorized: authentication required", "log in with `shoal image login REGISTRY`"),
         ("reading manifest 2 in r/lab/x: manifest unknown", "the registry has no such image or tag"),
         ("toomanyrequests: You have reached your pull rate limit", "the registry wants fewer requests"),
@@ -104,7 +105,8 @@ def test_every_host_trusts_the_registry_and_has_the_users_login() -> None:
         login = files[f"{registry.LOGINS}/ann"]
         assert (login.owner, login.mode, login.content) == ("ann", 0o400, "@PASSWORD@\n")
     server, node = (component.documents(cluster, member)[Stage.SERVICES] for member in (c1, n1))
-    assert Service(registry.SERVICE) in server and Service(registry.SERVICE) not in node
+    for service in (Service(registry.SERVICE), Service(registry.PROXY)):
+        assert service in server and service not in node
     assert Secret(f"{registry.PASSWORDS}/ann", digits=48) in server
     assert [item.content for item in node if isinstance(item, File) and item.path == f"{registry.PASSWORDS}/ann"] == [
         SecretRef("registry-user-ann")
@@ -139,7 +141,32 @@ def test_certificate_is_for_one_name(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "server.key").stat().st_mode) == 0o600
 
 
-def test_settings_are_yaml_that_wants_a_login() -> None:
-    settings = yaml.safe_load(registry.registry_config("/srv/images", 5001))
-    assert settings["http"]["addr"] == ":5001" and settings["auth"]["htpasswd"]["path"] == registry.HTPASSWD
+def test_registry_is_behind_a_socket_and_deletes_nothing() -> None:
+    settings = yaml.safe_load(registry.registry_config("/srv/images"))
+    assert (settings["http"]["net"], settings["http"]["addr"]) == ("unix", f"{registry.SOCKET_DIRECTORY}/socket")
     assert settings["storage"]["filesystem"] == {"rootdirectory": "/srv/images"}
+    assert "delete" not in settings["storage"]
+    assert "RuntimeDirectory=shoal-registry\nRuntimeDirectoryMode=0700\n" in registry.drop_in()
+
+
+def test_proxy_wants_a_login_and_for_writes_a_path_below_it() -> None:
+    text = registry.proxy_config("c1", 5001)
+    assert "\nListen 5001\n" in text and f"AuthUserFile {registry.HTPASSWD}\n" in text
+    rights = [line.strip() for line in text.splitlines() if "Require" in line]
+    assert rights == [
+        *("<RequireAll>", "Require valid-user", "<RequireAny>", "Require method GET HEAD"),
+        'Require expr "%{REQUEST_URI} =~ m#^/v2/([^/]+)/# && $1 == %{REMOTE_USER}"',
+        *("</RequireAny>", "</RequireAll>"),
+    ]
+    unit = registry.proxy_unit()
+    assert "User=docker-registry\n" in unit and f"apache2 -f {registry.PROXY_CONFIG} -DFOREGROUND\n" in unit
+
+
+def test_push_below_the_name_of_another_user_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "store/names").mkdir(parents=True)
+    kept(tmp_path / "store", "mini")
+    (tmp_path / "address").write_text("c1:5000\n")
+    monkeypatch.setattr(image_registry, "OWN_REGISTRY", str(tmp_path / "address"))
+    name = image_registry.own_name()
+    with pytest.raises(image_registry.Problem, match=f"below your own name, such as c1:5000/{name}/{name}x/mini:2"):
+        image_store.push(str(tmp_path / "store"), "mini", f"c1:5000/{name}x/mini:2")
