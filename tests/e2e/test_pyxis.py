@@ -17,7 +17,7 @@ from tests.e2e.cluster import ON_DEBIAN_12, Cluster, running
 from tests.e2e.image_files import debian_layer
 from tests.e2e.image_users import shared
 
-from shoal.roles.pyxis import HOOK, SETTINGS
+from shoal.roles.pyxis import HOOKS, NVIDIA_HOOK, PMIX_HOOK, SETTINGS, SLURM_HOOKS
 from shoal.spec.containers import ENROOT, PLUGIN
 from shoal.spec.files import PLUGSTACK
 
@@ -41,11 +41,15 @@ set -e
 cd "$(mktemp -d)"
 printf %s "$1" > example.c
 gcc -shared -fPIC -w -o /run/spank_pyxis.so example.c
-mkdir -p enroot/DEBIAN enroot/usr/bin enroot/usr/share/enroot/hooks.d
+mkdir -p enroot/DEBIAN enroot/usr/bin enroot/usr/share/enroot/hooks.d enroot/etc/enroot/hooks.d
 printf '%s\n' 'Package: enroot' 'Version: 0.1' 'Architecture: all' 'Maintainer: nobody' 'Description: example' \
     > enroot/DEBIAN/control
 printf '#!/bin/sh\necho example\n' > enroot/usr/bin/enroot
-printf '#!/bin/sh\n' > enroot/usr/share/enroot/hooks.d/50-slurm-pytorch.sh
+for hook in usr/share/enroot/hooks.d/50-slurm-pytorch.sh usr/share/enroot/hooks.d/50-slurm-pmi.sh \
+    etc/enroot/hooks.d/98-nvidia.sh; do
+    printf '#!/bin/sh\n' > enroot/$hook
+    chmod 755 enroot/$hook
+done
 chmod 755 enroot/usr/bin/enroot
 dpkg-deb --root-owner-group --build enroot /run/enroot.deb > /dev/null
 """
@@ -85,7 +89,8 @@ def test_plugin_is_loaded_on_all_hosts(cluster: Cluster) -> None:
     assert cluster.on("n1", "srun", "true") == ""
     assert cluster.on("n1", "enroot") == "example\n"
     assert cluster.on("n1", "stat", "-c", "%a", "/run/enroot", "/var/lib/enroot").split() == ["1777", "1777"]
-    assert cluster.on("n1", "ls", HOOK).strip() == HOOK
+    assert cluster.on("n1", "ls", HOOKS).split() == [*SLURM_HOOKS.split(), "51-shoal-pmix.sh", "98-nvidia.sh"]
+    assert cluster.on("n1", "stat", "-c", "%a", NVIDIA_HOOK) == "644\n"
     assert cluster.json("up")["changed"] == []
 
 
@@ -138,7 +143,7 @@ def test_removed_section_removes_the_plugin(cluster: Cluster) -> None:
     cluster.json("up")
     assert "container-image" not in cluster.on("controller", "srun", "--help")
     for host in ("controller", "n1"):
-        assert cluster.on(host, "ls", PLUGIN, ENROOT, SETTINGS, HOOK, status=None) == ""
+        assert cluster.on(host, "ls", PLUGIN, ENROOT, SETTINGS, PMIX_HOOK, status=None) == ""
     assert "spank_pyxis" not in cluster.on("controller", "sh", "-c", f"cat {PLUGSTACK} 2> /dev/null; true")
     assert cluster.on("controller", "srun", "hostname") == "n1\n"
     assert cluster.json("up")["changed"] == []
