@@ -119,10 +119,11 @@ def test_limits_of_the_job_hold_in_an_image(ann: User, cluster: Cluster) -> None
     assert "took" not in seen and "the memory was used up" in seen
 
 
-def test_plain_srun_and_sbatch_run_in_a_bundle_of_an_image(ann: User) -> None:
+def test_plain_srun_and_sbatch_run_in_a_bundle_of_an_image(ann: User, cluster: Cluster) -> None:
     place = "/shared/shoal-jobs/ann/plain"
     ann.do(f"mkdir -p {place} && cp work/plain.py {place} && chmod +x {place}/plain.py")
     bundle = ann.do(f"shoal image bundle mini --mount {place}:/code --workdir /code").strip()
+    assert ann.do("shoal image bundle mini").strip() != bundle  # it does not replace what jobs in the queue will use
     inside = ["hello", "mini", "2001", "one", "/code"]
     text = ann.do(f"srun -N2 -C images --container={bundle} python3 plain.py")
     assert lines(text, "plain") == [[str(rank), "2", "0", "1", str(rank), *inside] for rank in (0, 1)]
@@ -141,6 +142,9 @@ def test_plain_srun_and_sbatch_run_in_a_bundle_of_an_image(ann: User) -> None:
         f"script -qec 'srun --pty -w n1 --container={bundle} sh -c \"tty; cat /mark; sleep 1\"' /dev/null"
     )
     assert "/dev/pts/" in terminal and "one" in terminal
+    ann.do(f"(setsid srun -w n1 --container={bundle} sleep 600 > /dev/null 2>&1 < /dev/null &)")
+    cluster.wait("a job without `-C images` is entered", lambda: "one" in ann.do("shoal exec -- cat /mark || true"))
+    ann.do("scancel --me")
 
 
 def test_running_container_is_entered_saved_warned_and_cancelled(ann: User, cluster: Cluster) -> None:

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shoal.containers.images import FEATURE
 from shoal.errors import CommandTimeout, UsageError
 from shoal.hostlist import compress, expand
 from shoal.hosts.api import Host, Result
@@ -21,14 +20,13 @@ from shoal.remote import python_command
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import slurm_output
 
-_FORMAT = ("-h", "-t", "R", "-o", "%A|%i|%N|%f")
+_FORMAT = ("-h", "-t", "R", "-o", "%A|%i|%N")
 MY_JOBS_COMMAND = ("squeue", "--me", *_FORMAT)
 _EXIT_LINE = re.compile(r"^srun: error: \S+: task 0: Exited with exit code \d+\n?", re.M)
 """srun's own line about a program that failed. Its status says the same."""
 TERMINAL = ("-t", "-o", "LogLevel=ERROR")
 """Options of ssh for a command with a terminal, without a line about the end of the connection."""
-LOGIN_SHELL = ("sh", "-c", 'exec "${SHELL:-/bin/sh}" -l')
-IMAGE_SHELL = ("sh", "-c", 'exec "$(command -v bash || echo sh)" -l')
+LOGIN_SHELL = ("sh", "-c", 'exec "$(command -v "${SHELL:-}" || command -v bash || echo sh)" -l')
 """An image may lack the user's shell."""
 
 
@@ -41,22 +39,16 @@ class RunningJob:
     id: str
     """As Slurm shows it: `12`, or `12_3` of an array."""
     nodes: tuple[str, ...]
-    in_image: bool = False
-    """Whether it asks for nodes that run jobs in images."""
 
     def command(self, argv: Sequence[str], *, outside: bool) -> tuple[str, ...]:
-        """What runs the command in the image that the job runs in on a node, where it has one."""
-        return (*python_command("job_container"), *argv) if self.in_image and not outside else tuple(argv)
+        """What runs the command in the image that the job runs in on a node: only the node knows whether it has one."""
+        return tuple(argv) if outside else (*python_command("job_container"), *argv)
 
 
 def parse_running(text: str) -> list[RunningJob]:
     """The jobs in the output of squeue, newest first."""
-    rows = [line.split("|", 3) for line in text.splitlines() if line.count("|") >= 2]
-    jobs = [
-        RunningJob(number, id, tuple(expand(nodes)), bool(re.search(rf"\b{FEATURE}\b", "".join(features))))
-        for number, id, nodes, *features in rows
-        if nodes
-    ]
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+    jobs = [RunningJob(number, id, tuple(expand(nodes))) for number, id, nodes in rows if nodes]
     return sorted(jobs, key=lambda job: -int(job.number) if job.number.isdecimal() else 0)
 
 
@@ -144,8 +136,7 @@ async def user_ssh_command(
             choose_nodes(jobs, None, host)  # says which nodes there are
     node, running = next(iter(choose_nodes(jobs, job, host).items()))
     # As ssh does, a command is a line for the user's shell.
-    shell = IMAGE_SHELL if running.in_image and not outside else LOGIN_SHELL
-    program = running.command(("sh", "-c", " ".join(argv)) if argv else shell, outside=outside)
+    program = running.command(("sh", "-c", " ".join(argv)) if argv else LOGIN_SHELL, outside=outside)
     step = step_command(running.number, [node], program, ("--pty",) if terminal or not argv else ())
     return [*login, shlex.join(step)] if login else list(step)
 

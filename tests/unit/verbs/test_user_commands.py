@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from shoal.verbs.cost import cost
 from shoal.verbs.exec import execute, forget_host, ssh_command
 from shoal.verbs.joined_cluster import JoinedCluster, Login, store
 from shoal.verbs.logs import check_owner
-from shoal.verbs.own_jobs import choose_nodes, parse_running
+from shoal.verbs.own_jobs import LOGIN_SHELL, choose_nodes, parse_running
 from shoal.verbs.provider_accounts import offers
 from shoal.verbs.slurmctld import running_version
 from shoal.verbs.ui import WebPage, ui
@@ -229,17 +230,22 @@ async def test_exec_is_a_step_of_the_job_on_each_node() -> None:
 
 
 async def test_command_runs_in_the_image_of_its_job() -> None:
-    queue = b"12|12|n1|images-arm64&(a|b)\n19|19|n2|(null)\n"
-    host = desktop({("squeue",): queue, ("srun",): Result(0, b"")})
-    context = context_of(host)
-    for outside, programs in ((False, {"n1": "python3", "n2": "id"}), (True, {"n1": "id", "n2": "id"})):
+    """Slurm does not know whether there is one: `srun` of a bundle needs no feature."""
+    host = desktop({("squeue",): QUEUE, ("srun",): Result(0, b"")})
+    for outside, program in ((False, "python3"), (True, "id")):
         host.calls.clear()
-        await execute(context, ["id"], None, None, root=True, timeout=None, outside=outside)
+        await execute(context_of(host), ["id"], None, None, root=True, timeout=None, outside=outside)
         steps = [call.argv for call in host.calls if call.argv[0] == "srun"]
-        assert {argv[2].removeprefix("--nodelist="): argv[argv.index("--quiet") + 1] for argv in steps} == programs
+        assert [argv[argv.index("--quiet") + 1] for argv in steps] == [program, program]
         assert all(argv[-1] == "id" for argv in steps)
-    assert "command -v bash" in (await ssh_command(context, "n1", []))[-1]
-    assert "command -v bash" not in (await ssh_command(context, "n1", [], outside=True))[-1]
+
+
+@pytest.mark.parametrize(("shell", "said"), [("/bin/dash", "dash"), ("/no/zsh", "bash"), ("", "bash")])
+def test_shell_is_the_users_where_it_is_there(shell: str, said: str) -> None:
+    """An image may lack it."""
+    run = ["sh", "-c", LOGIN_SHELL[-1].replace(" -l", " -c 'echo $0'")]
+    done = subprocess.run(run, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "SHELL": shell})
+    assert done.stdout.strip().endswith(f"/{said}"), done.stderr
 
 
 async def test_exec_that_takes_too_long_is_the_nodes_failure() -> None:
@@ -255,12 +261,13 @@ async def test_ssh_opens_a_shell_inside_the_job_through_the_login() -> None:
     context = context_of(desktop({("squeue",): QUEUE}))
     line = await ssh_command(context, None, [], "12")
     assert line[-3:-1] == ["--", "desktop"] and "-t" in line and "HostKeyAlias=desktop" in line
-    assert line[-1].startswith(
-        "srun --jobid=12 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --quiet --pty sh -c "
-    )
-    line = await ssh_command(context, "n2", ["nvidia-smi", "|", "head"])
+    step = "srun --jobid=12 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --quiet --pty "
+    assert line[-1].startswith(f"{step}python3 ")
+    line = await ssh_command(context, None, [], "12", outside=True)
+    assert line[-1].startswith(f"{step}sh -c ")
+    line = await ssh_command(context, "n2", ["nvidia-smi", "|", "head"], outside=True)
     assert line[-1].endswith("--quiet sh -c 'nvidia-smi | head'") and "-t" not in line
-    line = await ssh_command(context, "n2", ["htop"], terminal=True)
+    line = await ssh_command(context, "n2", ["htop"], terminal=True, outside=True)
     assert line[-1].endswith("--quiet --pty sh -c htop") and "-t" in line
     line = await ssh_command(context, "desktop", ["srun", "--pty", "bash"], terminal=True)
     assert line[-5:] == ["-o", "LogLevel=ERROR", "--", "desktop", "srun --pty bash"] and "-t" in line
