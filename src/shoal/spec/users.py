@@ -103,7 +103,7 @@ class ClusterUser(SpecModel):
     keys: tuple[PublicKey, ...] = ()
     """SSH keys to log in with: a public key, or `file:PATH` on your machine."""
     docker: StrictBool = False
-    """May use Docker where a host has it: as much as root may, but behind the guard of `containers: {docker: true}`."""
+    """May use Docker: in jobs with `containers: {docker: true}`; else as good as root where a host has it."""
 
 
 def user_problems(users: Mapping[str, ClusterUser | None]) -> Iterator[Problem]:
