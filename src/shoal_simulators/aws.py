@@ -26,6 +26,7 @@ from starlette.routing import BaseRoute, Route
 from shoal.cloud.providers.api import Billing
 from shoal.cloud.providers.aws_query import parse_credentials, read_xml, sign
 from shoal_simulators import aws_addresses as elastic
+from shoal_simulators import aws_groups as groups
 from shoal_simulators.aws_requests import filters, page, read_user_data, values
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
 from shoal_simulators.market import SERVER_ERRORS, ApiRejection
@@ -136,7 +137,7 @@ class AwsSimulator(Simulator):
         if target := request.headers.get("x-amz-target", ""):
             return self._quota(target.rpartition(".")[2], json.loads(request.state.body))
         form = dict(parse_qsl(request.state.body.decode(errors="replace")))
-        addresses = self.stored("addresses")
+        addresses, owned = self.stored("addresses"), self.stored("groups")
         actions: dict[str, Callable[[str, dict[str, str]], dict[str, Any]]] = {
             "RunInstances": self._run,
             "TerminateInstances": self._terminate,
@@ -152,9 +153,10 @@ class AwsSimulator(Simulator):
             "ReleaseAddress": lambda where, asked: elastic.release(where, asked, addresses, self.market),
             "DescribeSubnets": self._subnets,
             "DescribeImages": self._images,
-            "DescribeSecurityGroups": self._groups,
-            "CreateSecurityGroup": self._make_group,
-            "AuthorizeSecurityGroupIngress": self._open_port,
+            "DescribeSecurityGroups": lambda where, asked: groups.describe(where, asked, owned),
+            "CreateSecurityGroup": lambda _, asked: groups.create(asked, owned, self.market),
+            "AuthorizeSecurityGroupIngress": lambda _, asked: groups.authorize(asked, owned, self.market),
+            "RevokeSecurityGroupIngress": lambda _, asked: groups.revoke(asked, owned, self.market),
         }
         action = form.get("Action", "")
         if action not in actions or form.get("Version") != "2016-11-15":
@@ -327,27 +329,6 @@ class AwsSimulator(Simulator):
 
     def _images(self, region: str, form: dict[str, str]) -> dict[str, Any]:
         return {"imagesSet": [{"imageId": id, "rootDeviceName": "/dev/xvda"} for id in values(form, "ImageId")]}
-
-    def _groups(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        names = filters(form).get("group-name", [])
-        groups = self.stored("groups").values()
-        rows = [group for group in groups if group["vpcId"] == f"vpc-{region}" and group["groupName"] in names]
-        return page(form, "securityGroupInfo", [{name: row[name] for name in ("groupId", "groupName")} for row in rows])
-
-    def _make_group(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        id = f"sg-{uuid.uuid4().hex[:17]}"
-        self.stored("groups")[id] = {"groupId": id, "groupName": form["GroupName"], "vpcId": form["VpcId"], "rules": []}
-        self.market.save()
-        return {"groupId": id, "return": True}
-
-    def _open_port(self, region: str, form: dict[str, str]) -> dict[str, Any]:
-        rules = self.stored("groups")[form["GroupId"]]["rules"]
-        rule = {name: value for name, value in sorted(form.items()) if name.startswith("IpPermissions.")}
-        if rule in rules:
-            raise ApiRejection("invalid", "InvalidPermission.Duplicate: the specified rule already exists")
-        rules.append(rule)
-        self.market.save()
-        return {"return": True}
 
 
 def _shown_type(type: MachineType) -> dict[str, Any]:

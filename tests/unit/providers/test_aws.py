@@ -13,7 +13,7 @@ from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, accou
 
 from shoal.cloud.providers import aws, rental_provider
 from shoal.cloud.providers.api import FailureKind, Market, Offer, Query, RentalOrder
-from shoal.cloud.providers.aws_query import Credentials, flatten, parse_credentials, read_xml, sign
+from shoal.cloud.providers.aws_query import Credentials, QueryClient, flatten, parse_credentials, read_xml, sign
 from shoal.cloud.providers.aws_quotas import quota_of
 from shoal.cloud.providers.capabilities import HasQuotas
 from shoal.cloud.providers.responses import ApiError, read_refusal
@@ -188,24 +188,74 @@ async def test_own_image_is_looked_up_for_its_root_disk(it: Trial) -> None:
     assert machine.order.marks["image"] == "ami-0123"
 
 
-async def test_security_group_is_made_once_with_its_rules(it: Trial) -> None:
-    await it.create("gpu1", "t1")
-    again = rental_provider(account(CASE, it.url))
+# The security group
+
+OPEN = [["-1", "", "", "Groups", "SELF"], ["tcp", "22", "22", "IpRanges", "0.0.0.0/0"]]
+LAN = ("tcp:22", "tcp:6817", "tcp:60001-63000")
+
+
+async def group_rules(it: Trial, ports: tuple[str, ...] = (), **settings: str) -> list[list[str]]:
+    """The rules of the cluster's group after an order of a new process. Its own id is SELF."""
+    again = rental_provider(account(CASE, it.url, **settings))
+    token = f"t{len(it.market.instances)}"
     try:
-        assert (await again.create([replace(ORDER, token="t2")]))[0].ok
+        [outcome] = await again.create([replace(ORDER, token=token, ports=ports)])
     finally:
         await again.close()
+    assert outcome.ok, outcome.message
     [group] = it.market.notes["groups"].values()
     assert group["groupName"] == "shoal-reef"
-    assert [rule.get("IpPermissions.1.FromPort") for rule in group["rules"]] == [None, "22"]
+    return [["SELF" if field == group["groupId"] else field for field in rule] for rule in group["rules"]]
 
 
-def test_security_group_admits_the_ports_of_the_cluster() -> None:
-    group, ssh, wireguard = aws.ingress("sg-1", ("tcp:22", "udp:51000"), "203.0.113.0/24")
-    assert group == {"IpProtocol": "-1", "Groups": [{"GroupId": "sg-1"}]}
-    assert (ssh["FromPort"], ssh["IpRanges"]) == ("22", [{"CidrIp": "203.0.113.0/24"}])
-    assert (wireguard["IpProtocol"], wireguard["ToPort"]) == ("udp", "51000")
-    assert wireguard["IpRanges"] == [{"CidrIp": "0.0.0.0/0"}]
+async def test_security_group_is_made_once_with_its_rules(it: Trial) -> None:
+    assert await group_rules(it) == OPEN
+    before = len(it.simulation.requests)
+    assert await group_rules(it) == OPEN
+    assert len(it.simulation.requests) - before == 3, "subnets, the group and the order"
+
+
+async def test_narrowed_source_of_ssh_revokes_the_wider_one(it: Trial) -> None:
+    await group_rules(it, ("tcp:22", "udp:51820"))
+    rules = await group_rules(it, ("tcp:22", "udp:51820"), ssh_from="203.0.113.7, 2001:db8::/32")
+    assert rules == [
+        OPEN[0],
+        ["udp", "51820", "51820", "IpRanges", "0.0.0.0/0"],
+        ["tcp", "22", "22", "IpRanges", "203.0.113.7/32"],
+        ["tcp", "22", "22", "Ipv6Ranges", "2001:db8::/32"],
+    ]
+    assert await group_rules(it) == OPEN, "and what the file no longer has is closed"
+
+
+async def test_ports_of_slurm_are_open_to_private_addresses_only(it: Trial) -> None:
+    rules = await group_rules(it, LAN)
+    assert rules[:2] == OPEN
+    assert [rule[1:3] for rule in rules[2:]] == [["6817", "6817"]] * 4 + [["60001", "63000"]] * 4
+    assert {rule[4] for rule in rules[2:]} == {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"}
+    assert await group_rules(it, LAN) == rules
+
+
+async def test_group_that_cannot_be_corrected_is_not_used(it: Trial) -> None:
+    bad = rental_provider(account(CASE, it.url, ssh_from="office"))
+    try:
+        [outcome] = await bad.create([ORDER])
+    finally:
+        await bad.close()
+    assert outcome.failure is FailureKind.INVALID
+    assert outcome.message.endswith("InvalidParameterValue: CIDR block office is malformed")
+    assert it.made == 0
+
+
+async def test_range_of_ports_is_two_numbers_to_amazon(it: Trial) -> None:
+    await group_rules(it)
+    [group] = it.market.notes["groups"]
+    rule = {"IpProtocol": "tcp", "FromPort": "1-2", "ToPort": "1-2", "IpRanges": [{"CidrIp": "10.0.0.0/8"}]}
+    ec2 = QueryClient(account(CASE, it.url), "", read_error=aws.read_error)
+    try:
+        with pytest.raises(ApiError, match="Must be integers"):
+            await ec2.call("us-east-1", "AuthorizeSecurityGroupIngress", GroupId=group, IpPermissions=[rule])
+    finally:
+        await ec2.close()
 
 
 async def test_region_outside_of_the_settings_is_never_ordered_or_listed(it: Trial) -> None:

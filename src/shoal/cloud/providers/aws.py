@@ -20,7 +20,9 @@ from shoal.cloud.providers import aws_addresses as elastic
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.aws_query import QueryClient, number
 from shoal.cloud.providers.aws_quotas import vcpu_quotas
+from shoal.cloud.providers.aws_security_group import ensure_security_group
 from shoal.cloud.providers.capabilities import Quota, ReservedAddress
+from shoal.cloud.providers.firewall_ports import address_ranges
 from shoal.cloud.providers.http import HttpProvider, gather_all, map_concurrently
 from shoal.cloud.providers.prices import gpu_model, prices
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, refusal_by_code
@@ -34,7 +36,6 @@ ROOT_DEVICE = "/dev/sda1"
 GPU_IMAGE = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{arch}/hvm/ebs-gp3/ami-id"
 """Public parameters with the newest image of a region; RunInstances resolves them itself."""
-SSH, ANYWHERE = "tcp:22", "0.0.0.0/0"
 CLUSTER, NODE, TOKEN = elastic.CLUSTER, elastic.NODE, "shoal-token"
 MARKETS: dict[str, api.Market] = {"on-demand": "on-demand", "spot": "spot"}
 """Amazon's usage classes that are offers; a capacity block is bought in advance."""
@@ -281,27 +282,12 @@ class AwsProvider(HttpProvider):
             hint = "name subnets with an internet gateway in settings: {subnets: subnet-…}"
             raise ApiError(problem, FailureKind.INVALID, scope="region", hint=hint)
         subnets = {row.text("availabilityZone"): row.text("subnetId") for row in rows}
-        group = self._account.settings.get("security_group") or await self._security_group(
-            region, rows[0].text("vpcId"), f"shoal-{cluster}", ports
-        )
+        group = self._account.settings.get("security_group")
+        if not group:
+            vpc, ssh_from = rows[0].text("vpcId"), address_ranges(self._account.settings.get("ssh_from"))
+            group = await ensure_security_group(self._ec2, region, vpc, f"shoal-{cluster}", ports, ssh_from)
         self._networks[region, cluster] = RegionNetwork(subnets, group)
         return self._networks[region, cluster]
-
-    async def _security_group(self, region: str, vpc: str, name: str, ports: Sequence[str]) -> str:
-        named = [{"Name": "group-name", "Value": [name]}, {"Name": "vpc-id", "Value": [vpc]}]
-        groups = self._ec2.items(region, "DescribeSecurityGroups", "securityGroupInfo", Filter=named)
-        group = next(iter([one.text("groupId") async for one in groups]), "")
-        if not group:
-            text = "Machines that Shoal rents"
-            made = await self._ec2.call(region, "CreateSecurityGroup", GroupName=name, GroupDescription=text, VpcId=vpc)
-            group = made.text("groupId")
-        for rule in ingress(group, ports, self._account.settings.get("ssh_from", ANYWHERE)):
-            try:
-                await self._ec2.call(region, "AuthorizeSecurityGroupIngress", GroupId=group, IpPermissions=[rule])
-            except ApiError as error:
-                if "InvalidPermission.Duplicate" not in error.message:
-                    raise
-        return group
 
     def _check(self, region: str) -> None:
         if region not in self._regions:
@@ -352,16 +338,6 @@ def machine_order(
         ],
         **market,
     }
-
-
-def ingress(group: str, ports: Sequence[str], ssh_from: str) -> list[dict[str, Any]]:
-    """What may reach a machine: SSH, the cluster's ports, and the other machines of the group."""
-    rules: list[dict[str, Any]] = [{"IpProtocol": "-1", "Groups": [{"GroupId": group}]}]
-    for name in dict.fromkeys((SSH, *ports)):
-        protocol, _, port = name.partition(":")
-        source = ssh_from if name == SSH else ANYWHERE
-        rules.append({"IpProtocol": protocol, "FromPort": port, "ToPort": port, "IpRanges": [{"CidrIp": source}]})
-    return rules
 
 
 def default_image(offer: api.Offer) -> str:

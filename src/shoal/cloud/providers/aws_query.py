@@ -26,7 +26,7 @@ from shoal.cloud.providers.response_limits import MAX_NESTING, MAX_VALUES, Answe
 from shoal.cloud.providers.responses import ApiError, Body, ReadError
 
 VERSION = "2016-11-15"
-LIST_ENDINGS = ("Set", "GroupInfo")
+LIST_ENDINGS = ("Set", "GroupInfo", "ipPermissions", "groups", "ipRanges", "ipv6Ranges", "prefixListIds")
 FORM, JSON = "application/x-www-form-urlencoded; charset=utf-8", "application/x-amz-json-1.1"
 
 
