@@ -307,6 +307,20 @@ def test_image_that_no_job_used_for_long_is_removed_and_a_named_container_stays(
     assert [(place / name).exists() for name in (store["id"], other, "containers/mine")] == [True, False, True]
 
 
+def test_image_that_is_not_there_says_whether_it_was_removed(store: dict[str, Any], tmp_path: Path) -> None:
+    removed, elsewhere = (str(tmp_path / name) for name in ("gone", "nowhere/images/gone"))
+    with pytest.raises(Problem, match=f"image tiny was removed since: there is no {removed} any more; make or pull it"):
+        unpacked_image.pull({**store, "layout": removed}, "")
+    with pytest.raises(Problem, match="which this node does not have; put the jobs' directory on a share"):
+        unpacked_image.pull({**store, "layout": elsewhere}, "")
+
+
+def test_private_image_says_that_nodes_have_no_logins() -> None:
+    line = ["sh", "-c", "echo 'msg=\"reading manifest: unauthorized: authentication required\"'; exit 1"]
+    with pytest.raises(Problem, match=r"cannot get image tiny: sh: .*; nodes have none of your logins: pull it where"):
+        unpacked_image.run(line, "tiny")
+
+
 def test_place_of_a_build_is_no_image(store: dict[str, Any]) -> None:
     place = Path(store["place"])
     for name in ("build.7", "build.8"):

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import pwd
+import re
 import stat
 import sys
 import time
@@ -40,6 +41,8 @@ RECORD = "record"
 """In a container: the path of the file that says so beside the user's images."""
 KEEP_DAYS = 30
 """What no job has used for so long is removed when another image is unpacked."""
+PRIVATE = re.compile(r"unauthorized|authentication required|denied: ")
+"""What registries say of images that need a login."""
 DISK_FACTOR = 3
 """So many times the size of the packed image must be free."""
 LIMIT_FILE = PROGRAMS + "/disk"
@@ -124,6 +127,8 @@ def unpack(store: str, path: str, settings: dict[str, Any]) -> None:
 def pull(settings: dict[str, Any], layout: str) -> None:
     if not settings["source"]:
         text = "image %s is in %s, which this node does not have; put the jobs' directory on a share (`storage:`)"
+        if os.path.isdir(os.path.dirname(settings["layout"])):
+            text = "image %s was removed since: there is no %s any more; make or pull it again, and submit the job anew"
         raise Problem(text % (settings["name"], settings["layout"]))
     policy = [] if os.path.exists("/etc/containers/policy.json") else ["--insecure-policy"]
     options = [*policy, "copy", "--quiet", *own_login(os.path.dirname(layout))]
@@ -163,7 +168,10 @@ def run(line: list[str], image: str, proxy: dict[str, str] | None = None) -> Non
         raise Problem("%s is not installed; `containers:` in the file installs it" % line[0]) from None
     if done.returncode != 0:
         lines = done.stdout.decode(errors="replace").strip().splitlines() or ["status %d" % done.returncode]
-        raise Problem("cannot get image %s: %s: %s" % (image, line[0], lines[-1].strip()[-MESSAGE_END:]))
+        cause = lines[-1].strip()[-MESSAGE_END:]
+        if PRIVATE.search(cause):
+            cause += "; nodes have none of your logins: pull it where you log in, with the jobs' directory on a share"
+        raise Problem("cannot get image %s: %s: %s" % (image, line[0], cause))
 
 
 def packed_size(layout: str) -> int:
