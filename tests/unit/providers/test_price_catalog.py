@@ -120,10 +120,3 @@ def test_cache_is_updated_for_this_machine(base: str, tmp_path: Path, monkeypatc
 def test_server_without_catalogs_is_an_error_with_its_address(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", f"{base}/none", "--provider", "aws"]) == 1
     assert f"cannot read {base}/none/aws/version" in capsys.readouterr().err
-
-
-def test_prices_of_amazon_have_their_source() -> None:
-    with TABLE.open() as file:
-        assert {row["source"] for row in csv.DictReader(file) if row["provider"] == "aws"} == {
-            "skypilot-catalog f2624ac"
-        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from shoal.cloud.providers import RENTAL_PROVIDERS
 from shoal.cloud.providers.api import Offer
+from shoal.cloud.providers.price_catalog import TABLE
 from shoal.cloud.providers.prices import COLUMNS, InstanceShape, Prices, prices, shape_of, shipped, store_prices
 
 H100 = Offer("mine", "gpu_8x_h100_sxm5", "us-west-1")
@@ -25,6 +27,19 @@ def test_shipped_table_is_complete() -> None:
         assert not row.usd_hour or not row.gpus or 0.1 < row.usd_hour / row.gpus < 20, row
         assert row.arch in ("x86_64", "arm64")
         assert date.fromisoformat(row.as_of) <= date(2026, 11, 15)
+
+
+def test_every_shipped_price_has_its_source_and_its_date() -> None:
+    with TABLE.open(encoding="utf-8") as file:
+        priced = [row for row in csv.DictReader(file) if row["usd_hour"]]
+    assert len(priced) > 60
+    assert [row for row in priced if not row["source"].strip() or not date.fromisoformat(row["as_of"])] == []
+
+
+def test_price_without_a_source_is_unknown() -> None:
+    assert prices().find("paperspace", "A5000", "", "on-demand") is None
+    shape = shape_of("paperspace", "A5000")
+    assert shape is not None and shape.gpus == 1
 
 
 def test_price_is_looked_up_by_region_or_for_all_regions() -> None:
@@ -51,7 +66,7 @@ def test_newer_price_counts_in_any_order() -> None:
 
 def test_offer_without_a_price_gets_the_table_price_and_date() -> None:
     [filled] = prices().fill("lambda", [H100])
-    assert (filled.usd_hour, filled.as_of) == (31.92, "2026-09-25")
+    assert (filled.usd_hour, filled.as_of) == (31.92, "2026-08-22")
     assert (filled.gpu, filled.gpus, filled.cpus, filled.memory_gb, filled.gpu_memory_gb) == ("H100", 8, 208, 1800, 80)
 
 
