@@ -32,7 +32,9 @@ AWS = (
 GCP = (
     HEADER
     + "g2-standard-4,us-central1-a,0.71,4,16,1,L4,24,False,,,\ng2-standard-4,us-central1-b,0.70,4,16,1,L4,24,False,,,\n"
+    + "n1-standard-8,us-central1-a,0.73,8,30,1,T4,16,False,,,\n"
 )
+NEBIUS = HEADER + "gpu-h100-sxm 1gpu-16vcpu-200gb,eu-north1,3.90,16,200,1,H100,80,False,,nvidia,\n"
 
 
 def archive(name: str, text: str) -> bytes:
@@ -44,8 +46,8 @@ def archive(name: str, text: str) -> bytes:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Iterator[str]:
-    """The address of a server with catalogs of Amazon and Google."""
-    for name, text in (("aws", AWS), ("gcp", GCP)):
+    """The address of a server with catalogs of Amazon, Google and Nebius."""
+    for name, text in (("aws", AWS), ("gcp", GCP), ("nebius", NEBIUS)):
         place = tmp_path / "catalogs" / name
         (place / "20261101").mkdir(parents=True)
         (place / "version").write_text("20261101\n")
@@ -73,7 +75,7 @@ def test_only_priced_nvidia_machines_are_read() -> None:
     assert (rows[0].gpu, rows[0].gpus, rows[0].cpus, rows[0].memory_gb, rows[0].as_of) == ("L4", 1, 4, 16, "2026-11-01")
 
 
-def test_zones_are_regions_and_the_cheapest_counts() -> None:
+def test_zones_are_regions_and_the_cheapest_counts_without_types_to_which_gpus_are_added() -> None:
     [row] = read_catalog("gcp", archive("gcp", GCP), "2026-11-01")
     assert (row.region, row.usd_hour) == ("us-central1", 0.70)
 
@@ -98,12 +100,16 @@ def test_unknown_price_is_replaced_and_a_newer_one_kept() -> None:
 def test_table_is_updated_with_source_and_date(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "prices.csv"
     copy.write_text(TABLE.read_text())
-    assert main(["--url", base, "--provider", "aws", "--provider", "gcp", "--table", str(copy)]) == 0
+    assert (
+        main(["--url", base, "--provider", "aws", "--provider", "gcp", "--provider", "nebius", "--table", str(copy)])
+        == 0
+    )
     assert "prices are new" in capsys.readouterr().out
     with copy.open() as file:
         rows = {(row["type"], row["region"], row["market"]): row for row in csv.DictReader(file)}
     assert rows["g6.xlarge", "eu-west-1", "on-demand"]["source"] == "gpuhunt catalog 20261101"
     assert rows["g2-standard-4", "us-central1", "on-demand"]["usd_hour"] == "0.7"
+    assert rows["gpu-h100-sxm 1gpu-16vcpu-200gb", "eu-north1", "on-demand"]["usd_hour"] == "3.9"
     assert rows["p5.48xlarge", "us-east-1", "on-demand"]["usd_hour"] == "55.04"  # a price of 0 is none
     assert ("x9.new", "us-east-1", "on-demand") not in rows
     assert ("gpu_1x_a10", "", "on-demand") in rows

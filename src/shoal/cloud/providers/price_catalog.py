@@ -29,10 +29,12 @@ from shoal.local_files import write_atomic
 
 BASE = "https://dstack-gpu-pricing.s3.eu-west-1.amazonaws.com/v3"
 """Where gpuhunt itself reads its catalogs."""
-CATALOGS = {"aws": "aws", "gcp": "gcp", "lambda": "lambdalabs", "runpod": "runpod"}
+CATALOGS = {"aws": "aws", "gcp": "gcp", "lambda": "lambdalabs", "nebius": "nebius", "runpod": "runpod"}
 """Our kind of provider -> its name in gpuhunt."""
 ZONED = ("gcp",)
 """Their rows name zones; prices are those of regions."""
+ADDED_GPUS = {"gcp": "n1-"}
+"""Types to which GPUs are added: a row has the price of both, under the type's name alone."""
 DOWNLOAD_TIMEOUT_S = 60.0
 MAX_CATALOG_MIB = 64
 """Of the archive, and of the file in it."""
@@ -85,10 +87,12 @@ def read_catalog(kind: str, content: bytes, as_of: str) -> list[Offer]:
 
 
 def _offer(kind: str, row: dict[str, str | None], as_of: str) -> Offer | None:
-    """A row as an offer; None where it has no price, no GPU, or one that is not NVIDIA's."""
+    """A row as an offer; None where it has no price of its type, no GPU, or one that is not NVIDIA's."""
     price, gpus = _number(row.get("price")), int(_number(row.get("gpu_count")))
     type, place = (row.get("instance_name") or "").strip(), (row.get("location") or "").strip()
     if not type or price <= 0 or gpus < 1 or (row.get("gpu_vendor") or "nvidia").lower() != "nvidia":
+        return None
+    if kind in ADDED_GPUS and type.startswith(ADDED_GPUS[kind]):
         return None
     gpu, memory = gpu_model(row.get("gpu_name") or "")
     return Offer(
