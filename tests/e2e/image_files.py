@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from shoal.containers.images import ARCHITECTURES
+from shoal.remote.runner.unpacked_image import ARCHITECTURES
 from shoal.sandbox.provider import SandboxProvider
 
 SUITE = "bookworm"

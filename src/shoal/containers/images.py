@@ -11,15 +11,13 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.remote import modules_command
-from shoal.remote.runner.unpacked_image import PROGRAMS
+from shoal.remote.runner.unpacked_image import ARCHITECTURES, PROGRAMS
 from shoal.spec.checks import refusal
 
 FEATURE = "images"
 """Slurm's feature of nodes that run jobs in images; `images-arm64` for those of one CPU type."""
 PYXIS = "pyxis"
 """The feature of nodes that run them with enroot and pyxis instead."""
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""The words of images for CPU types, by those of the kernel."""
 STORE = "images"
 """The images in the user's directory for jobs."""
 STEP_PROGRAM = f"{PROGRAMS}/start.py"
@@ -89,7 +87,7 @@ class JobImage:
     def as_json(self, binds: Iterable[str]) -> str:
         """What `remote/runner/image.py` reads. `binds` are directories that are the same inside."""
         image = asdict(self.image)
-        values = {name: image[name] for name in ("name", "id", "layout", "directory", "source")}
+        values = {name: image[name] for name in ("name", "id", "layout", "directory", "source", "architecture")}
         values |= {name: getattr(self, name) for name in ("container", "workdir", "home", "script", "keep")}
         mounts = [(*mount.split(":")[:2], mount.endswith(":ro")) for mount in self.mounts]
         return json.dumps({**values, "proxy": dict(self.proxy), "mounts": mounts, "binds": list(binds)})

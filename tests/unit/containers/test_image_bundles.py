@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.containers.test_image_runner import ALLOWED, SETTINGS, START, root
+from tests.unit.containers.test_image_runner import ALLOWED, OTHER, SETTINGS, START, root
 from tests.unit.containers.test_image_store import ask, store
 
 from shoal.containers.images import JobImage, StoredImage, bundle_name
@@ -122,6 +122,13 @@ def test_program_of_the_bundle_runs_a_command_in_its_image(store: Path, root: Pa
     alone = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
     done = subprocess.run(line, capture_output=True, text=True, env=alone, timeout=60)
     assert done.stdout.startswith("0 1 0 1 0 ")
+
+
+def test_step_on_a_node_of_another_cpu_type_says_so(store: Path) -> None:
+    settings = json.dumps({**SETTINGS, "architecture": OTHER})
+    bundle = Path(json.loads(ask("bundle", str(store), "tiny", settings, str(START)))["path"])
+    done = subprocess.run([bundle / "run", "true"], capture_output=True, text=True, env=STEP, timeout=60)
+    assert f"n2: image tiny is for {OTHER}, and this node is" in done.stderr and done.returncode == 125
 
 
 @needs_namespaces

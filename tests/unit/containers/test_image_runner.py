@@ -35,6 +35,8 @@ SETTINGS: dict[str, Any] = {
     **{"name": "tiny", "directory": "", "container": "", "id": "", "layout": "", "source": "", "proxy": {}},
     **{"home": False, "keep": [], "workdir": "", "script": "train.sh", "binds": [], "mounts": []},
 }
+HERE = unpacked_image.ARCHITECTURES[os.uname().machine]
+OTHER = next(name for name in unpacked_image.ARCHITECTURES.values() if name != HERE)
 ALLOWED = subprocess.run(["unshare", "--user", "--mount", "true"], capture_output=True).returncode == 0
 pytestmark = pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
 
@@ -73,6 +75,7 @@ def run(root: Path, *command: str, **settings: Any) -> subprocess.CompletedProce
 
 def test_command_is_the_user_and_ends_with_its_own_status(root: Path) -> None:
     done = run(root, "sh", "-c", "id -u; echo $RANK $HOME; test -z $SHOAL_IMAGE && exit 7")
+    assert run(root, "sh", "-c", "exit 4", architecture=HERE).returncode == 4
     assert (done.stdout, done.stderr, done.returncode) == (f"{os.getuid()}\n3 /home/someone\n", "", 7)
     assert run(root, "sh", "-c", "kill -USR1 $$").returncode == -signal.SIGUSR1
     assert run(root, "cat", "/etc/passwd").stdout.count("sshd:x:77") == 1
@@ -122,6 +125,8 @@ def test_file_beside_a_directory_says_nothing_of_it(root: Path) -> None:
         ({"mounts": [["/nowhere", "/data", False]]}, "--mount: there is no /nowhere"),
         ({"mounts": [["/etc", "/etc/passwd", False]]}, "/etc/passwd is a file in the image"),
         ({"home": True}, "--home on: there is no /home/someone"),
+        ({"architecture": OTHER}, f"image tiny is for {OTHER}, and this node is {HERE}; use `-C images-{OTHER}`"),
+        ({"architecture": "riscv64"}, f"image tiny is for riscv64, and this node is {HERE}; use an image for {HERE}"),
         ({"directory": "/nowhere"}, "there is no directory /nowhere; name one on a share"),
     ],
 )

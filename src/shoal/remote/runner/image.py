@@ -18,7 +18,7 @@ import sys
 import warnings  # noqa: F401 - os.execvpe imports it, and inside there is no Python of the node
 
 from .driver_files import driver_mounts, driver_problem, driver_variables
-from .unpacked_image import Problem, find_container, own_store, unpacked
+from .unpacked_image import Problem, find_container, own_store, require_cpu_type, unpacked
 from .variables import CONTAINER, DEFAULT_PATH, IMAGE
 
 TYPE_CHECKING = False
@@ -76,6 +76,7 @@ def fail(text: str) -> int:
 
 def find_root(settings: dict[str, Any]) -> tuple[str, bool]:
     """The root file system and whether jobs may change it. Unpacks the image where this node does not have it."""
+    require_cpu_type(settings)
     if settings["directory"]:
         if not os.path.isdir(settings["directory"]):
             raise Problem("there is no directory %s; name one on a share" % settings["directory"])

@@ -15,14 +15,13 @@ import tarfile
 import zlib
 
 from .image import fail, image_config
-from .unpacked_image import TAG, Problem, hold, own_store, remove, remove_container
+from .unpacked_image import ARCHITECTURES, TAG, Problem, hold, own_store, remove, remove_container
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 MEDIA_TYPE = "application/vnd.oci.image."
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 FILES_CHANGED = 1
 """The status of tar where a job has changed files meanwhile."""
 CHUNK_BYTES = 1 << 20

@@ -35,6 +35,8 @@ STOPPED_STATE = "stopped.json"
 """Beside it: what Slurm is told of a container that crun does not know."""
 OWN_REGISTRY, OWN_LOGINS = "/etc/shoal/registry/address", "/etc/shoal/registry/logins"
 """The cluster's own registry, and each user's password for it."""
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""The words of images for CPU types, by those of the kernel."""
 TAG = "image"
 """The name of an image in its OCI layout."""
 RECORD = "record"
@@ -53,6 +55,14 @@ MESSAGE_END = 120
 
 class Problem(Exception):
     """Why the command cannot run in the image, and what to do about it."""
+
+
+def require_cpu_type(settings: dict[str, Any]) -> None:
+    """Raise Problem for an image of another CPU type: a step of a bundle may be on any node."""
+    here, wanted = ARCHITECTURES.get(os.uname().machine, ""), settings.get("architecture", "")
+    if here and wanted and here != wanted:
+        fix = "use `-C images-%s`" % wanted if wanted in ARCHITECTURES.values() else "use an image for %s" % here
+        raise Problem("image %s is for %s, and this node is %s; %s" % (settings["name"], wanted, here, fix))
 
 
 def own_store() -> str:
