@@ -263,8 +263,9 @@ def test_validation_has_rows_in_an_image(ann: User, cluster: Cluster) -> None:
     print(ann.do("shoal validate --quick --launcher srun,mpirun --image /shared/train || true"))
     rows = ann.json("validate --since 1d")["runs"][-1]["rows"]
     inside = {(row["launcher"], row["test"]): row["status"] for row in rows if "image" in row["launcher"]}
-    wanted = {("srun, image", test) for test in ("cpu", "all-reduce gloo")}
-    wanted |= {("srun --mpi=pmix, image", test) for test in ("cpu", "mpi all-reduce", "mpi ping-pong")}
+    torch, mpi = ("cpu", "all-reduce gloo"), ("mpi all-reduce", "mpi ping-pong")
+    wanted = {("srun, image", test) for test in torch} | {("mpirun, image", test) for test in (*torch, *mpi)}
+    wanted |= {("srun --mpi=pmix, image", test) for test in ("cpu", *mpi)}
     assert inside == dict.fromkeys(wanted, "passed")
 
 

@@ -58,7 +58,7 @@ def validate(
         typer.Option(metavar="NAME=VALUE", help="A variable for the environment of the tests; may be repeated."),
     ] = None,
     image: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="Run the tests of srun in this image, too.")
+        str | None, typer.Option(metavar="IMAGE", help="Run the tests of srun and mpirun in this image, too.")
     ] = None,
     account: Annotated[
         str | None, typer.Option("--account", "-A", metavar="NAME", help="The account to charge.")

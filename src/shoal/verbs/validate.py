@@ -172,9 +172,12 @@ def plan_jobs(settings: ValidationSettings, nodes: Sequence[NodeState]) -> list[
                 jobs.append(ValidationJob(title, launcher, tests, names, gpus, cpus))
         if settings.image:
             jobs.append(ValidationJob("srun, image", "srun", (*common, "torch"), names, gpus, cpus, settings.image))
-            if mpirun_row:
-                title = "srun --mpi=pmix, image"
-                jobs.append(ValidationJob(title, "pmix", ("cpu", "mpi"), names, gpus, cpus, settings.image))
+            for title, launcher, tests in (
+                ("srun --mpi=pmix, image", "pmix", ("cpu", "mpi")),
+                ("mpirun, image", "mpirun", (*common, "torch", "mpi")),
+            ):
+                if mpirun_row:
+                    jobs.append(ValidationJob(title, launcher, tests, names, gpus, cpus, settings.image))
     names = tuple(node.name for node in nodes)
     links = ("links",) if len(names) > 1 else ()
     memory_mb = min(node.memory_mb for node in nodes)

@@ -112,7 +112,7 @@ def test_job_asks_slurm_for_nodes_that_run_its_image() -> None:
     assert JobImage(StoredImage("mine"), "mine").constraint(None) == "images"
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn", "python"])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn", "pmix", "mpirun", "python"])
 def test_script_starts_ranks_with_the_python_of_the_node(launcher: str) -> None:
     spec = job(image="debian", python="/opt/conda/bin/python", launcher=launcher, gpus_per_node=0, mount=["/d:/e:ro"])
     image = JobImage(DEBIAN, mounts=spec.mount, script=spec.script, keep=("X",))

@@ -73,6 +73,17 @@ def test_nodes_with_as_many_gpus_are_tested_together() -> None:
     assert "links" not in plan_jobs(ValidationSettings(launchers=()), nodes[:1])[0].tests
 
 
+def test_image_has_rows_under_each_launcher_that_starts_its_ranks() -> None:
+    jobs = plan_jobs(ValidationSettings(image="debian"), [node("n1")])
+    inside = {job.title: (job.launcher, job.tests) for job in jobs if job.image}
+    assert inside == {
+        "srun, image": ("srun", ("cpu", "gpu", "torch")),
+        "srun --mpi=pmix, image": ("pmix", ("cpu", "mpi")),
+        "mpirun, image": ("mpirun", ("cpu", "gpu", "torch", "mpi")),
+    }
+    assert {job.image for job in jobs} == {"debian", ""}
+
+
 def test_nodes_that_take_no_jobs_are_findings_and_rented_ones_are_left_alone() -> None:
     nodes = [node("n1"), node("n2", State="IDLE+DRAIN"), node("n3", State="IDLE+CLOUD")]
     chosen, findings = choose_nodes(ValidationSettings(), nodes, "main")
