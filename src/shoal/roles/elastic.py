@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Block, Command, Directory, Document, File, Packages, SecretRef, Service, daemon_unit
 from shoal.agent.facts import Facts
+from shoal.cloud.providers.prices import catalog_prices
 from shoal.cloud.status_file import PUBLIC_REPORT
 from shoal.network.tunnel import AUTHORIZED
 from shoal.remote import program_text, shell_command
@@ -58,6 +59,8 @@ INSTALLED = "/opt/shoal"
 WHEELS = f"{INSTALLED}/wheels"
 ARCHIVES = f"{STATE}/cache/shoal/slurm"
 """Slurm for rented machines, in the service's own cache."""
+PRICES = f"{STATE}/cache/shoal/prices.csv"
+"""Prices from catalogs that this machine read, in the service's own cache: it reads them anew for each order."""
 WHEEL_SECRET = "shoal itself"
 EXTRAS = ("gcp", "nebius")
 """The kinds of providers whose client needs a package of its own: the extra of that name."""
@@ -256,6 +259,7 @@ def _service_files(spec: Spec) -> Document:
         File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
         File(CONTENTS, _contents(spec) if spec.files else None, mode=0o600, restarts=restarts),
         File(SPEC, _spec_json(spec), mode=0o600, restarts=restarts),
+        File(PRICES, _catalog_prices(spec) or None, mode=0o600),
         File(UNIT, unit(spec), restarts=restarts),
     )
 
@@ -266,6 +270,13 @@ def _spec_json(spec: Spec) -> str:
 
 def _contents(spec: Spec) -> str:
     return json.dumps(dump_contents(spec.files), indent=1, sort_keys=True) + "\n"
+
+
+def _catalog_prices(spec: Spec) -> str:
+    """Prices of the types that the file rents, as in the cache of the machine that runs `shoal up`."""
+    kinds = {name: account.kind or name for name, account in provider_accounts(spec).items()}
+    offers = [offer for nodeset in rented_sets(spec).values() for offer in nodeset.offers]
+    return catalog_prices({(kinds[offer.provider], offer.type) for offer in offers if offer.type})
 
 
 def _extras(spec: Spec) -> str:

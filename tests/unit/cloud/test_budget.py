@@ -74,7 +74,7 @@ def test_gang_counts_as_a_whole() -> None:
 def test_offer_without_a_price_is_rejected_under_a_budget(budget: Budget) -> None:
     said = (
         "the price of big at lambda us-west-1 is unknown, so no budget can cover it"
-        " (rent a type that has a price in `shoal offers`, or remove the budget)"
+        " (run `shoal up` if `shoal offers` has its price; else rent another type, or remove the budget)"
     )
     assert asked(budget, offer=replace(TEN, usd_hour=None)) == said
     own = refusal(Purchase("burst", replace(TEN, usd_hour=None), 1), None, {"burst": budget}, [], NOW)

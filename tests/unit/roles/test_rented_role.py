@@ -16,6 +16,8 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
+from shoal.cloud.providers.api import Offer
+from shoal.cloud.providers.prices import catalog_prices, prices, store_prices
 from shoal.network.addresses import hosts_block
 from shoal.network.wireguard import PUBLIC_KEY
 from shoal.plan.connections import Fleet
@@ -30,6 +32,7 @@ from shoal.roles.documents import documents, membership
 from shoal.roles.elastic import (
     ACCOUNTS,
     KEYS,
+    PRICES,
     SPEC,
     UNIT,
     WHEEL_SECRET,
@@ -339,6 +342,38 @@ def test_clients_with_packages_of_their_own_are_extras() -> None:
     [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
     assert install.argv[-1].endswith(".whl[gcp,nebius]")
     assert install_prefix(spec) != install_prefix(SPEC_LAN)
+
+
+def test_service_gets_prices_of_catalogs_for_the_types_it_rents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+
+    def sent() -> File:
+        [file] = [
+            item for item in controller_document(Stage.SERVICES) if isinstance(item, File) and item.path == PRICES
+        ]
+        return file
+
+    assert sent().content is None
+    dear = Offer("gcp", "a2-highgpu-1g", "us-central1", market="spot", usd_hour=1.7)
+    elsewhere = replace(dear, type="g2-standard-8")
+    store_prices("gcp", [dear, elsewhere], "2026-11-01", catalog="gpuhunt catalog 20261101")
+    store_prices("lambda", [Offer("lambda", "gpu_1x_a10", "us-west-1", usd_hour=9.9)], "2026-11-01")
+    content = sent().content
+    assert isinstance(content, str) and not sent().restarts
+    assert len(content.splitlines()) == 2 and "gpuhunt catalog 20261101" in content
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "prices.csv").write_text(content)
+    found = prices(tmp_path / "service").find("gcp", "a2-highgpu-1g", "us-central1", "spot")
+    assert found is not None and (found.usd_hour, found.as_of) == (1.7, "2026-11-01")
+
+
+def test_price_of_a_catalog_that_the_table_has_too_is_not_sent(tmp_path: Path) -> None:
+    same = prices(tmp_path).find("gcp", "a2-highgpu-1g", "us-central1", "on-demand")
+    assert same is not None
+    store_prices("gcp", [replace(same, as_of="")], "2026-11-01", tmp_path, catalog="gpuhunt catalog 20261101")
+    assert catalog_prices({("gcp", "a2-highgpu-1g")}, tmp_path) == ""
 
 
 def test_service_spec_round_trips() -> None:

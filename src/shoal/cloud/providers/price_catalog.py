@@ -3,6 +3,8 @@
     python -m shoal.cloud.providers.price_catalog --url BASE              update prices.csv in a checkout, for a release
     python -m shoal.cloud.providers.price_catalog --url BASE --cache      update this machine's cache instead
 
+`shoal up` sends such prices from the cache to the rental service, where the file rents machines of these types.
+
 A catalog is at BASE/PROVIDER/VERSION/catalog.zip, and BASE/PROVIDER/version names the newest. A row without a price, or
 with a price of 0, is no price: it stays unknown.
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 import httpx
 
 from shoal.cloud.providers.api import Offer
-from shoal.cloud.providers.prices import COLUMNS, gpu_model, store_prices, table_cells, table_row
+from shoal.cloud.providers.prices import gpu_model, store_prices, table_row, table_text
 from shoal.errors import ProviderError, ShoalError
 from shoal.local_files import write_atomic
 
@@ -147,20 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if chosen.cache:
         stored = 0
-        for kind in {offer.provider for offer, _ in news}:
-            told = [replace(offer, as_of="") for offer, _ in news if offer.provider == kind]
-            stored += store_prices(kind, told, today)
-        print(f"{stored} prices stored in the cache")
+        for kind, source in dict.fromkeys((offer.provider, source) for offer, source in news):
+            undated = [replace(offer, as_of="") for offer, _ in news if offer.provider == kind]
+            stored += store_prices(kind, undated, today, catalog=source)
+        print(f"{stored} prices stored in the cache; `shoal up` sends those of machines that the file rents")
         return 0
     with chosen.table.open(encoding="utf-8", newline="") as file:
         rows = [(table_row(row), row.get("source") or "") for row in csv.DictReader(file)]
     merged = merge(rows, news)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*COLUMNS, "source"])
-    for offer, source in sorted(merged, key=lambda one: one[0].identity):
-        writer.writerow([*table_cells(offer), source])
-    write_atomic(chosen.table, text.getvalue(), 0o644)
+    write_atomic(chosen.table, table_text(sorted(merged, key=lambda one: one[0].identity)), 0o644)
     changed = len(set(merged) - set(rows))
     print(f"{changed} of {len(merged)} prices are new; read the difference before you commit it")
     return 0

@@ -1,8 +1,8 @@
 """Prices and shapes of machine types, from a table that ships with Shoal, and the usual names of GPUs.
 
 Prices that a provider's API tells are preferred. The last ones are stored in the cache directory and read with the
-table; of two prices for the same thing, the newer one counts. The table has the date and, where it was recorded, the
-source of each price; `price_catalog` updates it.
+table; of two prices for the same thing, the newer one counts. Table and cache have the date of each price, and its
+source; `price_catalog` updates either from catalogs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -118,7 +118,7 @@ class Prices:
 
 def prices(directory: Path | None = None) -> Prices:
     """The shipped table with the prices that providers told since; `directory` is the cache."""
-    cached = _cached(directory)
+    cached = [row for row, _ in _cached(directory)]
     return Prices((*shipped(), *cached)) if cached else _shipped_table()
 
 
@@ -135,22 +135,38 @@ def known_types(kind: str) -> frozenset[str]:
     return frozenset(row.type for row in shipped() if row.provider == kind)
 
 
-def store_prices(kind: str, offers: Iterable[Offer], today: str, directory: Path | None = None) -> int:
-    """Store the prices that a provider told, for when it does not answer. Returns their number.
+def catalog_prices(types: Collection[tuple[str, str]], directory: Path | None = None) -> str:
+    """The cache for a machine that rents these types, by kind and type: prices from catalogs that our table has not.
 
-    `today` is their date. A cache that cannot be written is ignored.
+    What a provider told is left out: that machine asks it too. Empty without any price.
+    """
+    news: list[tuple[Offer, str]] = []
+    for row, source in _cached(directory):
+        shipped_row = _shipped_table().find(row.provider, row.type, row.region, row.market)
+        is_news = shipped_row is None or shipped_row.usd_hour != row.usd_hour
+        if source and (row.provider, row.type) in types and is_news:
+            news.append((row, source))
+    return table_text(sorted(news, key=lambda entry: entry[0].identity)) if news else ""
+
+
+def store_prices(
+    kind: str, offers: Iterable[Offer], today: str, directory: Path | None = None, *, catalog: str = ""
+) -> int:
+    """Store the prices that a provider told, for when it does not answer, or those of a catalog. Returns their number.
+
+    `today` is their date, `catalog` their source where that is not the provider. A cache that cannot be written is
+    ignored.
     """
     fresh = [
         replace(offer, provider=kind, as_of=today) for offer in offers if offer.usd_hour is not None and not offer.as_of
     ]
     if not fresh:
         return 0
-    rows = {(row.provider, row.type, row.region, row.market): row for row in (*_cached(directory), *fresh)}
-    text = io.StringIO()
-    csv.writer(text).writerows([COLUMNS, *(table_cells(row) for row in rows.values())])
+    stored = [*_cached(directory), *((offer, catalog) for offer in fresh)]
+    rows = {(row.provider, row.type, row.region, row.market): (row, source) for row, source in stored}
     try:
         _path(directory).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_path(directory), text.getvalue(), 0o600)
+        write_atomic(_path(directory), table_text(rows.values()), 0o600)
     except OSError:
         return 0
     return len(fresh)
@@ -168,11 +184,11 @@ def _shipped_table() -> Prices:
     return Prices(shipped())
 
 
-def _cached(directory: Path | None) -> list[Offer]:
-    """The stored prices of providers. A broken file counts as empty."""
+def _cached(directory: Path | None) -> list[tuple[Offer, str]]:
+    """The stored prices, each with the catalog it is from, if any. A broken file counts as empty."""
     try:
         with _path(directory).open(encoding="utf-8", newline="") as file:
-            return [table_row(row) for row in csv.DictReader(file)]
+            return [(table_row(row), row.get("source") or "") for row in csv.DictReader(file)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -190,6 +206,14 @@ def table_row(row: Mapping[str, str]) -> Offer:
     return Offer(**{**values, "usd_hour": float(row["usd_hour"]) if row["usd_hour"] else None})
 
 
-def table_cells(row: Offer) -> list[str]:
+def table_text(rows: Iterable[tuple[Offer, str]]) -> str:
+    """The text of a table of offers, each with its source."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([[*COLUMNS, "source"], *([*_cells(row), source] for row, source in rows)])
+    return text.getvalue()
+
+
+def _cells(row: Offer) -> list[str]:
     values = {**vars(row), "usd_hour": "" if row.usd_hour is None else repr(row.usd_hour)}
     return [str(values[name]) for name in COLUMNS]

@@ -65,7 +65,7 @@ def refusal(
         if offer.usd_hour is None:
             return (
                 f"the price of {offer.type} at {offer.provider} {offer.place} is unknown, so no budget can cover it"
-                " (rent a type that has a price in `shoal offers`, or remove the budget)"
+                " (run `shoal up` if `shoal offers` has its price; else rent another type, or remove the budget)"
             )
         if why := _refusal(purchase, budget, nodeset, counted, now):
             return why
