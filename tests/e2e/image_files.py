@@ -9,7 +9,7 @@ import json
 import platform
 import subprocess
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.remote.runner.unpacked_image import ARCHITECTURES
@@ -65,24 +65,27 @@ def layer_of(members: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
     return buffer.getvalue()
 
 
-def file(name: str, data: str = "", mode: int = 0o644, **values: object) -> tuple[tarfile.TarInfo, bytes]:
+def file(name: str, data: str | bytes = "", mode: int = 0o644, **values: object) -> tuple[tarfile.TarInfo, bytes]:
     info = tarfile.TarInfo(name)
     info.mode = mode
     for key, value in values.items():
         setattr(info, key, value)
-    return info, data.encode()
+    return info, data if isinstance(data, bytes) else data.encode()
 
 
-HOSTILE = (
-    file("dev-sda", type=tarfile.BLKTYPE, devmajor=8, devminor=0, mode=0o666),
-    file("become-root", "#!/bin/sh\nid -u\n", 0o4755),
-    file("escape", type=tarfile.SYMTYPE, linkname="/etc"),
-    file("escape/shoal-was-here", "outside"),
-    file("../../../../../../tmp/shoal-was-here", "outside"),
-    file("climb", type=tarfile.SYMTYPE, linkname="../../../../../../.."),
-    file("etc/resolv.conf", type=tarfile.SYMTYPE, linkname="/etc/shadow"),
-)
-"""Files that try to get out of the image, or to give rights."""
+def hostile_files() -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Files that try to get out of the image, or to give rights."""
+    yield file("dev-sda", type=tarfile.BLKTYPE, devmajor=8, devminor=0, mode=0o666)
+    with tarfile.open(debian_layer()) as layer:
+        program = layer.extractfile("./usr/bin/id")
+        assert program is not None
+        # Linux ignores the setuid bit of scripts. This one says whom it runs as.
+        yield file("become-root", program.read(), 0o4755, uid=0, gid=0)
+    yield file("escape", type=tarfile.SYMTYPE, linkname="/etc")
+    yield file("escape/shoal-was-here", "outside")
+    yield file("../../../../../../tmp/shoal-was-here", "outside")
+    yield file("climb", type=tarfile.SYMTYPE, linkname="../../../../../../..")
+    yield file("etc/resolv.conf", type=tarfile.SYMTYPE, linkname="/etc/shadow")
 
 
 def write_archive(path: Path, *layers: Path | bytes, architecture: str = HERE, env: Iterable[str] = ()) -> None:

@@ -73,6 +73,11 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "G
 print("plain", *(os.environ[name] for name in names), os.getuid(), open("/mark").read(), os.getcwd(), flush=True)
 print("meet", os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
 """
+SHOW = """\
+#!/bin/sh
+echo shown $(id -u) $(cat /mark) $(/become-root -u) $(/opt/setuid/become-root -u) $(grep NoNewPrivs /proc/self/status)
+ls -ld /escape /dev-sda
+"""
 FILES = {
     "train.py": SCRIPT,
     "gloo.py": GLOO,
@@ -81,7 +86,7 @@ FILES = {
     "until.py": UNTIL,
     "limits.py": LIMITS,
     "plain.py": PLAIN,
-    "show.sh": "#!/bin/sh\necho shown $(id -u) $(cat /mark) $(/become-root); ls -ld /escape /dev-sda\n",
+    "show.sh": SHOW,
     "saved.sh": "#!/bin/sh\necho $(cat /opt/live) $GREETING\n",
 }
 

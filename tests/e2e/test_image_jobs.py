@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster
-from tests.e2e.image_files import BROKEN, HERE, HOSTILE, OTHER, file, layer_of, write_archive
+from tests.e2e.image_files import BROKEN, HERE, OTHER, file, hostile_files, layer_of, write_archive
 from tests.e2e.image_users import User, image_cluster, lines, shared, user_with_image, write_image
 from tests.e2e.torch_env import give_torch
 
@@ -39,7 +39,7 @@ containers: {engine: oci, registry: true}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with image_cluster(tmp_path_factory.mktemp("images"), SPEC) as made:
         place = shared(made)
-        write_image(made, "hostile", *HOSTILE)
+        write_image(made, "hostile", *hostile_files())
         write_archive(place / "tiny.tar", layer_of([file("mark", random.Random(1).randbytes(1 << 20).hex())]))
         write_archive(place / "other.tar", layer_of([file("mark", "other")]), architecture=OTHER)
         for name, write in BROKEN.items():
@@ -86,7 +86,11 @@ def test_image_that_cannot_run_is_rejected_before_the_job_starts(ann: User) -> N
 
 def test_users_have_images_of_one_name_and_a_hostile_one_is_harmless(bob: User, cluster: Cluster) -> None:
     bob.json("image pull /shared/hostile.tar --name mini")  # ann has another mini
-    assert lines(bob.run("-w n1 --image mini", "show.sh"), "shown") == [["2002", "hostile", "2002"]]
+    cluster.on("n1", "install", "-D", "-m", "4755", "/usr/bin/id", "/var/tmp/setuid/become-root")
+    assert cluster.on("n1", "runuser", "-u", "bob", "--", "/var/tmp/setuid/become-root", "-u") == "0\n"
+    shown = lines(bob.run("-w n1 --image mini --mount /var/tmp/setuid:/opt/setuid", "show.sh"), "shown")
+    assert shown == [["2002", "hostile", "2002", "2002", "NoNewPrivs:", "1"]]
+    cluster.on("n1", "rm", "-r", "/var/tmp/setuid")
     assert cluster.on("n1", "sh", "-c", "ls /etc/shoal-was-here /tmp/shoal-was-here 2> /dev/null; true") == ""
     assert cluster.on("n1", "sh", "-c", f"find {IMAGES}/bob ! -user bob -o -type b -o -type c") == ""
     bob.json("image pull /shared/tiny.tar --name mini")

@@ -256,6 +256,29 @@ def test_container_is_a_copy_of_its_own_under_its_name(store: dict[str, Any]) ->
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_program_with_the_setuid_bit_of_root_runs_as_the_user(root: Path) -> None:
+    shared = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(START.parent, shared / "remote")
+        shutil.copytree(root, shared / "root", symlinks=True)
+        shutil.copy(shared / "root/bin/id", shared / "root/bin/become-root")
+        subprocess.run(["chmod", "-R", "a+rX", shared], check=True)
+        (shared / "root/bin/become-root").chmod(0o4755)
+        user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        outside = subprocess.run([*user, shared / "root/bin/become-root", "-u"], capture_output=True, text=True)
+        if outside.stdout != "0\n":
+            pytest.skip("/tmp gives nobody the rights of a program with the setuid bit")
+        settings = {**SETTINGS, "directory": str(shared / "root")}
+        line = [*user, sys.executable, "-I", "-S", str(shared / "remote/start.py"), "image", "--"]
+        environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
+        line += ["sh", "-c", "become-root -u; cat /proc/self/status"]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
+        assert done.stdout.startswith("65534\n") and "\nNoNewPrivs:\t1\n" in done.stdout, done.stderr
+    finally:
+        shutil.rmtree(shared)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
 def test_directory_of_another_user_gets_places_for_mounts(root: Path) -> None:
     shared = Path(tempfile.mkdtemp())
     try:
