@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
+from shoal_simulators import gcp_firewalls as firewalls
 from shoal_simulators.gcp_addresses import add_address, check_address, get_address, remove_address, shown_address
 from shoal_simulators.gcp_requests import (
     API,
@@ -50,6 +51,8 @@ class Operation:
     errors: list[dict[str, str]] = field(default_factory=list)
     target: str = ""
     counts: Mapping[str, Any] | None = None
+    change: Callable[[], None] | None = None
+    """What happens when it ends without an error."""
 
 
 class GoogleComputeSimulator(Simulator):
@@ -75,16 +78,22 @@ class GoogleComputeSimulator(Simulator):
         self._requests: dict[str, Operation] = {}
         self.quota_limits: dict[str, float] = {"GPUS_ALL_REGIONS": MANY}
         """Limits by metric; tests lower them."""
-        self.may_change_firewalls = True
+        self.firewall_rights = {*firewalls.RIGHTS.values()}
+        """What the key may do with rules; tests take some away."""
+        self.firewall_errors: list[dict[str, str]] = []
+        """With which errors their operations end; tests add some."""
 
     def routes(self) -> list[BaseRoute]:
         zone = f"{self.base}/projects/{{project}}/zones/{{zone}}"
         region = f"{self.base}/projects/{{project}}/regions/{{region}}"
+        everywhere = f"{self.base}/projects/{{project}}/global"
         return [
             Route(f"{self.base}/projects/{{project}}", self._project),
             Route(f"{self.base}/projects/{{project}}/regions/{{region}}", self._region),
-            Route(f"{self.base}/projects/{{project}}/global/firewalls", self._add_firewall, methods=["POST"]),
-            Route(f"{self.base}/projects/{{project}}/global/firewalls/{{name}}", self._firewall),
+            Route(f"{everywhere}/firewalls", self._change_firewall, methods=["POST"]),
+            Route(f"{everywhere}/firewalls/{{name}}", self._change_firewall, methods=["GET", "PATCH", "DELETE"]),
+            Route(f"{everywhere}/operations/{{name}}", self._operation, methods=["GET"]),
+            Route(f"{region}/subnetworks/{{name}}", self._subnetwork),
             Route(f"{self.base}/projects/{{project}}/aggregated/{{what}}", self._aggregated),
             Route(f"{region}/addresses", self._add_address, methods=["POST"]),
             Route(f"{region}/addresses/{{name}}", self._address, methods=["GET", "DELETE"]),
@@ -135,23 +144,24 @@ class GoogleComputeSimulator(Simulator):
         usage = sum(self.market.types[order.type].gpus for order in live)
         return {"metric": metric, "limit": self.quota_limits.get(metric, MANY), "usage": usage}
 
-    async def _firewall(self, request: Request) -> Response:
-        rule = self.stored("firewalls").get(request.path_params["name"])
-        if rule is None:
-            raise ApiRejection("not-found", f"global/firewalls/{request.path_params['name']}")
-        return JSONResponse(rule)
+    async def _change_firewall(self, request: Request) -> Response:
+        rules, right = self.stored("firewalls"), firewalls.RIGHTS[request.method]
+        if right not in self.firewall_rights:
+            return firewalls.forbidden(right)
+        if request.method == "GET":
+            return JSONResponse(firewalls.find(request, rules))
+        change = await firewalls.read_change(request, rules, self.market)
+        operation = self._begin("insert" if right == "create" else request.method.lower(), "")
+        operation.change, operation.errors = change, [*self.firewall_errors]
+        return JSONResponse(self._shown_operation(operation))
 
-    async def _add_firewall(self, request: Request) -> Response:
-        if not self.may_change_firewalls:
-            message = "Required 'compute.firewalls.create' permission."
-            error = {"message": message, "domain": "global", "reason": "forbidden"}
-            return JSONResponse({"error": {"code": 403, "message": message, "errors": [error]}}, 403)
-        rule = await read_json(request)
-        if rule.get("name") in self.stored("firewalls"):
-            raise ApiRejection("duplicate-name", f"global/firewalls/{rule['name']}")
-        self.stored("firewalls")[rule["name"]] = rule
-        self.market.save()
-        return JSONResponse(self._shown_operation(self._begin("insert", "")))
+    async def _subnetwork(self, request: Request) -> Response:
+        """One that a test has stored: `PROJECT/REGION/NAME` -> the path of its network."""
+        key = "/".join(request.path_params[name] for name in ("project", "region", "name"))
+        if key not in self.stored("subnetworks"):
+            raise ApiRejection("not-found", key)
+        network = f"{firewalls.WWW}/{self.stored('subnetworks')[key]['network']}"
+        return JSONResponse({"kind": "compute#subnetwork", "name": request.path_params["name"], "network": network})
 
     # Orders
 
@@ -278,6 +288,8 @@ class GoogleComputeSimulator(Simulator):
         if operation is None:
             raise ApiRejection("not-found", request.path_params["name"])
         operation.polls += 1
+        if operation.polls == POLLS_UNTIL_DONE and operation.change is not None and not operation.errors:
+            operation.change()
         return JSONResponse(self._shown_operation(operation))
 
     def _shown_operation(self, operation: Operation) -> dict[str, Any]:

@@ -157,10 +157,10 @@ async def account_findings(spec: Spec, opened: Open = rental_provider) -> list[F
             what = "no quota in this provider's API, so it is not checked"
             answers.append([Finding("info", what, path=f"providers.{login.name}")])
         if isinstance(client, HasFirewall):
-            what = "the first rental makes rules of its firewall, if the key may; otherwise run these commands"
-            commands = await client.firewall_commands(spec.cluster, rented_ports(spec))
-            found = [Finding("info", what, fix="\n".join(commands), path=f"providers.{login.name}")] if commands else []
-            answers.append(found)
+            what = "the first rental makes or corrects its firewall, if the key may; otherwise run these commands"
+            if fixes := await client.firewall_fixes(spec.cluster, rented_ports(spec)):
+                reasons, commands = "; ".join(fix.reason for fix in fixes), "\n".join(fix.command for fix in fixes)
+                answers.append([Finding("info", what, reasons, commands, path=f"providers.{login.name}")])
         return [finding for findings in answers for finding in findings]
 
     answers, failures = await ask_all(used, question, opened)

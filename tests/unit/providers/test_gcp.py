@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
-from shoal.cloud.providers import gcp, google_orders
+from shoal.cloud.providers import gcp, google_operations, google_orders
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder, RentedInstance
 from shoal.cloud.providers.responses import Body, Refusal, read_refusal
 from shoal.errors import ProviderError
@@ -104,7 +104,7 @@ def test_states_are_mapped(status: str, state: str, ending: bool) -> None:
 )
 def test_http_403_is_mapped_by_its_reason(reason: str, message: str, expected: FailureKind, scope: str) -> None:
     refusal = read_refusal(
-        gcp.read_error,
+        google_operations.read_error,
         403,
         {"error": {"code": 403, "message": message, "errors": [{"reason": reason, "message": message}]}},
     )
@@ -114,12 +114,12 @@ def test_http_403_is_mapped_by_its_reason(reason: str, message: str, expected: F
 
 def test_disabled_billing_is_a_balance_failure() -> None:
     error = {"message": "billing", "errors": [{"reason": "forbidden"}], "details": [{"reason": "BILLING_DISABLED"}]}
-    assert read_refusal(gcp.read_error, 403, {"error": error}).failure is FailureKind.BALANCE
+    assert read_refusal(google_operations.read_error, 403, {"error": error}).failure is FailureKind.BALANCE
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"error": "text"}, {"error": {"errors": [None]}}])
 def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
-    assert read_refusal(gcp.read_error, 500, data) == Refusal()
+    assert read_refusal(google_operations.read_error, 500, data) == Refusal()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
     ],
 )
 def test_most_specific_error_is_reported(codes: list[str], expected: FailureKind) -> None:
-    outcome = gcp.outcome_of([(code, f"words of {code}") for code in codes])
+    outcome = google_operations.outcome_of([(code, f"words of {code}") for code in codes])
     assert outcome.failure is expected
     assert outcome.message
     if codes:
@@ -142,14 +142,16 @@ def test_most_specific_error_is_reported(codes: list[str], expected: FailureKind
 
 
 def test_unknown_error_code_is_reported_with_all_messages() -> None:
-    outcome = gcp.outcome_of([("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")])
+    outcome = google_operations.outcome_of([("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")])
     assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "INTERNAL_ERROR: oops; NEW_ONE: who knows")
 
 
 def test_global_quota_blocks_the_whole_provider() -> None:
-    outcome = gcp.outcome_of([("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally.")])
+    outcome = google_operations.outcome_of(
+        [("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally.")]
+    )
     assert (outcome.failure, outcome.scope) == (FailureKind.QUOTA, "provider")
-    assert gcp.outcome_of([("QUOTA_EXCEEDED", "Quota 'NVIDIA_L4_GPUS' exceeded")]).scope == "region"
+    assert google_operations.outcome_of([("QUOTA_EXCEEDED", "Quota 'NVIDIA_L4_GPUS' exceeded")]).scope == "region"
 
 
 # Against the simulator
@@ -201,7 +203,7 @@ async def test_unreadable_operation_is_ambiguous(it: Trial) -> None:
 async def test_unfinished_order_counts_listed_machines_and_leaves_the_rest_ambiguous(
     it: Trial, monkeypatch: pytest.MonkeyPatch, lag: float, expected: FailureKind | None
 ) -> None:
-    monkeypatch.setattr(gcp, "FOLLOW_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(google_operations, "FOLLOW_TIMEOUT_S", 0.2)
     it.simulation.rewrite = lambda line, data: _unended(data) if "/operations/" in line else data
     if lag:
         it.fault("lagging-list", seconds=lag)

@@ -1,4 +1,4 @@
-"""What Google Compute Engine is asked for: machines, images and the firewall of the VPC."""
+"""What Google Compute Engine is asked for: machines and images."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+from tests.contract.rental_providers import CASES, PUBLIC_KEY, Trial, trial
 
 from shoal.cloud.providers import google_orders
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
-from shoal.cloud.providers.capabilities import HasFirewall
 
 CASE = CASES["gcp"]
 SPOT = RentalOrder(
@@ -147,25 +146,6 @@ async def test_type_that_is_not_sold_on_demand_is_not_ordered(it: Trial) -> None
     assert "does not sell a3-highgpu-1g on demand: use `market: spot`" in outcome.message
     listed = await it.renter.offers(Query(types=(CASE.offer.type,), market="on-demand"))
     assert {(one.available, bool(one.note)) for one in listed} == {("no", True)}
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-async def test_first_order_makes_the_firewall_rules_of_the_cluster(it: Trial, allowed: bool) -> None:
-    it.simulation.simulator.may_change_firewalls = allowed  # type: ignore[attr-defined]
-    ports = ("tcp:22", "udp:51820")
-    assert isinstance(it.renter, HasFirewall)
-    missing = await it.renter.firewall_commands(CLUSTER, ports)
-    assert len(missing) == 2
-    [outcome] = await it.renter.create([replace(await it.order(), ports=ports)])
-    assert outcome.ok, "the default network admits SSH without a rule"
-    assert await it.renter.firewall_commands(CLUSTER, ports) == ([] if allowed else missing)
-    rules = it.simulation.simulator.stored("firewalls")
-    if allowed:
-        assert rules["shoal-reef-ports"]["allowed"] == [
-            {"IPProtocol": "tcp", "ports": ["22"]},
-            {"IPProtocol": "udp", "ports": ["51820"]},
-        ]
-        assert len(await it.renter.firewall_commands(CLUSTER, (*ports, "tcp:80"))) == 1, "it admits too little"
 
 
 def test_gpus_are_attached_to_machines_without_gpus() -> None:

@@ -181,10 +181,15 @@ async def test_type_that_is_not_sold_on_demand_says_how_it_is_sold() -> None:
 async def test_firewall_rules_that_are_missing_are_printed_as_commands() -> None:
     async with trial(CASES["gcp"]) as it:
         found = await account_findings(spec("gcp"), opened("gcp", it.url))
-        [fix] = [one.fix for one in found if "firewall" in one.what]
-        assert fix.splitlines() == [
-            "gcloud compute firewall-rules create shoal-reef-ports --project=reefs --network=default "
-            "--target-tags=shoal-reef --source-ranges=0.0.0.0/0 --allow=tcp:22,tcp:6817,tcp:6818,tcp:60001-63000",
-            "gcloud compute firewall-rules create shoal-reef-inside --project=reefs --network=default "
-            "--target-tags=shoal-reef --source-tags=shoal-reef --allow=tcp,udp,icmp",
+        [finding] = [one for one in found if "firewall" in one.what]
+        assert finding.found == ("shoal-reef-ports is missing; shoal-reef-lan is missing; shoal-reef-inside is missing")
+        create, tag = "gcloud compute firewall-rules create", "--target-tags=shoal-reef"
+        private = "10.0.0.0/8,100.64.0.0/10,172.16.0.0/12,192.168.0.0/16"
+        assert finding.fix.splitlines() == [
+            f"{create} shoal-reef-ports --project=reefs --network=default "
+            f"--source-ranges=0.0.0.0/0 {tag} --allow=tcp:22",
+            f"{create} shoal-reef-lan --project=reefs --network=default "
+            f"--source-ranges={private} {tag} --allow=tcp:60001-63000,tcp:6817,tcp:6818",
+            f"{create} shoal-reef-inside --project=reefs --network=default "
+            f"--source-tags=shoal-reef {tag} --allow=icmp,tcp,udp",
         ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.cloud.providers.aws_query import QueryClient
-from shoal.cloud.providers.firewall_ports import ANYWHERE, SSH, address_range, admitted_from, split_port
+from shoal.cloud.providers.firewall_ports import ANYWHERE, PRIVATE, SSH, address_range, is_public, split_port
 from shoal.cloud.providers.responses import ApiError, Body
 
 ALL_PROTOCOLS = "-1"
@@ -76,7 +76,8 @@ def ingress(group: str, ports: Sequence[str], ssh_from: tuple[str, ...]) -> list
     rules = [IngressRule(ALL_PROTOCOLS, "", "", "groups", group)]
     for port in dict.fromkeys((SSH, *ports)):
         protocol, first, last = split_port(port)
-        for source in admitted_from(port, ssh_from if port == SSH else ANYWHERE):
+        sources = ssh_from if port == SSH else ANYWHERE if is_public(port) else PRIVATE
+        for source in sources:
             kind = "ipv6Ranges" if ":" in source else "ipRanges"
             rules.append(IngressRule(protocol, str(first), str(last), kind, source))
     return rules

@@ -28,12 +28,22 @@ class Quota:
         return int(max(0.0, self.limit - self.usage) // self.need) if self.need else 0
 
 
+@dataclass(frozen=True)
+class FirewallFix:
+    """A rule of a provider's firewall that is not as the file says."""
+
+    reason: str
+    """How it differs, or why it could not be read or changed."""
+    command: str
+    """What makes it so, for a shell of someone who may."""
+
+
 @runtime_checkable
 class HasFirewall(Protocol):
     """A provider whose firewall must admit the cluster's ports. `create` makes its rules, where our key may."""
 
-    async def firewall_commands(self, cluster: str, ports: Sequence[str]) -> list[str]:
-        """The commands that make the rules that are missing."""
+    async def firewall_fixes(self, cluster: str, ports: Sequence[str]) -> list[FirewallFix]:
+        """What is to be done by hand, if our key may not. Changes nothing."""
 
 
 @runtime_checkable

@@ -11,13 +11,12 @@ PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
 """What a network such as a VPC has inside, and what a VPN or a peering leads to."""
 
 
-def admitted_from(port: str, sources: tuple[str, ...]) -> tuple[str, ...]:
-    """The address ranges that may reach a port such as `tcp:22` or `udp:51820`.
+def is_public(port: str) -> bool:
+    """Whether others than a private network need a port such as `tcp:22` or `udp:51820`: SSH and WireGuard.
 
-    SSH and WireGuard are reached from outside, from `sources`. All other ports are Slurm's: with `network: lan` the
-    cluster is in one private network, so nothing outside needs them.
+    All other ports are Slurm's, with `network: lan`: then the cluster is in one private network.
     """
-    return sources if port == SSH or port.startswith("udp:") else PRIVATE
+    return port == SSH or port.startswith("udp:")
 
 
 def split_port(port: str) -> tuple[str, int, int]:

@@ -7,26 +7,24 @@ labels and differ only by name: the label `shoal-cluster` marks the cluster, the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from shoal.cloud.providers import api, responses
+from shoal.cloud.providers import api
 from shoal.cloud.providers import google_orders as orders_of
 from shoal.cloud.providers.api import FailureKind
-from shoal.cloud.providers.capabilities import Quota, ReservedAddress
+from shoal.cloud.providers.capabilities import FirewallFix, Quota, ReservedAddress
 from shoal.cloud.providers.google_auth import GoogleTokens
+from shoal.cloud.providers.google_firewall import VpcFirewall
+from shoal.cloud.providers.google_operations import errors_of, finish, outcome_of, poll, read_error
 from shoal.cloud.providers.google_orders import CLUSTER, NOTICE_S, USER, split_type
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently, seconds_to_next_minute
 from shoal.cloud.providers.prices import gpu_model, prices
-from shoal.cloud.providers.responses import ApiError, Body, CodedError, Refusal, ambiguous_on_error
+from shoal.cloud.providers.responses import ApiError, Body, CodedError, ambiguous_on_error
 
 BASE = "https://compute.googleapis.com/compute/v1"
 PAGE, NO_RESULTS = 500, "NO_RESULTS_ON_PAGE"
 NOTICE_URL = "http://169.254.169.254/computeMetadata/v1/instance/preempted"
-FOLLOW_TIMEOUT_S = 90.0
-"""How long an order is polled. Google reports missing stock within half a minute."""
 GPU_FAMILIES = 'name eq "(a2|a3|a4|a4x|g2|g4)-.*"'
 STATES: dict[str, api.InstanceState] = {
     "RUNNING": "up",
@@ -34,23 +32,6 @@ STATES: dict[str, api.InstanceState] = {
     **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
     **dict.fromkeys(("SUSPENDED", "STOPPED", "TERMINATED"), "stopped"),
 }
-REFUSALS_BY_CODE = {
-    "ZONE_RESOURCE_POOL_EXHAUSTED ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS STOCKOUT": Refusal(FailureKind.CAPACITY),
-    "RESOURCE_NOT_FOUND insufficientCapacity": Refusal(FailureKind.CAPACITY),
-    "UNSUPPORTED_OPERATION": Refusal(FailureKind.CAPACITY),  # taken away during creation
-    "QUOTA_EXCEEDED quotaExceeded limitExceeded": Refusal(FailureKind.QUOTA, "region"),
-    "RESOURCE_ALREADY_EXISTS alreadyExists": Refusal(FailureKind.CONFLICT),
-    "RESOURCE_OPERATION_RATE_EXCEEDED rateLimitExceeded userRateLimitExceeded": Refusal(FailureKind.RATE, "provider"),
-    "RESOURCE_NOT_READY resourceNotReady": Refusal(FailureKind.TRANSIENT),
-    "BILLING_DISABLED accountDisabled": Refusal(FailureKind.BALANCE, "provider"),
-    "PERMISSIONS_ERROR authError forbidden insufficientPermissions": Refusal(FailureKind.AUTH, "provider"),
-    "accessNotConfigured": Refusal(FailureKind.AUTH, "provider", hint="enable the Compute Engine API for the project"),
-    "INVALID_USAGE INVALID_FIELD_VALUE required invalid notFound badRequest": Refusal(FailureKind.INVALID),
-    "VM_MIN_COUNT_NOT_REACHED": Refusal(FailureKind.CAPACITY),  # only a summary: other errors come first
-}
-"""The codes of failed operations, and the reasons in error answers."""
-GLOBAL_QUOTAS = {"GPUS_ALL_REGIONS": Refusal(FailureKind.QUOTA, "provider")}
-"""A quota of all regions, which only the message shows."""
 
 
 class GoogleProvider(HttpProvider):
@@ -72,8 +53,7 @@ class GoogleProvider(HttpProvider):
         self._project = f"/projects/{login.project}"
         api = ApiClient(account, BASE, read_error=read_error, bearer=login.bearer, retry_after=seconds_to_next_minute)
         super().__init__(account, api)
-        self._walled: set[str] = set()
-        """Clusters whose firewall rules were made or tried."""
+        self._firewall = VpcFirewall(api, login.project)
 
     async def offers(self, query: api.Query) -> list[api.Offer]:
         """The machine types of all zones. Google does not tell what is in stock."""
@@ -94,7 +74,7 @@ class GoogleProvider(HttpProvider):
         offer, permanent = orders[0].offer, orders[0].permanent
         if note := orders_of.not_sold(offer.type, offer.market, self._account.settings):
             return [api.RequestOutcome(failure=FailureKind.INVALID, message=note) for _ in orders]
-        await self._ensure_firewall(orders[0])
+        await self._firewall.ensure(orders[0].cluster, orders[0].ports)
         try:
             made, errors = await (
                 self._insert_one(names[0], orders[0]) if permanent else self._insert(names, orders[0])
@@ -125,14 +105,14 @@ class GoogleProvider(HttpProvider):
         return [address for one in listed if (address := address_of(one, cluster)) is not None]
 
     async def reserve_address(self, cluster: str, node: str, region: str) -> ReservedAddress:
-        path, name = f"{self._project}/regions/{region}/addresses", orders_of.address_name(cluster, node)
+        place, name = f"{self._project}/regions/{region}", orders_of.address_name(cluster, node)
         body = {"name": name, "addressType": "EXTERNAL", "description": orders_of.address_mark(cluster, node)}
         try:
-            await self._finish(await self._api.request("POST", path, json=body), f"regions/{region}")
+            await finish(self._api, await self._api.request("POST", f"{place}/addresses", json=body), place)
         except ApiError as error:
             if error.failure is not FailureKind.CONFLICT:
                 raise
-        answer = await self._api.request("GET", f"{path}/{name}")
+        answer = await self._api.request("GET", f"{place}/addresses/{name}")
         address = address_of(answer, cluster)
         if address is None:
             raise answer.error(f"{name} is not an address of cluster {cluster}", "delete it in Google's console")
@@ -147,9 +127,8 @@ class GoogleProvider(HttpProvider):
             raise ApiError(outcome.message, outcome.failure)
 
     async def start(self, machine: api.RentedInstance) -> None:
-        zone = f"zones/{machine.zone}"
-        operation = await self._api.request("POST", f"{self._project}/{zone}/instances/{machine.id}/start")
-        await self._finish(operation, zone)
+        zone = f"{self._project}/zones/{machine.zone}"
+        await finish(self._api, await self._api.request("POST", f"{zone}/instances/{machine.id}/start"), zone)
 
     async def quotas(self, offer: api.Offer) -> list[Quota]:
         """Those of GPUs, of the region and of all regions. Google may keep those of new GPUs elsewhere."""
@@ -165,52 +144,19 @@ class GoogleProvider(HttpProvider):
                     quotas.append(Quota(f"{name} in {place}", *limits, need=offer.gpus))
         return quotas
 
-    async def firewall_commands(self, cluster: str, ports: Sequence[str]) -> list[str]:
-        """The commands that make the VPC's rules that are missing, or differ from ours."""
-        rules = orders_of.firewall_rules(cluster, ports, self._account.settings)
-        there = {rule["name"]: await self._firewall_rule(rule["name"]) for rule in rules}
-        project = self._project.rpartition("/")[2]
-        return [orders_of.firewall_command(project, rule) for rule in rules if not _admits(there[rule["name"]], rule)]
-
-    async def _ensure_firewall(self, order: api.RentalOrder) -> None:
-        """Make the VPC's rules, once. Without the right to do so `shoal check` names the commands."""
-        if order.cluster in self._walled or not order.ports:
-            return
-        for rule in orders_of.firewall_rules(order.cluster, order.ports, self._account.settings):
-            with contextlib.suppress(ApiError):  # the default network admits SSH without a rule of ours
-                if not _admits(await self._firewall_rule(rule["name"]), rule):
-                    await self._api.request("POST", f"{self._project}/global/firewalls", json=rule)
-        self._walled.add(order.cluster)
-
-    async def _firewall_rule(self, name: str) -> Body | None:
-        try:
-            return await self._api.request("GET", f"{self._project}/global/firewalls/{name}")
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+    async def firewall_fixes(self, cluster: str, ports: Sequence[str]) -> list[FirewallFix]:
+        return await self._firewall.fixes(cluster, ports)
 
     async def _insert_one(self, name: str, order: api.RentalOrder) -> tuple[int, list[CodedError]]:
         """Create a machine that stays. Returns how many were made, and the errors."""
-        zone = f"zones/{order.offer.zone}"
+        zone = f"{self._project}/zones/{order.offer.zone}"
         request = orders_of.insert(name, order, self._account.settings)
-        path, params = f"{self._project}/{zone}/instances", {"requestId": orders_of.request_id([name], order.offer)}
+        path, params = f"{zone}/instances", {"requestId": orders_of.request_id([name], order.offer)}
         operation = await self._api.request("POST", path, params=params, json=request, creates=True)
-        ended = await self._poll(operation, zone)
+        ended = await poll(self._api, operation, zone)
         with ambiguous_on_error():
             errors = errors_of(ended)
             return int(ended.text("status") == "DONE" and not errors), errors
-
-    async def _poll(self, operation: Body, place: str) -> Body:
-        """An operation of a zone or region once it is done, or after a while."""
-        path = f"{self._project}/{place}/operations/{operation.text('name')}"
-        return await self._api.poll(operation, path, lambda it: it.text("status") == "DONE", FOLLOW_TIMEOUT_S)
-
-    async def _finish(self, operation: Body, place: str) -> None:
-        """Wait for an operation. Raises ApiError if it fails."""
-        if errors := errors_of(await self._poll(operation, place)):
-            outcome = outcome_of(errors)
-            raise ApiError(f"{self._account.name}: {outcome.message}", outcome.failure or FailureKind.TRANSIENT)
 
     async def _insert(self, names: Sequence[str], order: api.RentalOrder) -> tuple[int, list[CodedError]]:
         """Create machines as one order describes. Returns how many were made, and the errors of the others."""
@@ -218,7 +164,7 @@ class GoogleProvider(HttpProvider):
         request = orders_of.bulk_insert(names, order, self._account.settings)
         path, params = f"{zone}/instances/bulkInsert", {"requestId": orders_of.request_id(names, order.offer)}
         operation = await self._api.request("POST", path, params=params, json=request, creates=True)
-        ended = await self._poll(operation, f"zones/{order.offer.zone}")
+        ended = await poll(self._api, operation, zone)
         with ambiguous_on_error():
             there = ended.object_or_empty("instancesBulkInsertOperationMetadata").object_or_empty("perLocationStatus")
             counts = [one.number("createdVmCount", 0) - one.number("deletedVmCount", 0) for _, one in there.items()]
@@ -239,21 +185,6 @@ class GoogleProvider(HttpProvider):
                     raise page.error(f"{zone} did not answer: {warning}", "try again later")
                 for one in items.rows_or_empty(what):
                     yield one
-
-
-def _admits(rule: Body | None, wanted: Mapping[str, Any]) -> bool:
-    """Whether a rule of the VPC is there, switched on, and admits all that ours does."""
-    if rule is None or rule.flag("disabled", False):
-        return False
-
-    def entries(rows: list[Any]) -> set[tuple[str, str]]:
-        return {(row["IPProtocol"], port) for row in rows for port in row.get("ports", [""])}
-
-    has = entries([row.value for row in rule.rows_or_empty("allowed")])
-    return (
-        entries(wanted["allowed"]) <= has
-        and [row.value for row in rule.rows_or_empty("targetTags")] == wanted["targetTags"]
-    )
 
 
 def offer_of(provider: str, machine: Body, type_: str) -> api.Offer:
@@ -310,26 +241,3 @@ def address_of(address: Body, cluster: str) -> ReservedAddress | None:
     users = [row.value.rpartition("/")[2] for row in address.rows_or_empty("users")]
     region = address.last_part("region")
     return ReservedAddress(address.text("name"), address.text("address"), node, region, "".join(users[:1]))
-
-
-def errors_of(operation: Body) -> list[CodedError]:
-    """The errors of an ended operation."""
-    errors = operation.object_or_empty("error").rows_or_empty("errors")
-    return [(error.text("code", ""), error.text("message", "")) for error in errors]
-
-
-def read_error(status: int, answer: Body) -> Refusal | None:
-    """What an error answer means; a 403 of Google has four meanings."""
-    error = answer.object("error")
-    message = error.text("message", "")
-    parts = [part for name in ("details", "errors") for part in error.rows_or_empty(name)]
-    errors = [(part.text("reason", ""), message) for part in parts]
-    return responses.refusal_by_message(GLOBAL_QUOTAS, message) or responses.refusal_by_code(REFUSALS_BY_CODE, errors)
-
-
-def outcome_of(errors: Sequence[CodedError]) -> api.RequestOutcome:
-    """The outcome of an order that made nothing. An unknown code leaves open whether it did."""
-    text = "; ".join(f"{code}: {words}" for code, words in errors)
-    text = text or "the order is still running, or ended without an error"
-    refusal = responses.refusal_by_message(GLOBAL_QUOTAS, text) or responses.refusal_by_code(REFUSALS_BY_CODE, errors)
-    return (refusal or Refusal(FailureKind.AMBIGUOUS, message=text)).outcome()

@@ -16,8 +16,6 @@ NOTICE_S = 120
 """How long before the end a spot machine gets notice. Without the request Google powers it off at once."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 RESERVATION_KEY = "compute.googleapis.com/reservation-name"
-ANYWHERE = "0.0.0.0/0"
-"""Where SSH and WireGuard may come from, unless `settings: {sources: 203.0.113.7/32}` says less."""
 MODELS = {"standard": "STANDARD", "flex-start": "FLEX_START", "reservation-bound": "RESERVATION_BOUND"}
 """`settings: {provisioning: ...}` -> Google's provisioning model."""
 NOT_ON_DEMAND = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g", "a3-ultragpu", "a4-")
@@ -138,41 +136,6 @@ def not_sold(type: str, market: api.Market, settings: Mapping[str, str]) -> str:
     return (
         f"Google does not sell {type} on demand: use `market: spot`, or for the account `settings: {{provisioning: "
         "flex-start}` or `{reservation: NAME}`"
-    )
-
-
-def firewall_rules(cluster: str, ports: Sequence[str], settings: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The VPC's rules that let the controller and the cluster's other machines reach these ports of ours."""
-    by_protocol: dict[str, list[str]] = {}
-    for port in ports:
-        protocol, _, number = port.partition(":")
-        by_protocol.setdefault(protocol, []).append(number)
-    allowed = [{"IPProtocol": protocol, "ports": numbers} for protocol, numbers in by_protocol.items()]
-    sources = settings.get("sources", ANYWHERE).replace(" ", "").split(",")
-    common = {
-        "network": settings.get("network", "global/networks/default"),
-        "direction": "INGRESS",
-        "targetTags": [tag_of(cluster)],
-    }
-    inside = [{"IPProtocol": protocol} for protocol in ("tcp", "udp", "icmp")]
-    return [
-        {"name": f"{tag_of(cluster)}-ports", **common, "sourceRanges": sources, "allowed": allowed},
-        {"name": f"{tag_of(cluster)}-inside", **common, "sourceTags": [tag_of(cluster)], "allowed": inside},
-    ]
-
-
-def firewall_command(project: str, rule: Mapping[str, Any]) -> str:
-    """The gcloud command that makes a rule."""
-    allowed = [
-        f"{entry['IPProtocol']}:{port}" if port else entry["IPProtocol"]
-        for entry in rule["allowed"]
-        for port in entry.get("ports", [""])
-    ]
-    key, option = ("sourceTags", "--source-tags") if "sourceTags" in rule else ("sourceRanges", "--source-ranges")
-    return (
-        f"gcloud compute firewall-rules create {rule['name']} --project={project} "
-        f"--network={rule['network'].rpartition('/')[2]} --target-tags={rule['targetTags'][0]} "
-        f"{option}={','.join(rule[key])} --allow={','.join(allowed)}"
     )
 
 
