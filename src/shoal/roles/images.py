@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import Command, Directory, Document, File
 from shoal.agent.facts import Facts
@@ -13,6 +13,7 @@ from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.spec.checks import size_mb
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
+from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
 
 IMAGE_PACKAGES = ("skopeo", "umoci")
@@ -81,10 +82,25 @@ class ImagesComponent(Component):
         nodes = (member.name for member in cluster.members if "compute" in member.roles)
         problems = {name: namespace_problem(cluster.facts[name]) for name in nodes if name in cluster.facts}
         what = "jobs in images do not run here: user namespaces are off"
-        return tuple(
-            Finding("warning", what, problem, f"set {_fix(problem)} with sysctl, then run `shoal up`", host=name)
-            for name, problem in problems.items()
-            if problem
+        return (
+            *(
+                Finding("warning", what, problem, f"set {_fix(problem)} with sysctl, then run `shoal up`", host=name)
+                for name, problem in problems.items()
+                if problem
+            ),
+            *_rented_findings(cluster.spec),
+        )
+
+
+def _rented_findings(spec: Spec) -> Iterator[Finding]:
+    """Rented nodesets, whose nodes lack the features that jobs in images ask for."""
+    if names := ", ".join(rented_sets(spec)):
+        yield Finding(
+            "info",
+            f"jobs in images do not run on rented machines: {names}",
+            "Slurm must know a node's features before it is rented, and whether it allows user namespaces shows after",
+            "use `--env` there, or `--image` on hosts of your own",
+            path="containers",
         )
 
 

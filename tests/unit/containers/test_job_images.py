@@ -161,6 +161,16 @@ def test_host_without_user_namespaces_is_left_out_with_the_reason(files: dict[st
     assert words in str(finding) and "with sysctl" in finding.fix
 
 
+def test_rented_machines_that_run_no_images_are_named() -> None:
+    rented = "  burst: {provider: lambda, type: gpu_1x_h100_pcie, max: 2}\nproviders: {lambda: {key: 'env:KEY'}}\n"
+    [finding] = ImagesComponent().findings(cluster_of(rented + "containers: oci\n"))
+    assert (finding.level, finding.path) == ("info", "containers")
+    assert "jobs in images do not run on rented machines: burst" in str(finding) and "before it is rented" in str(
+        finding
+    )
+    assert ImagesComponent().findings(cluster_of(rented)) == ()
+
+
 def test_removed_section_removes_everything() -> None:
     left = {"c1": {OCI_CONF: FileFact(text=oci_conf())}, "n1": {IMAGES: FileFact(there=True)}}
     cluster = cluster_of("", **left)
