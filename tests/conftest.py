@@ -10,10 +10,10 @@ SANDBOX = 7200 if os.environ.get("SHOAL_TEST_KIND") == "vm" else 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 LONGEST = (
-    *("benches", "lab", "tailscale", "image_jobs", "prove", "accounting", "stopped_jobs", "jobs", "rented_containers"),
-    *("cluster", "rented_nodes", "doctor", "documented_commands", "hostile_user", "slurm_tree", "wireguard", "toy"),
-    *("storage", "agent_items", "unusual_hosts", "tunnel_containers", "environments", "versions", "existing_hosts"),
-    *("sandbox", "spec_changes"),
+    *("lab", "benches", "tailscale", "image_jobs", "doctor", "jobs", "wireguard", "slurm_tree", "accounting"),
+    *("rented_containers", "tunnel_containers", "hostile_user", "prove", "toy", "storage", "cluster", "rented_nodes"),
+    *("environments", "documented_commands", "spec_changes", "rented_host_keys", "existing_hosts", "agent_items"),
+    *("stopped_jobs", "unusual_hosts", "versions", "sandbox", "slurm_tree_jobs"),
 )
 """Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
 

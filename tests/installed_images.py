@@ -59,7 +59,10 @@ cp -a "$tree" "$work/image"
 """
 
 
-SHARED = ("environments", "slurm", "runtime", "tests", "images/debian11", "images/debian13", "images/sid")
+SHARED = (
+    *("environments", "slurm", "runtime", "tests", "test-images"),
+    *("images/debian11", "images/debian13", "images/sid"),
+)
 """Directories of the user's cache that the one for containers has, too."""
 
 

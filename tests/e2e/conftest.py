@@ -9,8 +9,8 @@ import pytest
 from tests import installed_images
 
 INSTALLED = {
-    *("accounting", "confinement", "doctor", "jobs", "prove", "spec_changes", "stopped_jobs", "storage"),
-    *("toy", "wireguard"),
+    *("accounting", "confinement", "doctor", "environments", "hostile_user", "image_jobs", "jobs", "lab", "prove"),
+    *("rented_host_keys", "spec_changes", "stopped_jobs", "storage", "tailscale", "toy", "wireguard"),
 }
 """Files that do not test that `up` installs packages; test_cluster.py, test_existing_hosts.py and others do."""
 CHOICES = ("SHOAL_TEST_KIND", "SHOAL_TEST_IMAGE", "SHOAL_TEST_SLURM")

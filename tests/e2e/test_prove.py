@@ -65,6 +65,7 @@ def test_correct_script_passes_with_the_documented_output(tree: Path, ranks: str
     assert sorted(path.name for path in tree.iterdir()) == ["train.py"], "nothing is left behind"
 
 
+@pytest.mark.matrix  # tests/unit/proof/test_proving.py trains in single precision every day
 def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None:
     arguments = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
     report = json.loads(prove(tree, "train.py", "-n", "2", *arguments).stdout)
