@@ -24,7 +24,7 @@ from shoal.spec.machines import Sandbox
 from shoal.spec.network import Network, network_problems
 from shoal.spec.partitions import Partition, partition_account_problems, partition_problems
 from shoal.spec.rental import SANDBOX, Budget, ProviderAccount, ProviderName
-from shoal.spec.rental_rules import hub_problems, rental_problems
+from shoal.spec.rental_rules import hub_problems, lan_problems, rental_problems
 from shoal.spec.rented_hosts import located_sets, rented_host_problems
 from shoal.spec.slurm_options import SlurmOptions, option_problems, source_problems
 from shoal.spec.storage import SharedDirectory, SharePath, storage_problems
@@ -132,4 +132,5 @@ class Spec(SpecModel):
             *rental_problems(self.providers, self.nodesets, self.partitions, self.budget, rented),
             *rented_host_problems(self.controller, self.login, self.providers, self.network),
             *hub_problems(self.network, controller, self.nodesets),
+            *lan_problems(self.network, self.controller, self.providers, self.nodesets),
         ]

@@ -49,6 +49,18 @@ SETTING_CHOICES = {
     ("gcp", "provisioning"): ("standard", "flex-start", "reservation-bound"),
     ("runpod", "cloud"): ("secure", "community"),
 }
+PRIVATE_NETWORKS = {
+    "aws": ("subnets",),
+    "digitalocean": ("network",),
+    "gcp": ("network", "subnetwork"),
+    "lambda": (),
+    "nebius": ("subnet",),
+    "paperspace": ("network",),
+}
+"""The providers that put machines behind addresses of their own, with the settings that choose a private network there.
+
+Machines of the others are containers: a tunnel of the controller reaches them in any network.
+"""
 MAX_NODES = 1000
 """The most nodes of a rented nodeset."""
 DEFAULT_IDLE_TIME = "10m"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from shoal.spec.checks import minutes, seconds
 from shoal.spec.finding import Path, Problem, nearest, show
-from shoal.spec.hosts import NodeSet, NodeSets
+from shoal.spec.hosts import Controller, NodeSet, NodeSets
 from shoal.spec.network import Network
 from shoal.spec.partitions import Partition, show_time
 from shoal.spec.rental import (
@@ -15,6 +15,7 @@ from shoal.spec.rental import (
     INTERVAL_SETTINGS,
     KINDS,
     LIFETIME,
+    PRIVATE_NETWORKS,
     SANDBOX,
     SETTING_CHOICES,
     SETTINGS,
@@ -60,6 +61,41 @@ def hub_problems(network: Network, controller: str | None, nodesets: NodeSets) -
     if rents and controller is not None and network.hub not in (None, controller):
         fix = "delete it: the way to rented nodes goes through the controller"
         yield Problem(("network", "hub"), "not the controller, and nodes are rented", show(network.hub), fix)
+
+
+def lan_problems(
+    network: Network, controller: Controller | None, accounts: Accounts, nodesets: NodeSets
+) -> Iterator[Problem]:
+    """In a LAN, rented machines reach only a controller that is in a private network of their provider.
+
+    It is there if the account has the setting of such a network, or if both have the same site. An account with a `url`
+    is at a simulator, or at an API of one's own. A rented controller has a rule of its own.
+    """
+    if network.kind != "lan" or controller is None or controller.is_rented:
+        return
+    for name, nodeset in nodesets.items():
+        if nodeset is None or (
+            controller.is_set("site") and nodeset.is_set("site") and controller.site == nodeset.site
+        ):
+            continue
+        places = _named_accounts(("nodesets", name), nodeset)
+        public = [(place, account) for place, account in places if _is_public(account, accounts.get(account))]
+        for place, account in public[:1]:
+            what = (
+                "rented machines in a LAN: they reach no controller elsewhere, and cost money until they are replaced"
+            )
+            fix = (
+                "set `network: wireguard`; or, if the controller is in their private network, give both the same `site`"
+            )
+            yield Problem(place, what, show(account), fix, "warning")
+
+
+def _is_public(name: str, account: ProviderAccount | None) -> bool:
+    """Whether machines of an account are behind a provider's addresses, in no private network that the file names."""
+    if account is None or account.is_set("url"):
+        return False
+    networks = PRIVATE_NETWORKS.get(account.kind or name)
+    return networks is not None and not {*networks} & {*account.settings}
 
 
 def _account_problems(

@@ -9,15 +9,24 @@ from pathlib import Path
 import pytest
 
 from shoal.cloud import providers
-from shoal.cloud.providers import RENTAL_PROVIDERS
+from shoal.cloud.providers import RENTAL_PROVIDERS, abilities
 from shoal.errors import SpecError
 from shoal.spec.docs import schema
 from shoal.spec.loader import load_text, load_text_all
 from shoal.spec.members import members, provider_accounts, rented_members, rented_sets
-from shoal.spec.rental import INTERVAL_SETTINGS, KINDS, SETTINGS, Budget, OfferChoice, account_settings
+from shoal.spec.rental import (
+    INTERVAL_SETTINGS,
+    KINDS,
+    PRIVATE_NETWORKS,
+    SETTINGS,
+    Budget,
+    OfferChoice,
+    account_settings,
+)
 
 HEAD = "cluster: reef\ncontroller: {host: ctl}\n"
-LAMBDA = "providers: {lambda: {key: env:LAMBDA_API_KEY}}\n"
+LAMBDA = "providers: {lambda: {key: env:LAMBDA_API_KEY, url: 'http://10.0.0.1:8080'}}\n"
+WIREGUARD = "network: wireguard\n"
 GOOD = """\
 cluster: reef
 controller: {host: ctl}
@@ -156,7 +165,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "accounts without what it takes": (
         HEAD + "nodesets: {l: {max: 1, offers: [{provider: gcp, type: a}, {provider: cheap, type: a}, "
         "{provider: sandbox, type: a}]}}\n"
-        + "providers: {gcp: {}, cheap: {key: env:K}, sandbox: {kind: sandbox}, other: {kind: vost, key: env:K}}\n",
+        + "providers: {gcp: {}, cheap: {key: env:K}, sandbox: {kind: sandbox}, other: {kind: vost, key: env:K}}\n"
+        + WIREGUARD,
         [
             "s.yaml:4:13 providers.gcp: missing key `project`, name the project that pays",
             "s.yaml:4:22 providers.cheap: missing key `kind`, "
@@ -197,7 +207,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "nodesets:\n"
         "  l: {provider: lambda, type: a, max: 2}\n"
         "  g: {provider: gcp, type: a, max: 2}\n"
-        "  r: {provider: runpod, type: a, max: 2}\n",
+        "  r: {provider: runpod, type: a, max: 2}\n" + WIREGUARD,
         [
             "s.yaml:4:33 providers.lambda.project: `project` for lambda, delete it: only Google and Nebius have them",
             's.yaml:4:56 providers.lambda.settings.netwrok: unknown setting of lambda, found "netwrok", '
@@ -270,7 +280,7 @@ def test_settings_of_each_provider_are_those_that_its_client_reads() -> None:
     read = {kind: set[str]() for kind in KINDS}
     for kind, target in RENTAL_PROVIDERS.items():
         files = [place / f"{target.partition(':')[0].rpartition('.')[2]}.py"]
-        more = {"gcp": ["google_auth.py", "google_orders.py"], "aws": ["aws_query.py"]}
+        more = {"gcp": ["google_auth.py", "google_firewall.py", "google_orders.py"], "aws": ["aws_query.py"]}
         files += [place / name for name in more.get(kind, [])]
         read[kind] |= {name for file in files for name in re.findall(r'settings\.get\("(\w+)"', file.read_text())}
     assert read | {"sandbox": {"project"}} == {kind: set(names) for kind, names in SETTINGS.items()}
@@ -284,6 +294,7 @@ def test_job_time_above_the_lifetime_and_unused_accounts_are_warnings() -> None:
         + "nodesets: {l: {provider: lambda, type: a, max: 1, lifetime: 2h}, m: {hosts: [x]}}\n"
         + "partitions: {p: {nodesets: [l, m], max_time: 180}, q: {nodesets: [m], max_time: 180}}\n"
         + "providers: {lambda: {key: env:A}, gcp: {key: env:B, project: p}}\n"
+        + WIREGUARD
     )
     _, findings = load_text_all(text, "s.yaml")
     assert [(finding.level, str(finding)) for finding in findings] == [
@@ -294,6 +305,63 @@ def test_job_time_above_the_lifetime_and_unused_accounts_are_warnings() -> None:
         ),
         ("warning", "s.yaml:5:35 providers.gcp: nothing is rented from it, name it in one, or delete it"),
     ]
+
+
+LAN = """\
+cluster: reef
+controller: {host: desktop}
+nodesets: {cloud: {provider: PROVIDER, type: a, max: 2}}
+providers: {PROVIDER: {key: env:KEY}}
+"""
+"""A file that rents and says nothing of the network."""
+
+
+def lan_findings(text: str) -> list[str]:
+    _, findings = load_text_all(text, "s.yaml")
+    assert all(finding.level == "warning" for finding in findings)
+    return [str(finding) for finding in findings]
+
+
+@pytest.mark.parametrize("provider", PRIVATE_NETWORKS)
+def test_rented_machines_in_a_lan_are_a_warning_with_the_line_that_helps(provider: str) -> None:
+    text = LAN.replace("PROVIDER", provider).replace(
+        "env:KEY", "env:KEY, project: p" if provider == "gcp" else "env:KEY"
+    )
+    expected = [
+        f"s.yaml:3:30 nodesets.cloud.provider: rented machines in a LAN: they reach no controller elsewhere, and cost "
+        f'money until they are replaced, found "{provider}", set `network: wireguard`; or, if the controller is in '
+        "their private network, give both the same `site`"
+    ]
+    assert lan_findings(text) == lan_findings(text + "network: lan\n") == expected
+    assert lan_findings(text + WIREGUARD) == lan_findings(text + "network: {kind: tailscale, auth_key: env:K}\n") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{key: env:KEY}", "{key: env:KEY, url: 'http://10.0.0.1:8080'}"),
+        ("{key: env:KEY}", "{key: env:KEY, settings: {subnets: subnet-1}}"),
+        ("{key: env:KEY}", "{key: env:KEY, kind: runpod}"),
+        ("host: desktop}\nnodesets: {cloud: {", "host: desktop, site: b}\nnodesets: {cloud: {site: b, "),
+    ],
+    ids=["a simulator", "a subnet of ours", "containers", "one site"],
+)
+def test_rented_machines_that_meet_the_controller_in_a_lan_are_no_warning(old: str, new: str) -> None:
+    text = LAN.replace("PROVIDER", "aws")
+    assert lan_findings(text) and lan_findings(text.replace(old, new)) == []
+
+
+def test_first_offer_that_cannot_meet_the_controller_is_named() -> None:
+    offers = "{max: 2, offers: [{provider: runpod, type: a}, {provider: lambda, type: a}, {provider: aws, type: a}]}"
+    accounts = "{runpod: {key: env:A}, lambda: {key: env:A}, aws: {key: env:A}}"
+    text = f"{HEAD}nodesets: {{cloud: {offers}}}\nproviders: {accounts}\n"
+    [finding] = lan_findings(text)
+    assert finding.startswith("s.yaml:3:77 nodesets.cloud.offers[1].provider: rented machines in a LAN")
+
+
+def test_every_provider_of_machines_is_behind_addresses_of_its_own() -> None:
+    assert {kind for kind in KINDS if kind != "sandbox" and not abilities(kind).container} == {*PRIVATE_NETWORKS}
+    assert all({*networks} <= {*SETTINGS[kind]} for kind, networks in PRIVATE_NETWORKS.items())
 
 
 def test_hourly_limit_with_end_is_a_warning() -> None:
