@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from shoal.cloud.providers import abilities
 from shoal.errors import SpecError, UsageError
 from shoal.hostlist import expand
 from shoal.spec.docs import schema
@@ -59,10 +60,22 @@ providers:
 budget: {{per_hour: 20, per_month: 500}}
 
 """
-GOOGLE_ACCOUNT = "{key: file:~/service-account.json, project: my-project}"
+ACCOUNTS = {
+    "aws": "{key: file:~/.aws/credentials}",
+    "digitalocean": "{key: env:DIGITALOCEAN_TOKEN}",
+    "gcp": "{key: file:~/service-account.json, project: my-project}",
+    "nebius": "{key: file:~/.nebius/credentials.json}",
+}
+"""Accounts whose key is no single word in NAME_API_KEY, as the pages on these providers show them."""
+NETWORK = """\
+# An encrypted network between all hosts: in a LAN, rented machines cannot reach
+# a controller behind a router. Open UDP port 51820 of the controller to them.
+network: wireguard
+
+"""
 ONE_SLURM = """\
 # The same Slurm on all hosts. Without this line each gets that of its system,
-# and releases that are far apart cannot work together.
+# and releases that are far apart cannot work together: `shoal check` says so.
 {line}
 
 """
@@ -250,6 +263,7 @@ def _hosts_spec(hosts: list[str], cluster: str, excluded: Mapping[str, str], ren
     controller, *nodes = _entries(hosts)
     notes = [f"# Left out of the SSH config: {printable(name)} ({purpose}).\n" for name, purpose in excluded.items()]
     sections = [HEAD.format(cluster=_quote(cluster)), *notes, "\n" if notes else ""]
+    sections.append(NETWORK if rent and not _rents_containers(rent) else "")
     sections.append(CONTROLLER.format(controller=controller, compute="false" if nodes else "true"))
     if nodes:
         sections.append(NODES.format(nodes="\n".join(f"      - {node}" for node in nodes)))
@@ -271,10 +285,18 @@ def _rented_nodes(rent: str, *, first: bool) -> str:
     return ("nodesets:\n" if first else "") + RENTED_NODES.format(provider=_quote(provider), type=_quote(machine))
 
 
+def _rents_containers(rent: str) -> bool:
+    """Whether the machines are containers, to which the controller opens a tunnel from any network."""
+    try:
+        return abilities(rent.partition(":")[0]).container
+    except (LookupError, ImportError):
+        return False
+
+
 def _account(rent: str) -> str:
     provider = rent.partition(":")[0]
     key = re.sub(r"\W", "_", provider).upper()
-    account = GOOGLE_ACCOUNT if provider == "gcp" else f"{{key: env:{key}_API_KEY}}"
+    account = ACCOUNTS.get(provider, f"{{key: env:{key}_API_KEY}}")
     return PROVIDERS.format(provider=_quote(provider), account=account)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from tests.unit.plan.fake_world import lab, slurm_package
+from tests.unit.verbs.fake_clusters import context_of
 
 from shoal.errors import UsageError
 from shoal.spec.loader import load_all, load_text_all
 from shoal.spec.members import members
+from shoal.spec.rental import KINDS
+from shoal.verbs.check import check
 from shoal.verbs.init import init, init_text, ssh_hosts
 
 CONFIG = """\
@@ -176,7 +181,17 @@ def test_init_writes_the_file_once_and_never_overwrites(tmp_path: Path) -> None:
         init(tmp_path / "none" / "shoal.yaml")
 
 
-RENTALS = {"lambda:gpu_1x_a10": "env:LAMBDA_API_KEY", "gcp:a2-highgpu-1g": "file:~/service-account.json"}
+RENTALS = {
+    "aws:p5.48xlarge": "file:~/.aws/credentials",
+    "digitalocean:gpu-h100x1-80gb": "env:DIGITALOCEAN_TOKEN",
+    "gcp:a2-highgpu-1g": "file:~/service-account.json",
+    "lambda:gpu_1x_a10": "env:LAMBDA_API_KEY",
+    "nebius:gpu-h100-sxm 1gpu-16vcpu-200gb": "file:~/.nebius/credentials.json",
+    "paperspace:A4000": "env:PAPERSPACE_API_KEY",
+    "runpod:NVIDIA H200": "env:RUNPOD_API_KEY",
+    "vast:8x H100 SXM": "env:VAST_API_KEY",
+}
+PAGES = Path(__file__).parents[3] / "docs"
 
 
 def test_clusters_that_rent_get_one_slurm_for_all_hosts() -> None:
@@ -187,9 +202,29 @@ def test_clusters_that_rent_get_one_slurm_for_all_hosts() -> None:
             assert not findings and spec.slurm.source == "shoal" and spec.auth == "slurm"
             assert spec.nodesets["rented"].type == machine and spec.providers[provider].key == key
             assert "rented" in spec.partitions["main"].nodesets and spec.budget is not None
+            assert spec.network.kind == ("lan" if provider in ("runpod", "vast") else "wireguard")
     spec, _ = load_text_all(init_text(["desktop", "gpu01"], None, "reef"), "s.yaml")
     assert spec.slurm.source == "packages" and "# slurm: {from: shoal}" in init_text(["a", "b"], None, "reef")
     with pytest.raises(UsageError, match="'lambda' names no machine to rent"):
         init_text(["desktop"], None, "reef", "lambda")
     with pytest.raises(UsageError, match="machines are rented for a cluster of hosts"):
         init_text(None, None, "reef", "lambda:gpu_1x_a10")
+
+
+def test_key_of_every_provider_is_the_one_on_its_page() -> None:
+    assert {rent.partition(":")[0] for rent in RENTALS} == {*KINDS} - {"sandbox"}
+    pages = "".join(page.read_text() for page in PAGES.glob("*.md"))
+    missing = [
+        (provider, key)
+        for provider, key in ((rent.partition(":")[0], key) for rent, key in RENTALS.items())
+        if not re.search(rf"{provider}:\s+(\{{)?key: {re.escape(key)}", pages)
+    ]
+    assert missing == []
+
+
+async def test_line_of_one_slurm_is_the_one_that_check_prints_for_a_mix() -> None:
+    commented = next(line for line in init_text(["a", "b"], None, "reef").splitlines() if "slurm:" in line)
+    world = lab(c1={"packages": slurm_package("26.05.5-1")})
+    found = [finding for finding in await check(context_of(world)) if finding.level == "error"]
+    assert {finding.host for finding in found} == {"n1", "n2"}
+    assert all(f"write `{commented.removeprefix('# ')}` into the file" in finding.fix for finding in found)
