@@ -38,6 +38,9 @@ class HostBackend(Protocol):
     def stop(self, id: str) -> None:
         """Have its system shut down, and power it off then."""
 
+    def shut_down(self, id: str) -> None:
+        """Press its power button: its system shuts down, in its own time."""
+
     def start(self, id: str) -> None:
         """Boot a machine that was powered off, with all that is on its disk."""
 
@@ -78,6 +81,9 @@ class NoHosts:
 
     def stop(self, id: str) -> None:
         self.kill(id)
+
+    def shut_down(self, id: str) -> None:
+        """Its system takes all the time there is."""
 
     def start(self, id: str) -> None:
         address = f"192.0.2.{1 + (len(self._hosts) + self._starts) % 254}"

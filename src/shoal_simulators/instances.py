@@ -51,6 +51,8 @@ class Profile:
     """From the order until the API shows an address."""
     stop_s: float = 5.0
     notice_s: float = 0.0
+    notice_shuts_down: bool = False
+    """The notice is that the machine's system is told to shut down, and has `notice_s` for it."""
     unique_names: bool = False
     container: bool = False
     restarts: bool = False

@@ -295,6 +295,8 @@ class Market:
         machine.preempted = True
         ordered = machine.order.notice_s
         machine.takes_away = self.clock() + (self.profile.notice_s if ordered is None else ordered)
+        if self.profile.notice_shuts_down:
+            self.backend.shut_down(machine.id)
 
     def _die(self, machine: SimulatedInstance) -> None:
         machine.phase = "error"

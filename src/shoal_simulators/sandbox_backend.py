@@ -149,6 +149,9 @@ class SandboxBackend:
         self._status[id] = replace(self._status.get(id, HostStatus("gone")), state="dead")  # now: a start may follow
         self._start(id, partial(self._shut_down, id))
 
+    def shut_down(self, id: str) -> None:
+        self._start(id, partial(self._press_power_button, id))
+
     def start(self, id: str) -> None:
         self._status[id] = HostStatus("making")
         self._start(id, partial(self._power_on, id), waits=True)  # it may be shutting down
@@ -309,16 +312,20 @@ class SandboxBackend:
     async def _shut_down(self, id: str) -> None:
         """As a cloud does it: the system gets the time to end its services in order."""
         host = self.layout.hosts()[self.host_name(id)]
-        # The machine may have another host key by now. It is a sandbox host on this computer's own network.
-        login = {"username": "root", "client_keys": [str(self.layout.identity)], "known_hosts": None, "config": None}
-        with contextlib.suppress(OSError, asyncssh.Error, TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S), asyncssh.connect(host.address, **login) as connection:
-                await connection.run("systemctl poweroff")
+        await self._press_power_button(id)
         for _ in range(int(SHUTDOWN_TIMEOUT_S / SHUTDOWN_POLL_S)):
             if lifecycle.state(self.layout, host.name) == "stopped":
                 break
             await asyncio.sleep(SHUTDOWN_POLL_S)
         await lifecycle.stop(self.layout, host.name)
+
+    async def _press_power_button(self, id: str) -> None:
+        host = self.layout.hosts()[self.host_name(id)]
+        # The machine may have another host key by now. It is a sandbox host on this computer's own network.
+        login = {"username": "root", "client_keys": [str(self.layout.identity)], "known_hosts": None, "config": None}
+        with contextlib.suppress(OSError, asyncssh.Error, TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S), asyncssh.connect(host.address, **login) as connection:
+                await connection.run("systemctl poweroff")
 
     async def _remove(self, id: str) -> None:
         while True:
