@@ -32,6 +32,11 @@ WATCHDOG = "/usr/local/lib/shoal/watchdog"
 TIMER = "shoal-watchdog.timer"
 END = "/usr/local/lib/shoal/end-machine"
 NOTICE, NOTICE_UNIT = "/usr/local/lib/shoal/preemption-notice", "shoal-notice.service"
+JOB_UNITS = (
+    *("slurmd.service", "slurmstepd.scope", "munge.service", "sssd.service"),
+    *("shoal-wireguard.service", "tailscaled.service", "network-online.target", "remote-fs.target"),
+)
+"""What jobs need to save their work and to leave: at a shutdown it stops after NOTICE_UNIT."""
 NOTICE_REASON = "the provider takes this machine away"
 """The reason of a node that its machine drained: the service warns its jobs."""
 UNITS = "/etc/systemd/system"
@@ -217,11 +222,13 @@ def _abilities(kind: str) -> Abilities | None:
         return None
 
 
-def notice_url(spec: Spec, account: str) -> str:
-    """Where spot machines of an account read that they are taken away; empty where only the provider's API tells."""
+def spot_notice(spec: Spec, account: str, node: str) -> Document:
+    """How a spot machine of an account learns that it is taken away: where it reads that, or by its shutdown."""
     login = provider_accounts(spec).get(account)
     kind = _abilities(login.kind or account) if login else None
-    return kind.notice_url if kind else ""
+    if kind is None or not kind.notice_s:
+        return ()
+    return notice_watcher(node, kind.notice_url) if kind.notice_url else shutdown_watcher(node, kind.notice_s)
 
 
 def notice_watcher(node: str, url: str) -> Document:
@@ -235,9 +242,32 @@ def notice_watcher(node: str, url: str) -> Document:
         },
         Install={"WantedBy": "multi-user.target"},
     )
+    return _notice_service("preemption_notice", unit)
+
+
+def shutdown_watcher(node: str, seconds: int) -> Document:
+    """Drains the node of a spot machine that is told to shut down, and holds that until its jobs have left."""
+    unit = render_unit(
+        Unit={
+            "Description": "Lets jobs save their work before this machine shuts down",
+            "After": " ".join(JOB_UNITS),
+        },
+        Service={
+            "Type": "oneshot",
+            "RemainAfterExit": "yes",
+            "ExecStart": "/bin/true",
+            "ExecStop": f"/usr/bin/python3 -I -B {NOTICE} {node} '{NOTICE_REASON}' {seconds}",
+            "TimeoutStopSec": seconds + 30,
+        },
+        Install={"WantedBy": "multi-user.target"},
+    )
+    return _notice_service("shutdown_notice", unit)
+
+
+def _notice_service(program: str, unit: str) -> Document:
     return (
         Directory("/usr/local/lib/shoal"),
-        File(NOTICE, program_text("preemption_notice"), mode=0o755, restarts=(NOTICE_UNIT,)),
+        File(NOTICE, program_text(program), mode=0o755, restarts=(NOTICE_UNIT,)),
         File(f"{UNITS}/{NOTICE_UNIT}", unit, restarts=(NOTICE_UNIT,)),
         Service(NOTICE_UNIT),
     )

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 from tests.unit.plan.fake_world import spec_of
 
-from shoal.agent.document import File, Service
+from shoal.agent.document import Document, File, Service
 from shoal.remote import program_text, python_command
 from shoal.roles.rented import (
     CONTROLLER_TIMEOUT_S,
+    NOTICE,
     NOTICE_REASON,
     RELEASE_TIMEOUT_S,
     TIMER,
     end_program,
-    notice_url,
     notice_watcher,
     script,
+    spot_notice,
     watchdog,
 )
 
@@ -165,10 +166,52 @@ def test_program_that_ends_a_pod_asks_the_address_of_its_account() -> None:
 # The notice of preemption
 
 
-def test_notice_is_read_where_the_account_of_the_machine_has_it() -> None:
+def unit_of(document: Document) -> str:
+    """The unit of the notice in a machine's document."""
+    [unit] = [item for item in document if isinstance(item, File) and item.path.endswith("shoal-notice.service")]
+    assert isinstance(unit.content, str)
+    return unit.content
+
+
+def test_spot_machine_learns_that_it_is_taken_away_as_its_provider_says_it() -> None:
     spec = spec_of(MIXED)
-    assert notice_url(spec, "google").startswith("http://")
-    assert notice_url(spec, "amazon") == ""
+    assert "http://169.254.169.254/" in unit_of(spot_notice(spec, "google", "cloud1"))
+    shutdown = unit_of(spot_notice(spec, "amazon", "cloud1"))
+    assert f"ExecStop=/usr/bin/python3 -I -B {NOTICE} cloud1 '{NOTICE_REASON}' 120\n" in shutdown
+    assert "TimeoutStopSec=150\n" in shutdown
+    assert " slurmd.service slurmstepd.scope " in shutdown.replace("After=", "After= ")
+    assert spot_notice(spec, "pods", "cloud1") == (), "it gives no notice"
+
+
+@pytest.mark.parametrize(
+    ("system", "answers", "asked"),
+    [
+        ("running", [], ""),
+        ("stopping", [""], "squeue -h -o %i -w cloud1"),
+        ("stopping", ["-", "7", "7", "7", ""], "squeue squeue scontrol squeue scontrol squeue squeue"),
+    ],
+    ids=["the service alone is stopped", "no job", "a job that saves, and slurmctld silent for a while"],
+)
+def test_shutdown_waits_for_the_jobs_of_the_machine(
+    tmp_path: Path, system: str, answers: list[str], asked: str
+) -> None:
+    programs = {
+        "systemctl": f"echo {system}; exit 1",
+        "squeue": f'echo squeue "$@" >> {tmp_path}/asked; n=$(grep -c ^squeue {tmp_path}/asked); '
+        f'a=$(sed -n "${{n}}p" {tmp_path}/answers); test "$a" != - || exit 1; test -z "$a" || echo "$a"',
+        "scontrol": f'printf "%s " scontrol "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked; '
+        f"test $(grep -c ^scontrol {tmp_path}/asked) -gt 1",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "answers").write_text("".join(f"{answer}\n" for answer in answers))
+    program = [sys.executable, "-I", "-c", program_text("shutdown_notice"), "cloud1", NOTICE_REASON, "60"]
+    subprocess.run(program, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=True)
+    lines = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+    if len(lines) > 1:
+        assert f"scontrol update nodename=cloud1 state=drain reason={NOTICE_REASON} " in lines
+    assert asked in (" ".join(line.split()[0] for line in lines), "".join(lines))
 
 
 def test_machine_that_reads_its_notice_drains_its_node(tmp_path: Path) -> None:
@@ -202,8 +245,7 @@ def test_machine_that_reads_its_notice_drains_its_node(tmp_path: Path) -> None:
 def test_watcher_is_a_service_that_starts_again() -> None:
     document = notice_watcher("cloud1", "http://169.254.169.254/preempted")
     assert Service("shoal-notice.service") in document
-    [unit] = [item for item in document if isinstance(item, File) and item.path.endswith("shoal-notice.service")]
-    assert isinstance(unit.content, str) and "Restart=on-failure\n" in unit.content
+    assert "Restart=on-failure\n" in unit_of(document)
 
 
 # The check of GPUs

@@ -44,7 +44,7 @@ from shoal.roles.base import installation, munge_secret
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents
 from shoal.roles.registry import shared_secrets
-from shoal.roles.rented import end_program, notice_url, notice_watcher, watchdog
+from shoal.roles.rented import end_program, spot_notice, watchdog
 from shoal.roles.slurm_tree import tree_secrets
 from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines
 from shoal.spec.members import members, rented_sets
@@ -378,9 +378,9 @@ class LiveJoiner:
     def _watchdog(self, name: str, machine: RentedInstance, systemd: bool) -> Document:
         nodeset = next(one for one in rented_sets(self._spec).values() if name in one.nodes)
         until = int((machine.created or time.time()) + nodeset.lifetime)
-        url = notice_url(self._spec, machine.account) if systemd and machine.market == "spot" else ""
+        notice = spot_notice(self._spec, machine.account, name) if systemd and machine.market == "spot" else ()
         ends = watchdog(name, until, systemd=systemd, end=end_program(self._spec, machine.account))
-        return (*ends, *(notice_watcher(name, url) if url else ()))
+        return (*ends, *notice)
 
 
 def _naming(name: str) -> Document:
