@@ -109,7 +109,7 @@ CASES = {
         ),
         Case(
             kind="gcp",
-            offer=Offer("acme", "a3-highgpu-1g", "us-central1", "us-central1-b", "spot", usd_hour=6.571),
+            offer=Offer("acme", "a3-highgpu-1g", "us-central1", "us-central1-b", "spot", usd_hour=6.58739),
             required={
                 "offers": ("kind", "name", "zone", "guestCpus", "memoryMb"),
                 "create": ("name", "status"),
