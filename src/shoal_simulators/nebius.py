@@ -1,8 +1,8 @@
 """A simulated Nebius: projects of one region each, orders that fail after they were accepted, unique names.
 
 A new machine is STOPPED and reconciling. No hardware and no quota are told by the operation, and leave a STOPPED
-machine without a bill. A preempted spot machine is told to shut down, a minute later STOPPED, and stays that until it is
-deleted; one that powers itself off is started again unless its recovery policy is FAIL. Addresses have a suffix.
+machine without a bill. A preempted spot machine is told to shut down. A minute later it is STOPPED, until it is
+deleted. One that powers itself off is started again unless its recovery policy is FAIL. Addresses have a suffix.
 """
 
 from __future__ import annotations
