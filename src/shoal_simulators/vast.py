@@ -1,7 +1,8 @@
 """A simulated Vast.ai: offers that are pieces of machines, containers behind mapped ports, bids that lose.
 
-An offer's id is gone once it is rented. A status is null at first, ports come after `running`, lists have pages of 25,
-and too many requests are answered with plain text. An outbid machine is shown as stopped until it is deleted.
+Eight offers of one GPU are on one machine. An offer's id is gone once it is rented. A status is null at first, ports
+come after `running`, lists have pages of 25, and too many requests are answered with plain text. An outbid machine is
+shown as stopped until it is deleted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
+from zlib import crc32
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -29,6 +31,7 @@ GPUS = (
 """Name, memory in GB, dollars an hour, CPUs and GB of memory for each."""
 PLACES = {"US": "Texas, US", "DE": "Germany, DE", "FI": "Finland, FI"}
 ROOM = {1: 64, 8: 4}
+GPUS_OF_A_MACHINE = 8
 BID_SHARE = 0.5
 STORAGE_USD_GB_MONTH = 0.15
 HOURS_A_MONTH = 730
@@ -66,7 +69,8 @@ class VastSimulator(Simulator):
 
     def __init__(self, market: Market) -> None:
         super().__init__(market)
-        self._asks: dict[int, tuple[MachineType, str]] = {}
+        self._asks: dict[int, tuple[MachineType, str, int]] = {}
+        """Offers by id: the type, the place and the machine."""
         self._sold_out: set[tuple[str, str]] = set()
         """Until the next search: another renter has taken them all."""
 
@@ -108,12 +112,13 @@ class VastSimulator(Simulator):
     def _row(self, type: MachineType, place: str, number: int, spot: bool, disk: float) -> dict[str, Any]:
         """An offer; every eighth has too small a share of its machine's CPUs."""
         id = 1_000_000 + secrets.randbelow(1_000_000_000)
-        self._asks[id] = (type, place)
+        machine = crc32(f"{type.name} {place} {number * type.gpus // GPUS_OF_A_MACHINE}".encode()) % 1_000_000
+        self._asks[id] = (type, place, machine)
         share = type.cpus if number % 8 != 7 else None
         price = (type.spot_usd_hour if spot else type.usd_hour) or 0.0
         return {
             "id": id,
-            "machine_id": hash((type.name, place, number)) % 100_000,
+            "machine_id": machine,
             "gpu_name": type.gpu,
             "num_gpus": type.gpus,
             "gpu_ram": type.gpu_memory_gb * 1024,
@@ -142,7 +147,7 @@ class VastSimulator(Simulator):
             raise ApiRejection("invalid", "image, runtype")
         if len(script) > MAX_SCRIPT or len(asked.get("label", "")) > MAX_LABEL or asked.get("disk", 0) < 8:
             raise ApiRejection("invalid", "args, label or disk out of range")
-        type, place = self._asks.get(id, (None, ""))
+        type, place, machine_id = self._asks.get(id, (None, "", 0))
         if type is None or (type.name, place) in self._sold_out:
             raise ApiRejection("stockout")
         bid = asked.get("price")
@@ -154,7 +159,7 @@ class VastSimulator(Simulator):
             place,
             market="on-demand" if bid is None else "spot",
             user_data=asked["args"][-1],
-            marks={"order": {**asked, "args": None}},
+            marks={"order": {**asked, "args": None}, "machine_id": machine_id},
             image=asked["image"],
         )
         try:
@@ -210,6 +215,7 @@ class VastSimulator(Simulator):
         ports = {"22/tcp": [{"HostIp": machine.host, "HostPort": str(machine.port)}]}
         return {
             "id": numeric_id(machine.id),
+            "machine_id": order.marks.get("machine_id"),
             "label": order.name,
             "actual_status": "exited" if paused else status,
             "intended_status": state,

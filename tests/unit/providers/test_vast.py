@@ -75,7 +75,7 @@ async def test_machine_that_somebody_else_took_is_followed_by_the_next(it: Trial
     await it.renter.offers(Query(types=("RTX 4090",)))
     simulator = it.simulation.simulator
     cheapest = min(simulator._asks)  # type: ignore[attr-defined]
-    for id, (type, place) in list(simulator._asks.items()):  # type: ignore[attr-defined]
+    for id, (type, place, _) in list(simulator._asks.items()):  # type: ignore[attr-defined]
         if (type.name, place) == ("RTX 4090", "DE") and id != cheapest:
             del simulator._asks[id]  # type: ignore[attr-defined]
             break
@@ -131,3 +131,37 @@ async def test_offers_state_the_least_shape(it: Trial) -> None:
     assert {(one.type, one.cpus, one.memory_gb, one.region) for one in eight} == {
         ("8x H100 SXM", 32, 128, place) for place in ("US", "DE", "FI")
     }
+
+
+async def test_each_machine_is_offered_once_and_a_bad_one_never(it: Trial) -> None:
+    asks = await it.renter._search("on-demand", ("RTX 4090",))  # type: ignore[attr-defined]
+    machines = [ask.machine_id for ask in asks if ask.offer.region == "DE"]
+    assert len(machines) == len(set(machines)) == 8  # of 64 offers
+    query = Query(types=("RTX 4090",), regions=("DE",), market="on-demand")
+    assert len(await it.renter.offers(query)) == 1
+    assert await it.renter.offers(replace(query, unfit_machines=frozenset(machines))) == []
+
+    [good] = machines[5:6]
+    unfit = frozenset(machines) - {good}
+    for node in ("gpu1", "gpu2"):  # the second is searched for
+        assert (await it.renter.create([replace(ORDER, node=node, token=node, unfit_machines=unfit)]))[0].ok
+    assert [one.machine_id for one in await it.listed()] == [good, good]
+    [outcome] = await it.renter.create([replace(ORDER, unfit_machines=frozenset(machines))])
+    assert outcome.failure is FailureKind.CAPACITY
+
+
+async def test_offer_of_a_bad_machine_does_not_set_the_price(it: Trial) -> None:
+    """The cheapest machine may be bad: then the next one is offered, at its own price."""
+    bad = "1"
+
+    def cheap(line: str, data: dict[str, object]) -> object:
+        rows = data.get("offers")
+        if isinstance(rows, list) and rows:
+            rows[0] |= {"machine_id": int(bad), "dph_total": 0.1}
+        return data
+
+    it.simulation.rewrite = cheap
+    query = Query(types=("RTX 4090",), regions=("US",), market="on-demand")
+    assert [one.usd_hour for one in await it.renter.offers(query)] == [0.1]
+    [offer] = await it.renter.offers(replace(query, unfit_machines=frozenset((bad,))))
+    assert offer.usd_hour == pytest.approx(0.42, abs=0.01)

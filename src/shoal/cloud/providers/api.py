@@ -128,6 +128,8 @@ class Query:
     regions: tuple[str, ...] = ()
     zones: tuple[str, ...] = ()
     market: Market | None = None
+    unfit_machines: frozenset[str] = frozenset()
+    """Physical machines that are not rented again, by `RentedInstance.machine_id`: for clients that set it."""
 
     def admits(self, offer: Offer) -> bool:
         """Whether an offer matches. Providers may list more than they are asked for."""
@@ -209,6 +211,8 @@ class RentalOrder:
     """It stays when it is shut down, with its disk and its address; for a provider that `KeepsMachines`."""
     address: str = ""
     """The reserved external address of a permanent machine, where the order must name it."""
+    unfit_machines: frozenset[str] = frozenset()
+    """As in `Query`."""
 
     def cloud_config(self) -> str:
         """What cloud-init reads: the key for the image's own user, and the script."""
@@ -280,6 +284,8 @@ class RentedInstance:
     """The provider has given notice that it will take this machine away."""
     account: str = ""
     """The provider account, where the machines of several are listed together."""
+    machine_id: str = ""
+    """The physical machine that it is a part of, where the provider tells: others on it are as good or bad."""
     host_key: str = ""
     """The host key that it must show, filled in by the rental service; empty: trusted on first use."""
 

@@ -1,8 +1,9 @@
 """Vast.ai: containers on other people's machines, each offered by its own id and rented once.
 
 A type is a GPU's name, with `8x ` before it for eight in one container; a region is a country. An order takes the
-cheapest machine that is on offer then, and the next one if somebody else was faster. Names are not unique and nothing
-is idempotent: the label has our marks. An outbid machine is paused without notice, and its disk is billed until it is
+cheapest machine that is on offer then, and the next one if somebody else was faster. A machine is offered under several
+ids, for its parts: one of them is tried, and none of a machine that was bad. Names are not unique and nothing is
+idempotent: the label has our marks. An outbid machine is paused without notice, and its disk is billed until it is
 deleted.
 """
 
@@ -72,6 +73,7 @@ class Ask:
     offer: api.Offer
     bid: float | None
     """The price that an interruptible machine is ordered with."""
+    machine_id: str
 
     @property
     def price(self) -> float:
@@ -109,6 +111,8 @@ class VastProvider(HttpProvider):
             asks += await self._search(market, query.types, query.gpus)
         first: dict[tuple[str, ...], api.Offer] = {}
         for ask in asks:
+            if ask.machine_id in query.unfit_machines:
+                continue
             first.setdefault(ask.offer.identity, ask.offer)
         return [offer for offer in first.values() if query.admits(offer)]
 
@@ -131,7 +135,7 @@ class VastProvider(HttpProvider):
         return api.RequestOutcome(id)
 
     async def _search(self, market: api.Market, types: Sequence[str], gpus: int = 1) -> list[Ask]:
-        """All machines on offer, cheapest first."""
+        """All machines on offer, cheapest first, each once in its type."""
         wanted: dict[str, Any] = {
             **FILTERS,
             "reliability2": {"gte": self._reliability},
@@ -146,7 +150,10 @@ class VastProvider(HttpProvider):
             wanted["num_gpus"] = {"in": sorted({split_type(one)[1] for one in types})}
         body = await self._api.request("POST", "/api/v0/bundles/", json=wanted)
         asks = [ask for ask in (self._ask(row, market) for row in body.rows("offers")) if ask is not None]
-        asks.sort(key=lambda ask: ask.price)
+        by_machine: dict[tuple[str, ...], Ask] = {}
+        for ask in sorted(asks, key=lambda ask: ask.price):
+            by_machine.setdefault((*ask.offer.identity, ask.machine_id or str(ask.id)), ask)
+        asks = list(by_machine.values())
         found: dict[tuple[str, ...], list[Ask]] = {}
         for ask in asks:
             found.setdefault(ask.offer.identity, []).append(ask)
@@ -179,7 +186,7 @@ class VastProvider(HttpProvider):
             memory_gb=MEMORY_GB_AT_LEAST * count,
             available="yes",
         )
-        return Ask(int(row.number("id")), offer, bid)
+        return Ask(int(row.number("id")), offer, bid, machine_id(row))
 
     async def _create(self, order: api.RentalOrder) -> api.RequestOutcome:
         """Order the cheapest machine that costs no more than the offer."""
@@ -187,7 +194,7 @@ class VastProvider(HttpProvider):
         if len(args) > SCRIPT_LENGTH:
             message = f"{self._account.name}: the boot script has {len(args)} characters, Vast takes {SCRIPT_LENGTH}"
             return api.RequestOutcome(failure=FailureKind.INVALID, message=message)
-        asks = await self._asks_for(offer)
+        asks = await self._asks_for(order)
         refused: ApiError | None = None
         for ask in asks[:MAX_TRIES]:
             asks.remove(ask)  # rented or not, it is not asked for again
@@ -204,15 +211,16 @@ class VastProvider(HttpProvider):
         message = f"{self._account.name}: no {offer.type} in {offer.region}{limit}"
         return api.RequestOutcome(failure=FailureKind.CAPACITY, message=message)
 
-    async def _asks_for(self, offer: api.Offer) -> list[Ask]:
+    async def _asks_for(self, order: api.RentalOrder) -> list[Ask]:
         """What is on offer for this price or less, cheapest first; searched for if nothing recent is left."""
+        offer = order.offer
         at, asks = self._asks.get(offer.identity, (float("-inf"), []))
+        asks[:] = [ask for ask in asks if _fits(ask, order)]
         if not asks or time.monotonic() - at > ASKS_MAX_AGE_S:
             self._asks.pop(offer.identity, None)
             await self._search(offer.market, (offer.type,))
-            at, asks = self._asks.get(offer.identity, (0.0, []))
-        if offer.usd_hour is not None:
-            asks[:] = [ask for ask in asks if ask.price <= offer.usd_hour]
+            _, asks = self._asks.get(offer.identity, (0.0, []))
+            asks[:] = [ask for ask in asks if _fits(ask, order)]
         return asks
 
     async def _order(self, ask: Ask, order: api.RentalOrder, args: str) -> api.RequestOutcome:
@@ -262,6 +270,12 @@ def joined_type(gpu: str, count: int) -> str:
     return gpu if count == 1 else f"{count}x {gpu}"
 
 
+def machine_id(row: Body) -> str:
+    """Of an offer or a container: the machine that it is a part of."""
+    number = row.number_or_none("machine_id")
+    return "" if number is None else str(int(number))
+
+
 def country(place: str) -> str:
     """`US` of `Texas, US`."""
     return place.rpartition(",")[2].strip() or "unknown"
@@ -277,6 +291,11 @@ def read_error(status: int, answer: Body) -> Refusal | None:
         limit = refusal_by_message(REFUSALS_BY_MESSAGE, words) if status in (403, 429) else None
         return limit or Refusal(message=words)
     return refusal_by_message(REFUSALS_BY_MESSAGE, words) or Refusal(message=words)
+
+
+def _fits(ask: Ask, order: api.RentalOrder) -> bool:
+    limit = order.offer.usd_hour
+    return ask.machine_id not in order.unfit_machines and (limit is None or ask.price <= limit)
 
 
 def _next_page(page: Body) -> str:
@@ -298,6 +317,7 @@ def _instance(one: Body) -> api.RentedInstance:
         market="spot" if one.flag("is_bid", False) else "on-demand",
         usd_hour=one.price_or_none("dph_total"),
         created=one.number_or_none("start_date"),
+        machine_id=machine_id(one),
     )
 
 
