@@ -118,7 +118,7 @@ async def play(directory: Path, provider: str, name: str) -> Cell:
             await watch.until(lambda: all(job.restarts for job in jobs), LONG)
             it.market().faults[:] = [Fault(fault.kind, 0)]
             if name == "auth":  # the new key comes with `shoal up`, money by itself
-                it.ledger.unblock(provider)
+                it.unblock()
         await watch.until(lambda: all(job.state == "COMPLETED" for job in jobs), LONG)
         # A node for which there was nothing may stay down for an hour, and is no longer so then.
         await watch.until(lambda: it.slurm.settled, 7200)

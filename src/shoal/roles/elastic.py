@@ -15,7 +15,7 @@ from shoal.agent.facts import Facts
 from shoal.cloud.providers.prices import catalog_prices
 from shoal.cloud.status_file import PUBLIC_REPORT
 from shoal.network.tunnel import AUTHORIZED
-from shoal.remote import program_text, shell_command
+from shoal.remote import program_text, python_command, shell_command
 from shoal.remote.power_request import REQUESTS, VERBS
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
@@ -45,6 +45,7 @@ BLOCK = "rental service"
 LEADER_SINCE = f"{SETTINGS}/since"
 """Since when this service is the leader: of two services for one cluster, the later one leads."""
 STATE = "/var/lib/shoal/elastic"
+LEDGER = f"{STATE}/ledger.db"
 SUPERSEDED = f"{STATE}/succeeded"
 """Exists when the service has seen that another one leads; it then changes nothing."""
 HOLD = f"{STATE}/hold"
@@ -296,6 +297,12 @@ def _service_start(spec: Spec) -> Document:
     arguments = (INSTALLED, WHEELS, install_prefix(spec), wheels)
     return (
         Service(SERVICE),
+        # After it has started with new keys and settings: the old ones would only block again.
+        Command(
+            "unblock rentals that waited for `shoal up`",
+            python_command("rental_blocks", LEDGER, "remove"),
+            unless=python_command("rental_blocks", LEDGER),
+        ),
         Command(
             "forget older versions of Shoal",
             shell_command(REMOVE_OLD_VERSIONS, *arguments),

@@ -18,6 +18,7 @@ from shoal.cloud.service.context import UNFIT_PREFIX, ServiceContext
 from shoal.cloud.service.ledger import Ledger
 from shoal.cloud.service.provider_account import AccountClient
 from shoal.cloud.service.service import RentalService
+from shoal.remote import rental_blocks
 from shoal.spec.rental import Budget, OfferChoice, RentedSet
 from shoal_simulators import find_simulator
 from shoal_simulators.backend import NoHosts
@@ -88,6 +89,10 @@ class Scene:
         """The machines that are paid for now."""
         self.market(kind).update()
         return [machine for machine in self.market(kind).instances.values() if machine.live]
+
+    def unblock(self) -> None:
+        """What `shoal up` does on the controller."""
+        assert rental_blocks.main(["rental_blocks", str(self.ledger.path), "remove"]) == 0
 
     async def step(self) -> None:
         """Slurm does what is due, then the service."""

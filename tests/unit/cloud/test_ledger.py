@@ -21,6 +21,8 @@ from shoal.cloud.providers.api import Billing, FailureKind
 from shoal.cloud.rental import LIVE, TRANSITIONS, OrderBlock
 from shoal.cloud.service.ledger import SCHEMA, Ledger
 from shoal.errors import LedgerError
+from shoal.remote import python_command
+from shoal.remote import rental_blocks as program
 
 
 @pytest.fixture
@@ -222,7 +224,7 @@ def test_no_row_can_be_deleted(path: Path) -> None:
     database.close()
 
 
-def test_block_ends_with_time_or_by_unblock(path: Path) -> None:
+def test_block_ends_with_time_or_by_up(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.block("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
         ledger.block("runpod", "", "", "", None, "no money left")
@@ -230,10 +232,32 @@ def test_block_ends_with_time_or_by_unblock(path: Path) -> None:
         second = OrderBlock("runpod", why="no money left")
         assert ledger.blocks(699.0) == [first, second]
         assert ledger.blocks(700.0) == [second]
-        ledger.unblock("lambda")
-        assert ledger.blocks(0.0) == [second]
-        ledger.unblock()
-        assert ledger.blocks(0.0) == []
+        assert (program.main(["", str(path)]), program.main(["", str(path), "remove"])) == (1, 0)
+        assert ledger.blocks(0.0) == [first]
+        assert program.main(["", str(path)]) == 0
+
+
+def test_program_that_unblocks_leaves_no_ledger_and_names_a_broken_one(tmp_path: Path) -> None:
+    command = python_command("rental_blocks", str(tmp_path / "ledger.db"))
+    for verb in ((), ("remove",)):
+        assert subprocess.run([*command, *verb]).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "ledger.db").write_text("no database" * 100)
+    assert subprocess.run(command).returncode == 0
+    failed = subprocess.run([*command, "remove"], capture_output=True, text=True)
+    assert (failed.returncode, failed.stderr) == (
+        1,
+        f"cannot use the ledger {tmp_path}/ledger.db: file is not a database\n",
+    )
+
+
+def test_timed_blocks_of_whole_accounts_can_be_removed(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.block("lambda", "", "", "", 700.0, "no money left")
+        ledger.block("lambda", "gpu", "us-west-1", "on-demand", 700.0, "broken")
+        ledger.block("lambda", "", "", "", None, "its image does not fit", "burst")
+        ledger.unblock_accounts()
+        assert [block.why for block in ledger.blocks(0.0)] == ["broken", "its image does not fit"]
 
 
 def test_block_of_a_nodeset_leaves_the_others_open(path: Path) -> None:

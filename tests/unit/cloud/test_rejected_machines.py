@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,23 @@ async def test_image_or_type_that_does_not_fit_is_rented_once(tmp_path: Path, pr
         [block] = it.ledger.blocks(it.clock.now())
         assert (block.account, block.place, block.until) == ("lambda", "", None)
         assert block.type == ("" if prefix == UNFIT_IMAGE_PREFIX else PLACES[0].type)
+
+
+async def test_image_that_does_not_fit_is_not_rented_again_after_a_restart_but_after_up(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 1, *PLACES),)) as it:
+        it.joiner.judge = lambda machine: f"{UNFIT_IMAGE_PREFIX}no cgroups"
+        it.slurm.submit("1", 1)
+        await given_up(it)
+        it.service = it.restart()
+        work = asyncio.create_task(it.service.run())  # as after a crash, or a reboot of the controller
+        await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await given_up(it)
+        assert len(it.market().bill()) == 1
+        it.unblock()
+        it.joiner.judge = it.judge
+        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
 
 
 async def test_image_that_does_not_fit_is_rented_for_no_other_nodeset(tmp_path: Path) -> None:

@@ -287,14 +287,14 @@ async def test_service_runs_until_cancelled_and_reads_requests(tmp_path: Path) -
     async with scene(tmp_path, "sandbox") as it:
         requests = tmp_path / "requests"
         requests.mkdir()
-        it.ledger.block("sandbox", "", "", "", None, "sandbox has no money of ours left")
+        it.ledger.block("sandbox", "", "", "", it.clock.now() + 3600, "sandbox has no money of ours left")
         service = RentalService(it.context, requests=RequestQueue(requests))
         work = asyncio.create_task(service.run())
         it.slurm.submit("1", 1)
         it.slurm.tick()
         request.main(["resume", "burst1"], str(requests), {})
         async with asyncio.timeout(30):
-            while not it.market().bill():  # noqa: ASYNC110 (a new service tries again what was shut for good)
+            while not it.market().bill():  # noqa: ASYNC110 (a new service tries an account again)
                 await asyncio.sleep(0.01)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -19,8 +19,9 @@ from shoal.cloud.rental import LIVE, OrderBlock, Rental, RentalState, price_of, 
 from shoal.cloud.service.scheduling import MAX_DELAY_S, is_due
 from shoal.errors import LedgerError
 from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
+from shoal.roles import elastic
 
-LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
+LEDGER = Path(elastic.LEDGER)
 
 HOST_SEEN_INTERVAL_S = 60.0
 """How often it is written that a rented host still runs."""
@@ -266,10 +267,10 @@ class Ledger:
             blocks = [OrderBlock(*row) for row in self._execute(query, nodeset)]
         return [block for block in blocks if block.until is None or not is_due(block.until, now)]
 
-    def unblock(self, account: str = "") -> None:
-        """Remove the blocks of one account, or of all."""
+    def unblock_accounts(self) -> None:
+        """Remove blocks of whole accounts that end with time. `shoal up` removes those that last until then."""
         with self._transaction():
-            self._execute("DELETE FROM blocks WHERE ? IN ('', account)", account)
+            self._execute("DELETE FROM blocks WHERE type = '' AND until IS NOT NULL")
 
     def record_order_time(self, account: str, at: float) -> None:
         """Record the time of an order, for the provider's minimum interval."""

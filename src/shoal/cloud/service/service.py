@@ -118,9 +118,7 @@ class RentalService:
 
     async def run(self) -> None:
         """Repeat steps forever."""
-        for block in self.context.ledger.blocks(self.context.clock.now()):
-            if not block.type or block.until is None:  # it waits for a person, who may have acted
-                self.context.ledger.unblock(block.account)
+        self.context.ledger.unblock_accounts()  # a person may have acted
         while True:
             self._wake.clear()
             try:
