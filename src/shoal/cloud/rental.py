@@ -36,6 +36,11 @@ TRANSITIONS: dict[RentalState, tuple[RentalState, ...]] = {
 }
 """The allowed transitions. One to the current state is always allowed and changes nothing."""
 
+REJECTED = "rejected"
+"""The `trouble` of a rental whose machine did not become a node, and whose job has not started since."""
+REPLACED = "replaced"
+"""The same once the job has started."""
+
 BY_THE_SECOND = Billing()
 UNKNOWN_OFFER = Offer("", "", "")
 
@@ -66,7 +71,7 @@ class Rental:
     reason: str = ""
     """Why it is released, or why the order failed."""
     trouble: str = ""
-    """The kind of failure of an order, a value of `FailureKind`; or `rejected`: its machine did not become a node."""
+    """The kind of failure of an order, a value of `FailureKind`; or REJECTED, REPLACED: its machine became no node."""
     billing: Billing = BY_THE_SECOND
     """How its provider bills time: `provider.abilities.billing`."""
     billed_from: float | None = None
@@ -77,6 +82,8 @@ class Rental:
     """The provider's prices: start time and US dollars an hour. The first counts from the beginning."""
     host_key: str = ""
     """The public host key that the machine must show; empty: trusted on first use."""
+    unfit_machine: str = ""
+    """The `machine_id` of a rejected machine: it is not rented again. Empty where the provider does not tell."""
 
     def __str__(self) -> str:
         return f"{self.node} ({self.account} {self.id or 'on order'})"
@@ -129,6 +136,7 @@ def to_row(rental: Rental) -> dict[str, object]:
         "billing": json.dumps(asdict(rental.billing)),
         "prices": prices_text(rental.prices),
         "host_key": rental.host_key,
+        "unfit_machine": rental.unfit_machine,
     }
 
 
@@ -142,6 +150,7 @@ def from_row(row: Mapping[str, Any]) -> Rental:
         billing=_from_json(Billing, row["billing"]),
         prices=tuple((since, dollars(amount)) for since, amount in json.loads(row.get("prices", "[]"))),
         host_key=row.get("host_key", ""),
+        unfit_machine=row.get("unfit_machine", ""),
     )
 
 

@@ -135,6 +135,7 @@ def test_ledger_of_an_older_shoal_has_no_hosts(tmp_path: Path) -> None:
     Ledger.open(path).close()
     with Ledger.open(path) as ledger:
         ledger._execute("DROP TABLE hosts")
+        ledger._execute("ALTER TABLE rentals DROP COLUMN unfit_machine")
         ledger._execute("PRAGMA user_version = 4")
         assert ledger.hosts() == [] == ledger.all()
     with Ledger.open(path) as ledger:

@@ -87,7 +87,7 @@ def test_older_ledger_is_readable_and_migrated_on_write(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
     with sqlite3.connect(path) as database:
-        for column in ("prices", "host_key"):
+        for column in ("prices", "host_key", "unfit_machine"):
             database.execute(f"ALTER TABLE rentals DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 1")
     database.close()
@@ -258,6 +258,38 @@ def test_timed_blocks_of_whole_accounts_can_be_removed(path: Path) -> None:
         ledger.block("lambda", "", "", "", None, "its image does not fit", "burst")
         ledger.unblock_accounts()
         assert [block.why for block in ledger.blocks(0.0)] == ["broken", "its image does not fit"]
+
+
+def test_rejected_rentals_count_until_their_job_starts(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        for token, job, machine in (("t1", "1", "m-1"), ("t2", "2", "m-2"), ("t3", "1", "")):
+            ledger.intend(rental(token, token, jobs=(job,)))
+            ledger.record_machine(token, f"i-{token}", None, 110.0)
+            ledger.record_rejection(token, "broken", 120.0, machine)
+            ledger.record_end(token, 130.0)
+        assert [one.token for one in ledger.rejected()] == ["t1", "t2", "t3"]
+        ledger.record_start("1")
+        assert [(one.token, one.unfit_machine) for one in ledger.rejected()] == [("t2", "m-2")]
+        assert ledger.unfit_machines("lambda") == {"m-1", "m-2"}, "they are no better since"
+        assert ledger.unfit_machines("vast") == set()
+        ledger.record_release("t2", "listed again", 140.0)
+        assert [one.token for one in ledger.rejected()] == ["t2"]
+
+
+def test_ledger_without_unfit_machines_is_migrated(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.record_machine("t1", "i-1", None, 110.0)
+    with sqlite3.connect(path) as database:
+        database.execute("DROP INDEX rentals_trouble")
+        database.execute("ALTER TABLE rentals DROP COLUMN unfit_machine")
+        database.execute("PRAGMA user_version = 5")
+    database.close()
+    with Ledger.read(path) as ledger:
+        assert ledger.get("t1").unfit_machine == ""
+    with Ledger.open(path) as ledger:
+        ledger.record_rejection("t1", "broken", 120.0, "m-1")
+        assert ledger.unfit_machines("lambda") == {"m-1"}
 
 
 def test_block_of_a_nodeset_leaves_the_others_open(path: Path) -> None:
@@ -577,6 +609,7 @@ def test_ledger_with_blocks_for_all_nodesets_is_migrated(path: Path) -> None:
     with Ledger.open(path):
         pass
     with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE rentals DROP COLUMN unfit_machine")
         database.execute("DROP TABLE blocks")
         database.execute(
             "CREATE TABLE blocks (account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,"
@@ -594,7 +627,8 @@ def test_ledger_without_host_keys_is_migrated(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
     with sqlite3.connect(path) as database:
-        database.execute("ALTER TABLE rentals DROP COLUMN host_key")
+        for column in ("host_key", "unfit_machine"):
+            database.execute(f"ALTER TABLE rentals DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 2")
     database.close()
     with Ledger.read(path) as ledger:

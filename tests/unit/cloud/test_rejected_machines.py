@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
-from shoal.cloud.rental import OrderBlock
+from shoal.cloud.rental import REPLACED, OrderBlock
 from shoal.cloud.service.context import UNFIT_IMAGE_PREFIX, UNFIT_TYPE_PREFIX
-from shoal.cloud.service.provision import MAX_REPLACEMENTS
+from shoal.cloud.service.provision import MAX_REPLACEMENTS, max_replacements
 
 PLACES = tuple(choice(CASES["lambda"], region=region) for region in ("us-west-1", "us-east-1", "europe-central-1"))
 
@@ -24,8 +24,12 @@ async def given_up(it: Scene, job: str = "1") -> str:
     return str(it.slurm.job_by_id[job].comment)
 
 
-async def test_job_gets_at_most_two_replacements_of_bad_machines_and_its_owner_reads_the_cost(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 1, *PLACES),)) as it:
+@pytest.mark.parametrize("nodes", [1, 4])
+async def test_job_gets_at_most_two_replacements_of_bad_machines_and_its_owner_reads_the_cost(
+    tmp_path: Path, nodes: int
+) -> None:
+    """On however many nodes Slurm tries it."""
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", nodes, *PLACES),)) as it:
         it.fault("bad-gpu", -1)
         it.slurm.submit("1", 1)
         comment = await given_up(it)
@@ -41,6 +45,71 @@ async def test_job_gets_at_most_two_replacements_of_bad_machines_and_its_owner_r
         it.slurm.cancel("1")
         it.slurm.submit("2", 1)
         await it.until(lambda: it.slurm.job_by_id["2"].state == "RUNNING")
+
+
+async def test_nodes_of_a_job_that_gets_no_more_machines_are_left_to_others(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 2, *PLACES),)) as it:
+        it.fault("bad-gpu", 1 + MAX_REPLACEMENTS)
+        it.slurm.submit("1", 1)
+        await given_up(it)
+        it.slurm.submit("2", 1)
+        await it.until(lambda: it.slurm.job_by_id["2"].state == "COMPLETED", seconds=1800)
+        assert it.slurm.job_by_id["1"].state != "COMPLETED"
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(1, 2), (4, 2), (11, 2), (12, 3), (64, 16)])
+def test_replacements_grow_with_large_jobs(nodes: int, most: int) -> None:
+    assert max_replacements(nodes) == most
+
+
+async def test_bad_machines_of_all_nodes_of_a_job_count_together(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 8, *PLACES),)) as it:
+        it.fault("bad-gpu", -1)
+        it.slurm.submit("1", 4)
+        comment = await given_up(it)
+        assert len(it.market().bill()) == 4, "all are bad: none is replaced"
+        assert comment.startswith("4 machines were rejected ($")
+
+
+async def test_job_that_starts_again_and_again_gets_new_replacements(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(rented_set("burst", 1, *PLACES),)) as it:
+        job = it.slurm.submit("1", 1, seconds=1e6)
+        for _ in range(MAX_REPLACEMENTS + 2):
+            await it.until(lambda: job.state == "RUNNING")
+            await it.passes(60)
+            it.fault("bad-gpu", 1)
+            it.market().kill(it.machines()[0].id)
+            await it.until(lambda: job.state != "RUNNING")
+        await it.until(lambda: job.state == "RUNNING")
+        await it.step()
+        assert len([one for one in it.rentals() if one.trouble == REPLACED]) == MAX_REPLACEMENTS + 2
+        assert it.context.rejected_machines("1") == ("", 0)
+
+
+@pytest.mark.parametrize("end", ["stop", "delete"])
+async def test_spot_machine_that_ends_while_it_boots_was_not_unfit(tmp_path: Path, end: str) -> None:
+    """Google stops a machine that it takes away."""
+    spot = tuple(choice(CASES["gcp"], type="a2-highgpu-1g", zone=f"us-central1-{zone}") for zone in "abc")
+    async with scene(tmp_path, "gcp", sets=(rented_set("burst", 1, *spot),)) as it:
+        job = it.slurm.submit("1", 1)
+        for count in range(1, MAX_REPLACEMENTS + 3):
+            await it.until(lambda: any(machine.phase == "pending" for machine in it.machines()))
+            await it.step()
+            [machine] = it.machines()
+            getattr(it.market(), end)(machine.id)
+            await it.until(lambda token=machine.id: token not in [one.id for one in it.ledger.live()])
+            assert len(it.ledger.all()) >= count
+        assert it.context.rejected_machines("1") == ("", 0)
+        await it.until(lambda: job.state == "RUNNING")
+
+
+async def test_stopped_on_demand_machine_was_unfit(tmp_path: Path) -> None:
+    sets = (rented_set("burst", 1, choice(CASES["gcp"], type="a2-highgpu-1g", market="on-demand")),)
+    async with scene(tmp_path, "gcp", sets=sets) as it:
+        it.slurm.submit("1", 1)
+        await it.until(lambda: bool(it.machines()))
+        it.market().stop(it.machines()[0].id)
+        await it.until(lambda: it.context.rejected_machines("1")[1] == 1)
 
 
 @pytest.mark.parametrize("prefix", [UNFIT_IMAGE_PREFIX, UNFIT_TYPE_PREFIX])
@@ -71,6 +140,29 @@ async def test_image_that_does_not_fit_is_not_rented_again_after_a_restart_but_a
         it.unblock()
         it.joiner.judge = it.judge
         await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+
+
+async def test_bad_machine_is_never_rented_again_where_its_provider_names_it(tmp_path: Path) -> None:
+    case = CASES["vast"]
+    async with scene(tmp_path, "vast", sets=(rented_set("burst", 1, choice(case)),)) as it:
+        it.fault("bad-gpu", 1)
+        it.slurm.submit("1", 1, seconds=1200)
+        await it.until(lambda: bool(it.rentals("gone")))
+        [bad] = it.rentals("gone")
+        assert it.ledger.unfit_machines("vast") == {bad.unfit_machine} != {""}
+        it.service = it.restart()
+        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+        machines = [machine.order.marks["machine_id"] for machine in it.market().instances.values()]
+        assert str(machines[0]) == bad.unfit_machine and machines[0] not in machines[1:]
+        assert it.ledger.unfit_machines("vast") == {bad.unfit_machine}
+
+
+async def test_machine_whose_image_does_not_fit_is_no_bad_machine(tmp_path: Path) -> None:
+    async with scene(tmp_path, "vast", sets=(rented_set("burst", 1, choice(CASES["vast"])),)) as it:
+        it.joiner.judge = lambda machine: f"{UNFIT_IMAGE_PREFIX}no cgroups"
+        it.slurm.submit("1", 1)
+        await given_up(it)
+        assert it.ledger.unfit_machines("vast") == set()
 
 
 async def test_image_that_does_not_fit_is_rented_for_no_other_nodeset(tmp_path: Path) -> None:

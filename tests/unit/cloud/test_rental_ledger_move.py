@@ -82,7 +82,8 @@ def test_older_schema_merges_by_shared_columns(old: Controller, new: Controller)
             ledger.intend(rental("t1"))
             ledger.record_machine("t1", "i-1", 2.5, 110.0)
     with sqlite3.connect(old.ledger) as database:
-        database.execute("ALTER TABLE rentals DROP COLUMN prices")
+        for column in ("prices", "unfit_machine"):
+            database.execute(f"ALTER TABLE rentals DROP COLUMN {column}")
         database.execute("UPDATE rentals SET state = 'gone', gone_at = 300.0")
         database.execute("PRAGMA user_version = 1")
     database.close()

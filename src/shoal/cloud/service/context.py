@@ -26,8 +26,6 @@ log = logging.getLogger("shoal.elastic")
 
 REJECTED_OFFER_BLOCK_S = 600.0
 """How long an offer is blocked for a nodeset after one of its machines did not become a working node."""
-REJECTED = "rejected"
-"""The `trouble` of a rental whose machine did not become a working node."""
 
 
 class Joiner(Protocol):
@@ -137,11 +135,11 @@ class ServiceContext:
         unfit = [block for block in self.unfit_offers if block.nodeset == nodeset]
         return [*unfit, *self.ledger.blocks(self.clock.now(), nodeset)]
 
-    def release(self, rental: Rental, why: str, trouble: str = "") -> None:
+    def release(self, rental: Rental, why: str) -> None:
         """Mark a rental for release; the next step deletes its machine."""
         if rental.state != "releasing":
-            log.info("%s: releasing %s of %s: %s", rental.node, rental.id or "the order", rental.account, why)
-            self.ledger.record_release(rental.token, why, self.clock.now(), trouble)
+            _log_release(rental, why)
+            self.ledger.record_release(rental.token, why, self.clock.now())
 
     def reject(self, rental: Rental, why: str, scope: RejectionScope = "place") -> None:
         """Release a machine that did not become a working node, and block what is like it for its nodeset.
@@ -149,16 +147,25 @@ class ServiceContext:
         Other nodesets may need less: fewer CPUs, a higher price. A machine of the same type may work elsewhere, and
         there later; a type stays as it is until `shoal up`, and so does an image, for all nodesets that have it.
         """
-        offer, now = rental.offer, self.clock.now()
+        unfit_machine = ""
         if scope == "place":
-            until = now + REJECTED_OFFER_BLOCK_S
-            self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why, rental.nodeset)
+            self.block_place(rental, why)
+            account = self.accounts.get(rental.account)
+            machine = account.machine(rental) if account else None
+            unfit_machine = machine.machine_id if machine else ""
         else:
-            type = offer.type if scope == "type" else ""
+            type = rental.offer.type if scope == "type" else ""
             again = f"{why}; nothing more of it is rented until `shoal up`"
             for nodeset in [rental.nodeset] if scope == "type" else self._sets_with_image_of(rental):
                 self.ledger.block(rental.account, type, "", "", None, again, nodeset)
-        self.release(rental, why, REJECTED)
+        if rental.state != "releasing":
+            _log_release(rental, why)
+            self.ledger.record_rejection(rental.token, why, self.clock.now(), unfit_machine)
+
+    def block_place(self, rental: Rental, why: str) -> None:
+        """Order nothing like this rental in its place for a while."""
+        offer, until = rental.offer, self.clock.now() + REJECTED_OFFER_BLOCK_S
+        self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why, rental.nodeset)
 
     def _sets_with_image_of(self, rental: Rental) -> set[str]:
         images = {
@@ -170,23 +177,28 @@ class ServiceContext:
         own = {image for name, image in images if name == rental.nodeset}
         return {rental.nodeset, *(name for name, image in images if image in own)}
 
-    def rejected_machines(self, job: str, nodes: Iterable[str]) -> tuple[str, int]:
-        """What the machines that did not become nodes of a job cost, and why the last did not; and their number."""
-        now = self.clock.now()
-        rejected = [
-            rental
-            for node in nodes
-            for rental in self.ledger.of_node(node)
-            if rental.trouble == REJECTED and job in rental.jobs and rental.intended_at >= self.leadership.since
-        ]
+    def rejected_machines(self, job: str) -> tuple[str, int]:
+        """What the machines that did not become nodes of a job cost, and why the last did not; and their number.
+
+        They count on whatever node, as Slurm requeues a job onto others, and until the job starts.
+        """
+        now, since = self.clock.now(), self.leadership.since
+        rejected = [one for one in self.ledger.rejected() if job in one.jobs and one.intended_at >= since]
         if not rejected:
             return "", 0
-        last = max(rejected, key=lambda rental: rental.intended_at)
+        last = rejected[-1]
         price = format_known_cost(
             sum(cost(rental, now) for rental in rejected), sum(rental.usd_hour is None for rental in rejected)
         )
         count = "a machine was" if len(rejected) == 1 else f"{len(rejected)} machines were"
         return f"{count} rejected ({price}): {last.reason}", len(rejected)
+
+    def record_starts(self, jobs: Iterable[QueuedJob]) -> None:
+        """Record which jobs have started of those whose machines were rejected."""
+        rejected = {job for rental in self.ledger.rejected() for job in rental.jobs}
+        for job in jobs:
+            if job.state == "RUNNING" and job.id in rejected:
+                self.ledger.record_start(job.id)
 
     async def update_slurm(self, update: Awaitable[None]) -> bool:
         """Apply a change in Slurm. If it is rejected, the next step retries: one node must not block the others."""
@@ -203,6 +215,10 @@ class ServiceContext:
             self.job_comments[job] = text
             log.info("job %s: %s", job, text)
             await self.update_slurm(self.slurm.comment(job, text))
+
+
+def _log_release(rental: Rental, why: str) -> None:
+    log.info("%s: releasing %s of %s: %s", rental.node, rental.id or "the order", rental.account, why)
 
 
 @dataclass

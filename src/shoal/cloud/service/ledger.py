@@ -15,7 +15,7 @@ from typing import Self
 
 from shoal.cloud import rental as rows
 from shoal.cloud.providers.api import FailureKind
-from shoal.cloud.rental import LIVE, OrderBlock, Rental, RentalState, price_of, prices_text
+from shoal.cloud.rental import LIVE, REJECTED, REPLACED, OrderBlock, Rental, RentalState, price_of, prices_text
 from shoal.cloud.service.scheduling import MAX_DELAY_S, is_due
 from shoal.errors import LedgerError
 from shoal.remote.rental_ledger import LOCK_TIMEOUT_S
@@ -27,7 +27,7 @@ HOST_SEEN_INTERVAL_S = 60.0
 """How often it is written that a rented host still runs."""
 
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
-SCHEMA = 5
+SCHEMA = 6
 
 _BLOCKS = """CREATE TABLE blocks (
     account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
@@ -41,6 +41,8 @@ _HOSTS = """CREATE TABLE IF NOT EXISTS hosts (
 )"""
 """The times in which rented hosts ran: a row from a start to a stop."""
 
+_REJECTIONS = "CREATE INDEX IF NOT EXISTS rentals_trouble ON rentals (trouble)"
+
 _TABLES = (
     """CREATE TABLE rentals (
     token TEXT PRIMARY KEY, node TEXT NOT NULL, nodeset TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL,
@@ -48,7 +50,8 @@ _TABLES = (
     intended_at REAL NOT NULL, made_at REAL, joined_at REAL, released_at REAL, gone_at REAL,
     billed_from REAL, billed_until REAL, billing TEXT NOT NULL,
     jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT '',
-    prices TEXT NOT NULL DEFAULT '[]', host_key TEXT NOT NULL DEFAULT ''
+    prices TEXT NOT NULL DEFAULT '[]', host_key TEXT NOT NULL DEFAULT '',
+    unfit_machine TEXT NOT NULL DEFAULT ''
 )""",
     "CREATE INDEX rentals_state ON rentals (state)",
     "CREATE INDEX rentals_node ON rentals (node)",
@@ -56,6 +59,7 @@ _TABLES = (
     _BLOCKS,
     "CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL)",
     _HOSTS,
+    _REJECTIONS,
 )
 _MIGRATIONS = {
     2: ("ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'",),
@@ -67,6 +71,7 @@ _MIGRATIONS = {
         "DROP TABLE old_blocks",
     ),
     5: (_HOSTS,),
+    6: ("ALTER TABLE rentals ADD COLUMN unfit_machine TEXT NOT NULL DEFAULT ''", _REJECTIONS),
 }
 """By schema version: the statements that migrate from the version before."""
 
@@ -154,10 +159,21 @@ class Ledger:
         """The node takes jobs."""
         self._advance(token, "joined", joined_at=at)
 
-    def record_release(self, token: str, why: str, at: float, trouble: str = "") -> None:
+    def record_release(self, token: str, why: str, at: float) -> None:
         """The machine must go. Call it before the delete. The first reason and time stay."""
-        times = {"released_at": at, "gone_at": None, "billed_until": None}
-        self._advance(token, "releasing", reason=why, trouble=trouble, **times)
+        self._advance(token, "releasing", reason=why, **_release_times(at))
+
+    def record_rejection(self, token: str, why: str, at: float, unfit_machine: str = "") -> None:
+        """The same for a machine that did not become a node."""
+        values = {"reason": why, "trouble": REJECTED, "unfit_machine": unfit_machine}
+        self._advance(token, "releasing", **values, **_release_times(at))
+
+    def record_start(self, job: str) -> None:
+        """A job has started: its rejected machines were replaced."""
+        for rental in self.rejected():
+            if job in rental.jobs:
+                with self._transaction():
+                    self._set(rental.token, trouble=REPLACED)
 
     def record_end(self, token: str, at: float) -> None:
         """The provider no longer lists it: it costs nothing more."""
@@ -246,6 +262,16 @@ class Ledger:
     def of_node(self, node: str) -> list[Rental]:
         """The rentals of a node, newest first: the first live one counts."""
         return self._rentals("node = ?", node)[::-1]
+
+    def rejected(self) -> list[Rental]:
+        """The rentals whose machine did not become a node, oldest first, of jobs that have not started since."""
+        return self._rentals("trouble = ?", REJECTED)
+
+    def unfit_machines(self, account: str) -> frozenset[str]:
+        """The physical machines of an account that are not rented again, as its provider names them."""
+        with self._mapped_errors():
+            query = "SELECT unfit_machine FROM rentals WHERE trouble IN (?, ?) AND account = ? AND unfit_machine != ''"
+            return frozenset(row[0] for row in self._execute(query, REJECTED, REPLACED, account))
 
     def block(
         self, account: str, type: str, place: str, market: str, until: float | None, why: str, nodeset: str = ""
@@ -375,6 +401,10 @@ class Ledger:
             cursor = self._execute(query, *values)
             names = [column[0] for column in cursor.description]
             return [rows.from_row(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
+
+
+def _release_times(at: float) -> dict[str, float | None]:
+    return {"released_at": at, "gone_at": None, "billed_until": None}
 
 
 def _checked(before: Rental, to: RentalState) -> RentalState:

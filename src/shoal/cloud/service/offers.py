@@ -214,7 +214,7 @@ class OfferCatalog:
             if not is_due(failed_at + RETRY_INTERVAL_S, now):
                 return offers
             try:
-                offers = tuple(await account.provider.offers(query(choice)))
+                offers = tuple(await account.offers(query(choice)))
             except Exception as error:  # any error: one provider's client must not block the others
                 self._note_failure(choice, error, failures + 1)
                 return offers  # the last offers; an order shows whether it is still valid

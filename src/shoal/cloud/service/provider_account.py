@@ -14,6 +14,8 @@ from typing import Any
 from shoal.cloud.providers.api import (
     Abilities,
     FailureKind,
+    Offer,
+    Query,
     RentalOrder,
     RentalProvider,
     RentedInstance,
@@ -173,9 +175,15 @@ class AccountClient:
             self._key_name = await self.provider.ensure_key(self.cluster, public_key)
         return self._key_name
 
+    async def offers(self, query: Query) -> list[Offer]:
+        """The available offers. Raises what the client raises."""
+        return await self.provider.offers(replace(query, unfit_machines=self.ledger.unfit_machines(self.name)))
+
     async def order(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
         """Order machines of one offer, at most `abilities.at_once`. Their rows are already in the ledger."""
         tokens = {order.token for order in orders}
+        unfit_machines = self.ledger.unfit_machines(self.name)
+        orders = [replace(order, unfit_machines=unfit_machines) for order in orders]
         self.ordering |= tokens
         try:
             outcomes = _checked(await self.provider.create(orders), len(orders))

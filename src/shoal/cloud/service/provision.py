@@ -68,6 +68,13 @@ MAX_CONFLICTS = 3
 """How often an order with a taken name is retried: the other machine may be ending."""
 MAX_REPLACEMENTS = 2
 """How many machines of a job that did not become nodes are replaced: each of them cost money."""
+NODES_PER_REPLACEMENT = 4
+"""A job of many nodes gets one for so many nodes: some of many machines are bad."""
+
+
+def max_replacements(nodes: int) -> int:
+    """How many bad machines of a job with so many nodes are replaced."""
+    return max(MAX_REPLACEMENTS, nodes // NODES_PER_REPLACEMENT)
 
 
 class Provisioner:
@@ -181,10 +188,11 @@ class Provisioner:
     async def _serve(self, group: NodeGroup) -> None:
         """Order until the group is complete, must wait, or no offer is left."""
         context = self._context
-        group.last_refusal, rejected = context.rejected_machines(group.job, group.nodes)
-        if rejected > MAX_REPLACEMENTS and self._needs_machines(group):
+        group.last_refusal, rejected = context.rejected_machines(group.job)
+        if rejected > max_replacements(len(group.nodes)) and self._needs_machines(group):
             why = f"{group.last_refusal}; no more are rented for this job: solve that, then submit it again"
-            return await self._give_up(group, why, None)
+            # Slurm offers it nodes again and again, and each refusal sets them down: not for long, others need them
+            return await self._give_up(group, why, context.clock.now() + MIN_RETRY_S)
         while self._needs_machines(group):
             listed = await self.catalog.offers(group.nodeset)
             if not self._needs_machines(group):  # listing offers may take long

@@ -127,7 +127,7 @@ async def _set_down_if_lost(context: ServiceContext, snapshot: ClusterSnapshot, 
     else:
         return False
     if rental.state == "made":
-        context.reject(rental, why)  # it never came up
+        _end_boot(context, rental, machine, why)
     if machine is None:
         context.ledger.record_end(rental.token, snapshot.now)
     else:
@@ -137,6 +137,17 @@ async def _set_down_if_lost(context: ServiceContext, snapshot: ClusterSnapshot, 
         return False
     log.warning("%s: %s", rental.node, why)
     return await context.update_slurm(context.slurm.down([rental.node], slurm.format_reason(why, snapshot.now)))
+
+
+def _end_boot(context: ServiceContext, rental: Rental, machine: RentedInstance | None, why: str) -> None:
+    """Release a machine that ended before it became a node. One that was deleted or preempted was not unfit."""
+    deleted = machine is None or machine.state == "stopping"
+    preempted = machine is not None and machine.state == "stopped" and rental.offer.market == "spot"
+    if deleted or preempted:
+        context.block_place(rental, why)
+        context.release(rental, why)
+    else:
+        context.reject(rental, why)
 
 
 def _is_dead(rental: Rental, machine: RentedInstance) -> bool:

@@ -110,6 +110,7 @@ class RentalService:
             orphans = await reconcile(context, snapshot)
             await end_machines(context, snapshot, self._provisioner.budgets.spent(snapshot.now))
             await self._booter.step(snapshot)
+            context.record_starts(snapshot.jobs)
             await self._provisioner.step(snapshot, requests)
             await self._provisioner.comment_started(snapshot)
         finally:  # deletes go on, whatever failed before
