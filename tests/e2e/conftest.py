@@ -9,7 +9,7 @@ import pytest
 from tests import installed_images
 
 INSTALLED = {
-    *("accounting", "confinement", "doctor", "environments", "hostile_user", "image_jobs", "jobs", "lab", "prove"),
+    *("accounting", "confinement", "doctor", "hostile_user", "image_jobs", "jobs", "lab", "prove"),
     *("rented_host_keys", "spec_changes", "stopped_jobs", "storage", "tailscale", "toy", "wireguard"),
 }
 """Files that do not test that `up` installs packages; test_cluster.py, test_existing_hosts.py and others do."""
