@@ -1,6 +1,6 @@
 """A training job on a spot machine that its provider preempts, with the notice that this provider gives.
 
-Google's notice is read on the machine itself, Amazon's in its API; Nebius tells the machine to shut down. Then it is off.
+Google's notice is read on the machine, Amazon's in its API; Nebius tells the machine to shut down. Then it is off.
 
 The job is submitted with `shoal run`, and its script uses the training library. It saves only when it is warned: steps
 that it did not save in time run again on the next rented machine.
