@@ -191,6 +191,12 @@ def _types() -> tuple[MachineType, ...]:
     return (
         MachineType("e2-standard-2", cpus=2, memory_gb=8, usd_hour=0.067, places=dict.fromkeys(ZONES, MANY)),
         MachineType("n1-standard-4", cpus=4, memory_gb=15, usd_hour=0.19, places=dict.fromkeys(ZONES, MANY)),
+        MachineType("n1-standard-2", cpus=2, memory_gb=7, usd_hour=0.095, places=dict.fromkeys(ZONES, MANY)),
+        MachineType("n1-standard-16", cpus=16, memory_gb=60, usd_hour=0.76, places=dict.fromkeys(ZONES, MANY)),
+        MachineType(
+            *("n1-standard-16+nvidia-tesla-v100:1", "nvidia-tesla-v100", 1, 16, 16, 60, 3.24, 0.83),
+            places={ZONES[1]: MANY},
+        ),
         MachineType("n1-standard-4+nvidia-tesla-t4:1", "nvidia-tesla-t4", 1, 16, 4, 15, 0.54, places={ZONES[0]: MANY}),
         *made,
     )

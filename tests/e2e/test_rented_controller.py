@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster, login_keys
 from tests.e2e.leftovers import noted
 from tests.e2e.simulated_clouds import GOOGLE_IMAGE, LATE_S, Cloud, bill, simulated
@@ -161,6 +162,52 @@ def test_cluster_from_one_file_without_machines(tmp_path: Path, kind: str) -> No
         assert not (Path(cluster.env["XDG_STATE_HOME"]) / "shoal" / cluster.name).exists()
         step(f"down: {len(machines)} machines, all given back")
         step(compare_with_bill(end["cost"], machines))
+
+
+CHANGES = (
+    ("key: file:~/service-account.json, project: my-project", 'key: "env:GCP_KEY", project: p, url: "{url}"'),
+    ("cluster: slurm-job", "cluster: {name}"),
+    ("disk: 50G}", "disk: 50G, identity: {keys}/operator}"),
+    ("max: 10", "max: 2"),
+    ("cpus: 16\n    memory: 57G", "cpus: 1\n    memory: 1G"),
+    ("file:~/.ssh/id_ed25519.pub", "file:{keys}/anna.pub"),
+)
+"""What the test changes in the example: the account and its keys, and machines as small as this one's."""
+GUIDE = """\
+#!/bin/sh
+#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:1
+srun sh -c 'echo "$(hostname) $SLURM_PROCID $(cat /apps/version) $(/home/anna/opt/hello)"'
+"""
+"""A batch script as in the guide: two nodes with a GPU each, and programs below /apps and /home."""
+
+
+def test_example_is_the_cluster_of_the_guide(tmp_path: Path) -> None:
+    name, cloud = "ee-example", MARKETS["gcp"].cloud
+    with noted(name), login_keys("operator", "anna") as keys, simulated(name, cloud) as url:
+        spec = (ROOT / "examples/rented-cluster/shoal.yaml").read_text()
+        for old, new in CHANGES:
+            assert old in spec
+            spec = spec.replace(old, new.replace("{url}", url).replace("{name}", name).replace("{keys}", str(keys)))
+        cluster = Cluster(tmp_path, spec)
+        cluster.env[cloud.variable] = cloud.key
+        try:
+            errors = [one for one in cluster.json("check")["findings"] if one["level"] == "error"]
+            assert errors == []
+            assert cluster.json("up", "--yes")["whole"]
+            login = addresses(cluster)["login1"]
+            cluster.on("controller", "sh", "-c", "echo 3.8 > /apps/version")
+            install = "mkdir -p opt; printf '#!/bin/sh\\necho hello\\n' > opt/hello; chmod 755 opt/hello"
+            run_as_user(login, keys / "anna", f"{install}; cat > job.sh << 'END'\n{GUIDE}END")
+            job = run_as_user(login, keys / "anna", "sbatch --parsable --wait --output=job.out job.sh || cat job.out")
+            lines = run_as_user(login, keys / "anna", "sort job.out | tr ' ' _").split()
+            assert lines == ["gpu1_0_3.8_hello", "gpu2_1_3.8_hello"], (job, lines)
+            spot = [one for one in bill(url)["machines"] if "gpu" in one["name"]]
+            assert len(spot) == 2 and {one["market"] for one in spot} == {"spot"}, spot
+            print("example: a user's sbatch on two spot nodes, with /home and /apps, through the login host")
+        finally:
+            cluster.shoal("down", "--force", "--yes")
+        machines = bill(url)["machines"]
+        assert len(machines) == 4 and all(machine["ended"] for machine in machines), machines
 
 
 def compare_with_bill(cost: dict[str, Any], machines: Sequence[dict[str, Any]]) -> str:

@@ -130,9 +130,20 @@ def server_items(cluster: Cluster, member: Member) -> Iterator[Item]:
     if exports:
         serve = _kernel_server if kernel_serves_nfs(cluster.facts[member.name]) else _ganesha
         yield from serve(cluster.facts[member.name], cluster.addresses.get(member.name, "127.0.0.1"), exports)
+    yield from _home_keys(cluster, member)
     over_ssh = [share for share in served if not share.homes]
     if over_ssh and _has_ssh_clients(cluster, served):
         yield from _ssh_server(cluster, member, over_ssh)
+
+
+def _home_keys(cluster: Cluster, member: Member) -> Iterator[Item]:
+    """The keys with which the other hosts mount homes; every user's account accepts them."""
+    share = homes_of(cluster.spec)
+    if share is not None and share.server == member.name and cluster.spec.users:
+        yield Directory(sshfs.KEYS)
+        yield File(sshfs.HOME_KEYS, sshfs.render_authorized_keys(host_keys(cluster, member.name, sshfs.HOME_KEYS)))
+    elif cluster.facts[member.name].text(sshfs.HOME_KEYS):
+        yield File(sshfs.HOME_KEYS)
 
 
 def _kernel_server(facts: Facts, address: str, exported: list[nfs.Export]) -> Iterator[Item]:

@@ -67,7 +67,7 @@ class StorageComponent(Component):
     def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
         if not spec.storage:
             return {}
-        keys = (sshfs.PUBLIC_KEY, sshfs.HOST_KEY, sshfs.KNOWN_HOSTS, f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
+        keys = (sshfs.PUBLIC_KEY, sshfs.HOST_KEY, sshfs.KNOWN_HOSTS, f"{sshfs.KEYS}/{sshfs.ACCOUNT}", sshfs.HOME_KEYS)
         return dict.fromkeys((*keys, nfs.GANESHA_CONF, FOREIGN_EXPORTS, SSHD_CONFIG), "text")
 
     def ports(self, spec: Spec, member: Member) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class StorageComponent(Component):
             *nfs_server_removal(),
             *ssh_server_removal(),
             *copy_removal(),
-            *map(File, (sshfs.KEY, sshfs.PUBLIC_KEY, sshfs.KNOWN_HOSTS, sshfs.PROXY_PROGRAM, RECORD)),
+            *map(File, (sshfs.KEY, sshfs.PUBLIC_KEY, sshfs.KNOWN_HOSTS, sshfs.HOME_KEYS, sshfs.PROXY_PROGRAM, RECORD)),
         )
 
     def cluster_services(self, facts: Facts) -> tuple[str, ...]:

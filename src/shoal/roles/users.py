@@ -11,7 +11,7 @@ from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.roles import node_logins
 from shoal.roles.component import PACKAGES_PREFIX, AccountIds, Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
-from shoal.roles.shares import ServedShare, access_kind, homes_of, host_keys, reload_sshd, sshd_file
+from shoal.roles.shares import ServedShare, access_kind, homes_of, reload_sshd, sshd_file
 from shoal.roles.user_ids import RECORD, SYSTEM_ID_LIMIT, recorded_users, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -37,9 +37,6 @@ class UsersComponent(Component):
         if not spec.users or facts is None or not _restricts_logins(spec, member):
             return ()
         return ("libpam-slurm-adopt",) if confinement((facts,), ()).tracked else ()
-
-    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
-        return {f"{sshfs.KEYS}/{name}": "text" for name in spec.users if homes_of(spec)}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         users = cluster.spec.users
@@ -166,10 +163,12 @@ def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:
     users = cluster.spec.users
     yield Directory(sshfs.KEYS)
     for name, user in users.items():
-        yield File(f"{sshfs.KEYS}/{name}", _keys(cluster, member, name, user))
-    match = (
-        f"{HEADER}Match User {','.join(sorted(users))}\n    AuthorizedKeysFile {sshfs.KEYS}/%u .ssh/authorized_keys\n"
-    )
+        yield File(f"{sshfs.KEYS}/{name}", "".join(f"{key}\n" for keys in user.keys for key in keys.splitlines()))
+    share = homes_of(cluster.spec)
+    key_files = [f"{sshfs.KEYS}/%u", ".ssh/authorized_keys"]
+    if share is not None and share.server == member.name:
+        key_files.insert(1, sshfs.HOME_KEYS)
+    match = f"{HEADER}Match User {','.join(sorted(users))}\n    AuthorizedKeysFile {' '.join(key_files)}\n"
     yield Block(PAM, PAM_BLOCK, _pam_rules(cluster, member))
     yield sshd_file(SSHD_CONF, match if users else None)
     yield from node_logins.server_items(cluster, member)
@@ -181,15 +180,6 @@ def _pam_rules(cluster: Cluster, member: Member) -> str:
         return pam_block(cluster.slurm_prefix)
     accepts = node_logins.accepts_node_logins(cluster, member)
     return node_logins.session_rules(USERS_GROUP) if accepts else ""
-
-
-def _keys(cluster: Cluster, member: Member, name: str, user: ClusterUser) -> str:
-    """The user's keys; and on the server of homes, the keys with which other hosts mount this user's home."""
-    user_keys = "".join(f"{key}\n" for keys in user.keys for key in keys.splitlines())
-    share = homes_of(cluster.spec)
-    if share is None or share.server != member.name:
-        return user_keys
-    return user_keys + sshfs.render_authorized_keys(host_keys(cluster, member.name, f"{sshfs.KEYS}/{name}"))
 
 
 def pam_block(prefix: str = PACKAGES_PREFIX) -> str:

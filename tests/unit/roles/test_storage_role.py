@@ -12,9 +12,10 @@ from shoal.agent.facts import Facts, FileFact, UnixIds
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Component, Stage
 from shoal.roles.current_conf import CurrentConf
+from shoal.roles.documents import membership
 from shoal.roles.shares import RECORD
 from shoal.roles.storage import StorageComponent
-from shoal.roles.users import UsersComponent
+from shoal.roles.users import SSHD_CONF, UsersComponent
 from shoal.storage import nfs, sshfs
 
 HEAD = """
@@ -193,9 +194,25 @@ def test_server_accepts_each_host_key_only_from_its_address() -> None:
     assert keys == sshfs.render_authorized_keys(
         [sshfs.MemberKey("n1", "10.0.0.11", key_of("n1")), sshfs.MemberKey("n2", "10.0.0.12", key_of("n2"))]
     )
-    alice = text(items(cluster, "c1", UsersComponent())[f"file {sshfs.KEYS}/alice"])
-    assert alice == keys
-    assert text(items(cluster, "n2", UsersComponent())[f"file {sshfs.KEYS}/alice"]) == ""
+    assert text(items(cluster, "c1")[f"file {sshfs.HOME_KEYS}"]) == keys
+    logins = {name: text(items(cluster, name, UsersComponent())[f"file {SSHD_CONF}"]) for name in ("c1", "n2")}
+    assert f"AuthorizedKeysFile {sshfs.KEYS}/%u {sshfs.HOME_KEYS} .ssh/authorized_keys" in logins["c1"]
+    assert sshfs.HOME_KEYS not in logins["n2"] and f"file {sshfs.HOME_KEYS}" not in items(cluster, "n2")
+
+
+def test_server_accepts_the_homes_of_a_host_that_joins() -> None:
+    cluster = cluster_of(n1=FUSE, n2=FUSE)
+    due = {item.key: item for item in membership(cluster, cluster.members[0])}
+    assert "shoal n2" in text(due[f"file {sshfs.HOME_KEYS}"])
+    assert f"file {sshfs.KEYS}/alice" not in due, "the keys of users come from the file alone"
+
+
+def test_keys_of_homes_go_with_the_homes() -> None:
+    before = cluster_of(HEAD + "storage: {/data: {}}\n", n1=FUSE, n2=FUSE)
+    files = {**before.facts["c1"].files, sshfs.HOME_KEYS: FileFact(text="restrict ...\n")}
+    cluster = replace(before, facts={**before.facts, "c1": replace(before.facts["c1"], files=files)})
+    assert items(cluster, "c1")[f"file {sshfs.HOME_KEYS}"] == File(sshfs.HOME_KEYS)
+    assert f"file {sshfs.HOME_KEYS}" not in items(before, "c1")
 
 
 def test_silent_host_keeps_its_key_and_export() -> None:
