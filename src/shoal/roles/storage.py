@@ -43,7 +43,7 @@ class StorageComponent(Component):
     """Packages, servers, mounts and copies of shares."""
 
     in_containers = True
-    changes_with_members = changes_with_rentals = True
+    changes_with_members = changes_with_rentals = precedes_slurmd = True
     files: Mapping[str, FileQuery] = {RECORD: "text"}
     services = (nfs.GANESHA_SERVICE, "nfs-server", *PACKAGE_SERVICES, *RPCBIND)
 

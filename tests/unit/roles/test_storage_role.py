@@ -12,7 +12,7 @@ from shoal.agent.facts import Facts, FileFact, UnixIds
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Component, Stage
 from shoal.roles.current_conf import CurrentConf
-from shoal.roles.documents import membership
+from shoal.roles.documents import documents, membership
 from shoal.roles.shares import RECORD
 from shoal.roles.storage import StorageComponent
 from shoal.roles.users import SSHD_CONF, UsersComponent
@@ -294,3 +294,10 @@ def test_sshd_without_include_is_reported() -> None:
     cluster = replace(cluster, facts={**cluster.facts, "n1": replace(cluster.facts["n1"], files=files)})
     [finding] = StorageComponent().findings(cluster)
     assert finding.host == "n1" and "Include /etc/ssh/sshd_config.d/*.conf" in finding.fix
+
+
+def test_shares_are_mounted_before_slurmd_starts() -> None:
+    cluster = cluster_of(n1=FUSE, n2=FUSE)
+    for member in cluster.members[1:]:
+        keys = [item.key for item in documents(cluster, member)[Stage.NODES]]
+        assert keys.index("mount /data") < keys.index("service slurmd") > keys.index("mount /home/alice")
