@@ -139,7 +139,7 @@ class Component:
     changes_with_rentals = False
     """Whether they do on a permanent host when rented nodes come or go."""
     precedes_slurmd = False
-    """Whether its part of the stage of nodes comes before slurmd, which gets its first job at once."""
+    """Whether its part of the stage of nodes comes before slurmd on rented nodes, which get their job at once."""
     in_containers = False
     """Whether containers behind a tunnel have this component as other hosts do; else they go without it."""
 

@@ -59,7 +59,7 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
     for component in components_of(cluster.spec, cluster.facts[member.name]):
         for stage, document in component.documents(cluster, member).items():
             before = stages.get(stage, ())
-            first = stage is Stage.NODES and component.precedes_slurmd
+            first = stage is Stage.NODES and component.precedes_slurmd and member.rented
             stages[stage] = (*document, *before) if first else (*before, *document)
     stages[Stage.NODES] = (*stages.get(Stage.NODES, ()), *last_items(cluster, member))
     return {stage: document for stage, document in sorted(stages.items()) if document}

@@ -213,7 +213,7 @@ def _docker(cluster: Cluster, member: Member) -> Document:
 def guard_service(path: str = "") -> str:
     what = "Stands before Docker: takes requests of Slurm's jobs, and confines their containers"
     environment = f"PATH={path}/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return daemon_unit(what, COMMAND, 1, {"After": CONTAINERD}, {"Environment": environment})
+    return daemon_unit(what, COMMAND, 1, {"After": CONTAINERD}, {"Environment": environment, "LimitNOFILE": 65536})
 
 
 def daemon_service(proxy: Proxy | None = None) -> str:

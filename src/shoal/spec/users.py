@@ -22,7 +22,7 @@ _KEY_KINDS = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp
               "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")  # fmt: skip
 RESERVED_NAMES = (
     *("root", "daemon", "bin", "sys", "nobody", "munge", "slurm", "sshd"),
-    *("shoal-share", "shoal-copy", "shoal-users"),
+    *("shoal-share", "shoal-copy", "shoal-users", "shoal-homes"),
 )
 """Accounts that hosts or Shoal have for themselves."""
 ROOT_GROUPS = frozenset(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from shoal.remote.docker_guard import main
 from shoal.remote.docker_guard.main import Daemons, GuardServer, UserDaemon
 
 SYSTEMCTL = """\
@@ -163,6 +166,32 @@ def test_only_users_of_the_file_with_docker_may_ask(tmp_path: Path) -> None:
         )  # fmt: skip
         config.write_text(json.dumps({"users": [os.getuid()]}))  # without a restart
         assert "inside a job of Slurm only" in answer(path, "GET", "/info")[1]
+
+
+def test_user_takes_a_bounded_number_of_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config = str(tmp_path / "guard.sock"), tmp_path / "config.json"
+    config.write_text('{"users": []}')
+    monkeypatch.setattr(main, "MAX_CONNECTIONS", 3)
+    # As another user: root's Epilog is never held up.
+    monkeypatch.setattr(main, "peer_ids", lambda connection: (os.getpid(), 12345, 12345))
+    with guard(path, tmp_path):
+        idle = [connected(path) for _ in range(4)]
+        assert idle[3].recv(1) == b""
+        for connection in idle:
+            connection.close()
+        for _ in range(200):  # they are counted until their threads have ended
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                assert answer(path, "GET", "/info")[0] == 403
+                return
+            time.sleep(0.05)
+    raise AssertionError("no connection is let in again")
+
+
+def connected(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(30)
+    connection.connect(path)
+    return connection
 
 
 class guard:

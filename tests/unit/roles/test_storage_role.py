@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.unit.plan.fake_world import host_facts, spec_of
 
-from shoal.agent.document import Command, File, Item, Mount, Service, User
+from shoal.agent.document import Command, Document, File, Item, Mount, Service, User
 from shoal.agent.facts import Facts, FileFact, UnixIds
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Component, Stage
@@ -16,6 +16,7 @@ from shoal.roles.documents import documents, membership
 from shoal.roles.shares import RECORD
 from shoal.roles.storage import StorageComponent
 from shoal.roles.users import SSHD_CONF, UsersComponent
+from shoal.spec.member import Member
 from shoal.storage import nfs, sshfs
 
 HEAD = """
@@ -296,8 +297,14 @@ def test_sshd_without_include_is_reported() -> None:
     assert finding.host == "n1" and "Include /etc/ssh/sshd_config.d/*.conf" in finding.fix
 
 
-def test_shares_are_mounted_before_slurmd_starts() -> None:
+def test_rented_node_mounts_shares_before_its_slurmd_starts() -> None:
     cluster = cluster_of(n1=FUSE, n2=FUSE)
     for member in cluster.members[1:]:
-        keys = [item.key for item in documents(cluster, member)[Stage.NODES]]
+        keys, later = ([item.key for item in stages(cluster, member, rented)] for rented in (True, False))
         assert keys.index("mount /data") < keys.index("service slurmd") > keys.index("mount /home/alice")
+        # A permanent host whose share cannot be mounted still gets its slurmd.
+        assert later.index("service slurmd") < later.index("mount /data")
+
+
+def stages(cluster: Cluster, member: Member, rented: bool) -> Document:
+    return documents(cluster, replace(member, rented=rented))[Stage.NODES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from shoal.cloud.providers.aws_query import QueryClient
 from shoal.cloud.providers.firewall_ports import ANYWHERE, PRIVATE, SSH, address_range, is_public, split_port
 from shoal.cloud.providers.responses import ApiError, Body
+
+log = logging.getLogger("shoal.elastic")
 
 ALL_PROTOCOLS = "-1"
 DUPLICATE, NO_RULE = "InvalidPermission.Duplicate", "InvalidPermission.NotFound"
@@ -58,7 +61,11 @@ async def ensure_security_group(
             await _change(ec2, region, group, "AuthorizeSecurityGroupIngress", rule, DUPLICATE)
     for rule in has:
         if rule not in rules:
-            await _change(ec2, region, group, "RevokeSecurityGroupIngress", rule, NO_RULE)
+            try:
+                await _change(ec2, region, group, "RevokeSecurityGroupIngress", rule, NO_RULE)
+            except ApiError as error:  # machines work with it all the same
+                fix = "allow ec2:RevokeSecurityGroupIngress to the key, or remove the rule by hand"
+                log.warning("security group %s still admits %s: %s; %s", name, rule.source, error.message, fix)
     return group
 
 

@@ -14,7 +14,7 @@ import subprocess
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:
-    from typing import Mapping, Optional, Sequence
+    from typing import Mapping, Optional, Sequence, Tuple
 
 SO_PEERPIDFD = 77
 """A handle of the process that connected, from Linux 6.5 on."""
@@ -98,12 +98,18 @@ class Caller:
             os.setresuid(self.uid, self.uid, self.uid)
 
 
+def peer_ids(connection: socket.socket) -> Tuple[int, int, int]:
+    """The process, user and group that connected."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", credentials)
+    return pid, uid, gid
+
+
 class Peer:
     """The process that connected. A number may be used again: every answer is about that very process, or none."""
 
     def __init__(self, connection: socket.socket, proc: str = "/proc") -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid, self.uid, self.gid = struct.unpack("3i", credentials)
+        self.pid, self.uid, self.gid = peer_ids(connection)
         self._directory = -1
         try:
             # A process's directory never becomes that of another process with the same number.

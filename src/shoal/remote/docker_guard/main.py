@@ -15,13 +15,14 @@ import socketserver
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from . import CONFIG, DAEMONS, rules
-from .caller import Caller, Peer, Rejection, job_owner
+from .caller import Caller, Peer, Rejection, job_owner, peer_ids
 from .job_limits import cgroup_parent, job_gpus, remove_copied_group
 
 TYPE_CHECKING = False
@@ -33,6 +34,11 @@ UNIT = "shoal-docker@"
 MAX_BODY_BYTES = 4 << 20
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 60
+REMOVAL_TIMEOUT_S = 20
+REQUEST_TIMEOUT_S = 30
+"""From the connection to its first request."""
+MAX_CONNECTIONS = 100
+"""Of one user: everybody may connect, and nobody may take the files and threads that others need."""
 CHUNK_BYTES = 1 << 16
 _KEPT_HEADERS = ("X-Registry-Auth", "X-Registry-Config", "Accept", "User-Agent")
 _BODY_TYPES = {"tar": "application/x-tar", "build": "application/x-tar", "pull": "application/x-tar"}
@@ -135,11 +141,16 @@ class UserDaemon:
             if group.search(name):
                 with suppress(OSError, http.client.HTTPException):  # one that stays is seen below
                     self.ask("DELETE", f"/containers/{container}?force=1&v=1")
-        names = [name for _, name in self._containers()]
-        stay = sum(bool(group.search(name)) for name in names)
-        if stay:
-            raise OSError(f"Docker of {self.user} does not remove {stay} containers of {group.pattern or 'old jobs'}")
-        return len(names)
+        end = time.monotonic() + REMOVAL_TIMEOUT_S
+        while True:  # Docker may be removing one itself, after `docker run --rm`
+            names = [name for _, name in self._containers()]
+            stay = sum(bool(group.search(name)) for name in names)
+            if not stay:
+                return len(names)
+            if time.monotonic() > end:
+                old = group.pattern or "old jobs"
+                raise OSError(f"Docker of {self.user} does not remove {stay} containers of {old}")
+            time.sleep(0.2)
 
     def _containers(self) -> list[tuple[str, str]]:
         """The ids and cgroups of all containers."""
@@ -154,6 +165,7 @@ class Guard(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    timeout = REQUEST_TIMEOUT_S
     server: GuardServer
 
     def setup(self) -> None:
@@ -168,6 +180,7 @@ class Guard(BaseHTTPRequestHandler):
         return f"uid {self.peer.uid}"
 
     def _handle(self) -> None:
+        self.connection.settimeout(None)
         try:
             place = urlsplit(self.path)
             if self.peer.uid == 0 and place.path == "/shoal/job-end":
@@ -383,7 +396,25 @@ class GuardServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def __init__(self, path: str, config: str = CONFIG, daemons: str = DAEMONS) -> None:
         self.daemons, self._config = Daemons(daemons), config
+        self._connections: Counter[int] = Counter()
+        self._lock = threading.Lock()
         super().__init__(path, Guard)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        uid = peer_ids(request)[1]
+        with self._lock:
+            if uid != 0 and self._connections[uid] >= MAX_CONNECTIONS:
+                return False
+            self._connections[uid] += 1
+        return True
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        uid = peer_ids(request)[1]
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._connections[uid] -= 1
 
     def read_config(self) -> Any:
         with open(self._config, encoding="utf-8") as file:
