@@ -80,7 +80,8 @@ def prepare_machines(spec: str) -> Path:
     named = set(re.findall(r"image: (\w+)", spec)) or {"debian12"}
     shared, cache = cache_dir(), _place("vm-tests", PACKAGES, MORE_PACKAGES)
     (cache / "vm").mkdir(parents=True, exist_ok=True)
-    _share(shared / "environments", cache / "environments")
+    for name in ("environments", "slurm"):
+        _share(shared / name, cache / name)
     if (shared / "vm/accelerator.json").exists():  # no second trial of KVM
         shutil.copy(shared / "vm/accelerator.json", cache / "vm/accelerator.json")
     for image in sorted(named):
