@@ -18,6 +18,8 @@ from shoal.cloud.providers.aws_quotas import quota_of
 from shoal.cloud.providers.capabilities import HasQuotas
 from shoal.cloud.providers.responses import ApiError, read_refusal
 from shoal.roles.rented_images import image_system
+from shoal_simulators import aws_groups
+from shoal_simulators.market import ApiRejection
 
 CASE = CASES["aws"]
 ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho me\n", disk_gb=120)
@@ -233,6 +235,20 @@ async def test_ports_of_slurm_are_open_to_private_addresses_only(it: Trial) -> N
     assert [rule[1:3] for rule in rules[2:]] == [["6817", "6817"]] * 4 + [["60001", "63000"]] * 4
     assert {rule[4] for rule in rules[2:]} == {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"}
     assert await group_rules(it, LAN) == rules
+
+
+async def test_rule_that_cannot_be_removed_is_named_and_stops_no_order(
+    it: Trial, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(*_: object) -> None:
+        raise ApiRejection("invalid", "UnauthorizedOperation: You are not authorized to perform this operation")
+
+    await group_rules(it, ("tcp:22", "udp:51820"))
+    monkeypatch.setattr(aws_groups, "revoke", denied)
+    rules = await group_rules(it, ("tcp:22", "udp:51820"), ssh_from="203.0.113.7")
+    assert ["tcp", "22", "22", "IpRanges", "203.0.113.7/32"] in rules
+    assert "security group shoal-reef still admits 0.0.0.0/0: " in caplog.text
+    assert "allow ec2:RevokeSecurityGroupIngress to the key, or remove the rule by hand" in caplog.text
 
 
 async def test_group_that_cannot_be_corrected_is_not_used(it: Trial) -> None:
