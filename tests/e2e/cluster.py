@@ -93,6 +93,15 @@ NOBODY = 65534
 """The user id of an ordinary user's commands on this machine. On the cluster it is another."""
 
 
+VM_BY_HAND = [
+    pytest.mark.sandbox,
+    pytest.mark.matrix,
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(KIND != "vm", reason="by hand, with SHOAL_TEST_KIND=vm: it takes many minutes under emulation"),
+]
+"""The marks of a file that is run on virtual machines alone."""
+
+
 class Cluster:
     """One spec file and the command line around it."""
 

@@ -11,16 +11,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import KIND, Cluster, login_keys, running
+from tests.e2e.cluster import VM_BY_HAND, Cluster, login_keys, running
 from tests.e2e.image_files import write_root
 from tests.e2e.image_users import User, lines, shared
 
-pytestmark = [
-    pytest.mark.sandbox,
-    pytest.mark.matrix,
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(KIND != "vm", reason="by hand, with SHOAL_TEST_KIND=vm: it takes many minutes under emulation"),
-]
+pytestmark = VM_BY_HAND
 SPEC = """\
 cluster: st-image-vm
 controller: {provider: sandbox, cpus: 2, memory: 2G, gpus: 2, compute: true}

@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import KIND, Cluster, login_keys, running
+from tests.e2e.cluster import VM_BY_HAND, Cluster, login_keys, running
 from tests.e2e.image_users import User
 
-pytestmark = [
-    pytest.mark.sandbox,
-    pytest.mark.matrix,
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(KIND != "vm", reason="by hand, with SHOAL_TEST_KIND=vm: it takes many minutes under emulation"),
-]
+pytestmark = VM_BY_HAND
 SPEC = """\
 cluster: st-tree-vm
 slurm: {from: shoal}
