@@ -5,6 +5,7 @@ The last test is for releases on virtual machines, which have cgroup v2 with dev
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,21 @@ def test_both_releases_accept_the_same_slurm_conf(mixed: Cluster) -> None:
 
 def test_second_up_of_a_mixed_cluster_has_no_changes(mixed: Cluster) -> None:
     assert mixed.json("plan")["changes"] == []
+    assert mixed.json("up")["unchanged"]
+
+
+def test_users_reach_a_host_whose_sshd_systemd_starts(mixed: Cluster, tmp_path: Path) -> None:
+    """As on Ubuntu, systemd has the port; sshd of OpenSSH 10 ends when it is told to reload there."""
+    mixed.on("old1", "systemctl", "enable", "ssh.socket")
+    mixed.on("old1", "systemd-run", "--quiet", "--wait", "sh", "-c", "systemctl stop ssh && systemctl start ssh.socket")
+    key = tmp_path / "ann"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    mixed.file.write_text(mixed.file.read_text() + f'users: {{ann: {{uid: 2001, keys: ["file:{key}.pub"]}}}}\n')
+    mixed.json("up")
+    assert mixed.on("old1", "systemctl", "is-active", "ssh.socket") == "active\n"
+    options = ["-i", key, "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+    login = ["ssh", "-q", *options, f"ann@{mixed.addresses()['old1']}", "id", "-un"]
+    assert subprocess.run(login, check=True, capture_output=True, text=True).stdout == "ann\n"
     assert mixed.json("up")["unchanged"]
 
 

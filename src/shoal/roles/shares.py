@@ -23,6 +23,14 @@ SERVES_NFS, SERVES_SSH, COPIES = "serves nfs", "serves ssh", "copies"
 SERVED_RECORD = "keeps"
 """Begins a line of the record for each share that the host serves, with its mount point and its directory."""
 RELOAD_SSHD = "reload sshd"
+# Debian calls the unit ssh, RHEL sshd. Where systemd has the port (ssh.socket), sshd does not survive a reload: it
+# cannot bind that port. Connections outlive its restart, and new ones wait at the socket.
+RELOAD = """
+[ -d /run/systemd/system ] || exec pkill -HUP -o -x sshd
+systemctl -q is-active ssh.service || systemctl -q is-active ssh.socket && unit=ssh || unit=sshd
+systemctl -q is-active "$unit.socket" && exec systemctl try-restart "$unit.service"
+systemctl try-reload-or-restart "$unit.service" || exec pkill -HUP -o -x sshd
+"""
 ACCOUNT_FIRST_CHOICE = 979
 EXPORTFS, RELOAD_GANESHA = "export the shares", "reload ganesha"
 FOREIGN_EXPORTS = "/etc/exports"
@@ -95,9 +103,7 @@ def sshd_file(path: str, text: str | None) -> File:
 
 def reload_sshd() -> Command:
     """sshd reads its settings again, with or without systemd."""
-    unit = "$(systemctl -q is-active ssh && echo ssh || echo sshd)"  # Debian's name, and that of RHEL
-    reload = f"[ -d /run/systemd/system ] && systemctl try-reload-or-restart {unit} || pkill -HUP -o -x sshd"
-    return Command(RELOAD_SSHD, ("sh", "-c", reload), on_change=True)
+    return Command(RELOAD_SSHD, ("sh", "-c", RELOAD), on_change=True)
 
 
 def shares_account(cluster: Cluster) -> list[Item]:
