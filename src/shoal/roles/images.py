@@ -37,20 +37,28 @@ REMOVAL_TIMEOUT_S = 1800.0
 REMOVE = rf"""
 rm -rf {PROGRAMS}
 cd {IMAGES} || exit 0
-for name in *; do
-    [ -d "$name" ] && [ ! -L "$name" ] || {{ rm -f "./$name"; continue; }}
-    timeout 600 setpriv --reuid="$(stat -c %u "$name")" --regid="$(stat -c %g "$name")" --clear-groups sh -c '
+for name in ./* ./.[!.]* ./..?*; do
+    if [ -L "$name" ] || [ ! -d "$name" ]; then
+        rm -f "$name"
+        continue
+    fi
+    user=$(stat -c %u "$name") && group=$(stat -c %g "$name") && mode=$(stat -c %a "$name") || continue
+    case $user:$mode in 0:700) ;; 0:*) continue ;; esac
+    timeout 600 setpriv --reuid="$user" --regid="$group" --clear-groups sh -c '
         cd "$1" || exit
         find . -maxdepth 2 -type f -name "*.lock" | while IFS= read -r lock; do
             flock -n "$lock" sh -c "
                 test ! -f \"\$1/{RECORD}\" || rm -f \"\$(cat \"\$1/{RECORD}\")\"
                 rm -rf \"\$1\" \"\$1.lock\"" sh "${{lock%.lock}}"
         done
-        [ -z "$(find . -maxdepth 2 -name "*.lock")" ]' sh "$name" && rm -rf "./$name"
+        [ -z "$(find . -maxdepth 2 -name "*.lock")" ]' sh "$name" && rm -rf "$name"
 done
 rmdir {IMAGES} 2> /dev/null || true
 """
-"""Removes what no job runs in; the rest stays until the next time. As the user: root would follow a user's links."""
+"""Removes what no job runs in; the rest stays until the next time. As the user: root would follow a user's links.
+
+Users choose the names here, such as `-`. Only root's own closed directory is root's: others may have moved one here.
+"""
 
 
 class ImagesComponent(Component):

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from shoal.containers.images import JobImage, StoredImage, is_reference, require
 from shoal.errors import SpecError, UsageError
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import sbatch_script
-from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE, PROGRAMS
+from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE, PROGRAMS, RECORD
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import controller
@@ -203,6 +205,7 @@ def test_removal_keeps_what_a_job_runs_in_and_follows_no_link(tmp_path: Path) ->
         for name in ("id", "containers/mine"):
             (images / user / name / "rootfs").mkdir(parents=True)
             (images / user / f"{name}.lock").touch()
+        (images / user).chmod(0o700)
     (images / "evil").symlink_to(outside)
     line = ["sh", "-c", REMOVE.replace(IMAGES, str(images))]
     with (images / "bob/id.lock").open() as lock:
@@ -212,3 +215,33 @@ def test_removal_keeps_what_a_job_runs_in_and_follows_no_link(tmp_path: Path) ->
     assert left == ["bob", "bob/containers", "bob/id", "bob/id.lock", "bob/id/rootfs"]
     subprocess.run(line, check=True)
     assert not images.exists() and (outside / "x.lock").exists()
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it runs as the owners of directories")
+def test_removal_does_nothing_as_root_whatever_users_call_their_directories(open_path: Path) -> None:
+    """`-` is another directory for `cd` and another file for `stat`: whose owner the removal would be."""
+    images, outside = open_path / "images", open_path / "outside"
+    for place in (images, outside):
+        place.mkdir()
+    (outside / "root.lock").touch()
+    for name in ("-", "--x", "-rf", ".x", "..x", "a b", "moved"):
+        (images / name / "id").mkdir(parents=True)
+        (images / name / "id.lock").touch()
+        # As root this would remove what is root's.
+        (images / name / "id" / RECORD).write_text(str(outside / "root.lock"))
+        for path in (images / name, *(images / name).rglob("*")):
+            os.chown(path, *((0, 0) if name == "moved" else (12345, 12345)))
+    (images / "moved").chmod(0o777)  # of root's, and anybody may move it here
+    (images / "link").symlink_to(outside)
+    line = ["sh", "-c", REMOVE.replace(IMAGES, str(images))]
+    subprocess.run(line, check=True, cwd=outside)
+    assert [path.name for path in images.iterdir()] == ["moved"]
+    assert [path.name for path in outside.iterdir()] == ["root.lock"]
