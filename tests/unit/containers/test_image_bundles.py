@@ -22,7 +22,7 @@ from shoal.containers.images import JobImage, StoredImage, bundle_name
 from shoal.jobs import script
 from shoal.remote import python_command
 from shoal.remote.runner.bundle import SLURM_SCRIPT
-from shoal.remote.runner.variables import expand, tasks_per_node, vpn_variables
+from shoal.remote.runner.variables import expand, meeting_variables, tasks_per_node, vpn_variables
 
 __all__ = ["root", "store"]
 needs_namespaces = pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
@@ -90,7 +90,41 @@ def test_bundle_outlives_its_image_for_those_who_wait(store: Path) -> None:
 
 @needs_namespaces
 def test_task_of_plain_srun_has_the_variables_of_torch(store: Path, root: Path) -> None:
-    assert run_bundle(store, root, "sh", "-c", SHOW).splitlines()[0] == "2 3 0 1 1 127.0.0.1 11003 tiny"
+    assert run_bundle(store, root, "sh", "-c", SHOW).splitlines()[0] == "2 3 0 1 1 127.0.0.1 20444 tiny"
+
+
+def meeting_port(monkeypatch: pytest.MonkeyPatch, job: int, step: int | None) -> int:
+    for name in ("SLURM_STEP_ID", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", str(job))
+    if step is not None:
+        monkeypatch.setenv("SLURM_STEP_ID", str(step))
+    meeting_variables([], 1)
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_jobs_of_near_ids_and_their_steps_meet_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    runs = [(job, step) for job in range(19980, 20010) for step in (None, *range(100))]
+    ports = {meeting_port(monkeypatch, *run) for run in runs}
+    assert len(ports) == len(runs) and min(ports) >= 10000 and max(ports) < 30000
+    assert meeting_port(monkeypatch, 21000, None) == 11000  # as in the batch script of `shoal run`
+
+
+@needs_namespaces
+def test_step_has_its_own_ranks_in_the_environment_of_another(
+    store: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that runs srun hands its variables on. Those that the user sets for a step are kept."""
+    outer = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "5"}
+    outer |= {"MASTER_ADDR": "n9", "MASTER_PORT": "5"}
+    for name, value in {**outer, "TORCHELASTIC_RUN_ID": "x", "SHOAL_RANKS_OF": "21000.0"}.items():
+        monkeypatch.setitem(STEP, name, value)
+    show = f"{SHOW}; echo $SHOAL_RANKS_OF $TORCHELASTIC_RUN_ID"
+    own = ["2 3 0 1 1 127.0.0.1 20444 tiny", "21000.3"]
+    assert run_bundle(store, root, "sh", "-c", show).splitlines()[::2] == own
+    monkeypatch.delitem(STEP, "SHOAL_RANKS_OF")
+    assert run_bundle(store, root, "sh", "-c", show).splitlines()[0] == "7 8 3 4 5 n9 5 tiny"
 
 
 @needs_namespaces
@@ -118,7 +152,7 @@ def test_program_of_the_bundle_runs_a_command_in_its_image(store: Path, root: Pa
     run_bundle(store, root, "sh", "-c", SHOW)
     line = [str(store / "bundles/tiny/run"), "sh", "-c", f"{SHOW}; exit 3"]
     done = subprocess.run(line, capture_output=True, text=True, env=STEP, timeout=60)
-    assert (done.stdout.splitlines()[0], done.returncode) == ("2 3 0 1 1 127.0.0.1 11003 tiny", 3), done.stderr
+    assert (done.stdout.splitlines()[0], done.returncode) == ("2 3 0 1 1 127.0.0.1 20444 tiny", 3), done.stderr
     alone = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
     done = subprocess.run(line, capture_output=True, text=True, env=alone, timeout=60)
     assert done.stdout.startswith("0 1 0 1 0 ")

@@ -13,6 +13,14 @@ CONTAINER = "SHOAL_CONTAINER"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FIRST_PORT, PORTS = 10000, 20000
 """Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this."""
+STEP_PORT = 12361
+"""From a job's port to that of its first step, and on to the next: the golden section of PORTS, so that a hundred
+steps of dozens of jobs with near ids have ports of their own."""
+RANKS_OF = "SHOAL_RANKS_OF"
+"""The step that our variables are of: a step that another one starts has that one's environment."""
+VARIABLES = re.compile(
+    "(GROUP_|NODE_|LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SHOAL_SPAWN|TORCHELASTIC_.*"  # of any launcher
+)
 VPN_INTERFACES = ("shoal0", "tailscale0")
 SIOCGIFADDR = 0x8915
 NCCL_SETTINGS = "/etc/shoal/nccl.env"
@@ -36,6 +44,18 @@ def set_ranks(rank: int, world: int, local: int, here: int, node: int) -> None:
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
     for name, value in {**variables, "GROUP_RANK": node, "NODE_RANK": node}.items():
         os.environ.setdefault(name, str(value))
+    os.environ[RANKS_OF] = own_step()
+
+
+def own_step() -> str:
+    return "%s.%s" % (os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", ""))
+
+
+def forget_other_step() -> None:
+    """Drop what we set for the task that started this step. What the user sets, or torchrun in this step, stays."""
+    if os.environ.get(RANKS_OF, own_step()) != own_step():
+        for name in filter(VARIABLES.fullmatch, list(os.environ)):
+            del os.environ[name]
 
 
 def step_variables(container: str = "") -> None:
@@ -44,6 +64,7 @@ def step_variables(container: str = "") -> None:
     Slurm 22.05 does not tell a container which task it is. Its name, NODE.USER.JOB.STEP.TASK, does. Below a batch
     script the container then has the script's variables, those of task 0, on every node.
     """
+    forget_other_step()
     get = os.environ.get
     nodes = expand(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", ""))
     tasks = tasks_per_node(get("SLURM_STEP_TASKS_PER_NODE", "1"))
@@ -62,6 +83,7 @@ def step_variables(container: str = "") -> None:
 
 def script_variables() -> None:
     """The same for a batch script: it is one process, whatever the job asks for."""
+    forget_other_step()
     set_ranks(0, 1, 0, 1, 0)
     meeting_variables(expand(os.environ.get("SLURM_JOB_NODELIST", "")), 1)
 
@@ -70,7 +92,8 @@ def meeting_variables(nodes: list[str], count: int) -> None:
     """Where the ranks meet, and over a VPN the interface that leads there."""
     here = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     first = nodes[0] if nodes else here
-    number = int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
+    number = int(os.environ.get("SLURM_JOB_ID", "0"))
+    number += (int(os.environ.get("SLURM_STEP_ID", "-1")) + 1) * STEP_PORT
     values = {"MASTER_ADDR": address_of(first), "MASTER_PORT": str(FIRST_PORT + number % PORTS)}
     if count > 1:
         interface = vpn_interface(address_of(here))
