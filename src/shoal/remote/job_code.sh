@@ -21,7 +21,8 @@ inspect() {
     print_id
     if [ ! -e "$root/.closed" ]; then  # earlier releases left root's jobs open to readers
         find "$root" -maxdepth 1 -type d -name '[0-9]*' -uid 0 -perm /077 -exec chmod go-rwx {} +
-        : > "$root/.closed"
+        # Users write here, too, and a link of theirs leads anywhere.
+        (set -C && : > "$root/.closed") 2> /dev/null || true
     fi
     [ ! -e "$root/.shared" ] || echo shared
     exec 9> "$root/code/.lock"
@@ -67,11 +68,13 @@ make_directory() {
 
 print_id() {
     if [ ! -s "$root/.id" ]; then
-        new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
+        new=$(mktemp "$root/.new.XXXXXX")
         head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$new"
+        chmod 644 "$new"
         ln "$new" "$root/.id" 2> /dev/null || true
         rm -f "$new"
     fi
+    [ -f "$root/.id" ] && [ ! -L "$root/.id" ] || fail "$root/.id is no file"
     read -r id < "$root/.id" || true  # there is no end of line in it
     echo "$id"
 }

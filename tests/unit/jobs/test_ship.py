@@ -65,6 +65,21 @@ async def test_job_directories_of_an_earlier_release_are_closed_where_they_are(t
     assert (root / "7/rank-0.0.log").read_text() == "1.0 hello\n", "a job that runs goes on where it is"
 
 
+async def test_links_that_a_user_made_lead_root_nowhere(tmp_path: Path, tree: Bundle) -> None:
+    root, elsewhere = tmp_path / "jobs", tmp_path / "elsewhere"
+    root.mkdir()
+    root.chmod(0o1777)
+    (root / ".closed").symlink_to(elsewhere)
+    async with here("n1") as host:
+        assert (await inspect_storage(host, str(root), tree.hash, "11b")).id
+        assert not elsewhere.exists() and (root / ".id").stat().st_mode & 0o777 == 0o644
+        (root / ".id").unlink()
+        (root / ".id").symlink_to(elsewhere)
+        with pytest.raises(CommandFailed, match="id is no file"):
+            await inspect_storage(host, str(root), tree.hash, "11b")
+    assert not elsewhere.exists()
+
+
 @pytest.mark.parametrize("place", ["code", "lib"])
 async def test_bundle_directory_made_by_a_user_is_rejected(tmp_path: Path, tree: Bundle, place: str) -> None:
     root, theirs = tmp_path / "jobs", tmp_path / "theirs"
