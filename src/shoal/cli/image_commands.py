@@ -144,7 +144,10 @@ def image_save(
 @image.command("bundle")
 @with_session
 def image_bundle(
-    source: Annotated[str, typer.Argument(metavar="IMAGE", help="As `shoal run --image` takes it.")],
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="IMAGE", help="As `shoal run --image` takes it; none for a container that nodes have."),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The bundle's name. Default: one that its image and options have alone."),

@@ -44,7 +44,8 @@ def remove_bundles(store: str) -> None:
         try:
             with open(config) as file:
                 settings = json.loads(json.load(file)["annotations"][ANNOTATION])
-            is_there = os.path.isdir(settings["directory"] or settings["layout"])
+            # A container with a name outlives its image.
+            is_there = settings["container"] or os.path.isdir(settings["directory"] or settings["layout"])
             is_old = os.stat(config).st_mtime <= time.time() - KEEP_DAYS * 86400
         except (OSError, ValueError, KeyError):
             continue  # it is being written

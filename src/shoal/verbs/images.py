@@ -212,8 +212,11 @@ async def image_nodes(host: Host, node: str | None) -> tuple[list[NodeState], st
 
 
 async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
-    """Write a bundle for `srun --container`, of the image that a job names; where it is on the hosts."""
-    assert job.image is not None
+    """Write a bundle for `srun --container`, of the image or container that a job names; where it is on the hosts."""
+    source = job.image or job.container_name
+    if source is None:
+        fix = "name one of `shoal image list`: an image, or with --container-name a container that nodes have"
+        raise UsageError("a bundle runs commands in an image", hint=fix)
     if name is not None and not BUNDLE_NAME.fullmatch(name):
         raise UsageError(f"--name {name!r} is not a bundle's name", hint="use letters, digits, `-`, `_` and `.`")
     async with open_store(context) as store:
@@ -225,8 +228,8 @@ async def bundle(context: Context, job: JobSpec, name: str | None) -> str:
         nodes = parse_nodes(await slurm_output(store.host, NODES_COMMAND))
         image = await job_image(store.host, store.record, job, nodes, context.progress)
         settings = image.as_json(())
-        words = (name or bundle_name(job.image, settings), settings, STEP_PROGRAM)
-        path: str = json.loads(await store.ask("bundle", *words, what=f"write a bundle of {job.image}"))["path"]
+        words = (name or bundle_name(source, settings), settings, STEP_PROGRAM)
+        path: str = json.loads(await store.ask("bundle", *words, what=f"write a bundle of {source}"))["path"]
         return path
 
 

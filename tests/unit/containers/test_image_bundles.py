@@ -78,14 +78,15 @@ def test_bundle_is_never_half_written(store: Path) -> None:
 def test_bundle_outlives_its_image_for_those_who_wait(store: Path) -> None:
     settings = {**SETTINGS, "layout": str(store / "gone"), "directory": ""}
     there = {**settings, "directory": str(store)}
-    old, young, used = (
+    named = {**settings, "layout": "", "container": "mine"}
+    old, young, used, container = (
         Path(json.loads(ask("bundle", str(store), name, json.dumps(values), "p"))["path"])
-        for name, values in (("old", settings), ("young", settings), ("used", there))
+        for name, values in (("old", settings), ("young", settings), ("used", there), ("container", named))
     )
-    for path in (old, used):
+    for path in (old, used, container):
         os.utime(path / "config.json", (0, 0))
     ask("prune", str(store))
-    assert [path.exists() for path in (old, young, used)] == [False, True, True]
+    assert [path.exists() for path in (old, young, used, container)] == [False, True, True, True]
 
 
 @needs_namespaces
