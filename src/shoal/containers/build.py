@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,8 +15,8 @@ from shoal.remote.runner.image_build import INSIDE
 
 CONTAINERFILES = ("Containerfile", "Dockerfile")
 REQUIREMENTS = "requirements.txt"
-_FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?\s*$", re.IGNORECASE | re.MULTILINE)
-_ARG = re.compile(r"^\s*ARG\s+(\w+)=(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*(FROM|ARG)\s+(.*)$", re.IGNORECASE | re.MULTILINE)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?([-+])([^}]*))?\})")
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,39 @@ def is_requirements(name: str) -> bool:
     return name.endswith((".txt", ".lock", ".toml"))
 
 
-def base_names(text: str) -> list[str]:
-    """The images that a Containerfile starts from. Stages that it names itself are none."""
-    values = dict(_ARG.findall(text))
+def base_names(text: str, first: str | None = None) -> list[str]:
+    """The images that a Containerfile starts from, `first` in place of its first. Stages that it names are none."""
+    values: dict[str, str] = {}
     stages: set[str] = set()
     names: list[str] = []
-    for image, stage in _FROM.findall(text):
-        name = re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], match[0]), image)
-        if name not in stages and "$" not in name and name not in names:
+    for instruction, rest in _INSTRUCTION.findall(text.replace("\\\n", " ")):
+        try:
+            words = [word for word in shlex.split(rest) if not word.startswith("--")]
+        except ValueError:
+            continue  # buildah says what is wrong with it
+        if instruction.upper() == "ARG":
+            if not stages:  # those of a stage are not for FROM
+                values |= {name: _with_values(value, values) for name, _, value in (w.partition("=") for w in words)}
+            continue
+        name = _with_values(words[0], values) if words else ""
+        if not stages:
+            name = first or name
+        if name and name.lower() not in stages and "$" not in name and name not in names:
             names.append(name)
-        stages.add(stage)
+        stages.add(words[2].lower() if len(words) > 2 else "")
     return names
+
+
+def _with_values(text: str, values: Mapping[str, str]) -> str:
+    """The text with what variables stand for. One without a value and a default stays as it is."""
+
+    def value(match: re.Match[str]) -> str:
+        found = values.get(match[1] or match[2], "")
+        if match[3] == "+":
+            return match[4] if found else ""
+        return found or (match[4] if match[3] else match[0])
+
+    return _VARIABLE.sub(value, text)
 
 
 def requirements_containerfile(base: str, *, is_locked: bool) -> str:

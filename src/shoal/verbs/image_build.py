@@ -124,7 +124,7 @@ async def _build_in_job(
 
 async def _own_bases(store: ImageStore, text: str, base: str | None) -> dict[str, StoredImage]:
     """The user's own images that the Containerfile starts from."""
-    wanted = [base] if base else base_names(text)
+    wanted = base_names(text, base)
     stored = {image.name: image for image in parse_images(await store.ask("list", what="list images"))}
     found = {name: stored[name] for name in wanted if name in stored}
     for name in wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.unit.containers.test_image_store import ask
 from shoal.containers.build import base_names, build_command, requirements_containerfile
 from shoal.containers.images import StoredImage
 from shoal.errors import UsageError
+from shoal.jobs.bundle import archive
+from shoal.remote.runner.image_build import read_context
 from shoal.verbs.image_build import read_source
 
 
@@ -23,8 +26,6 @@ def names_of(data: bytes) -> list[str]:
 
 
 def test_containerfile_is_sent_with_the_files_beside_it(tmp_path: Path) -> None:
-    from shoal.jobs.bundle import archive
-
     (tmp_path / "src").mkdir()
     (tmp_path / ".git").mkdir()
     for name in ("Containerfile", "src/a.c", ".git/config"):
@@ -36,8 +37,6 @@ def test_containerfile_is_sent_with_the_files_beside_it(tmp_path: Path) -> None:
 
 
 def test_list_of_packages_becomes_a_containerfile_that_installs_them(tmp_path: Path) -> None:
-    from shoal.jobs.bundle import archive
-
     (tmp_path / "requirements.txt").write_text("numpy  # fast\n-c limits.txt\n")
     (tmp_path / "limits.txt").write_text("numpy<3\n")
     request = read_source(str(tmp_path / "requirements.txt"), "mini")
@@ -71,11 +70,30 @@ def test_root_file_system_is_built_where_the_user_logs_in() -> None:
     assert read_source("/srv/nowhere/root", None) is None
 
 
-def test_bases_of_a_containerfile_are_found() -> None:
-    text = (
-        "ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 docker.io/library/debian:12\nFROM one\nFROM $X\n"
-    )
-    assert base_names(text) == ["mini", "docker.io/library/debian:12"]
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (
+            "ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 r.org/x:12\nFROM One\n",
+            ["mini", "r.org/x:12"],
+        ),
+        ("FROM $X\n", []),
+        ('ARG BASE="debian:12"\nFROM $BASE\n', ["debian:12"]),
+        ("ARG BASE='debian:12'\nFROM \"${BASE}\"\n", ["debian:12"]),
+        ("FROM ${BASE:-mini}\n", ["mini"]),
+        ("ARG BASE=maxi\nFROM ${BASE:-mini}${SUFFIX:+-x}\n", ["maxi"]),
+        ("ARG A=lab/x B=2\nARG C=$A:$B\nFROM \\\n  ${C} AS two\n", ["lab/x:2"]),
+        ("ARG BASE=mini\nFROM $BASE AS one\nARG BASE=maxi\nFROM $BASE\n", ["mini"]),
+        ("FROM mini\nRUN echo 'it is \\\n FROM \"\n", ["mini"]),
+        ("FROM mini\n# FROM maxi\nFROM 'open\n", ["mini"]),
+    ],
+)
+def test_bases_of_a_containerfile_are_found(text: str, names: list[str]) -> None:
+    assert base_names(text) == names
+
+
+def test_base_of_the_command_line_replaces_the_first_of_a_containerfile() -> None:
+    assert base_names("FROM debian\nFROM mini AS two\nFROM debian\n", "maxi") == ["maxi", "mini", "debian"]
 
 
 def test_node_is_told_where_the_bases_are() -> None:
@@ -88,6 +106,19 @@ def test_node_is_told_where_the_bases_are() -> None:
         {"http_proxy": "http://p"},
         "/a/auth.json",
     )
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python has no filters")
+def test_links_of_a_context_may_lead_anywhere_with_the_filter_of_python_3_14(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to("/etc/hosts")
+    data = archive({"Containerfile": Path(__file__), "link": tmp_path / "link"})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.data_filter))
+    read_context(str(tmp_path / "context"))
+    assert sorted(path.name for path in (tmp_path / "context").iterdir()) == ["Containerfile", "link"]
+    assert (tmp_path / "context/link").readlink() == Path("/etc/hosts")
 
 
 def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Path) -> None:
