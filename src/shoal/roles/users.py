@@ -131,6 +131,21 @@ def _docker_findings(cluster: Cluster) -> Iterator[Finding]:
     cause = "members of the group docker are as good as root, there and so on all hosts"
     fix = "use Docker in jobs, behind a guard (`containers: {docker: true}`), or podman; or delete this"
     yield Finding("warning", what, cause, fix, path=path)
+    yield from _docker_id_conflicts(cluster, path)
+
+
+def _docker_id_conflicts(cluster: Cluster, path: str) -> Iterator[Finding]:
+    """Hosts whose group docker has another id than jobs would have there: theirs is the controller's."""
+    ids = {host: facts.groups[DOCKER].id for host, facts in cluster.facts.items() if DOCKER in facts.groups}
+    taken = {group.id for facts in cluster.facts.values() for name, group in facts.groups.items() if name != DOCKER}
+    best = sorted(ids, key=lambda host: (host != cluster.controller.name, host))
+    candidates = (*(ids[host] for host in best), *range(SYSTEM_ID_LIMIT - 1, 0, -1))
+    number = next(candidate for candidate in candidates if candidate not in taken)
+    for host, other in ids.items():
+        if other != number:
+            what = "the group docker has an id of its own here, and jobs have the controller's on all hosts"
+            fix = f"run `groupmod -g {number} docker` there and start Docker anew, or use containers: {{docker: true}}"
+            yield Finding("error", what, f"id {other}", fix, path=path, host=host)
 
 
 def group_ids(cluster: Cluster) -> dict[str, int | None]:
