@@ -164,7 +164,10 @@ def receive(store: str, name: str, *command: str) -> dict[str, Any]:
     with locked(store, fcntl.LOCK_SH), new_place(store) as new:
         lines: list[str] = []
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdout=pipe, stderr=pipe, preexec_fn=end_with_parent) as node:
+        # What kills us kills our session: with SIGKILL srun would leave its job. In its own it gets SIGTERM.
+        with subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, preexec_fn=end_with_parent, start_new_session=True
+        ) as node:
             assert node.stdout and node.stderr
             relay = threading.Thread(target=relay_lines, args=(node.stderr, lines))
             relay.start()

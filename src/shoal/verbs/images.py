@@ -43,6 +43,7 @@ from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.spec.local_files import resolve_secret
 from shoal.verbs.context import Context
+from shoal.verbs.node_files import cancel_short_job, unique_job_name
 from shoal.verbs.operator_login import read_login
 from shoal.verbs.own_jobs import choose_nodes, own_jobs
 from shoal.verbs.run_user import make_user_directory
@@ -52,6 +53,8 @@ PULL_TIMEOUT_S = 3600.0
 LIST_TIMEOUT_S = 60.0
 LOGIN_TIMEOUT_S = 120.0
 REMOVAL_TIMEOUT_S = 600.0
+SAVE_LIMIT, REMOVAL_LIMIT = "--time=30", "--time=10"
+"""Minutes that Slurm lets a job on a node run: it starts sooner between others."""
 ONE_TASK = ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/")
 FETCH_FIX = "check that the host reaches the registry, and that its disks answer"
 DIRECTORY_FIX = "ask the operator to repair it"
@@ -85,7 +88,11 @@ class ImageStore:
     async def receive(self, name: str, job: Sequence[str], stdin: bytes, phase: Phase, *, what: str) -> StoredImage:
         """Keep the image that a job prints, and show what the job says meanwhile."""
         fix = "see `squeue --me`: the job may wait for a node"
-        return await self._follow(store_command("receive", self.directory, name, *job), stdin, phase, what, fix)
+        try:
+            return await self._follow(store_command("receive", self.directory, name, *job), stdin, phase, what, fix)
+        except BaseException:
+            await cancel_short_job(self.host, job)
+            raise
 
     async def _follow(self, command: Sequence[str], stdin: bytes, phase: Phase, what: str, fix: str) -> StoredImage:
         process = await self.host.start(command, root=False)
@@ -185,20 +192,20 @@ async def save(context: Context, name: str, container: str, node: str | None, jo
             chosen, running = next(iter(choose_nodes(await own_jobs(store.host), job, node).items()))
             step = step_command(running.number, [chosen], export_command(container), ("--chdir=/",))
         else:
-            step = await _node_job(store.host, node, "shoal-image-save", export_command(container))
+            step = await _node_job(store.host, node, "shoal-image-save", SAVE_LIMIT, *export_command(container))
         with context.progress.phase(f"image {name}", 1) as phase:
             image = await store.receive(name, step, b"", phase, what=f"save container {container}")
             phase.done(store.host.name)
     return image
 
 
-async def _node_job(host: Host, node: str | None, name: str, command: Sequence[str]) -> tuple[str, ...]:
+async def _node_job(host: Host, node: str | None, name: str, *command: str) -> tuple[str, ...]:
     """A job of its own on the node, for a container there."""
     chosen, others = await image_nodes(host, node)
     if len(chosen) != 1:
         raise UsageError("each node has containers of its own", hint=f"name one of {others} with --node")
     place = (f"--nodelist={chosen[0].name}", f"--partition={chosen[0].partitions[0]}")
-    return (*ONE_TASK, *place, f"--job-name={name}", *command)
+    return (*ONE_TASK, *place, unique_job_name(name), *command)
 
 
 async def image_nodes(host: Host, node: str | None) -> tuple[list[NodeState], str]:
@@ -257,7 +264,8 @@ async def remove_container(context: Context, name: str, node: str) -> None:
     """Remove a container with a name from a node, in a job there."""
     job_from_options({"script": "-", "container_name": name})  # rejects what is no name
     async with open_store(context) as store:
-        job = await _node_job(store.host, node, "shoal-image-remove", removal_command(name))
+        job = await _node_job(store.host, node, "shoal-image-remove", REMOVAL_LIMIT, *removal_command(name))
+        result = None
         try:
             result = await store.host.run(job, timeout=REMOVAL_TIMEOUT_S, root=False)
         except CommandTimeout:
@@ -265,6 +273,9 @@ async def remove_container(context: Context, name: str, node: str) -> None:
             raise CommandTimeout(
                 store.host.name, f"cannot remove container {name} within {REMOVAL_TIMEOUT_S:g} s", hint=fix
             ) from None
+        finally:
+            if result is None:
+                await cancel_short_job(store.host, job)
         if result.status != 0:
             said = result.error_text.strip().splitlines()
             cause = next((line for line in said if line.startswith(CAUSE)), said[-1] if said else "srun failed")

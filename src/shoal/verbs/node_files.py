@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -57,19 +58,23 @@ def reader_command(record: JobRecord, nodes: Sequence[str], command: Sequence[st
 
 
 def short_job_command(record: JobRecord, node: str, command: Sequence[str], *limits: str) -> tuple[str, ...]:
-    """The command as a job of its own, on a node where a job has ended. Its name is no other job's."""
-    name = f"{_NAME_OPTION}{READER_NAME}-{secrets.token_hex(4)}"
+    """The command as a job of its own, on a node where a job has ended."""
+    name = unique_job_name(READER_NAME)
     resources = (f"--immediate={START_TIMEOUT_S}", *limits, "--mem=64M", "--cpus-per-task=1")
     partition = (f"--partition={record.partition}",) if record.partition else ()
     one_task = ("--nodes=1", "--ntasks=1", "--quiet", *READER_OPTIONS)
     return ("srun", name, f"--nodelist={node}", *partition, *resources, *one_task, *command)
 
 
+def unique_job_name(start: str) -> str:
+    """An option of srun: a name that no other job has, so that `cancel_short_job` finds it."""
+    return f"{_NAME_OPTION}{start}-{secrets.token_hex(4)}"
+
+
 async def cancel_short_job(controller: Host, line: Sequence[str]) -> None:
-    """Cancel the job of a `short_job_command` whose srun was killed: Slurm keeps its allocation. A step has none."""
-    start = f"{_NAME_OPTION}{READER_NAME}-"
-    name = next((option.removeprefix(_NAME_OPTION) for option in line if option.startswith(start)), "")
-    if name:
+    """Cancel the job of an srun that was killed: Slurm keeps its allocation. A step has none."""
+    options = (option for option in line if re.fullmatch(rf"{_NAME_OPTION}shoal-[a-z-]+-[0-9a-f]{{8}}", option))
+    if name := next(options, "").removeprefix(_NAME_OPTION):
         with contextlib.suppress(HostError):
             await controller.run(["scancel", f"--name={name}"], timeout=CANCEL_TIMEOUT_S, root=False)
 

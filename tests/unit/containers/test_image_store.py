@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +168,22 @@ def test_missing_program_names_what_installs_it(store: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(Problem, match="skopeo is not installed; the operator adds `containers:` to the file"):
         image_store.pull(str(store), "debian:12", "debian")
+
+
+def test_job_is_told_to_end_when_its_reader_is_killed(store: Path, tmp_path: Path) -> None:
+    """With the whole session of the reader, as the end of a connection does: srun cancels its job at SIGTERM."""
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    script = f"trap 'touch {ended}; exit' TERM; touch {started}; while :; do sleep 0.1; done"
+    line = [sys.executable, *store_command("receive", str(store), "x", "sh", "-c", script)[1:]]
+    with subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL) as reader:
+        wait_for(started.exists)
+        os.killpg(reader.pid, signal.SIGKILL)
+    wait_for(ended.exists)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
