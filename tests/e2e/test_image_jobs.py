@@ -101,7 +101,7 @@ def test_users_have_images_of_one_name_and_a_hostile_one_is_harmless(bob: User, 
 
 def test_broken_image_is_named_and_leaves_nothing(ann: User, cluster: Cluster) -> None:
     asked = {
-        "cut": "cut.tar is no archive of an image",
+        "cut": "cut.tar is damaged: unexpected end of data",
         "changed": "has other content than its digest says",
         "text": "text.tar is no archive of an image",
     }

@@ -224,7 +224,7 @@ def image_remove(
     from shoal.verbs.images import remove, remove_container
 
     session.run(remove(session.open(), name) if node is None else remove_container(session.open(), name, node))
-    if not session.finish({"removed": name}):
+    if not session.finish({"removed": name} if node is None else {"removed": name, "node": node}):
         session.console.print(f"[green]✓[/] {name}: removed")
 
 

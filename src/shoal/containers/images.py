@@ -20,6 +20,8 @@ PYXIS = "pyxis"
 """The feature of nodes that run them with enroot and pyxis instead."""
 STORE = "images"
 """The images in the user's directory for jobs."""
+STORE_PROGRAMS = ("image_bundles", "image_registry", "image_archives", "image_store")
+"""Of `remote`: what keeps the images."""
 STEP_PROGRAM = f"{PROGRAMS}/start.py"
 """Runs steps that `shoal run` does not start, on nodes."""
 BUNDLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -168,7 +170,7 @@ def removal_command(container: str) -> tuple[str, ...]:
 def store_command(verb: str, store: str, *words: str, proxy: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Run `remote/image_store.py` on the host that the user logs in to."""
     variables = ("env", *(f"{name}={value}" for name, value in proxy.items())) if proxy else ()
-    return (*variables, *modules_command(("image_bundles", "image_registry", "image_store"), verb, store, *words))
+    return (*variables, *modules_command(STORE_PROGRAMS, verb, store, *words))
 
 
 def parse_images(text: str) -> list[StoredImage]:

@@ -19,7 +19,8 @@ import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from typing import Any, Optional
 
 OWN_REGISTRY = "/etc/shoal/registry/address"
@@ -83,15 +84,18 @@ def pull_image(store: str, pinned: str, layout: str, tag: str) -> None:
         run(line, about=pinned[len("docker://") :])
 
 
-@contextlib.contextmanager
-def growth_shown(directory: str) -> Iterator[None]:
+def growth_shown(directory: str, text: str = "%d MB") -> AbstractContextManager[None]:
     """Print how much a directory holds, as a line of JSON, until the block ends."""
+    return amount_shown(text, lambda: size_of(directory))
+
+
+@contextlib.contextmanager
+def amount_shown(text: str, count_bytes: Callable[[], int]) -> Iterator[None]:
     ended = threading.Event()
 
     def show() -> None:
         while not ended.wait(PROGRESS_INTERVAL_S):
-            sys.stdout.write(json.dumps({"progress": "%d MB" % (size_of(directory) // 1000000)}) + "\n")
-            sys.stdout.flush()
+            show_progress(text % (count_bytes() // 1000000))
 
     thread = threading.Thread(target=show)
     thread.start()
@@ -100,6 +104,11 @@ def growth_shown(directory: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def show_progress(text: str) -> None:
+    sys.stdout.write(json.dumps({"progress": text}) + "\n")
+    sys.stdout.flush()
 
 
 def size_of(directory: str) -> int:
@@ -111,11 +120,22 @@ def size_of(directory: str) -> int:
     return total
 
 
+def bytes_written() -> int:
+    """By the programs that we have started: to files, and to the network."""
+    total = 0
+    with contextlib.suppress(OSError), open("/proc/self/task/%d/children" % os.getpid()) as children:
+        for child in children.read().split():
+            with contextlib.suppress(OSError), open("/proc/%s/io" % child) as counts:
+                total += int(re.findall(r"wchar: (\d+)", counts.read())[0])
+    return total
+
+
 def push_image(store: str, layout: str, tag: str, reference: str, digest_file: str) -> str:
     """In the form that all engines read. Returns its digest."""
     options = [*auth_options(store), "--quiet", "--format", "v2s2", "--digestfile", digest_file]
     source, target = "oci:%s:%s" % (layout, tag), "docker://" + reference
-    run(["skopeo", *policy(), "copy", *options, source, target], about=reference)
+    with amount_shown("%d MB sent", bytes_written):
+        run(["skopeo", *policy(), "copy", *options, source, target], about=reference)
     with open(digest_file) as file:
         return file.read().strip()
 

@@ -12,10 +12,12 @@
     image_store.py containers STORE             containers with a name, and the nodes that have them
     image_store.py remove STORE NAME            forgets a name, and removes the image if it has no other
     image_store.py prune STORE                  removes what has no name, such as an image that a pull replaced
+    image_store.py sweep STORE                  removes what a pull or a build has left that was killed
 
 Each prints JSON. What is wrong goes to standard error, status 3.
 
     STORE/ID                an OCI layout with one image, named by the digest of its manifest; whole or absent
+    STORE/.new.*            an image that is not whole yet, or of a program that was killed: then its lock is free
     STORE/names/NAME.json   what the name, or a reference such as docker.io/library/debian:12, stands for
     STORE/containers/NAME/NODE    that a node has this container: nodes write it, with the name of the image
     STORE/bundles/NAME      a bundle: `config.json` names its image, and `run COMMAND...` runs a command in it
@@ -26,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -35,25 +36,28 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 import urllib.parse
 
+from .image_archives import CHUNK_BYTES, copy_archive, directory_architecture, require_archive, stamp, write_files
 from .image_bundles import bundle, remove_bundles, replace_file
 from .image_registry import (
     AUTH_FILE,
     MESSAGE_END,
     Problem,
+    growth_shown,
     login,
     logout,
     own_name,
     own_registry,
-    policy,
     pull_image,
     push_image,
     read_digest,
     repository,
     run,
+    show_progress,
 )
 
 TYPE_CHECKING = False
@@ -64,16 +68,16 @@ if TYPE_CHECKING:
 EXIT_WITH_CAUSE = 3
 TAG = "image"
 """The name of an image in its OCI layout."""
-SHELLS = ("usr/bin/bash", "usr/bin/dash", "bin/bash", "bin/dash", "bin/busybox")
-LAYOUT_FILE = re.compile(r"(oci-layout|index\.json|blobs/sha256/[0-9a-f]{64})$")
-ELF_MACHINES = {62: "amd64", 183: "arm64"}
+ID = re.compile(r"[0-9a-f]{64}\Z")
+NEW = ".new."
 CAUSE = "shoal: error: "
 """How our own program on a node begins what is wrong. Slurm has lines of its own."""
 LAST_LINES = 20
 """Of what a job says: the cause is among them."""
 KEPT = ("names", "bundles", "containers", ".lock", AUTH_FILE)
 """In the store, beside images."""
-CHUNK_BYTES = 1 << 20
+WRITTEN_S = 86400
+"""So long another file may be one that a program is writing."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -83,16 +87,21 @@ def main(argv: list[str]) -> int:
         os.makedirs(os.path.join(store, "names"), 0o700, exist_ok=True)
         modes: dict[str, Callable[..., object]] = {
             **{"find": find, "pull": pull, "build": build, "receive": receive, "push": push},
-            **{"login": without_removals(login), "logout": without_removals(logout)},
-            **{"bundle": bundle, "list": list_images, "containers": list_containers},
-            **{"remove": remove, "prune": prune},
+            **{"login": login, "logout": logout, "bundle": bundle},
+            **{"list": list_images, "containers": list_containers},
+            **{"remove": remove, "prune": prune, "sweep": sweep},
         }
         sys.stdout.write(json.dumps(modes[mode](store, *words)) + "\n")
-    except (Problem, OSError) as error:
-        text = str(error) if isinstance(error, Problem) else "%s: %s" % (error.filename, error.strerror)
-        sys.stderr.write(text + "\n")
-        return EXIT_WITH_CAUSE
+    except Problem as error:
+        return fail(str(error))
+    except OSError as error:
+        return fail("%s: %s" % (error.filename, error.strerror) if error.filename else str(error))
     return 0
+
+
+def fail(text: str) -> int:
+    sys.stderr.write(text + "\n")
+    return EXIT_WITH_CAUSE
 
 
 def find(store: str, image: str) -> Optional[dict[str, Any]]:
@@ -126,14 +135,10 @@ def describe(name: str, reference: str, digest: str, id: str, **values: object) 
 
 
 def pull(store: str, source: str, name: str) -> dict[str, Any]:
-    with locked(store, fcntl.LOCK_SH), new_place(store) as new:
+    with new_place(store) as new:
         if source.startswith("/"):
-            kind, path, before = require_archive(source), source, stamp(source)
-            if kind == "oci-archive":
-                # skopeo gives the files their owners, which a user may not.
-                kind, path = "oci", new + "/archive"
-                extract(source, path)
-            run(["skopeo", *policy(), "copy", "--quiet", "%s:%s" % (kind, path), "oci:%s/layout:%s" % (new, TAG)])
+            before = stamp(source)
+            copy_archive(source, new, TAG)
             return keep(store, new + "/layout", name, source, "", stamp=before)
         # The digest first: what is pulled is what was asked for, and nodes can pull the same.
         digest = read_digest(store, source)
@@ -147,12 +152,13 @@ def build(store: str, source: str, name: str) -> dict[str, Any]:
     if not os.path.isdir(source):
         raise Problem("%s is no directory; `shoal image pull` takes archives and references" % source)
     architecture = directory_architecture(source)
-    with locked(store, fcntl.LOCK_SH), new_place(store) as new:
+    with new_place(store) as new:
         layout = new + "/layout"
         image = "%s:%s" % (layout, TAG)
         run(["umoci", "init", "--layout", layout])
         run(["umoci", "new", "--image", image])
-        run(["umoci", "insert", "--rootless", "--image", image, source, "/"])
+        with growth_shown(layout, "%d MB packed"):
+            run(["umoci", "insert", "--rootless", "--image", image, source, "/"])
         if architecture:
             run(["umoci", "config", "--image", image, "--architecture", architecture])
         run(["umoci", "gc", "--layout", layout])
@@ -161,7 +167,7 @@ def build(store: str, source: str, name: str) -> dict[str, Any]:
 
 def receive(store: str, name: str, *command: str) -> dict[str, Any]:
     """From a job, which prints the tar of a layout (runner/image_export.py, image_build.py). Our input is the job's."""
-    with locked(store, fcntl.LOCK_SH), new_place(store) as new:
+    with new_place(store) as new:
         lines: list[str] = []
         pipe = subprocess.PIPE
         # What kills us kills our session: with SIGKILL srun would leave its job. In its own it gets SIGTERM.
@@ -198,8 +204,7 @@ def relay_lines(messages: IO[bytes], lines: list[str]) -> None:
     for raw in messages:
         text = raw.decode(errors="replace").rstrip()
         lines[:] = [*lines, text][-LAST_LINES:]
-        sys.stdout.write(json.dumps({"progress": text[-MESSAGE_END:]}) + "\n")
-        sys.stdout.flush()
+        show_progress(text[-MESSAGE_END:])
 
 
 def push(store: str, name: str, reference: str) -> dict[str, Any]:
@@ -217,32 +222,43 @@ def push(store: str, name: str, reference: str) -> dict[str, Any]:
     if registry == own_registry() and place.partition("/")[0] != own_name():
         text = "in the cluster's registry you write below your own name, such as %s/%s/%s"
         raise Problem(text % (registry, own_name(), place))
-    with locked(store, fcntl.LOCK_SH), new_place(store) as new:
-        digest = push_image(store, image["layout"], TAG, reference, new + "/digest")
+    with new_place(store) as new:
+        try:
+            digest = push_image(store, image["layout"], TAG, reference, new + "/digest")
+        except Problem:
+            if not os.path.isdir(image["layout"]):
+                raise Problem("image %s was removed while it was pushed" % name) from None
+            raise
     return {"name": name, "reference": reference, "digest": digest}
 
 
 def keep(store: str, new: str, name: str, reference: str, digest: str, **values: object) -> dict[str, Any]:
     """Give the new layout the place of its digest, and the name."""
-    with open(os.path.join(new, "index.json")) as file:
-        manifest_digest = json.load(file)["manifests"][0]["digest"]
+    try:
+        with open(os.path.join(new, "index.json")) as file:
+            manifest_digest = json.load(file)["manifests"][0]["digest"]
+        config = read_blob(new, read_blob(new, manifest_digest)["config"]["digest"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Problem("the image is damaged (%r); make it again" % error) from None
     id = manifest_digest.rpartition(":")[2]
-    config = read_blob(new, read_blob(new, manifest_digest)["config"]["digest"])
     blobs = os.path.join(new, "blobs", "sha256")
     size = sum(os.stat(os.path.join(blobs, blob)).st_size for blob in os.listdir(blobs))
-    place = os.path.join(store, id)
-    try:
-        os.rename(new, place)
-    except OSError:
-        if not os.path.isdir(place):
-            raise
     facts = {"architecture": config.get("architecture", ""), "bytes": size, "made_at": int(time.time())}
     image = describe(name, reference, digest or manifest_digest, id, **{**facts, **values})
-    replace_file(name_file(store, name), json.dumps(image))
+    place = os.path.join(store, id)
+    with locked(store, fcntl.LOCK_SH):
+        try:
+            os.rename(new, place)
+        except OSError:
+            if not os.path.isdir(place):
+                raise
+        replace_file(name_file(store, name), json.dumps(image))
     return {**image, "layout": place}
 
 
 def read_blob(layout: str, digest: str) -> dict[str, Any]:
+    if not re.match(r"sha256:[0-9a-f]{64}\Z", digest):
+        raise ValueError(digest)
     with open(os.path.join(layout, "blobs", *digest.split(":"))) as file:
         content: dict[str, Any] = json.load(file)
     return content
@@ -283,14 +299,19 @@ def remove(store: str, name: str) -> list[str]:
 
 def unknown_image(store: str, name: str) -> Problem:
     known = ", ".join(image["name"] for image in list_images(store)) or "none"
-    return Problem("you have no image %s; yours are: %s" % (name, known))
+    text = "you have no image %s; yours are: %s" % (name, known)
+    nodes = [node for one in list_containers(store) if one["name"] == name for node in one["nodes"]]
+    if nodes:
+        text += "; it is a container of %s: name the node with --node" % ", ".join(nodes)
+    return Problem(text)
 
 
 def prune(store: str) -> list[str]:
     """The ids of what was removed. A job that waits in the queue fails if its image is: its message says so."""
+    sweep(store)
     with locked(store, fcntl.LOCK_EX):
         used = {image["id"] for image in list_images(store)}
-        left = [name for name in os.listdir(store) if name not in used and name not in KEPT]
+        left = [name for name in os.listdir(store) if name not in used and is_left(os.path.join(store, name))]
         for name in left:
             remove_path(os.path.join(store, name))
         for name in os.listdir(os.path.join(store, "names")):
@@ -298,7 +319,13 @@ def prune(store: str) -> list[str]:
             if not name.endswith(".json") or read_name(store, urllib.parse.unquote(name[: -len(".json")])) is None:
                 os.unlink(path)
         remove_bundles(store)
-    return [name for name in left if re.match("[0-9a-f]{64}$", name)]
+    return [name for name in left if ID.match(name)]
+
+
+def is_left(path: str) -> bool:
+    """Whether nothing needs it that is there, without a name. What a program is writing is young."""
+    name = os.path.basename(path)
+    return bool(ID.match(name)) or (name not in KEPT and os.lstat(path).st_mtime <= time.time() - WRITTEN_S)
 
 
 def remove_path(path: str) -> None:
@@ -309,18 +336,9 @@ def remove_path(path: str) -> None:
         os.unlink(path)
 
 
-def without_removals(function: Callable[..., object]) -> Callable[..., object]:
-    """The function, while nothing is removed from the store: what it writes would be, before it has its name."""
-
-    def locked_function(store: str, *words: str) -> object:
-        with locked(store, fcntl.LOCK_SH):
-            return function(store, *words)
-
-    return locked_function
-
-
 @contextlib.contextmanager
 def locked(store: str, how: int) -> Iterator[None]:
+    """For a moment: nobody waits here for a registry or a job."""
     with open(os.path.join(store, ".lock"), "w") as lock:
         fcntl.flock(lock, how)
         yield
@@ -328,65 +346,30 @@ def locked(store: str, how: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_place(store: str) -> Iterator[str]:
-    path = os.path.join(store, ".new.%s.%d" % (os.uname().nodename, os.getpid()))
-    os.mkdir(path, 0o700)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    """A directory for an image that is not whole yet."""
+    sweep(store)
+    with contextlib.ExitStack() as stack:
+        with locked(store, fcntl.LOCK_EX):
+            lock, lock_path = tempfile.mkstemp(prefix=NEW, suffix=".lock", dir=store)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = lock_path[: -len(".lock")]
+            os.mkdir(path, 0o700)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.unlink(lock_path)
 
 
-def require_archive(path: str) -> str:
-    """The kind of an archive or layout, as skopeo names it."""
-    if os.path.exists(os.path.join(path, "oci-layout")):
-        return "oci"
-    with open(path, "rb") as file:
-        if file.read(4) == b"hsqs":
-            fix = "`unsquashfs -d DIRECTORY %s`, then `shoal image build NAME DIRECTORY`" % path
-            raise Problem("%s is a squashfs file, which this engine does not take: run %s" % (path, fix))
-    try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if member.name.lstrip("./") == "oci-layout":
-                    return "oci-archive"
-                if member.name.lstrip("./") == "manifest.json":
-                    return "docker-archive"
-    except tarfile.TarError:
-        pass
-    raise Problem("%s is no archive of an image; unpack it, then `shoal image build NAME DIRECTORY`" % path)
-
-
-def extract(source: str, place: str) -> None:
-    with tarfile.open(source) as tar:
-        write_files(tar, place)
-
-
-def write_files(tar: tarfile.TarFile, place: str) -> None:
-    """Write the files of an OCI layout and no others. A blob whose content is not what its name says is an error."""
-    for member in tar:
-        name = member.name[2:] if member.name.startswith("./") else member.name
-        file = tar.extractfile(member) if LAYOUT_FILE.match(name) and member.isreg() else None
-        if file is not None:
-            path, digest = os.path.join(place, name), hashlib.sha256()
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "wb") as new:
-                for data in iter(lambda file=file: file.read(CHUNK_BYTES), b""):  # type: ignore[misc]
-                    digest.update(data)
-                    new.write(data)
-            if name.startswith("blobs/") and os.path.basename(name) != digest.hexdigest():
-                raise Problem("%s has other content than its digest says; get the image again" % name)
-
-
-def stamp(path: str) -> str:
-    status = os.stat(path)
-    return "%d.%d.%d" % (status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def directory_architecture(root: str) -> str:
-    """The CPU type of the programs in a root file system; empty where that is not plain."""
-    for name in SHELLS:
-        with contextlib.suppress(OSError), open(os.path.join(root, name), "rb") as file:
-            head = file.read(20)
-            if head[:4] == b"\x7fELF":
-                return ELF_MACHINES.get(int.from_bytes(head[18:20], "little"), "")
-    return ""
+def sweep(store: str) -> None:
+    """Remove the places of programs that were killed: nobody holds their locks."""
+    with locked(store, fcntl.LOCK_EX):
+        for name in os.listdir(store):
+            if not name.startswith(NEW) or not name.endswith(".lock"):
+                continue
+            path = os.path.join(store, name)
+            with contextlib.suppress(BlockingIOError), open(path, "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path[: -len(".lock")], ignore_errors=True)
+                os.unlink(path)

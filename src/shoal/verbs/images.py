@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.containers.images import (
     BUNDLE_NAME,
@@ -31,9 +32,9 @@ from shoal.containers.images import (
     require_nodes,
     store_command,
 )
-from shoal.errors import CommandFailed, CommandTimeout, UsageError
+from shoal.errors import CommandFailed, CommandTimeout, HostError, UsageError
 from shoal.hostlist import compress
-from shoal.hosts.api import Host, Process
+from shoal.hosts.api import Host, Process, Result
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import step_command
 from shoal.plan.progress import Phase, ProgressReporter
@@ -52,12 +53,23 @@ from shoal.verbs.slurmctld import slurm_output
 PULL_TIMEOUT_S = 3600.0
 LIST_TIMEOUT_S = 60.0
 LOGIN_TIMEOUT_S = 120.0
+SWEEP_TIMEOUT_S = 30.0
 REMOVAL_TIMEOUT_S = 600.0
 SAVE_LIMIT, REMOVAL_LIMIT = "--time=30", "--time=10"
 """Minutes that Slurm lets a job on a node run: it starts sooner between others."""
 ONE_TASK = ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/")
 FETCH_FIX = "check that the host reaches the registry, and that its disks answer"
+FAILURE_FIX = "try again; if it stays, it is a fault of Shoal: report it with this line"
 DIRECTORY_FIX = "ask the operator to repair it"
+
+
+@dataclass(frozen=True)
+class PushedImage:
+    """An image that a registry has."""
+
+    name: str
+    reference: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -74,59 +86,60 @@ class ImageStore:
             result = await self.host.run(command, stdin=stdin, timeout=timeout, root=False)
         except CommandTimeout:
             raise CommandTimeout(self.host.name, f"cannot {what} within {timeout:g} s", hint=FETCH_FIX) from None
-        if result.status == EXIT_WITH_CAUSE:
-            raise UsageError(f"cannot {what}: {result.error_text.strip()}", hint="correct it and try again")
-        if result.status != 0:
-            raise CommandFailed(self.host.name, f"cannot {what}: {result.error_text.strip()}")
+        self._check(result, what)
         return result.text
 
     async def fetch(self, verb: str, source: str, name: str, phase: Phase) -> StoredImage:
         """Keep an image of a registry, an archive or a directory, and show how much of it is here meanwhile."""
-        command = store_command(verb, self.directory, source, name, proxy=self.record.proxy)
-        return await self._follow(command, b"", phase, f"{verb} image {source}", FETCH_FIX)
+        return StoredImage.of(await self._follow(phase, f"{verb} image {source}", FETCH_FIX, verb, source, name))
+
+    async def push(self, name: str, reference: str, phase: Phase) -> PushedImage:
+        """Copy an image to a registry, and show how much was sent meanwhile."""
+        return PushedImage(**await self._follow(phase, f"push image {name}", FETCH_FIX, "push", name, reference))
 
     async def receive(self, name: str, job: Sequence[str], stdin: bytes, phase: Phase, *, what: str) -> StoredImage:
         """Keep the image that a job prints, and show what the job says meanwhile."""
         fix = "see `squeue --me`: the job may wait for a node"
-        try:
-            return await self._follow(store_command("receive", self.directory, name, *job), stdin, phase, what, fix)
-        except BaseException:
-            await cancel_short_job(self.host, job)
-            raise
+        return StoredImage.of(await self._follow(phase, what, fix, "receive", name, *job, stdin=stdin))
 
-    async def _follow(self, command: Sequence[str], stdin: bytes, phase: Phase, what: str, fix: str) -> StoredImage:
+    async def _follow(self, phase: Phase, what: str, fix: str, *words: str, stdin: bytes = b"") -> dict[str, Any]:
+        """Run a verb that takes long; its answer. What it leaves when a person does not wait for it is removed."""
+        command = store_command(words[0], self.directory, *words[1:], proxy=self.record.proxy)
         process = await self.host.start(command, root=False)
-        image: StoredImage | None = None
+        result = None
         try:
             async with asyncio.timeout(PULL_TIMEOUT_S):
                 if stdin:
                     await process.write(stdin)
-                image = await self._read_lines(process, phase)
+                answer = await self._read_lines(process, phase)
                 result = await process.wait()
         except TimeoutError:
             raise CommandTimeout(self.host.name, f"cannot {what} within {PULL_TIMEOUT_S:g} s", hint=fix) from None
         finally:
             await process.kill()
-        if image is None or result.status != 0:
-            raise UsageError(f"cannot {what}: {result.error_text.strip()}", hint="correct it and try again")
-        return image
+            if result is None:
+                await cancel_short_job(self.host, words)
+                with suppress(HostError):
+                    await self.host.run(store_command("sweep", self.directory), timeout=SWEEP_TIMEOUT_S, root=False)
+        self._check(result, what)
+        return answer
 
-    async def _read_lines(self, process: Process, phase: Phase) -> StoredImage | None:
+    async def _read_lines(self, process: Process, phase: Phase) -> dict[str, Any]:
         while line := await process.readline():
-            data = json.loads(line)
+            data: dict[str, Any] = json.loads(line)
             if "progress" not in data:
-                return StoredImage.of(data)
+                return data
             phase.update(self.host.name, data["progress"])
-        return None
+        return {}
 
-
-@dataclass(frozen=True)
-class PushedImage:
-    """An image that a registry has."""
-
-    name: str
-    reference: str
-    digest: str
+    def _check(self, result: Result, what: str) -> None:
+        """Raise what the program says is wrong. That it failed in itself is no error of the person."""
+        text = result.error_text.strip()
+        if result.status == EXIT_WITH_CAUSE:
+            raise UsageError(f"cannot {what}: {text}", hint="correct it and try again")
+        if result.status != 0:
+            cause = text.splitlines()[-1] if text else f"status {result.status}"
+            raise CommandFailed(self.host.name, f"cannot {what}: {cause}", hint=FAILURE_FIX)
 
 
 @asynccontextmanager
@@ -159,9 +172,9 @@ async def push(context: Context, name: str, reference: str | None) -> PushedImag
         raise UsageError(f"{reference!r} is not a place in a registry", hint="write it like registry/lab/train:3")
     async with open_store(context) as store:
         with context.progress.phase(f"image {name}", 1) as phase:
-            text = await store.ask("push", name, reference or "", what=f"push image {name}", timeout=PULL_TIMEOUT_S)
+            pushed = await store.push(name, reference or "", phase)
             phase.done(store.host.name)
-    return PushedImage(**json.loads(text))
+    return pushed
 
 
 async def login(context: Context, registry: str, user: str, password: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,17 @@ def test_size_of_what_is_pulled_is_shown(
     assert json.loads(shown.splitlines()[0]) == {"progress": "2 MB"}
 
 
+def test_amount_that_is_sent_is_what_our_programs_have_written() -> None:
+    before = image_registry.bytes_written()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as program:
+        assert program.stdin
+        program.stdin.write(bytes(2_500_000))
+        program.stdin.flush()
+        while image_registry.bytes_written() < before + 2_400_000:
+            time.sleep(0.01)
+        program.stdin.close()
+
+
 def test_logins_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "address").write_text("c1:5000\n")
     monkeypatch.setattr(image_registry, "OWN_REGISTRY", str(tmp_path / "address"))
@@ -85,6 +98,7 @@ def test_logins_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_prune_keeps_the_logins(tmp_path: Path) -> None:
     (tmp_path / "auth.json").touch()
+    os.utime(tmp_path / "auth.json", (0, 0))
     ask("prune", str(tmp_path))
     assert (tmp_path / "auth.json").exists()
 

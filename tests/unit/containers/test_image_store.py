@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from typing import Any
 import pytest
 
 from shoal.containers.images import StoredImage, parse_containers, parse_image, parse_images, store_command
-from shoal.remote import image_store
-from shoal.remote.image_store import Problem, directory_architecture, find, keep, repository, require_archive
+from shoal.remote import image_archives, image_store
+from shoal.remote.image_archives import directory_architecture, require_archive, stamp
+from shoal.remote.image_registry import Problem, repository
+from shoal.remote.image_store import find, keep, new_place
 
 
 def make_layout(place: Path, text: str = "one", architecture: str = "arm64") -> Path:
@@ -76,12 +79,34 @@ def test_same_content_is_stored_once_and_goes_with_its_last_name(store: Path) ->
 
 def test_prune_removes_what_a_later_pull_replaced_and_half_a_pull(store: Path) -> None:
     before, after = kept(store, "a", "one")["id"], kept(store, "a", "two")["id"]
-    (store / ".new.controller.17").mkdir()
-    for name in ("auth.json.17", "names/b.json.17"):  # of programs that were killed
+    for name in (".new.killed.lock", "auth.json.17", "names/b.json.17"):  # of programs that were killed
         (store / name).touch()
+    (store / ".new.killed").mkdir()
+    os.utime(store / "auth.json.17", (0, 0))
+    (store / "auth.json.18").touch()  # it is being written
     assert json.loads(ask("prune", str(store))) == [before]
-    assert sorted(path.name for path in store.iterdir()) == sorted([".lock", after, "names"])
+    assert sorted(path.name for path in store.iterdir()) == sorted([".lock", after, "auth.json.18", "names"])
     assert [path.name for path in (store / "names").iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("verb", ["remove", "prune"])
+def test_removal_waits_for_no_pull_and_leaves_its_files(store: Path, verb: str) -> None:
+    kept(store, "mini")
+    with new_place(str(store)) as new:
+        Path(new, "blob").touch()
+        ask(verb, str(store), *(["mini"] if verb == "remove" else []))
+        ask("sweep", str(store))
+        assert Path(new, "blob").exists()
+        kept(store, "maxi", "two")
+    assert sorted(path.name for path in store.iterdir() if path.name.startswith(".new")) == []
+    assert [image.name for image in parse_images(ask("list", str(store)))] == ["maxi", "mini"][: 2 - (verb == "remove")]
+
+
+def test_next_pull_removes_what_a_killed_one_left(store: Path) -> None:
+    (store / ".new.killed").mkdir()
+    (store / ".new.killed.lock").touch()
+    ask("pull", str(store), "/nowhere.tar", "x", status=3)
+    assert sorted(path.name for path in store.iterdir()) == [".lock", "names"]
 
 
 def test_containers_are_listed_with_their_nodes(store: Path) -> None:
@@ -94,6 +119,8 @@ def test_containers_are_listed_with_their_nodes(store: Path) -> None:
     assert (one.name, one.image, one.nodes) == ("mine", "mini", ("n1", "n2")) and one.made_at > 0
     ask("prune", str(store))
     assert (store / "containers/mine/n1").exists()
+    said = ask("remove", str(store), "mine", status=3)
+    assert said.endswith("yours are: none; it is a container of n1, n2: name the node with --node\n")
 
 
 def test_unknown_name_is_an_error_that_lists_the_others(store: Path) -> None:
@@ -104,7 +131,7 @@ def test_unknown_name_is_an_error_that_lists_the_others(store: Path) -> None:
 def test_archive_that_changed_is_read_again(store: Path, tmp_path: Path) -> None:
     archive = tmp_path / "x.tar"
     write_tar(archive, "manifest.json")
-    kept(store, str(archive), stamp=image_store.stamp(str(archive)))
+    kept(store, str(archive), stamp=stamp(str(archive)))
     assert find(str(store), str(archive)) is not None
     write_tar(archive, "manifest.json", "more")
     assert find(str(store), str(archive)) is None
@@ -119,10 +146,47 @@ def write_tar(path: Path, *names: str) -> None:
 def test_archive_gives_the_files_of_a_layout_and_no_others(tmp_path: Path) -> None:
     blob = f"blobs/sha256/{hashlib.sha256().hexdigest()}"
     write_tar(tmp_path / "x.tar", "./oci-layout", "index.json", blob, "../outside", "/tmp/outside", "blobs/sha256/../x")
-    image_store.extract(str(tmp_path / "x.tar"), str(tmp_path / "new"))
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        image_archives.write_files(tar, str(tmp_path / "new"))
     files = [str(path.relative_to(tmp_path / "new")) for path in (tmp_path / "new").rglob("*") if path.is_file()]
     assert sorted(files) == [blob, "index.json", "oci-layout"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "x.tar"]
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "bz2", ""])
+@pytest.mark.parametrize("there", [0.01, 0.8])
+def test_archive_that_is_cut_is_named_and_leaves_nothing(store: Path, tmp_path: Path, kind: str, there: float) -> None:
+    path, data = tmp_path / "x.tar", random.Random(1).randbytes(100000)
+    with tarfile.open(path, f"w:{kind}") as tar:
+        for name in ("oci-layout", f"blobs/sha256/{hashlib.sha256(data).hexdigest()}"):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * there)])
+    said = ask("pull", str(store), str(path), "x", status=3)
+    assert said.startswith(str(path)) and ("is damaged" in said or "is no archive" in said) and said.count("\n") == 1
+    assert sorted(path.name for path in store.iterdir()) == [".lock", "names"]
+
+
+def test_layout_that_the_reader_rejects_is_named(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "skopeo").write_text("#!/bin/sh\necho 'unexpected end of JSON input' >&2\nexit 1\n")
+    (tmp_path / "skopeo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout/oci-layout").touch()
+    said = ask("pull", str(store), str(tmp_path / "layout"), "x", status=3)
+    assert said == f"{tmp_path}/layout: skopeo: unexpected end of JSON input\n"
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"manifests": []}', '{"manifests": [{"digest": "../../x"}]}'])
+def test_layout_of_a_job_that_is_none_is_an_error(store: Path, tmp_path: Path, index: str) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name, data in (("oci-layout", b"{}"), ("index.json", index.encode())):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    assert "the image is damaged" in ask("receive", str(store), "x", "cat", str(tmp_path / "x.tar"), status=3)
+    assert sorted(path.name for path in store.iterdir()) == [".lock", "names"]
 
 
 def test_kinds_of_archives_are_told_apart(tmp_path: Path) -> None:

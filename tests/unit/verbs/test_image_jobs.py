@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from shoal.contract import VERSION
-from shoal.hosts.api import Target
+from shoal.errors import CommandFailed, UsageError
+from shoal.hosts.api import Result, Target
+from shoal.plan.progress import NoProgress
 from shoal.slurm.state import NODES_COMMAND
 from shoal.spec.cluster_record import ClusterRecord, RecordMember
 from shoal.verbs.context import Context
-from shoal.verbs.images import remove_container, save
+from shoal.verbs.images import ImageStore, remove_container, save
 from shoal.verbs.joined_cluster import JoinedCluster, Login
 from shoal_simulators.fake_host import FakeConnector, FakeHost, FakeProgram
 
@@ -58,3 +60,13 @@ async def test_job_of_an_interrupted_command_is_cancelled(verb: str) -> None:
     assert name.startswith(f"--job-name=shoal-image-{verb}-")
     assert ("scancel", name.replace("job-name", "name")) in c1.argvs
     assert any(word.startswith("--time=") for argv in c1.argvs for word in argv)
+    assert [argv[6] for argv in c1.argvs if argv[0] == "python3"][-1] == ("sweep" if verb == "save" else "make")
+
+
+@pytest.mark.parametrize(("status", "words"), [(3, "fix: correct it and try again"), (1, "a fault of Shoal")])
+async def test_failure_of_the_program_is_not_the_persons(status: int, words: str) -> None:
+    c1 = Controller()
+    c1.answers = {**c1.answers, ("python3",): Result(status, stderr=b"Traceback\n  line 1\nKeyError: 'x'\n")}
+    with pytest.raises(UsageError if status == 3 else CommandFailed) as caught:
+        await ImageStore(c1, "/data", RECORD).fetch("pull", "/x.tar", "x", NoProgress())
+    assert words in str(caught.value) and "KeyError" in str(caught.value)
