@@ -78,9 +78,18 @@ async def destroy(layout: Layout) -> None:
     try:
         await remove_tree(layout.shared)
     except ProviderError:  # jobs' files belong to ids that only the engine may use
-        image = next(host.image for host in layout.hosts().values())
+        image = await _any_image(engine, layout)
         mount = ("--network", "none", "--entrypoint", "find", "--volume", f"{layout.shared}:/shared")
         await engine.run("run", "--rm", *mount, image, "/shared", "-mindepth", "1", "-delete")
+
+
+async def _any_image(engine: Engine, layout: Layout) -> str:
+    """An image that can remove files: a host's, or another of the sandbox once all hosts have been removed."""
+    images = [host.image for host in layout.hosts().values()] or await engine_image.names(engine)
+    if not images:
+        what = f"{layout.shared} has files of jobs, whose ids only {engine.name} may use, and no image is left"
+        raise ProviderError(what, hint=f"remove it: sudo rm -rf {layout.shared}")
+    return images[0]
 
 
 def engine_of(layout: Layout) -> str:

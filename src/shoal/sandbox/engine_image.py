@@ -191,11 +191,16 @@ async def _exists(engine: Engine, name: str) -> bool:
     return True
 
 
-async def _prune(engine: Engine, image: str, name: str) -> None:
-    """Remove older builds of the image. The engine keeps those that a host stands on."""
+async def names(engine: Engine, image: str = "*") -> list[str]:
+    """The engine's names of the builds of an image, or of all images of the sandbox."""
     reference = f"reference=localhost/shoal-sandbox-{image}"
     listed = await engine.run("images", "--filter", reference, "--format", "{{.Repository}}:{{.Tag}}")
-    older = [line for line in listed.split() if line.startswith("localhost/shoal-sandbox-") and line != name]
+    return [line for line in listed.split() if line.startswith("localhost/shoal-sandbox-")]
+
+
+async def _prune(engine: Engine, image: str, name: str) -> None:
+    """Remove older builds of the image. The engine keeps those that a host stands on."""
+    older = [other for other in await names(engine, image) if other != name]
     base = f"localhost/shoal-base-{image}:latest"
     with contextlib.suppress(ProviderError):
         await asyncio.gather(*(engine.run("rmi", one, check=False) for one in (*older, base)))

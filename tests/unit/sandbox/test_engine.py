@@ -171,3 +171,37 @@ async def test_kinds_do_not_mix_in_one_cluster(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="n1 is of kind podman"):
         await provider.create("reef", [Request("n2", Shape())], lambda text, part: None)
     assert Layout(tmp_path, "reef").hosts()["n1"] == HOST
+
+
+DOCKER = """\
+#!/bin/sh
+cd "$(dirname "$0")"
+echo "$*" >> log
+[ "$1" != images ] || cat images
+"""
+
+
+@pytest.mark.parametrize("images", ["localhost/shoal-sandbox-debian12:1\nlocalhost/shoal-sandbox-sid:2\n", ""])
+async def test_files_of_jobs_are_removed_when_all_hosts_are_gone(
+    images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    (tmp_path / "images").write_text(images)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    async def fail(path: Path) -> None:
+        raise ProviderError(f"rm: cannot remove {path}: Permission denied")
+
+    monkeypatch.setattr(engine_hosts, "remove_tree", fail)
+    layout = Layout(tmp_path / "cache", "reef")
+    layout.dir.mkdir(parents=True)
+    (layout.dir / engine_hosts.ENGINE_FILE).write_text("docker\n")
+    if images:
+        await engine_hosts.destroy(layout)
+        last = (tmp_path / "log").read_text().splitlines()[-1]
+        assert last.startswith("run --rm ") and "shoal-sandbox-debian12:1 /shared -mindepth 1 -delete" in last
+    else:
+        with pytest.raises(ProviderError, match="only docker may use, and no image is left") as error:
+            await engine_hosts.destroy(layout)
+        assert error.value.hint == f"remove it: sudo rm -rf {layout.shared}"
