@@ -42,6 +42,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         write_image(made, "hostile", *hostile_files())
         write_archive(place / "tiny.tar", layer_of([file("mark", random.Random(1).randbytes(1 << 20).hex())]))
         write_archive(place / "other.tar", layer_of([file("mark", "other")]), architecture=OTHER)
+        cuda = layer_of([file("mark", "cuda")])
+        write_archive(place / "cuda.tar", cuda, env=["NVIDIA_REQUIRE_CUDA=cuda>=99.1"])
         for name, write in BROKEN.items():
             write(place / f"{name}.tar")
         yield made
@@ -81,6 +83,8 @@ def test_image_that_cannot_run_is_rejected_before_the_job_starts(ann: User) -> N
     other = ann.run("--image /shared/other.tar", status=2)
     assert f"is for {OTHER}, and the nodes are {HERE}" in other
     assert "you have no image maxi" in ann.run("--image maxi", status=2)
+    newer = ann.run("--gpus-per-node 1 --image /shared/cuda.tar", status=2)
+    assert "needs CUDA 99.1, and the drivers of n[1-2] are for 13.0 or older" in newer
     assert ann.do("squeue -h -u ann") == ""
 
 

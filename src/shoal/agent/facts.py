@@ -28,6 +28,8 @@ class Gpu:
     memory_mb: int
     device: str
     """Its device file, `/dev/nvidia0`."""
+    driver: str = ""
+    """The version of NVIDIA's driver: "580.95.05"."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from shoal.spec.checks import refusal
 
 FEATURE = "images"
 """Slurm's feature of nodes that run jobs in images; `images-arm64` for those of one CPU type."""
+DRIVER = "driver-"
+"""The feature of nodes with NVIDIA's driver: `driver-580.95`."""
 PYXIS = "pyxis"
 """The feature of nodes that run them with enroot and pyxis instead."""
 STORE = "images"
 """The images in the user's directory for jobs."""
-STORE_PROGRAMS = ("image_bundles", "image_registry", "image_archives", "image_store")
+STORE_PROGRAMS = ("image_bundles", "image_facts", "image_registry", "image_archives", "image_store")
 """Of `remote`: what keeps the images."""
 STEP_PROGRAM = f"{PROGRAMS}/start.py"
 """Runs steps that `shoal run` does not start, on nodes."""
@@ -44,6 +46,8 @@ class StoredImage:
     """The digest of its manifest as it is stored: hosts unpack it under this name."""
     architecture: str = ""
     """`amd64` or `arm64`; empty where it is not known."""
+    cuda: str = ""
+    """What it needs of NVIDIA's driver, in NVIDIA's words: "cuda>=12.4 brand=tesla,driver>=470,driver<471"."""
     bytes: int = 0
     made_at: int = 0
     layout: str = ""
@@ -85,6 +89,8 @@ class JobImage:
     keep: tuple[str, ...] = ()
     """Variables that the job sets, and the image does not."""
     proxy: Mapping[str, str] = field(default_factory=dict)
+    unfit: tuple[str, ...] = ()
+    """Nodes whose driver is too old for it."""
 
     def as_json(self, binds: Iterable[str]) -> str:
         """What `remote/runner/image.py` reads. `binds` are directories that are the same inside."""
@@ -102,9 +108,15 @@ class JobImage:
         return f"{wanted}&{others}" if re.fullmatch("[A-Za-z0-9_.&-]+", others) else f"{wanted}&({others})"
 
 
-def node_features(machine: str) -> tuple[str, ...]:
-    """The features of a node that runs jobs in images, by its CPU type."""
-    return (FEATURE, f"{FEATURE}-{ARCHITECTURES[machine]}") if machine in ARCHITECTURES else (FEATURE,)
+def node_features(machine: str, driver: str = "") -> tuple[str, ...]:
+    """The features of a node that runs jobs in images, by its CPU type and NVIDIA's driver."""
+    types = (f"{FEATURE}-{ARCHITECTURES[machine]}",) if machine in ARCHITECTURES else ()
+    return (FEATURE, *types, *((DRIVER + ".".join(driver.split(".")[:2]),) if re.match(r"\d", driver) else ()))
+
+
+def driver_of(features: Iterable[str]) -> str:
+    """NVIDIA's driver of a node with these features; empty where it has none, or is yet to be rented."""
+    return next((feature.removeprefix(DRIVER) for feature in features if feature.startswith(DRIVER)), "")
 
 
 def require_nodes(image: StoredImage, features: Iterable[Sequence[str]]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from shoal.hostlist import compress
+from shoal.remote.runner.driver_files import is_met
 from shoal.spec.finding import Finding
 
 DriverSupport = Literal["yes", "older", "no"]
@@ -51,6 +52,24 @@ def check_driver(cuda: str, driver: str) -> DriverSupport:
         return "no"
     nearest = max((release for release in of_major if release <= needed), default=min(of_major))
     return "yes" if installed >= of_major[nearest] else "older"
+
+
+def newest_cuda(driver: str) -> str:
+    """The newest CUDA that this driver knows: "12.8". Empty for a driver that is newer than the table, or not known."""
+    installed = _pair(driver)
+    releases = [release for release, least in DRIVERS.items() if least <= installed]
+    if not releases or installed[0] > max(DRIVERS.values())[0]:
+        return ""
+    return "{}.{}".format(*max(releases))
+
+
+def is_driver_fit(needed: str, driver: str) -> bool:
+    """Whether a driver has what an image needs, in the words of NVIDIA's images: "cuda>=12.4 driver>=470,driver<471".
+
+    One that is newer than the table is, and one that is not known: the node looks again.
+    """
+    cuda = newest_cuda(driver)
+    return not needed or not cuda or is_met(needed, {"driver": driver, "cuda": cuda})
 
 
 def oldest_driver(cuda: str) -> str:

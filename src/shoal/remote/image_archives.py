@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LAYOUT_FILE = re.compile(r"(oci-layout|index\.json|blobs/sha256/[0-9a-f]{64})\Z")
-SHELLS = ("usr/bin/bash", "usr/bin/dash", "bin/bash", "bin/dash", "bin/busybox")
-ELF_MACHINES = {62: "amd64", 183: "arm64"}
 CHUNK_BYTES = 1 << 20
 
 
@@ -86,13 +84,3 @@ def write_files(tar: tarfile.TarFile, place: str) -> None:
 def stamp(path: str) -> str:
     status = os.stat(path)
     return "%d.%d.%d" % (status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def directory_architecture(root: str) -> str:
-    """The CPU type of the programs in a root file system; empty where that is not plain."""
-    for name in SHELLS:
-        with contextlib.suppress(OSError), open(os.path.join(root, name), "rb") as file:
-            head = file.read(20)
-            if head[:4] == b"\x7fELF":
-                return ELF_MACHINES.get(int.from_bytes(head[18:20], "little"), "")
-    return ""

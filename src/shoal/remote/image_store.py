@@ -41,8 +41,9 @@ import threading
 import time
 import urllib.parse
 
-from .image_archives import CHUNK_BYTES, copy_archive, directory_architecture, require_archive, stamp, write_files
+from .image_archives import CHUNK_BYTES, copy_archive, require_archive, stamp, write_files
 from .image_bundles import bundle, remove_bundles, replace_file
+from .image_facts import config_facts, directory_architecture, directory_facts
 from .image_registry import (
     AUTH_FILE,
     MESSAGE_END,
@@ -109,7 +110,7 @@ def find(store: str, image: str) -> Optional[dict[str, Any]]:
     if not image.startswith("/"):
         return read_name(store, image)
     if os.path.isdir(image) and not os.path.exists(os.path.join(image, "oci-layout")):
-        return describe(image, "", "", "", directory=image, architecture=directory_architecture(image))
+        return describe(image, "", "", "", directory=image, **directory_facts(image))
     require_archive(image)
     stored = read_name(store, image)
     return stored if stored and stored["stamp"] == stamp(image) else None
@@ -130,7 +131,7 @@ def name_file(store: str, name: str) -> str:
 
 def describe(name: str, reference: str, digest: str, id: str, **values: object) -> dict[str, Any]:
     """Every key that `shoal.containers.images` reads."""
-    empty = {"layout": "", "directory": "", "source": "", "architecture": "", "bytes": 0, "stamp": ""}
+    empty = {"layout": "", "directory": "", "source": "", "architecture": "", "cuda": "", "bytes": 0, "stamp": ""}
     return {"name": name, "reference": reference, "digest": digest, "id": id, "made_at": 0, **empty, **values}
 
 
@@ -237,13 +238,13 @@ def keep(store: str, new: str, name: str, reference: str, digest: str, **values:
     try:
         with open(os.path.join(new, "index.json")) as file:
             manifest_digest = json.load(file)["manifests"][0]["digest"]
-        config = read_blob(new, read_blob(new, manifest_digest)["config"]["digest"])
+        described = config_facts(read_blob(new, read_blob(new, manifest_digest)["config"]["digest"]))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Problem("the image is damaged (%r); make it again" % error) from None
     id = manifest_digest.rpartition(":")[2]
     blobs = os.path.join(new, "blobs", "sha256")
     size = sum(os.stat(os.path.join(blobs, blob)).st_size for blob in os.listdir(blobs))
-    facts = {"architecture": config.get("architecture", ""), "bytes": size, "made_at": int(time.time())}
+    facts = {**described, "bytes": size, "made_at": int(time.time())}
     image = describe(name, reference, digest or manifest_digest, id, **{**facts, **values})
     place = os.path.join(store, id)
     with locked(store, fcntl.LOCK_SH):

@@ -130,7 +130,8 @@ def image_features(spec: Spec, facts: Facts) -> tuple[str, ...]:
     """Slurm's features of a node that runs jobs in images; none where it does not."""
     if spec.containers is None or namespace_problem(facts):
         return ()
-    return node_features(facts.arch) if uses_oci(spec) else (PYXIS,)
+    driver = facts.gpus[0].driver if facts.gpus else ""
+    return node_features(facts.arch, driver) if uses_oci(spec) else (PYXIS,)
 
 
 def uses_oci(spec: Spec) -> bool:

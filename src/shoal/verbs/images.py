@@ -22,6 +22,7 @@ from shoal.containers.images import (
     StoredContainer,
     StoredImage,
     bundle_name,
+    driver_of,
     export_command,
     image_name,
     is_reference,
@@ -32,13 +33,16 @@ from shoal.containers.images import (
     require_nodes,
     store_command,
 )
+from shoal.environments.cuda import is_driver_fit, newest_cuda, oldest_driver
 from shoal.errors import CommandFailed, CommandTimeout, HostError, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process, Result
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import step_command
+from shoal.jobs.resolve import gpus_of
 from shoal.plan.progress import Phase, ProgressReporter
 from shoal.remote.image_store import CAUSE, EXIT_WITH_CAUSE
+from shoal.remote.runner.driver_files import SWITCH, least_cuda
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
@@ -318,7 +322,9 @@ async def job_image(
             fix = f"yours are: {', '.join(names)}" if names else "`shoal image pull REGISTRY/IMAGE:TAG` gets one"
             raise UsageError(f"you have no image {job.image}", hint=fix)
         image = known or await _fetch_shown(store, "pull", job.image, job.image, progress)
+    nodes = list(nodes)
     require_nodes(image, [node.features for node in nodes])
+    unfit = unfit_nodes(image, job, nodes)
     return JobImage(
         image,
         job.container_name or "",
@@ -328,7 +334,31 @@ async def job_image(
         job.script,
         tuple(job.export),
         record.proxy if record else {},
+        unfit,
     )
+
+
+def unfit_nodes(image: StoredImage, job: JobSpec, nodes: Sequence[NodeState]) -> tuple[str, ...]:
+    """The nodes whose driver is too old for the image's CUDA. Raises UsageError where there is no other for the job."""
+    if not image.cuda or job.gpus_per_node == 0 or SWITCH in job.export:
+        return ()
+    wanted = f"{FEATURE}-{image.architecture}" if image.architecture else FEATURE
+    drivers = {
+        node.name: driver_of(node.features)
+        for node in nodes
+        if wanted in node.features and job.partition in (None, *node.partitions)
+        if gpus_of(node) or not job.gpus_per_node
+    }
+    unfit = [name for name, driver in drivers.items() if not is_driver_fit(image.cuda, driver)]
+    if unfit and len(unfit) == len(drivers):
+        newest = max(newest_cuda(drivers[name]) for name in unfit)
+        least = least_cuda(image.cuda)
+        raise UsageError(
+            f"image {image.name} needs CUDA {least}, and the drivers of {compress(unfit)} are for {newest} or older",
+            hint=f"take an image for CUDA {newest} or older; or the operator installs driver {oldest_driver(least)} or"
+            " newer, and runs `shoal up`",
+        )
+    return tuple(unfit)
 
 
 async def _fetch_shown(store: ImageStore, verb: str, source: str, name: str, progress: ProgressReporter) -> StoredImage:

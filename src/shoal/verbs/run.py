@@ -223,6 +223,7 @@ async def _resolve(
         controller, login = await connections.fleet.host(context.controller.name), await connections.login
         image = await job_image(controller, login.record, job, nodes, context.progress)
         job = replace(job, constraint=image.constraint(job.constraint))
+        nodes = [node for node in nodes if node.name not in image.unfit]
     root, place = job_root(job, context.cluster), environment.path if environment else ""
     if any(node.cloud for node in nodes):
         from shoal.verbs.run_rented import resolve_rented  # it reads the whole spec
@@ -230,6 +231,7 @@ async def _resolve(
         resolved_job = resolve_rented(context, job, nodes, partitions, environment)
     else:
         resolved_job = resolve(job, nodes, partitions)
+    resolved_job = replace(resolved_job, exclude=(*resolved_job.exclude, *(image.unfit if image else ())))
     is_staged = bool(resolved_job.containers)
     paths = JobPaths(
         context.cluster,

@@ -133,7 +133,9 @@ async def prepare_as_user(
 
         image = await job_image(host, record, job, nodes, context.progress)
         job = replace(job, constraint=image.constraint(job.constraint))
+        nodes = [node for node in nodes if node.name not in image.unfit]
     resolved = _resolve(record, job, storage, nodes, parse_partitions(partition_text))
+    resolved = replace(resolved, exclude=(*resolved.exclude, *(image.unfit if image else ())))
     if resolved.containers:
         await _require_transferable(host, record, resolved, environment)
         if not storage.on_each_host:

@@ -59,8 +59,8 @@ def test_sockets_cores_and_threads_always_multiply_to_the_cpus(
 
 
 SMI = """\
-0, GPU-aaaa, NVIDIA H100 PCIe, 81559
-1, GPU-bbbb, NVIDIA GB10, [N/A]
+0, GPU-aaaa, NVIDIA H100 PCIe, 81559, 580.95.05
+1, GPU-bbbb, NVIDIA GB10, [N/A], 580.95.05
 """
 
 
@@ -68,6 +68,7 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     first, second = facts.parse_gpus(SMI, {})
     assert first == {
         "index": 0, "uuid": "GPU-aaaa", "name": "NVIDIA H100 PCIe", "memory_mb": 81559, "device": "/dev/nvidia0",
+        "driver": "580.95.05",
     }  # fmt: skip
     assert (second["memory_mb"], second["device"]) == (0, "/dev/nvidia1")
 

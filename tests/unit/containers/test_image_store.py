@@ -20,7 +20,8 @@ import pytest
 
 from shoal.containers.images import StoredImage, parse_containers, parse_image, parse_images, store_command
 from shoal.remote import image_archives, image_store
-from shoal.remote.image_archives import directory_architecture, require_archive, stamp
+from shoal.remote.image_archives import require_archive, stamp
+from shoal.remote.image_facts import directory_architecture
 from shoal.remote.image_registry import Problem, repository
 from shoal.remote.image_store import find, keep, new_place
 

@@ -114,7 +114,7 @@ def gpus() -> list[Item]:
     program = which("nvidia-smi")
     if not program:
         return []
-    query = [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    query = [program, "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     status, text = run(query, timeout=30.0)
     return parse_gpus(text, gpu_minors()) if status == 0 else []
 
@@ -130,11 +130,12 @@ def parse_gpus(text: str, minors: dict[str, str]) -> list[Item]:
     gpus = []
     for line in text.splitlines():
         part = [field.strip() for field in line.split(",")]
-        if len(part) == 4 and part[0].isdigit():
-            index, uuid, name, memory = part
+        if len(part) == 5 and part[0].isdigit():
+            index, uuid, name, memory, driver = part
             device = f"/dev/nvidia{minors.get(uuid, index)}"
             megabytes = int(memory) if memory.isdigit() else 0  # [N/A] for a GPU that shares the machine's memory
-            gpus.append({"index": int(index), "uuid": uuid, "name": name, "memory_mb": megabytes, "device": device})
+            gpu = {"index": int(index), "uuid": uuid, "name": name, "memory_mb": megabytes}
+            gpus.append({**gpu, "device": device, "driver": driver})
     return gpus
 
 

@@ -22,6 +22,8 @@ LIBRARY = re.compile(
 )
 PROGRAMS = ("/usr/local/nvidia/bin/nvidia-smi", "/usr/bin/nvidia-smi")
 PLACE, PROGRAM_PLACE = "/run/nvidia/lib", "/run/nvidia/bin"
+SWITCH = "NVIDIA_DISABLE_REQUIRE"
+"""A variable of an image or a job: it runs whatever the driver is."""
 CONDITION = re.compile(r"(cuda|driver)(>=|<=|!=|=|<|>)(\d+(?:\.\d+)*)")
 
 
@@ -49,20 +51,30 @@ def driver_variables(environment: dict[str, str]) -> dict[str, str]:
 
 def driver_problem(image: dict[str, str], mounts: list[tuple[str, str, bool]]) -> str:
     """Why the driver cannot run the image's CUDA, or nothing. Images of NVIDIA say what they need."""
-    needed = image.get("NVIDIA_REQUIRE_CUDA", "")
+    needed = required(image)
     libraries = [source for source, target, _ in mounts if target == PLACE + "/libcuda.so.1"]
-    if not CONDITION.search(needed) or not libraries or "NVIDIA_DISABLE_REQUIRE" in (*image, *os.environ):
+    if not needed or not libraries or SWITCH in os.environ:
         return ""
     facts = {"driver": libraries[0].rpartition(".so.")[2], "cuda": driver_cuda(libraries[0])}
     if not facts["cuda"] or is_met(needed, facts):
         return ""
-    least = [found[2] for found in CONDITION.findall(needed) if found[0] == "cuda"]
     return "needs CUDA %s, and driver %s has %s; take an image for CUDA %s or older, or install a newer driver" % (
-        least[0] if least else needed,
+        least_cuda(needed),
         facts["driver"],
         facts["cuda"],
         facts["cuda"],
     )
+
+
+def required(image: dict[str, str]) -> str:
+    """What these variables of an image demand of the driver, or nothing."""
+    needed = image.get("NVIDIA_REQUIRE_CUDA", "")
+    return needed if CONDITION.search(needed) and SWITCH not in image else ""
+
+
+def least_cuda(needed: str) -> str:
+    least = [found[2] for found in CONDITION.findall(needed) if found[0] == "cuda"]
+    return least[0] if least else needed
 
 
 def driver_cuda(library: str) -> str:
