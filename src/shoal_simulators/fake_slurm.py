@@ -66,6 +66,8 @@ class FakeNode:
     since: float = 0.0
     reasons: list[str] = field(default_factory=list)
     """Every reason it was ever given."""
+    features: list[str] = field(default_factory=list)
+    declared_features: list[str] = field(default_factory=list)
 
 
 class FakeSlurm:
@@ -144,7 +146,14 @@ class FakeSlurm:
     async def nodes(self) -> list[NodeState]:
         self._answer()
         return [
-            NodeState(node.name, (node.base, *node.flags), node.reason, node.reason_by)
+            NodeState(
+                node.name,
+                (node.base, *node.flags),
+                node.reason,
+                node.reason_by,
+                features=tuple(node.features),
+                declared_features=tuple(node.declared_features),
+            )
             for node in self.node_by_name.values()
         ]
 
@@ -181,6 +190,14 @@ class FakeSlurm:
                 raise SlurmError("scontrol update: slurm_update error: Invalid node state specified")
             node.base, node.reason, node.reason_by = "IDLE", "", ""
             node.flags = [flag for flag in node.flags if flag not in ("DRAIN", "POWERING_DOWN")]
+        self._save()
+
+    async def keep_features(self, nodes: Sequence[str], features: Sequence[str]) -> None:
+        self._answer()
+        for node in map(self.node_by_name.__getitem__, nodes):
+            if not {*features} <= {*node.declared_features}:
+                raise SlurmError("scontrol update: slurm_update error: Active features not a subset of available")
+            node.features = [*features]
         self._save()
 
     async def requeue(self, job: str) -> None:

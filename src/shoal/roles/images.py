@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from shoal.agent.document import Command, Directory, Document, File
 from shoal.agent.facts import Facts
 from shoal.containers.images import PYXIS, node_features
-from shoal.remote import program_text
+from shoal.remote import program_text, shell_command
 from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE, PROGRAMS, RECORD, STOPPED_STATE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.spec.checks import size_mb
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.spec.members import rented_sets
 from shoal.spec.model import Spec
 
 IMAGE_PACKAGES = ("skopeo", "umoci")
@@ -27,6 +26,9 @@ LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH = (
     "/proc/sys/kernel/unprivileged_userns_clone",
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
 )
+SWITCHES = {LIMIT: ("0", "10000"), DEBIAN_SWITCH: ("0", "1"), APPARMOR_SWITCH: ("1", "0")}
+"""The settings of user namespaces: the value that forbids them, and one that does not."""
+SYSCTL = "/etc/sysctl.d/60-shoal-images.conf"
 MODULES = (
     *("__init__", "build_place", "bundle", "driver_files", "image", "image_build", "image_export"),
     *("unpacked_image", "variables"),
@@ -77,7 +79,9 @@ class ImagesComponent(Component):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if uses_oci(cluster.spec) and "compute" in member.roles:
             # In place before slurmd reads of it.
-            return {Stage.BASE: _programs(cluster.spec), Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+            switches = _switches(cluster.facts_of(member.name)) if member.rented else ()
+            base = (*_programs(cluster.spec), *switches)
+            return {Stage.BASE: base, Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
         return {Stage.SERVICES: self.removal()} if cluster.facts_of(member.name).has_file(IMAGES) else {}
 
     def removal(self) -> Document:
@@ -90,26 +94,32 @@ class ImagesComponent(Component):
         nodes = (member.name for member in cluster.members if "compute" in member.roles)
         problems = {name: namespace_problem(cluster.facts[name]) for name in nodes if name in cluster.facts}
         what = "jobs in images do not run here: user namespaces are off"
-        return (
-            *(
-                Finding("warning", what, problem, f"set {_fix(problem)} with sysctl, then run `shoal up`", host=name)
-                for name, problem in problems.items()
-                if problem
-            ),
-            *_rented_findings(cluster.spec),
+        return tuple(
+            Finding("warning", what, problem, f"set {_fix(problem)} with sysctl, then run `shoal up`", host=name)
+            for name, problem in problems.items()
+            if problem
         )
 
 
-def _rented_findings(spec: Spec) -> Iterator[Finding]:
-    """Rented nodesets, whose nodes lack the features that jobs in images ask for."""
-    if names := ", ".join(rented_sets(spec)):
-        yield Finding(
-            "info",
-            f"jobs in images do not run on rented machines: {names}",
-            "Slurm must know a node's features before it is rented, and whether it allows user namespaces shows after",
-            "use `--env` there, or `--image` on hosts of your own",
-            path="containers",
-        )
+def _switches(facts: Facts) -> Document:
+    """Allows user namespaces on a rented machine, which is the cluster's own. Where that fails, the join sees it."""
+    wrong = {path: good for path, (bad, good) in SWITCHES.items() if facts.text(path).strip() == bad}
+    if not wrong:
+        return ()
+    write, is_written = 'echo "$2" > "$1" || true', '[ "$(cat "$1")" = "$2" ]'
+    return (
+        Directory("/etc/sysctl.d"),
+        File(SYSCTL, "".join(f"{_sysctl_name(path)} = {good}\n" for path, good in wrong.items())),
+        *(
+            Command(f"set {_sysctl_name(path)}", shell_command(write, path, good),
+                    unless=shell_command(is_written, path, good))
+            for path, good in wrong.items()
+        ),
+    )  # fmt: skip
+
+
+def _sysctl_name(path: str) -> str:
+    return path.removeprefix("/proc/sys/").replace("/", ".")
 
 
 def _programs(spec: Spec) -> Document:
@@ -139,21 +149,18 @@ def uses_oci(spec: Spec) -> bool:
 
 
 def userns_files() -> dict[str, FileQuery]:
-    """The settings that forbid user namespaces."""
-    return dict.fromkeys((LIMIT, DEBIAN_SWITCH, APPARMOR_SWITCH), "text")
+    """The settings of user namespaces."""
+    return dict.fromkeys(SWITCHES, "text")
 
 
 def namespace_problem(facts: Facts) -> str:
     """Why an ordinary user cannot make a user namespace on a host; empty where that is possible."""
-    if facts.text(LIMIT).strip() in ("", "0"):
+    if not facts.text(LIMIT).strip():
         return "user.max_user_namespaces is 0"
-    if facts.text(DEBIAN_SWITCH).strip() == "0":
-        return "kernel.unprivileged_userns_clone is 0"
-    if facts.text(APPARMOR_SWITCH).strip() == "1":
-        return "kernel.apparmor_restrict_unprivileged_userns is 1"
-    return ""
+    wrong = (path for path, (bad, _) in SWITCHES.items() if facts.text(path).strip() == bad)
+    return next((f"{_sysctl_name(path)} is {SWITCHES[path][0]}" for path in wrong), "")
 
 
 def _fix(problem: str) -> str:
-    name, _, value = problem.partition(" is ")
-    return f"{name}={'10000' if 'max' in name else '0' if value == '1' else '1'}"
+    name = problem.partition(" is ")[0]
+    return f"{name}={next(good for path, (_, good) in SWITCHES.items() if _sysctl_name(path) == name)}"

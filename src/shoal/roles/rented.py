@@ -11,8 +11,11 @@ from shoal.agent.facts import Facts
 from shoal.cloud.providers import abilities
 from shoal.cloud.providers.api import Abilities, api_address
 from shoal.cloud.providers.prices import InstanceShape, known_types, shape_of
+from shoal.containers.images import node_features
 from shoal.remote import program_text
+from shoal.remote.runner.unpacked_image import ARCHITECTURES
 from shoal.roles.current_conf import CurrentConf
+from shoal.roles.images import uses_oci
 from shoal.slurm.conf import PORTS, gpu_type
 from shoal.slurm.model import Node, NodeGpu, PowerSaving
 from shoal.spec.finding import Finding, Level, closest
@@ -55,6 +58,7 @@ def rented_nodes(spec: Spec) -> tuple[Node, ...]:
     for nodeset in rented_sets(spec).values():
         shape = minimum_shape(spec, nodeset)
         gpus = tuple(NodeGpu(shape.gpu, f"/dev/nvidia{number}") for number in range(shape.gpus))
+        image_features = rented_image_features(spec, nodeset)
         nodes += [
             Node(
                 name,
@@ -66,7 +70,7 @@ def rented_nodes(spec: Spec) -> tuple[Node, ...]:
                 gpus=gpus,
                 shards=nodeset.shards * len(gpus),
                 mps=nodeset.mps * len(gpus),
-                features=(nodeset.name, *nodeset.features),
+                features=(nodeset.name, *nodeset.features, *image_features),
                 weight=nodeset.weight,
                 cloud=True,
             )
@@ -89,6 +93,24 @@ def minimum_shape(spec: Spec, nodeset: RentedSet) -> InstanceShape:
         gpus=min(shape.gpus for shape in known_shapes) if nodeset.gpus is None else nodeset.gpus,
         gpu=kinds.pop() if len(kinds) == 1 else "",
     )
+
+
+def rented_image_features(spec: Spec, nodeset: RentedSet) -> tuple[str, ...]:
+    """Slurm's features of nodes that run jobs in images, before they are rented; containers run none.
+
+    Where a CPU type is not known the nodes have those of all types, until a machine joins and shows its own.
+    """
+    if not uses_oci(spec) or _kinds_of(spec, nodeset) == {True}:
+        return ()
+    types = cpu_types(spec, nodeset) or ARCHITECTURES
+    return tuple(dict.fromkeys(feature for machine in types for feature in node_features(machine)))
+
+
+def cpu_types(spec: Spec, nodeset: RentedSet) -> tuple[str, ...]:
+    """The CPU types that machines of a nodeset may have, in the kernel's words; none where one is not known."""
+    shapes = [_shape(spec, offer.provider, offer.type) for offer in nodeset.offers]
+    types = ["aarch64" if shape.arch == "arm64" else shape.arch for shape in shapes if shape]
+    return tuple(dict.fromkeys(types)) if len(types) == len(shapes) else ()
 
 
 def power_saving(spec: Spec) -> PowerSaving | None:
@@ -169,6 +191,12 @@ def _nodeset_problems(spec: Spec, nodeset: RentedSet) -> Iterator[tuple[Level, s
         what = "because of it Slurm listens on all addresses of all hosts, not only on the network's"
         yield "info", what, "rented containers, which connect to slurmctld through a tunnel", ""
     unknown = [f"{o.type} of {o.provider}" for o in nodeset.offers if _shape(spec, o.provider, o.type) is None]
+    if uses_oci(spec) and kinds == {True}:
+        what = "jobs in images do not run there"
+        yield "info", what, "rented containers", "use `--env` there, or rent virtual machines for them"
+    elif uses_oci(spec) and unknown:
+        what = "the CPU type of its machines is not known, so jobs in images of any type may rent them"
+        yield "info", what, ", ".join(unknown), ""
     if unknown and not (nodeset.cpus and nodeset.memory_mb):
         what = "the shape of this machine is not known, so Slurm counts on very little"
         yield "warning", what, ", ".join(unknown), "set its minimum: `cpus: 8`, `memory: 60G`, `gpus: 1`"

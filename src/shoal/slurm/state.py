@@ -100,6 +100,8 @@ class NodeState:
     partitions: Annotated[tuple[str, ...], "Partitions"] = ()
     boot_time: Annotated[str, "BootTime"] = ""
     slurmd_start_time: Annotated[str, "SlurmdStartTime"] = ""
+    declared_features: Annotated[tuple[str, ...], "AvailableFeatures"] = ()
+    """Those of slurm.conf. Jobs are kept to nodes with active ones."""
 
     @property
     def cloud(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.containers.build import (
@@ -15,10 +16,13 @@ from shoal.containers.build import (
     is_requirements,
     requirements_containerfile,
 )
-from shoal.containers.images import StoredImage, parse_images
+from shoal.containers.images import FEATURE, StoredImage, parse_images
 from shoal.environments.requirements import read_requirements
 from shoal.errors import UsageError
+from shoal.hostlist import compress
 from shoal.jobs.bundle import archive
+from shoal.plan.nodes import UNSCHEDULED
+from shoal.slurm.state import NodeState
 from shoal.spec.environments import Environment
 from shoal.spec.local_files import read_regular_file
 from shoal.verbs.context import Context
@@ -110,9 +114,7 @@ async def _build_in_job(
             fix = "the operator adds `containers: oci` to the file and runs `shoal up`"
             raise UsageError("no node of the cluster builds images", hint=fix)
         bases = await _own_bases(store, request.text, base)
-        names = sorted({chosen.partitions[0] for chosen in nodes})
-        place = (f"--nodelist={node}",) if node else ("--constraint=images",)
-        job = (*ONE_TASK, *place, f"--partition={','.join(names)}", "--job-name=shoal-image-build")
+        job = (*ONE_TASK, *build_place(nodes, bases.values(), named=bool(node)), "--job-name=shoal-image-build")
         command = build_command(
             name, request.file, base or "", bases, store.record.proxy, f"{store.directory}/auth.json"
         )
@@ -120,6 +122,29 @@ async def _build_in_job(
             image = await store.receive(name, (*job, *command), data, phase, what=f"build image {name}")
             phase.done(store.host.name)
     return image
+
+
+def build_place(nodes: Sequence[NodeState], bases: Iterable[StoredImage], *, named: bool) -> tuple[str, ...]:
+    """srun's options for where to build: on the node that the user has `named`, or on one of these.
+
+    A node is rented only where no permanent one can build. Its CPU type is that of the images to build from, where a
+    node has it.
+    """
+    if named:
+        return f"--nodelist={nodes[0].name}", f"--partition={nodes[0].partitions[0]}"
+    types = {base.architecture for base in bases if base.architecture}
+    feature = f"{FEATURE}-{types.pop()}" if len(types) == 1 else FEATURE
+    able = [node for node in nodes if feature in node.features]
+    if not able:  # enough where nothing runs in the build
+        feature, able = FEATURE, [*nodes]
+    rented = [node.name for node in able if node.cloud]
+    permanent = [node for node in able if not node.cloud and not UNSCHEDULED & set(node.state)]
+    partitions = ",".join(sorted({node.partitions[0] for node in permanent or able}))
+    return (
+        f"--constraint={feature}",
+        f"--partition={partitions}",
+        *((f"--exclude={compress(rented)}",) if permanent and rented else ()),
+    )
 
 
 async def _own_bases(store: ImageStore, text: str, base: str | None) -> dict[str, StoredImage]:

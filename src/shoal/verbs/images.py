@@ -221,6 +221,8 @@ async def _node_job(host: Host, node: str | None, name: str, *command: str) -> t
     chosen, others = await image_nodes(host, node)
     if len(chosen) != 1:
         raise UsageError("each node has containers of its own", hint=f"name one of {others} with --node")
+    if chosen[0].cloud and "POWERED_DOWN" in chosen[0].state:
+        raise UsageError(f"{chosen[0].name} is not rented now", hint="its containers went with its machine")
     place = (f"--nodelist={chosen[0].name}", f"--partition={chosen[0].partitions[0]}")
     return (*ONE_TASK, *place, unique_job_name(name), *command)
 

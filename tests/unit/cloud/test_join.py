@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from shoal.roles.current_conf import CGROUP_CONF, HOSTS, SLURM_CONF
 from shoal.roles.elastic import PUBLIC_KEY
 from shoal.roles.rented import WATCHDOG
 from shoal.slurm.conf import cgroup_conf, slurm_conf
+from shoal.spec.containers import Containers
 from shoal.spec.model import Spec
 from shoal_simulators.fake_host import FakeConnector
 
@@ -200,6 +202,35 @@ def test_keys_of_departed_machines_are_removed() -> None:
         peer.name: peer for peer in peers[:2]
     }
     assert without_peers(facts, {"cloud3"}, 51820) is facts
+
+
+async def test_machine_keeps_the_features_of_jobs_in_images_that_it_can_run(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1, 2, 3, spec=SPEC.model_copy(update={"containers": Containers()}))
+    for number, arch, result in ((1, "x86_64", Result(0)), (2, "aarch64", Result(0)), (3, "x86_64", Result(1))):
+        agent = reef.world.agents[f"cloud{number}"]
+        agent.facts = replace(agent.facts, arch=arch)
+        reef.world.hosts[f"cloud{number}"].answers[node_checks.MAKE_NAMESPACES] = result
+    joined = await reef.joiner.join({f"cloud{number}": machine(number) for number in (1, 2, 3)})
+    assert joined == dict.fromkeys(("cloud1", "cloud2", "cloud3"), "")
+    assert sorted(reef.world.slurm.updates) == [
+        ("nodename=cloud1", "activefeatures=cloud,images,images-amd64"),
+        ("nodename=cloud2", "activefeatures=cloud,images"),
+        ("nodename=cloud3", "activefeatures=cloud"),
+    ]
+
+
+async def test_join_asks_nothing_about_images_where_no_job_runs_in_one(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1)
+    await reef.joiner.join({"cloud1": machine(1)})
+    assert node_checks.MAKE_NAMESPACES not in reef.world.hosts["cloud1"].argvs
+
+
+@pytest.mark.parametrize(("limit", "status"), [(10, 0), (0, 1)])
+def test_machine_without_user_namespaces_is_noticed(limit: int, status: int) -> None:
+    line = f'echo {limit} > /proc/sys/user/max_user_namespaces && exec "$@"'
+    inside = ("unshare", "--user", "--map-root-user", "sh", "-c", line, "sh")
+    tried = subprocess.run((*inside, *node_checks.MAKE_NAMESPACES[-4:]), check=False, capture_output=True, text=True)
+    assert (tried.returncode, "unshare failed" in tried.stderr) == (status, status == 1)
 
 
 async def test_machine_with_broken_gpus_never_starts_slurmd(tmp_path: Path) -> None:

@@ -625,3 +625,17 @@ async def test_node_whose_registration_slurmctld_lost_registers_again(tmp_path: 
         await it.passes(60, every=2)
         assert "POWERING_UP" not in it.slurm.state(rental.node)
         assert [one.id for one in it.rentals("joined")] == [rental.id], "the machine stays"
+
+
+async def test_node_gets_the_features_back_that_its_last_machine_lacked(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        for node in it.slurm.node_by_name.values():
+            node.features = node.declared_features = ["burst", "images"]
+        it.slurm.submit("1", 1, seconds=60)
+        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+        await it.slurm.keep_features(["burst1"], ["burst"])  # what its join does
+        await it.passes(30)
+        assert it.slurm.node_by_name["burst1"].features == ["burst"]
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+        await it.step()
+        assert it.slurm.node_by_name["burst1"].features == ["burst", "images"]

@@ -118,12 +118,14 @@ async def test_each_action_is_a_single_slurm_command() -> None:
     await slurm.resume(["a1"])
     await slurm.requeue("17_3")
     await slurm.comment("17", "lambda out; trying gcp")
+    await slurm.keep_features(["a1", "a2"], ["burst", "images"])
     assert host.argvs == [
         ("scontrol", "update", "nodename=a[1-2]", "state=down", "reason=shoal: x y"),
         ("scontrol", "update", "nodename=a1", "state=drain", "reason=shoal: z"),
         ("scontrol", "update", "nodename=a1", "state=resume"),
         ("scontrol", "requeue", "17_3"),
         ("scontrol", "update", "jobid=17", "admincomment=lambda out; trying gcp"),
+        ("scontrol", "update", "nodename=a[1-2]", "activefeatures=burst,images"),
     ]
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from shoal.containers.images import StoredImage
 from shoal.errors import UsageError
 from shoal.jobs.bundle import archive
 from shoal.remote.runner.image_build import read_context
-from shoal.verbs.image_build import read_source
+from shoal.slurm.state import NodeState
+from shoal.verbs.image_build import build_place, read_source
 
 
 def names_of(data: bytes) -> list[str]:
@@ -119,6 +121,24 @@ def test_links_of_a_context_may_lead_anywhere_with_the_filter_of_python_3_14(
     read_context(str(tmp_path / "context"))
     assert sorted(path.name for path in (tmp_path / "context").iterdir()) == ["Containerfile", "link"]
     assert (tmp_path / "context/link").readlink() == Path("/etc/hosts")
+
+
+def test_build_rents_a_node_only_where_no_permanent_one_can_build() -> None:
+    rented = NodeState(
+        "burst1", ("IDLE", "CLOUD", "POWERED_DOWN"), features=("images", "images-amd64"), partitions=("b",)
+    )
+    lab = NodeState("n1", ("IDLE",), features=("images", "images-arm64"), partitions=("main",))
+    down = replace(lab, state=("DOWN",))
+    amd64 = StoredImage("x", architecture="amd64")
+    assert build_place([lab, rented], (), named=False) == (
+        "--constraint=images",
+        "--partition=main",
+        "--exclude=burst1",
+    )
+    assert build_place([down, rented], (), named=False) == ("--constraint=images", "--partition=b,main")
+    assert build_place([lab, rented], [amd64], named=False) == ("--constraint=images-amd64", "--partition=b")
+    assert build_place([rented], (), named=True) == ("--nodelist=burst1", "--partition=b")
+    assert build_place([lab], [amd64], named=False) == ("--constraint=images", "--partition=main")
 
 
 def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Path) -> None:

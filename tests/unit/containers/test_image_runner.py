@@ -28,6 +28,7 @@ from shoal.remote.runner.unpacked_image import (
     remove_container,
     unpacked,
 )
+from shoal.roles.rented import WATCHDOG
 
 START = Path(shoal.remote.__file__).with_name("start.py")
 PROGRAMS = ("sh", "ls", "cat", "id", "touch", "sleep")
@@ -299,6 +300,16 @@ def test_directory_of_another_user_gets_places_for_mounts(root: Path) -> None:
         assert sorted(path.name for path in (shared / "root/etc").iterdir()) == ["group", "passwd"]
     finally:
         shutil.rmtree(shared)
+
+
+def test_container_on_a_rented_machine_is_not_recorded(
+    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert unpacked_image.RENTED_MARK == WATCHDOG
+    monkeypatch.setenv("SLURMD_NODENAME", "burst1")
+    monkeypatch.setattr(unpacked_image, "RENTED_MARK", str(tmp_path))
+    find_container(store["place"], {**store, "container": "mine"})
+    assert not (Path(store["layout"]).parent / "containers/mine").exists()
 
 
 def test_container_is_recorded_beside_the_images_until_it_is_removed(

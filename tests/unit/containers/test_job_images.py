@@ -28,9 +28,11 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import controller
 from shoal.roles.current_conf import OCI_CONF
 from shoal.roles.documents import fact_files
-from shoal.roles.images import APPARMOR_SWITCH, BUILD_PACKAGES, DEBIAN_SWITCH, LIMIT, REMOVE, ImagesComponent
+from shoal.roles.images import APPARMOR_SWITCH, BUILD_PACKAGES, DEBIAN_SWITCH, LIMIT, REMOVE, SYSCTL, ImagesComponent
+from shoal.roles.rented import rented_findings, rented_nodes
 from shoal.slurm.conf import oci_conf, slurm_conf
 from shoal.spec.loader import load_text
+from shoal.spec.members import rented_members
 
 REEF = """
 cluster: reef
@@ -163,14 +165,51 @@ def test_host_without_user_namespaces_is_left_out_with_the_reason(files: dict[st
     assert words in str(finding) and "with sysctl" in finding.fix
 
 
-def test_rented_machines_that_run_no_images_are_named() -> None:
-    rented = "  burst: {provider: lambda, type: gpu_1x_h100_pcie, max: 2}\nproviders: {lambda: {key: 'env:KEY'}}\n"
-    [finding] = ImagesComponent().findings(cluster_of(rented + "containers: oci\n"))
-    assert (finding.level, finding.path) == ("info", "containers")
-    assert "jobs in images do not run on rented machines: burst" in str(finding) and "before it is rented" in str(
-        finding
+@pytest.mark.parametrize(
+    ("offers", "features", "words"),
+    [
+        ("provider: lambda, type: gpu_1x_h100_pcie", "images,images-amd64", ""),
+        ("provider: lambda, type: gpu_1x_gh200", "images,images-arm64", ""),
+        ("offers: [{provider: lambda, type: gpu_1x_gh200}, {provider: lambda, type: gpu_1x_a10}]",
+         "images,images-arm64,images-amd64", ""),
+        ("provider: lambda, type: gpu_1x_new, cpus: 1, memory: 1G", "images,images-amd64,images-arm64",
+         "the CPU type of its machines is not known, so jobs in images of any type may rent them"),
+        ("provider: runpod, type: NVIDIA L4, cpus: 1, memory: 1G", "", "jobs in images do not run there"),
+    ],
+)  # fmt: skip
+def test_node_has_the_features_of_images_before_it_is_rented(offers: str, features: str, words: str) -> None:
+    accounts = "providers: {lambda: {key: 'env:KEY'}, runpod: {key: 'env:KEY'}}\n"
+    text = f"  burst: {{{offers}, max: 2}}\n{accounts}"
+    spec = cluster_of(text + "containers: oci\n").spec
+    assert {node.features for node in rented_nodes(spec)} == {("burst", *filter(None, features.split(",")))}
+    found = [finding for finding in rented_findings(spec) if "images" in finding.what]
+    assert [(one.level, one.path, one.what) for one in found] == (
+        [("info", "nodesets.burst", f"nodeset `burst`: {words}")] if words else []
     )
-    assert ImagesComponent().findings(cluster_of(rented)) == ()
+    without = cluster_of(text).spec
+    assert {node.features for node in rented_nodes(without)} == {("burst",)}
+    assert not [finding for finding in rented_findings(without) if "images" in finding.what]
+
+
+def test_rented_machine_allows_user_namespaces_before_slurmd_starts(tmp_path: Path) -> None:
+    rented = "  burst: {provider: lambda, type: gpu_1x_h100_pcie, max: 1}\nproviders: {lambda: {key: 'env:KEY'}}\n"
+    cluster = cluster_of(rented + "containers: oci\n")
+    ubuntu = {**NAMESPACES, APPARMOR_SWITCH: FileFact(text="1\n"), DEBIAN_SWITCH: FileFact(text="0\n")}
+    [burst] = rented_members(cluster.spec)
+    for files, settings in ((NAMESPACES, []), (ubuntu, [DEBIAN_SWITCH, APPARMOR_SWITCH])):
+        cluster = replace(cluster, facts={**cluster.facts, "burst1": host_facts("burst1", "10.0.0.9", files=files)})
+        base = ImagesComponent().documents(cluster, burst)[Stage.BASE]
+        [*conf] = [item.content for item in base if isinstance(item, File) and item.path == SYSCTL]
+        wanted = "kernel.unprivileged_userns_clone = 1\nkernel.apparmor_restrict_unprivileged_userns = 0\n"
+        assert conf == ([wanted] if settings else [])
+        commands = [item for item in base if isinstance(item, Command) and item.name.startswith("set kernel.")]
+        assert [command.argv[-2] for command in commands] == settings
+    # A container's host does not let it change them: the join goes on, and finds that out.
+    switch = tmp_path / "switch"
+    for path, left in ((switch, "0\n"), (tmp_path / "no" / "switch", "")):
+        argv = [str(path) if word == APPARMOR_SWITCH else word for word in commands[-1].argv]
+        assert subprocess.run(argv, check=False, stderr=subprocess.DEVNULL).returncode == 0
+        assert (path.read_text() if path.exists() else "") == left
 
 
 def test_removed_section_removes_everything() -> None:

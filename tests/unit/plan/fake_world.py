@@ -132,6 +132,8 @@ class FakeSlurm:
         for name in expand(values["nodename"]):
             if name not in self.nodes:
                 return Result(1, stderr=b"slurm_update error: Invalid node name specified\n")
+            if "state" not in values:
+                continue
             if values["state"] == "drain":
                 self.states[name], self.reasons[name] = "IDLE+DRAIN", values["reason"]
             elif name not in self.states:

@@ -358,7 +358,8 @@ class LiveJoiner:
             for member in cluster.members
             if member.name in new and member.name not in fleet.failures
         }
-        await self._converge(fleet, last)
+        limit = checks.limit_image_features(cluster, fleet, last)
+        await asyncio.gather(limit, self._converge(fleet, last))
         started = [name for name in last if name not in fleet.failures]
         unheard = await checks.unregistered(await fleet.host(self._controller.name), started)
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}

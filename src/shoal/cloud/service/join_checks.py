@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.agent.facts import Facts
-from shoal.cloud.service.context import UNFIT_IMAGE_PREFIX, UNFIT_PREFIX, UNFIT_TYPE_PREFIX
+from shoal.cloud.service.context import UNFIT_IMAGE_PREFIX, UNFIT_PREFIX, UNFIT_TYPE_PREFIX, log
+from shoal.cloud.service.slurm import LiveSlurm
+from shoal.containers.images import FEATURE, node_features
+from shoal.errors import ShoalError
 from shoal.hosts.api import Host
 from shoal.plan.connections import Fleet
 from shoal.remote import python_command
@@ -78,6 +81,12 @@ def incompatible_versions(cluster: Cluster, new: Iterable[str]) -> dict[str, str
 
 
 GPU_CHECK_TIMEOUT_S = 180.0
+MAKE_NAMESPACES = (
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    *("unshare", "--user", "--mount", "true"),
+)
+"""What a job in an image does first, as an ordinary user."""
+NAMESPACE_TIMEOUT_S = 30.0
 REGISTRATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.5
 _NOT_YET_UP_STATES = {"POWERING_UP", "POWERED_DOWN", "POWERING_DOWN", "DOWN", "NOT_RESPONDING"}
@@ -94,6 +103,32 @@ async def broken_gpus(spec: Spec, fleet: Fleet, names: Iterable[str]) -> dict[st
         return f"{UNFIT_PREFIX}{error or 'the GPU check failed'}" if done.status else ""
 
     return {name: error for name, error in (await fleet.each(names, look)).items() if error}
+
+
+async def limit_image_features(cluster: Cluster, fleet: Fleet, names: Iterable[str]) -> None:
+    """Leave nodes only those features of jobs in images that their machines keep, whatever was declared for them.
+
+    They may be of another CPU type, or without user namespaces. Other jobs run there all the same.
+    """
+    declared = {node.name: node.features for node in cluster.conf.nodes if node.cloud and FEATURE in node.features}
+    asked = [name for name in names if name in declared]
+
+    async def features(name: str) -> tuple[str, ...]:
+        done = await (await fleet.host(name)).run(MAKE_NAMESPACES, timeout=NAMESPACE_TIMEOUT_S, root=True)
+        if done.status:
+            cause = " ".join(done.error_text.split()) or f"status {done.status}"
+            log.warning("%s: jobs in images do not run there: %s", name, cause)
+        kept = () if done.status else node_features(cluster.facts[name].arch)
+        return tuple(one for one in declared[name] if one in kept or one.partition("-")[0] != FEATURE)
+
+    by_features: dict[tuple[str, ...], list[str]] = {}
+    for name, kept in (await fleet.each(asked, features)).items():
+        by_features.setdefault(kept, []).append(name)
+    try:
+        for kept, same in by_features.items():
+            await LiveSlurm(await fleet.host(cluster.controller.name)).keep_features(same, kept)
+    except ShoalError as error:
+        log.warning("%s: cannot set the features of nodes: %s", ", ".join(asked), error.message)
 
 
 async def unregistered(controller: Host, names: Iterable[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ present state, so it does not matter where the service was last killed.
     machine without a rental        orphan: deleted after its grace time, until no list shows it
     rental without a machine        lost: the node is set down, its jobs are requeued, and it may be resumed again
     node powered down, rental live  released
+    node powered down, lacking      it gets the features back that its last machine did not have
     node in use, no rental          set down, and powered down
     node down by us or by Slurm     its rental is released; when its time has come it is powered down,
                                     and earlier when the budget that kept it down allows it
@@ -35,6 +36,7 @@ async def reconcile(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[
     lost = await _handle_lost(context, snapshot)
     snapshot.refresh(context.ledger)
     await _correct_nodes(context, snapshot, lost)
+    await _restore_features(context, snapshot)
     return _orphans_by_account(context, snapshot)
 
 
@@ -177,6 +179,15 @@ async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, los
         if names and not await context.update_slurm(verb(names)) and len(names) > 1:
             for name in names:
                 await context.update_slurm(verb([name]))
+
+
+async def _restore_features(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
+    """Give nodes that sleep all features of slurm.conf, so that jobs may rent them again. Slurm does not."""
+    by_features: dict[tuple[str, ...], list[str]] = {}
+    for node in filter(slurm.lacks_features, snapshot.nodes.values()):
+        by_features.setdefault(node.declared_features, []).append(node.name)
+    for features, names in by_features.items():
+        await context.update_slurm(context.slurm.keep_features(names, features))
 
 
 async def _correct_node(

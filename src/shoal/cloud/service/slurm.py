@@ -78,6 +78,9 @@ class Slurm(Protocol):
     async def resume(self, nodes: Sequence[str]) -> None:
         """Resume nodes that are down or drained."""
 
+    async def keep_features(self, nodes: Sequence[str], features: Sequence[str]) -> None:
+        """Leave nodes these of the features that slurm.conf declares. Slurm has all again when it reads that anew."""
+
     async def requeue(self, job: str) -> None:
         """Requeue a running job."""
 
@@ -96,6 +99,12 @@ def wants_machine(node: NodeState) -> bool:
 def is_powering_down(node: NodeState) -> bool:
     """Whether Slurm has powered the node down, or is about to."""
     return "POWERING_UP" not in node.state and bool({"POWERED_DOWN", "POWERING_DOWN"} & set(node.state))
+
+
+def lacks_features(node: NodeState) -> bool:
+    """Whether a node without a machine still lacks features that its last machine did not have."""
+    sleeps = is_powering_down(node) and "POWERED_DOWN" in node.state
+    return sleeps and bool(set(node.declared_features) - set(node.features))
 
 
 def is_down(node: NodeState) -> bool:
@@ -166,6 +175,9 @@ class LiveSlurm:
 
     async def resume(self, nodes: Sequence[str]) -> None:
         await self._update(nodes, "state=resume")
+
+    async def keep_features(self, nodes: Sequence[str], features: Sequence[str]) -> None:
+        await self._update(nodes, f"activefeatures={','.join(features)}")
 
     async def requeue(self, job: str) -> None:
         await run_slurm(self._host, ("scontrol", "requeue", job))

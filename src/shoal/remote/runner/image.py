@@ -146,7 +146,7 @@ def enter(root: str, places: list[tuple[str, str, bool]], writable: bool) -> Non
     """Make `root` the root of a mount namespace of our own, with these places in it."""
     user, group, accounts = os.getuid(), os.getgid(), read_accounts(root)
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0:
-        text = "user namespaces do not work here (%s); `shoal check` says what to do"
+        text = "user namespaces do not work here (%s); use `-C images`, or see `shoal check`"
         raise Problem(text % os.strerror(ctypes.get_errno()))
     maps = {"setgroups": "deny", "uid_map": "%d %d 1" % (user, user), "gid_map": "%d %d 1" % (group, group)}
     for name, text in maps.items():

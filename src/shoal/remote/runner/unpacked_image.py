@@ -47,6 +47,8 @@ PRIVATE = re.compile(r"unauthorized|authentication required|denied: ")
 """What registries say of images that need a login."""
 DISK_FACTOR = 3
 """So many times the size of the packed image must be free."""
+RENTED_MARK = "/usr/local/lib/shoal/watchdog"
+"""What only rented machines have. Their containers go with them, so no other machine is told of those."""
 LIMIT_FILE = PROGRAMS + "/disk"
 """The bytes that a user's images and containers may take on this node, where the file of the cluster says so."""
 MESSAGE_END = 120
@@ -310,7 +312,7 @@ def record_container(settings: dict[str, Any], path: str) -> None:
     """Tell `shoal image list`, where the user's images are on a share. A container is whole without it."""
     store = os.path.dirname(settings["layout"])
     node = os.environ.get("SLURMD_NODENAME", "")
-    if not node or not os.path.isdir(settings["layout"]):
+    if not node or not os.path.isdir(settings["layout"]) or os.path.exists(RENTED_MARK):
         return
     record = os.path.join(store, "containers", settings["container"], node)
     with contextlib.suppress(OSError):
