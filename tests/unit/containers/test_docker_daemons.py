@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import os
+import pwd
 import socket
 import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,10 @@ from typing import Any
 import pytest
 
 from shoal.remote.docker_guard import main
-from shoal.remote.docker_guard.main import Daemons, GuardServer, UserDaemon
+from shoal.remote.docker_guard.caller import Caller, Rejection
+from shoal.remote.docker_guard.main import Daemons, Guard, GuardServer, UserDaemon
+
+GROUP = "/slurm_n1/uid_5/job_7"
 
 SYSTEMCTL = """\
 #!/bin/sh
@@ -38,6 +44,9 @@ class FakeDocker(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def __init__(self, path: Path) -> None:
         self.containers: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        self.posted: list[str] = []
+        """The paths of requests that make or start something."""
         self.answers: dict[str, int] = {}
         """Statuses of requests that fail, by method and path."""
         super().__init__(str(path), FakeDockerRequest)
@@ -52,15 +61,24 @@ class FakeDockerRequest(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         self._handle()
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.posted.append(self.path)
+        self.send_response(201)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def _handle(self) -> None:
-        path, containers = self.path.partition("?")[0], self.server.containers
+        path, containers = self.path.partition("?")[0].removeprefix("/v1.41"), self.server.containers
         status, body = self.server.answers.get(f"{self.command} {path}", 200), b""
-        identity = path.split("/")[2]
+        identity = self.server.names.get(path.split("/")[2], path.split("/")[2])
         if status == 200 and path == "/containers/json":
             body = json.dumps([{"Id": name} for name in containers]).encode()
+        elif status == 200 and path.startswith("/networks/"):
+            body = json.dumps({"Id": identity, "Driver": "bridge"}).encode()
         elif status == 200 and identity not in containers:
             status = 404
         elif status == 200 and self.command == "DELETE":
@@ -79,6 +97,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDock
     (tmp_path / "systemctl").write_text(SYSTEMCTL)
     (tmp_path / "systemctl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(main, "REMOVAL_TIMEOUT_S", 1)
     (tmp_path / "ann").mkdir()
     with FakeDocker(tmp_path / "ann/docker.sock") as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -168,6 +187,59 @@ def test_only_users_of_the_file_with_docker_may_ask(tmp_path: Path) -> None:
         assert "inside a job of Slurm only" in answer(path, "GET", "/info")[1]
 
 
+def in_a_job(monkeypatch: pytest.MonkeyPatch, place: Path) -> str:
+    """The path of a guard whose callers are all in job 7."""
+    user = pwd.getpwuid(os.getuid()).pw_name
+    (place / user).symlink_to("ann")
+    (place / "active").touch()
+    (place / "config.json").write_text(json.dumps({"users": [os.getuid()], "shares": [], "node": "n1", "gpus": []}))
+    monkeypatch.setattr(main.Peer, "caller", lambda peer: Caller(os.getuid(), os.getgid(), "7", GROUP))
+    return str(place / "guard.sock")
+
+
+def test_what_was_checked_is_what_docker_is_asked_for(
+    docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker would look a name up anew, and find a container that has been given the name since."""
+    path = in_a_job(monkeypatch, tmp_path)
+    docker.containers, docker.names = {"a1": GROUP, "b2": "/slurm_n1/uid_5/job_8"}, {"mine": "a1", "net": "c3"}
+    body = json.dumps({"Cmd": ["id"]})
+    with guard(path, tmp_path):
+        assert answer(path, "POST", "/v1.41/containers/mine/exec", body)[0] == 201
+        assert answer(path, "POST", "/containers/mine/start?x=1")[0] == 201
+        assert answer(path, "POST", "/networks/net/connect", body)[0] == 201
+        assert "another job's" in answer(path, "POST", "/containers/b2/exec", body)[1]
+        assert answer(path, "POST", "/containers/gone/exec", body) == (403, "shoal: you have no such container")
+    assert docker.posted == ["/v1.41/containers/a1/exec", "/containers/a1/start?x=1", "/networks/c3/connect"]
+
+
+@pytest.mark.parametrize("body", ["[]", '{"HostConfig": 5}', '{"HostConfig": {"Mounts": [3]}}', "[" * 100000])
+def test_body_that_is_no_request_is_rejected(
+    docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    path = in_a_job(monkeypatch, tmp_path)
+    with guard(path, tmp_path):
+        status, message = answer(path, "POST", "/containers/create", body)
+    assert status in (400, 403) and message.startswith("shoal: not a") and docker.posted == []
+
+
+def test_body_is_read_in_pieces_whatever_its_length() -> None:
+    """A chunk of a gigabyte would be in the guard's memory."""
+
+    def pieces(body: bytes) -> list[int]:
+        request = Guard.__new__(Guard)
+        request.headers = Message()
+        request.headers["Transfer-Encoding"] = "chunked"
+        request.rfile = io.BytesIO(body)
+        return [len(piece) for piece in request._chunks()]
+
+    size = 3 * main.CHUNK_BYTES + 5
+    assert pieces(b"%x\r\n" % size + b"x" * size + b"\r\n2;a=b\r\nxx\r\n0\r\n\r\n") == [main.CHUNK_BYTES] * 3 + [5, 2]
+    for body in (b"-1\r\n" + b"x" * 9, b"0\r\nTrailer: x\r\n\r\n", b"5\r\nxx", b"2\r\nxxxx\r\n"):
+        with pytest.raises((Rejection, OSError)):
+            pieces(body)
+
+
 def test_user_takes_a_bounded_number_of_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, config = str(tmp_path / "guard.sock"), tmp_path / "config.json"
     config.write_text('{"users": []}')
@@ -206,13 +278,13 @@ class guard:
         self._server.server_close()
 
 
-def answer(path: str, method: str, place: str) -> tuple[int, str]:
+def answer(path: str, method: str, place: str, body: str | None = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("docker")
     connection.sock = socket.socket(socket.AF_UNIX)
     connection.sock.connect(path)
     try:
-        connection.request(method, place)
+        connection.request(method, place, body)
         response = connection.getresponse()
-        return response.status, json.loads(response.read()).get("message", "")
+        return response.status, json.loads(response.read() or b"{}").get("message", "")
     finally:
         connection.close()

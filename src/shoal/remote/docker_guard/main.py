@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 SOCKET = "/run/docker.sock"
 UNIT = "shoal-docker@"
-MAX_BODY_BYTES = 4 << 20
+MAX_BODY_BYTES = 512 << 10
+"""Of JSON, which takes up to twenty times as much memory once it is read."""
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 60
 REMOVAL_TIMEOUT_S = 20
@@ -196,6 +197,8 @@ class Guard(BaseHTTPRequestHandler):
                 self._pass_on(caller, kind, place.path, place.query)
         except Rejection as error:
             self._answer(403, {"message": f"shoal: {error}"})
+        except (AttributeError, KeyError, RecursionError, TypeError):
+            self._answer(400, {"message": "shoal: not a request of Docker's"})
         except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
             self.log_error("%s %s: %r", self.command, self.path.partition("?")[0], error)
             self._answer(502, {"message": "shoal: Docker does not answer on this node"})
@@ -209,9 +212,12 @@ class Guard(BaseHTTPRequestHandler):
         if kind in _JSON_KINDS:
             body = json.loads(self._body() or b"null")
         if kind in ("start", "exec", "archive"):
-            container = ask("GET", re.sub(r"/[a-z]+$", "/json", path))
+            place, _, verb = path.rpartition("/")
+            container = ask("GET", f"{place}/json")
             if container is None:
                 raise Rejection("you have no such container")
+            # By its id: another container may have the name before Docker reads it.
+            path = f"{place.rpartition('/')[0]}/{container['Id']}/{verb}"
             if container["HostConfig"].get("CgroupParent") != cgroup_parent(caller):
                 raise Rejection("this container is another job's: make one in this job")
             if kind == "archive" and rules.runs_as_user(container):
@@ -234,7 +240,10 @@ class Guard(BaseHTTPRequestHandler):
         elif kind == "network":
             body = rules.confine_network(body)
         elif kind == "json" and "/networks/" in path:
-            rules.check_network(path, ask("GET", path.rpartition("/")[0]))
+            place, _, verb = path.rpartition("/")
+            network = ask("GET", place)
+            rules.check_network(path, network)
+            path = f"{place.rpartition('/')[0]}/{network['Id']}/{verb}"
         self._forward(kind, path + (f"?{urlencode(query)}" if query else ""), body)
 
     def _forward(self, kind: str, path: str, body: Any) -> None:
@@ -256,15 +265,16 @@ class Guard(BaseHTTPRequestHandler):
         connection = self.daemon.connect()
         try:
             connection.request(self.command, path, data, headers, encode_chunked=True)
+            upstream = connection.sock  # the connection has none any more after an answer that ends it
             response = connection.getresponse()
             if is_stream and response.status == http.client.SWITCHING_PROTOCOLS:
-                self._stream(connection, response)
+                self._stream(upstream, response)
             else:
-                self._return(connection, response)
+                self._return(upstream, response)
         finally:
             connection.close()
 
-    def _return(self, connection: DaemonConnection, response: http.client.HTTPResponse) -> None:
+    def _return(self, upstream: socket.socket, response: http.client.HTTPResponse) -> None:
         """The answer, as it comes. A client that goes away ends a build or a pull."""
         self.send_response_only(response.status, response.reason)
         skipped = ("connection", "transfer-encoding", "keep-alive", "upgrade")
@@ -279,7 +289,7 @@ class Guard(BaseHTTPRequestHandler):
         self.wfile.flush()
         if not has_body:
             return
-        upstream, done = connection.sock, threading.Event()
+        done = threading.Event()
         threading.Thread(target=self._watch_client, args=(upstream, done), daemon=True).start()
         try:
             while data := response.read1(CHUNK_BYTES):
@@ -303,7 +313,7 @@ class Guard(BaseHTTPRequestHandler):
                     pass
                 return
 
-    def _stream(self, connection: DaemonConnection, response: http.client.HTTPResponse) -> None:
+    def _stream(self, upstream: socket.socket, response: http.client.HTTPResponse) -> None:
         """The terminal of a container, in both directions. Docker reads no further request on such a connection."""
         self.close_connection = True
         self.send_response_only(101, "UPGRADED")
@@ -312,7 +322,6 @@ class Guard(BaseHTTPRequestHandler):
         self.send_header("Upgrade", "tcp")
         self.end_headers()
         self.wfile.flush()
-        upstream = connection.sock
         upstream.setblocking(False)
         first = response.fp.peek(CHUNK_BYTES)
         upstream.setblocking(True)
@@ -345,21 +354,25 @@ class Guard(BaseHTTPRequestHandler):
         if encoding is not None and encoding.lower() != "chunked":
             raise Rejection("not a request")
         if encoding is None:
-            left = int(length)
-            while left > 0:
-                data = self.rfile.read(min(left, CHUNK_BYTES))
-                if not data:
-                    raise OSError("the client has gone")
-                left -= len(data)
-                yield data
+            yield from self._read(int(length))
             return
         while True:
             size = int(self.rfile.readline(64).split(b";")[0].strip() or b"-", 16)
-            data = self.rfile.read(size)
-            if len(data) < size or self.rfile.readline(8).strip():
+            yield from self._read(size)
+            if self.rfile.readline(8).strip():
                 raise OSError("the client has gone")
             if not size:
                 return
+
+    def _read(self, size: int) -> Iterator[bytes]:
+        """So many bytes of the client's, in pieces: it may announce more than there is memory."""
+        if size < 0:
+            raise Rejection("not a request")
+        while size:
+            data = self.rfile.read(min(size, CHUNK_BYTES))
+            if not data:
+                raise OSError("the client has gone")
+            size -= len(data)
             yield data
 
     def _answer(self, status: int, body: Any) -> None:
