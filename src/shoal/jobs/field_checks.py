@@ -157,6 +157,12 @@ array_range = _word(
     "range of an array", r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?", "as 0-9%2"
 )
 job_word = _word("name", r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", "use letters, digits, `-`, `_`, `.` and `+`", 64)
+container_name = _word(
+    "container's name",
+    r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(?<!\.lock)(?<!\.new)",  # nodes have such files of their own beside containers
+    "use letters, digits, `-`, `_`, `.` and `+`, and no `.lock` or `.new` at the end",
+    64,
+)
 constraint = _word("constraint", r"[A-Za-z0-9_.&|()\[\]*,:=-]+", "write features and & | ( ) [ ] *, without blanks")
 output_path = _word(
     "path", r"[A-Za-z0-9_.%/+=@:,~-]+", "use letters, digits and _ . % / + = @ : , ~ -, without blanks", 1024

@@ -188,7 +188,7 @@ class JobSpec:
         checks.directory, "Where in the image the script starts. Default: in your working tree.", "DIRECTORY"
     )
     container_name: str | None = option(
-        checks.job_word,
+        checks.container_name,
         "Run in a copy of the image that jobs may change. Each node keeps it under this name.",
         "NAME",
     )

@@ -31,7 +31,7 @@ SWITCHES = {LIMIT: ("0", "10000"), DEBIAN_SWITCH: ("0", "1"), APPARMOR_SWITCH: (
 SYSCTL = "/etc/sysctl.d/60-shoal-images.conf"
 MODULES = (
     *("__init__", "build_place", "bundle", "driver_files", "image", "image_build", "image_export"),
-    *("unpacked_image", "variables"),
+    *("image_space", "unpacked_image", "variables"),
 )
 """Of `remote/runner`: what a step of `srun --container` needs."""
 COMPILE = "compile the program of images"

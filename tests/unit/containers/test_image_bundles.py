@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import random
 import re
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.unit.containers.test_image_runner import ALLOWED, OTHER, SETTINGS, START, root
-from tests.unit.containers.test_image_store import ask, store
+from tests.unit.containers.test_image_store import ask, store, wait_for
 
 from shoal.containers.images import JobImage, StoredImage, bundle_name
 from shoal.jobs import script
@@ -255,16 +256,20 @@ def test_command_enters_the_image_of_its_job_alone(sleeper: subprocess.Popen[byt
     assert "/mark: No such file" in other.stderr
 
 
+def export_program(place: Path) -> str:
+    """Saves the container of this name in place/node."""
+    return (
+        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import image_export as e; "
+        f"e.own_store = lambda: {str(place / 'node')!r}; sys.exit(e.export_container(sys.argv[1]))"
+    )
+
+
 def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path) -> None:
     rootfs = tmp_path / "node/containers/mine/rootfs"
     rootfs.mkdir(parents=True)
     (rootfs / "note").write_text("kept")
     (rootfs.parent / "image.json").write_text(json.dumps({"Env": ["A=b"]}))
-    program = (
-        f"import sys; sys.path.insert(0, {str(START.parent)!r}); from runner import image_export as e; "
-        f"e.own_store = lambda: {str(tmp_path / 'node')!r}; sys.exit(e.export_container(sys.argv[1]))"
-    )
-    node = (sys.executable, "-I", "-S", "-c", program)
+    node = (sys.executable, "-I", "-S", "-c", export_program(tmp_path))
     saved = json.loads(ask("receive", str(store), "tuned", *node, "mine"))
     layout = Path(saved["layout"])
     index = json.loads((layout / "index.json").read_text())
@@ -282,7 +287,21 @@ def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path
     noisy = ("sh", "-c", 'echo "slurmstepd: noise" >&2; exec "$0" "$@"', *node, "other")
     cause = ask("receive", str(store), "x", *noisy, status=3)
     assert cause.endswith(": there is no container other of yours here\n") and "noise" not in cause
+    assert [path.name for path in (tmp_path / "node").iterdir()] == ["containers"]
     cut = ("sh", "-c", '"$@" | head -c 3000', "sh", *node, "mine")
     assert "not read whole" in ask("receive", str(store), "x", *cut, status=3)
     assert [image["name"] for image in json.loads(ask("list", str(store)))] == ["tuned"]
     assert not [name for name in os.listdir(store) if name.startswith(".new")]
+
+
+def test_save_that_is_cancelled_leaves_nothing_on_the_node(tmp_path: Path) -> None:
+    rootfs = tmp_path / "node/containers/mine/rootfs"
+    rootfs.mkdir(parents=True)
+    (rootfs / "note").write_bytes(random.Random(1).randbytes(1 << 20))
+    line = (sys.executable, "-I", "-S", "-c", export_program(tmp_path), "mine")
+    # Nobody reads what it prints, so it does not come to its end.
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as node:
+        wait_for(lambda: any((tmp_path / "node").glob("save.*/index.json")))
+        node.terminate()
+        assert b"saving container mine was cancelled" in node.communicate()[1] and node.returncode == 125
+    assert [path.name for path in (tmp_path / "node").iterdir()] == ["containers"]

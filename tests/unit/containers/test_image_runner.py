@@ -13,21 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shoal.remote
-from shoal.remote.runner import unpacked_image
+from shoal.remote.runner import image_space, unpacked_image
 from shoal.remote.runner.image import EXIT_WITH_CAUSE, variables
-from shoal.remote.runner.unpacked_image import (
-    Problem,
-    find_container,
-    own_store,
-    remove_container,
-    unpacked,
-)
+from shoal.remote.runner.image_space import remove_container
+from shoal.remote.runner.unpacked_image import Problem, find_container, own_store, unpacked
 from shoal.roles.rented import WATCHDOG
 
 START = Path(shoal.remote.__file__).with_name("start.py")
@@ -207,15 +203,15 @@ def test_image_used_longest_ago_makes_room_for_another_below_the_limit(
     store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, limit = Path(store["place"]), tmp_path / "disk"
-    monkeypatch.setattr(unpacked_image, "LIMIT_FILE", str(limit))
+    monkeypatch.setattr(image_space, "LIMIT_FILE", str(limit))
     with (Path(store["layout"]) / "blobs/sha256/large").open("wb") as file:
         file.truncate(1 << 20)
     names = ["ab" * 32, "cd" * 32, "ef" * 32]
     for age, name in enumerate(names):
         in_another_process(unpacked, str(place), {**store, "id": name})
         os.utime(place / f"{name}.lock", (time.time() - 3600 + age, time.time() - 3600 + age))
-    one = unpacked_image.size_of(str(place / names[0]))
-    limit.write_text(f"{unpacked_image.size_of(str(place)) + (3 << 20) - one // 2}\n")
+    one = image_space.size_of(str(place / names[0]))
+    limit.write_text(f"{image_space.size_of(str(place)) + (3 << 20) - one // 2}\n")
     running = unpacked(str(place), {**store, "id": names[0]})  # this process runs in it from now on
     os.utime(place / f"{names[0]}.lock", (0, 0))
     unpacked(str(place), {**store, "id": "01" * 32})
@@ -317,7 +313,7 @@ def test_container_is_recorded_beside_the_images_until_it_is_removed(
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     place = Path(store["place"])
-    monkeypatch.setattr(unpacked_image, "own_store", lambda: str(place))
+    monkeypatch.setattr(image_space, "own_store", lambda: str(place))
     root = find_container(str(place), {**store, "container": "mine"})
     record = Path(store["layout"]).parent / "containers/mine/n1"
     assert record.read_text() == "tiny"
@@ -342,8 +338,80 @@ def test_image_that_no_job_used_for_long_is_removed_and_a_named_container_stays(
     in_another_process(find_container, str(place), {**store, "container": "mine"})
     for lock in (store["id"], other, "containers/mine"):
         os.utime(place / f"{lock}.lock", (0, 0))
-    unpacked_image.evict(str(place))
+    image_space.evict(str(place))
     assert [(place / name).exists() for name in (store["id"], other, "containers/mine")] == [True, False, True]
+
+
+def test_what_was_killed_before_it_was_whole_goes_with_the_next_image(store: dict[str, Any]) -> None:
+    place = Path(store["place"])
+    left = ("cd" * 32 + ".new", "containers/mine.new", "save.7", "containers/other.new")
+    for name in left:
+        (place / name / "rootfs").mkdir(parents=True)
+    (place / "save.7.lock").touch()
+    with (place / "containers/other.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it is being made
+        in_another_process(unpacked, str(place), store)
+    assert [name for name in left if (place / name).exists()] == ["containers/other.new"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")
+def test_images_of_all_users_go_after_a_month_and_root_touches_nothing_of_users(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    images, old, young = Path(tempfile.mkdtemp()), "ab" * 32, "cd" * 32
+    outside = images / "outside"
+    monkeypatch.setattr(image_space, "IMAGES", str(images / "images"))
+    try:
+        images.chmod(0o755)
+        outside.mkdir(mode=0o700)
+        for name, owner in {"ann": 12345, "-": 12346, "closed": 12347, "moved": 0}.items():
+            for image in (old, young, "containers/mine"):
+                (images / "images" / name / image / "rootfs").mkdir(parents=True)
+                (images / "images" / name / f"{image}.lock").touch()
+            # As root this would remove what is root's.
+            (images / "images" / name / old / "record").write_text(f"{outside}/file")
+            for path in (images / "images" / name, *(images / "images" / name).rglob("*")):
+                os.chown(path, owner, owner)
+        (outside / "file").touch()
+        for path in (images / "images").glob("*/*.lock"):
+            os.utime(path, (0, 0) if path.name.startswith(old) else None)
+        (images / "images/moved").chmod(0o777)  # of root's, and anybody may move it here
+        (images / "images/link").symlink_to(outside)
+        os.chown(images / "images/closed/containers", 0, 0)
+        (images / "images/closed/containers").chmod(0o700)
+        assert image_space.evict_all() == 1, "one could not be looked through"
+        assert f"not all of {images}/images/closed" in capfd.readouterr().err
+        left = {path.name: (path / old).exists() for path in (images / "images").iterdir() if not path.is_symlink()}
+        assert left == {"ann": False, "-": False, "closed": True, "moved": True}
+        assert all((images / "images" / name / young).exists() for name in left)
+        assert (images / "images/ann/containers/mine").exists() and (outside / "file").exists()
+    finally:
+        shutil.rmtree(images)
+
+
+def test_image_larger_than_expected_is_held_to_the_limit(
+    store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_space, "LIMIT_FILE", str(tmp_path / "disk"))
+    (tmp_path / "disk").write_text("50000\n")
+    with pytest.raises(Problem, match=r"image tiny needs about \d+ MB in .*, and \d MB of your 0 MB are left"):
+        unpacked(store["place"], store)
+    assert not (Path(store["place"]) / store["id"]).exists() and not list(Path(store["place"]).glob("*.new"))
+
+
+def test_node_says_how_much_of_an_image_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(unpacked_image, "PROGRESS_INTERVAL_S", 0.01)
+    (tmp_path / "blob").write_bytes(bytes(2_500_000))
+    said, ended = "", tmp_path / "ended"
+    with ThreadPoolExecutor() as pool:
+        line = ["sh", "-c", f"until [ -e {ended} ]; do sleep 0.01; done"]
+        running = pool.submit(unpacked_image.run, line, "tiny", None, str(tmp_path))
+        while "shoal: 2 MB of image tiny are here\n" not in said:
+            said += capsys.readouterr().err
+        ended.touch()
+        running.result()
 
 
 def test_image_that_is_not_there_says_whether_it_was_removed(store: dict[str, Any], tmp_path: Path) -> None:
@@ -369,7 +437,7 @@ def test_place_of_a_build_is_no_image(store: dict[str, Any]) -> None:
     with (place / "build.8.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # it is being built
         in_another_process(unpacked, str(place), store)
-        assert unpacked_image.images_by_use(str(place)).keys() == {str(place / store["id"])}
+        assert image_space.images_by_use(str(place)).keys() == {str(place / store["id"])}
         assert sorted(path.name for path in place.glob("build.*")) == ["build.8", "build.8.lock"]
 
 
@@ -384,7 +452,7 @@ def test_what_cannot_be_removed_fails_no_job(monkeypatch: pytest.MonkeyPatch) ->
         root = unpacked(str(place), {**SETTINGS, "id": "ab" * 32})
         assert os.path.isdir(root)
         with pytest.raises(Problem, match="needs about"):
-            unpacked_image.make_space(str(place), 1 << 62, "image tiny")
+            image_space.make_space(str(place), 1 << 62, "image tiny")
 
     try:
         for name in ("build.7", "cd" * 32):

@@ -88,6 +88,13 @@ def test_mount_has_two_absolute_paths(mount: str) -> None:
         job(image="debian", mount=[mount])
 
 
+@pytest.mark.parametrize("name", ["../x", ".x", "x y", "x.lock", "x.new"])
+def test_container_has_a_name_that_no_other_file_of_the_node_has(name: str) -> None:
+    assert job(image="debian", container_name="x.1").container_name == "x.1"
+    with pytest.raises(SpecError, match="not a container's name"):
+        job(image="debian", container_name=name)
+
+
 def test_options_of_images_need_one() -> None:
     with pytest.raises(UsageError, match="--mount is for jobs in images"):
         resolve(job(mount=["/a:/b"]), NODES, PARTITIONS)

@@ -9,6 +9,7 @@
     start.py step DIRECTORY -- COMMAND               becomes the command in the image of a bundle, without Slurm's help
     start.py export NAME --                          prints a container of this node as an image
     start.py remove NAME --                          removes a container of this node
+    start.py evict --                                removes images that users have not used for long, as root
     start.py build SETTINGS --                       builds an image of what it reads, and prints it
     start.py relay --                                one a node beside mpirun, passes warnings on to its ranks
     start.py watch --srun PID [--mpirun PID] --      beside srun, ends it when ranks are gone and Slurm has not noticed
@@ -58,6 +59,10 @@ def main(argv: list[str]) -> int:
         from .image_export import discard_container
 
         return discard_container(*options)
+    if mode == "evict":
+        from .image_space import evict_all
+
+        return evict_all()
     if mode == "build":
         from .image_build import build_image
 

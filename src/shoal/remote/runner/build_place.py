@@ -11,14 +11,15 @@ import subprocess
 
 from .variables import DEFAULT_PATH
 
-PLACE = "build."
+PLACE, SAVE_PLACE = PLACES = ("build.", "save.")
+"""How the names of such places begin, and of those where a container is saved."""
 REMOVAL_TIMEOUT_S = 600
 
 
 def remove_leftovers(store: str) -> None:
-    """What builds left whose job was killed. What cannot be removed stays: nobody needs it gone now."""
+    """What builds and saves left whose job was killed. What cannot be removed stays: nobody needs it gone now."""
     for name in os.listdir(store):
-        if not name.startswith(PLACE) or not name.endswith(".lock"):
+        if not name.startswith(PLACES) or not name.endswith(".lock"):
             continue
         with contextlib.suppress(OSError):  # it is being built, or another job of the user's removes it
             lock = os.open(os.path.join(store, name), os.O_RDWR | os.O_CLOEXEC)
@@ -53,4 +54,12 @@ def environment(place: str) -> dict[str, str]:
     """buildah's own: nothing of the job's settings reaches the image."""
     names = {"HOME": "home", "XDG_RUNTIME_DIR": "run", "TMPDIR": "tmp"}
     paths = {name: os.path.join(place, directory) for name, directory in names.items()}
-    return {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "USER": pwd.getpwuid(os.getuid()).pw_name, **paths}
+    return {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "USER": user_name(), **paths}
+
+
+def user_name() -> str:
+    """A user who has left has files here still."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

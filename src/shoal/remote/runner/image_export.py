@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import zlib
 
+from .build_place import SAVE_PLACE
 from .image import fail, image_config
-from .unpacked_image import ARCHITECTURES, TAG, Problem, hold, own_store, remove, remove_container
+from .image_space import remove, remove_container
+from .unpacked_image import ARCHITECTURES, TAG, Problem, hold, own_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, BinaryIO
 
 MEDIA_TYPE = "application/vnd.oci.image."
 FILES_CHANGED = 1
 """The status of tar where a job has changed files meanwhile."""
 CHUNK_BYTES = 1 << 20
+PROGRESS_INTERVAL_S = 3.0
 GZIP, FAST = 31, 1
 
 
@@ -36,18 +42,37 @@ def export_container(name: str) -> int:
         if not os.path.isdir(path):
             raise Problem("there is no container %s of yours here" % name)
         hold(path, fcntl.LOCK_SH)
-        layout = os.path.join(store, "save.%d" % os.getpid())
+        layout = os.path.join(store, "%s%d" % (SAVE_PLACE, os.getpid()))
+        hold(layout, fcntl.LOCK_EX)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(fail("saving container %s was cancelled" % name)))
         try:
             write_layout(layout, os.path.join(path, "rootfs"))
-            with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
+            with tarfile.open(fileobj=Meter(sys.stdout.buffer, "%d MB sent"), mode="w|") as tar:
                 tar.add(layout, ".")
         finally:
             remove(layout)
+            os.unlink(layout + ".lock")
     except Problem as error:
         return fail(str(error))
     except OSError as error:
         return fail("cannot save container %s: %s" % (name, error.strerror))
     return 0
+
+
+class Meter(io.RawIOBase):
+    """A file to write to, which says every few seconds how much was written."""
+
+    def __init__(self, file: BinaryIO, text: str) -> None:
+        self.file, self.text = file, text
+        self.bytes, self.said_at = 0, time.monotonic()
+
+    def write(self, data: Any) -> int:
+        self.bytes += len(data)
+        if time.monotonic() - self.said_at >= PROGRESS_INTERVAL_S:
+            self.said_at = time.monotonic()
+            sys.stderr.write(self.text % (self.bytes // 1000000) + "\n")
+            sys.stderr.flush()
+        return self.file.write(data)
 
 
 def discard_container(name: str) -> int:
@@ -82,22 +107,27 @@ def write_layer(layout: str, root: str) -> tuple[dict[str, Any], str]:
     # Of root, as in any image. What jobs have mounted is not in here: mounts are of each process.
     line = ["tar", "-c", "--sort=name", "--numeric-owner", "--owner=0", "--group=0", "-C", root, "."]
     packer = zlib.compressobj(FAST, zlib.DEFLATED, GZIP)
-    plain, packed, size = hashlib.sha256(), hashlib.sha256(), 0
+    plain, packed = hashlib.sha256(), hashlib.sha256()
     path = os.path.join(layout, "layer")
     with open(path, "wb") as file, subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as tar:
         assert tar.stdout
+        meter = Meter(file, "%d MB packed")
         while True:
             data = tar.stdout.read(CHUNK_BYTES)
             plain.update(data)
             block = packer.compress(data) if data else packer.flush()
             packed.update(block)
-            size += file.write(block)
+            meter.write(block)
             if not data:
                 break
     if tar.returncode not in (0, FILES_CHANGED):
         raise Problem("tar could not read the container: status %d" % tar.returncode)
     os.rename(path, os.path.join(layout, "blobs", "sha256", packed.hexdigest()))
-    entry = {"mediaType": MEDIA_TYPE + "layer.v1.tar+gzip", "digest": "sha256:" + packed.hexdigest(), "size": size}
+    entry = {
+        "mediaType": MEDIA_TYPE + "layer.v1.tar+gzip",
+        "digest": "sha256:" + packed.hexdigest(),
+        "size": meter.bytes,
+    }
     return entry, plain.hexdigest()
 
 

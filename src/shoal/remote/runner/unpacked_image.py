@@ -18,7 +18,6 @@ import pwd
 import re
 import stat
 import sys
-import time
 
 from .variables import DEFAULT_PATH
 
@@ -41,8 +40,6 @@ TAG = "image"
 """The name of an image in its OCI layout."""
 RECORD = "record"
 """In a container: the path of the file that says so beside the user's images."""
-KEEP_DAYS = 30
-"""What no job has used for so long is removed when another image is unpacked."""
 PRIVATE = re.compile(r"unauthorized|authentication required|denied: ")
 """What registries say of images that need a login."""
 DISK_FACTOR = 3
@@ -51,6 +48,7 @@ RENTED_MARK = "/usr/local/lib/shoal/watchdog"
 """What only rented machines have. Their containers go with them, so no other machine is told of those."""
 LIMIT_FILE = PROGRAMS + "/disk"
 """The bytes that a user's images and containers may take on this node, where the file of the cluster says so."""
+PROGRESS_INTERVAL_S = 15.0
 MESSAGE_END = 120
 """The end of a program's message has the cause; paths stand before it."""
 
@@ -110,6 +108,8 @@ def unpacked(store: str, settings: dict[str, Any]) -> str:
     if not os.path.isdir(path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.isdir(path):
+            from .image_space import evict
+
             evict(store)
             unpack(store, path, settings)
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -117,6 +117,8 @@ def unpacked(store: str, settings: dict[str, Any]) -> str:
 
 
 def unpack(store: str, path: str, settings: dict[str, Any]) -> None:
+    from .image_space import disk_limit, make_space, remove, size_of
+
     new = path + ".new"
     remove(new)
     os.mkdir(new, 0o700)
@@ -129,6 +131,8 @@ def unpack(store: str, path: str, settings: dict[str, Any]) -> None:
         sys.stderr.write("shoal: unpacking image %s\n" % settings["name"])
         run(["umoci", "unpack", "--rootless", "--image", layout + ":" + TAG, new + "/bundle"], settings["name"])
         repair(new + "/bundle/rootfs")
+        if disk_limit():  # a small archive may hold large files
+            make_space(store, size_of(new + "/bundle"), "image " + settings["name"], new)
         with open(new + "/bundle/image.json", "w") as file:
             json.dump(image_config(layout), file)
         os.rename(new + "/bundle", path)
@@ -144,7 +148,9 @@ def pull(settings: dict[str, Any], layout: str) -> None:
         raise Problem(text % (settings["name"], settings["layout"]))
     policy = [] if os.path.exists("/etc/containers/policy.json") else ["--insecure-policy"]
     options = [*policy, "copy", "--quiet", *own_login(os.path.dirname(layout))]
-    run(["skopeo", *options, settings["source"], "oci:%s:%s" % (layout, TAG)], settings["name"], settings["proxy"])
+    line = ["skopeo", *options, settings["source"], "oci:%s:%s" % (layout, TAG)]
+    sys.stderr.write("shoal: getting image %s\n" % settings["name"])
+    run(line, settings["name"], settings["proxy"], layout)
 
 
 def own_login(place: str) -> list[str]:
@@ -163,23 +169,28 @@ def own_login(place: str) -> list[str]:
     return ["--authfile", path]
 
 
-def run(line: list[str], image: str, proxy: dict[str, str] | None = None) -> None:
+def run(line: list[str], image: str, proxy: dict[str, str] | None = None, growing: str = "") -> None:
+    """Run a program, and say meanwhile how much is in the directory that it fills."""
     import subprocess
 
+    from .image_space import size_of
+
     variables = {"HOME": os.environ.get("HOME", "/"), "PATH": DEFAULT_PATH, **(proxy or {})}
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            line,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            check=False,
-        )
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, env=variables)
     except FileNotFoundError:
         raise Problem("%s is not installed; `containers:` in the file installs it" % line[0]) from None
-    if done.returncode != 0:
-        lines = done.stdout.decode(errors="replace").strip().splitlines() or ["status %d" % done.returncode]
+    with process:
+        while True:
+            try:
+                output = process.communicate(timeout=PROGRESS_INTERVAL_S if growing else None)[0]
+                break
+            except subprocess.TimeoutExpired:
+                sys.stderr.write("shoal: %d MB of image %s are here\n" % (size_of(growing) // 1000000, image))
+                sys.stderr.flush()
+    if process.returncode != 0:
+        lines = output.decode(errors="replace").strip().splitlines() or ["status %d" % process.returncode]
         cause = lines[-1].strip()[-MESSAGE_END:]
         if PRIVATE.search(cause):
             cause += "; nodes have none of your logins: pull it where you log in, with the jobs' directory on a share"
@@ -191,57 +202,10 @@ def packed_size(layout: str) -> int:
     return sum(os.stat(os.path.join(blobs, blob)).st_size for blob in os.listdir(blobs))
 
 
-def make_space(store: str, needed: int, what: str) -> None:
-    """Remove images that no process runs in, the one that was used longest ago first, where that makes enough room."""
-    limit, disk = disk_limit(), os.statvfs(store)
-    free = disk.f_bavail * disk.f_frsize
-    own = limit - size_of(store) if limit else free
-    room = min(free, own)
-    if needed <= room:
-        return
-    sizes = {path: size_of(path) for path in images_by_use(store) if os.path.isdir(path)}
-    if needed <= room + sum(sizes.values()):
-        for path in sizes:
-            if remove_unused(path):
-                sys.stderr.write("shoal: removed image %.12s here, for %s\n" % (os.path.basename(path), what))
-                room += sizes[path]
-                if needed <= room:
-                    return
-    found = "%d MB are free; remove files there" % (free // 1000000)
-    if own < free:
-        found = "%d MB of your %d MB are left; " % (max(own, 0) // 1000000, limit // 1000000)
-        found += (
-            "ask the operator for more (`containers: {disk: ...}`)"
-            if needed > limit
-            else "remove containers with `shoal image remove NAME --node NODE`"
-        )
-    text = "%s needs about %d MB in %s, and %s, or use another node"
-    raise Problem(text % (what, needed // 1000000, store, found))
-
-
-def disk_limit() -> int:
-    """Zero where there is none."""
-    with contextlib.suppress(OSError, ValueError), open(LIMIT_FILE) as file:
-        return int(file.read())
-    return 0
-
-
-def size_of(root: str) -> int:
-    """What a directory takes of the disk. A file with more than one name counts once."""
-    seen: set[int] = set()
-    total = 0
-    for place, directories, files in os.walk(root):
-        for name in directories + files:
-            with contextlib.suppress(OSError):  # another job of the user's removes it meanwhile
-                status = os.lstat(os.path.join(place, name))
-                if status.st_nlink == 1 or stat.S_ISDIR(status.st_mode) or status.st_ino not in seen:
-                    total += status.st_blocks * 512
-                    seen.add(status.st_ino)
-    return total
-
-
 def repair(root: str) -> None:
     """Let the user remove the image again, and give the host's files a place to be mounted at."""
+    from .image_space import open_directories
+
     open_directories(root)
     etc = os.path.join(root, "etc")
     if os.path.isdir(etc) and not os.path.islink(etc):
@@ -251,16 +215,6 @@ def repair(root: str) -> None:
                 os.unlink(path)
             if not os.path.lexists(path):
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-
-
-def open_directories(root: str) -> None:
-    """Let the owner enter and change all directories, each before it is read."""
-    os.chmod(root, os.lstat(root).st_mode & 0o7777 | 0o700)
-    for place, names, _ in os.walk(root):
-        for path in (os.path.join(place, name) for name in names):
-            mode = os.lstat(path).st_mode
-            if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
-                os.chmod(path, mode & 0o7777 | 0o700)
 
 
 def image_config(layout: str) -> dict[str, Any]:
@@ -283,6 +237,8 @@ def find_container(store: str, settings: dict[str, Any]) -> str:
     lock = hold(path, fcntl.LOCK_SH)
     os.utime(path + ".lock")
     if not os.path.isdir(path):
+        from .image_space import make_space, remove, size_of
+
         if not settings["id"]:
             raise Problem("there is no container %s here; give --image once to make it" % name)
         image = os.path.dirname(unpacked(store, settings))
@@ -321,73 +277,3 @@ def record_container(settings: dict[str, Any], path: str) -> None:
             file.write(settings["name"])
         with open(path + "/" + RECORD, "w") as file:
             file.write(record)
-
-
-def remove_container(name: str) -> int:
-    """`shoal image remove NAME --node`: the status."""
-    store = own_store()
-    path = os.path.join(store, "containers", name)
-    if not os.path.isdir(path):
-        raise Problem("there is no container %s of yours here" % name)
-    lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Problem("a job runs in container %s; cancel it first" % name) from None
-    remove(path)
-    return 0
-
-
-def evict(store: str) -> None:
-    """Remove images that no job has used for long and no process runs in, and what builds left that were killed.
-
-    Named containers have users' changes. What cannot be removed stays: no job fails because of it.
-    """
-    from .build_place import remove_leftovers
-
-    remove_leftovers(store)
-    for path, used_at in images_by_use(store).items():
-        if used_at <= time.time() - KEEP_DAYS * 86400:
-            remove_unused(path)
-
-
-def images_by_use(store: str) -> dict[str, float]:
-    """When each image was last used, the one that was used longest ago first. Places of builds have locks, too."""
-    from .build_place import PLACE
-
-    images = {}
-    for name in os.listdir(store):
-        if name.endswith(".lock") and not name.startswith(PLACE):
-            with contextlib.suppress(OSError):
-                images[os.path.join(store, name[: -len(".lock")])] = os.stat(os.path.join(store, name)).st_mtime
-    return dict(sorted(images.items(), key=lambda item: item[1]))
-
-
-def remove_unused(path: str) -> bool:
-    """Remove an image that no process runs in. Whether it is gone; half of one never has its name."""
-    new = path + ".new"
-    try:
-        lock = os.open(path + ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(new)
-        if os.path.lexists(path):
-            os.rename(path, new)
-            remove(new)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
-
-
-def remove(path: str) -> None:
-    if os.path.lexists(path):
-        import shutil
-
-        with contextlib.suppress(OSError), open(os.path.join(path, RECORD)) as file:
-            os.unlink(file.read())
-        open_directories(path)
-        shutil.rmtree(path)
