@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.agent.document import Command, Directory, Document, File
+from shoal.agent.document import Command, Directory, Document, File, Service, render_unit
 from shoal.agent.facts import Facts
 from shoal.containers.images import PYXIS, node_features
 from shoal.remote import program_text, shell_command
@@ -34,6 +34,8 @@ MODULES = (
     *("image_space", "unpacked_image", "variables"),
 )
 """Of `remote/runner`: what a step of `srun --container` needs."""
+NAME, UNITS = "shoal-images", "/etc/systemd/system"
+TIMER = f"{NAME}.timer"
 COMPILE = "compile the program of images"
 REMOVAL_TIMEOUT_S = 1800.0
 REMOVE = rf"""
@@ -67,6 +69,7 @@ class ImagesComponent(Component):
     """The file's `containers`."""
 
     files: Mapping[str, FileQuery] = {IMAGES: "there"}
+    services = (TIMER,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if not uses_oci(spec):
@@ -81,12 +84,17 @@ class ImagesComponent(Component):
             # In place before slurmd reads of it.
             switches = _switches(cluster.facts_of(member.name)) if member.rented else ()
             base = (*_programs(cluster.spec), *switches)
-            return {Stage.BASE: base, Stage.SERVICES: (Directory(IMAGES, mode=0o1777),)}
+            timer = _timer() if cluster.facts_of(member.name).init != "none" else ()
+            return {Stage.BASE: base, Stage.SERVICES: (Directory(IMAGES, mode=0o1777), *timer)}
         return {Stage.SERVICES: self.removal()} if cluster.facts_of(member.name).has_file(IMAGES) else {}
 
     def removal(self) -> Document:
         absent = ("test", "!", "-e", IMAGES)
-        return (Command("remove unpacked images", ("sh", "-c", REMOVE), unless=absent, timeout=REMOVAL_TIMEOUT_S),)
+        return (
+            Service(TIMER, enabled=False, running=False),
+            *(File(f"{UNITS}/{name}") for name in (TIMER, f"{NAME}.service")),
+            Command("remove unpacked images", ("sh", "-c", REMOVE), unless=absent, timeout=REMOVAL_TIMEOUT_S),
+        )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         if not uses_oci(cluster.spec):
@@ -120,6 +128,30 @@ def _switches(facts: Facts) -> Document:
 
 def _sysctl_name(path: str) -> str:
     return path.removeprefix("/proc/sys/").replace("/", ".")
+
+
+def _timer() -> Document:
+    """Daily: images that no job has used for long go without another job of their user."""
+    service = render_unit(
+        Unit={"Description": "Removes images that no job has used for long"},
+        Service={
+            "Type": "oneshot",
+            "ExecStart": f"/usr/bin/env python3 -I -S {PROGRAMS}/start.py evict --",
+            "Nice": 19,
+            "IOSchedulingClass": "idle",
+            "TimeoutStartSec": "6h",
+        },
+    )
+    timer = render_unit(
+        Unit={"Description": "Removes images that no job has used for long, every day"},
+        Timer={"OnCalendar": "daily", "RandomizedDelaySec": "2h", "Persistent": "true"},
+        Install={"WantedBy": "timers.target"},
+    )
+    return (
+        File(f"{UNITS}/{NAME}.service", service),
+        File(f"{UNITS}/{TIMER}", timer, restarts=(TIMER,)),
+        Service(TIMER),
+    )
 
 
 def _programs(spec: Spec) -> Document:

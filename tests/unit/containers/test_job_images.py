@@ -16,7 +16,7 @@ import pytest
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, SHIPPED, job
 from tests.unit.plan.fake_world import host_facts, spec_of
 
-from shoal.agent.document import Command, Directory, File
+from shoal.agent.document import Command, Directory, File, Service
 from shoal.agent.facts import Facts, FileFact
 from shoal.containers.images import JobImage, StoredImage, is_reference, require_nodes
 from shoal.errors import SpecError, UsageError
@@ -142,7 +142,11 @@ def test_hosts_get_packages_directory_and_features() -> None:
     assert component.packages(cluster.spec, n1, None) == ("skopeo", "umoci", "crun", *BUILD_PACKAGES)
     assert component.packages(cluster.spec, c1, None) == ("skopeo", "umoci")
     documents = component.documents(cluster, n1)
-    assert documents[Stage.SERVICES] == (Directory(IMAGES, mode=0o1777),)
+    place, service, timer, running = documents[Stage.SERVICES]
+    assert place == Directory(IMAGES, mode=0o1777) and running == Service("shoal-images.timer")
+    assert isinstance(service, File) and isinstance(timer, File) and timer.restarts == ("shoal-images.timer",)
+    assert f"ExecStart=/usr/bin/env python3 -I -S {PROGRAMS}/start.py evict --\n" in str(service.content)
+    assert "OnCalendar=daily\n" in str(timer.content)
     files = {item.path: item.content for item in documents[Stage.BASE] if isinstance(item, File)}
     assert f"{PROGRAMS}/start.py" in oci_conf() and f"{PROGRAMS}/start.py" in files
     imported = set(re.findall(r"^ *from \.(\w+) import", "".join(map(str, files.values())), re.MULTILINE))
@@ -223,7 +227,9 @@ def test_removed_section_removes_everything() -> None:
     left = {"c1": {OCI_CONF: FileFact(text=oci_conf())}, "n1": {IMAGES: FileFact(there=True)}}
     cluster = cluster_of("", **left)
     assert File(OCI_CONF, restarts=("slurmctld",)) in controller(cluster)
-    [command] = ImagesComponent().documents(cluster, cluster.members[1])[Stage.SERVICES]
+    timer, *units, command = ImagesComponent().documents(cluster, cluster.members[1])[Stage.SERVICES]
+    assert timer == Service("shoal-images.timer", enabled=False, running=False)
+    assert units == [File(f"/etc/systemd/system/shoal-images.{kind}") for kind in ("timer", "service")]
     assert isinstance(command, Command) and IMAGES in command.argv[-1]
     assert "images" not in slurm_conf(cluster.conf)
 

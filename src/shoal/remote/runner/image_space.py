@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import signal
@@ -72,13 +73,9 @@ def evict(store: str) -> None:
     Named containers have users' changes. What cannot be removed stays: no job fails because of it.
     """
     remove_leftovers(store)
-    for place in (store, os.path.join(store, "containers")):
-        for name in os.listdir(place) if os.path.isdir(place) else ():
-            if name.endswith(".new"):
-                with contextlib.suppress(OSError):
-                    path = os.path.join(place, name[: -len(".new")])
-                    with sole_use(path):
-                        remove(path + ".new")
+    for new in (*glob.glob(os.path.join(store, "*.new")), *glob.glob(os.path.join(store, "containers", "*.new"))):
+        with contextlib.suppress(OSError), sole_use(new[: -len(".new")]):
+            remove(new)
     for path, used_at in images_by_use(store).items():
         if used_at <= time.time() - KEEP_DAYS * 86400:
             remove_unused(path)
