@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster, login_keys, running
 
-from shoal.roles.job_engines import JOBS, PACKAGE, PODMAN_STORE, STORE, UNIT
+from shoal.roles.job_engines import ACCOUNT, JOBS, PACKAGE, PODMAN_STORE, STORE, UNIT
 from shoal.slurm.conf import EPILOG
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]  # hosts install Docker and podman
@@ -25,7 +26,7 @@ users:
   eve: {uid: 2003, keys: ["file:KEYS/eve.pub"]}
 containers: {engine: oci, podman: true, docker: true}
 """
-PROGRAMS = "sh sleep cat id ls cp chmod touch"
+PROGRAMS = "sh sleep cat id ls cp chmod touch head tail"
 MAKE_ROOT = f"""\
 rm -rf /run/root; mkdir -p /run/root/bin /run/root/tmp; chmod 1777 /run/root/tmp; cd /run/root
 for program in {PROGRAMS}; do
@@ -35,9 +36,18 @@ for program in {PROGRAMS}; do
     done
 done
 tar -cf /shared/mini.tar .; chmod 644 /shared/mini.tar
-# Docker uses these groups, too; the sandbox makes the others writable.
-for name in cpu cpuacct blkio; do mount -o remount,bind,rw /sys/fs/cgroup/$name; done
+python3 -c '
+import tarfile
+zero = tarfile.TarInfo("devices/zero")
+zero.type, zero.devmajor, zero.devminor, zero.mode = tarfile.CHRTYPE, 1, 5, 0o666
+with tarfile.open("/shared/mini.tar", "a") as archive: archive.addfile(zero)
+'
 """
+OPEN_GROUPS = "for name in cpu cpuacct blkio; do mount -o remount,bind,rw /sys/fs/cgroup/$name; done"
+"""Docker uses these groups, too; the sandbox makes the others writable."""
+MIRROR = "https://mirror.invalid/"
+SETTINGS = {"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "x"}}, "registry-mirrors": [MIRROR]}
+WRITE_SETTINGS = f"mkdir -p /etc/docker && echo {shlex.quote(json.dumps(SETTINGS))} > /etc/docker/daemon.json"
 REUSE = f"""\
 import os, socket, sys, time
 sys.path.insert(0, {PACKAGE.rpartition("/")[0]!r})
@@ -77,7 +87,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with login_keys("ann", "bob", "eve") as keys:
         text = SPEC.replace("KEYS", str(keys))
         with running(tmp_path_factory.mktemp("engines"), text) as made:
-            made.on("n1", "sh", "-c", MAKE_ROOT)
+            made.on("n1", "sh", "-c", MAKE_ROOT + OPEN_GROUPS)
+            made.on("n1", "sh", "-c", WRITE_SETTINGS)
             yield made
 
 
@@ -105,8 +116,12 @@ def test_docker_builds_and_runs_in_the_job(cluster: Cluster) -> None:
     job(cluster, "docker import /shared/mini.tar mini")
     inside = job(cluster, "docker run --rm mini cat /proc/self/cgroup /proc/self/uid_map; echo job $SLURM_JOB_ID")
     number = inside.split()[-1]
+    # The operator's mirrors, and not the operator's runtime.
+    shown = job(cluster, "docker info -f '{{.DefaultRuntime}} {{.RegistryConfig.Mirrors}}'")
+    assert shown == f"shoal [{MIRROR}]\n"
     assert f"memory:/slurm_n1/uid_2001/job_{number}/" in inside and f"cpuset:/slurm_n1/uid_2001/job_{number}/" in inside
-    assert [line.split()[1] for line in inside.splitlines() if line.startswith("         0")] == ["165536"]
+    account = cluster.on("n1", "grep", f"^{ACCOUNT}2001:", "/etc/subuid").split(":")[1]
+    assert [line.split()[1] for line in inside.splitlines() if line.startswith("         0")] == [account]
     context = "cd $(mktemp -d) && printf 'FROM mini\\nRUN id -u > /who\\n' > Dockerfile"
     assert job(cluster, f"{context} && docker build -q -t built . && docker run --rm built cat /who").endswith("0\n")
     context = "cd $(mktemp -d) && printf 'FROM mini\\nRUN cat /proc/net/dev > /links\\n' > Dockerfile"
@@ -137,6 +152,28 @@ def test_files_of_the_node_are_there_with_the_users_rights_alone(cluster: Cluste
     do(cluster, f"{closed} && chmod 644 /shared/closed/open/file", "bob", host="n1")
     seen = job(cluster, "docker run --rm -v /shared/closed/open:/x mini cat /x/file", status=125)
     assert "you may not reach it" in seen and "secret" not in seen
+
+
+@pytest.mark.parametrize("mount", ["-v $PWD:/x", "-v $PWD:/x -v named:/devices", "-v $PWD:/x -v named:/devices:ro", ""])
+def test_devices_of_an_image_do_not_open(cluster: Cluster, mount: str) -> None:
+    """Also not for a process of the job that is in no container's cgroup, and finds the container's files."""
+    run = f"cd $(mktemp -d) && chmod 755 . && docker run -d {mount} mini sleep 888"
+    pid = "$(docker inspect -f '{{.State.Pid}}' $container)"
+    number = start(cluster, f"container=$({run}) && echo {pid} > /tmp/pid-of-container")
+    path = f"/proc/{cluster.on('n1', 'cat', '/tmp/pid-of-container').strip()}/root/devices/zero"
+    assert cluster.on("n1", "stat", "-c", "%F %a", path) == "character special file 666\n"
+    for user in ("root", *(["ann"] if mount else [])):
+        assert "Permission denied" in do(cluster, f"head -c 1 {path}", user, status=1, host="n1")
+    do(cluster, f"scancel {number}")
+
+
+def test_ids_that_a_user_may_take_do_not_reach_the_files_of_images(cluster: Cluster) -> None:
+    """Users have a range of ids for podman's containers, and newuidmap gives it to anything else of theirs, too."""
+    job(cluster, "docker create -v devices:/devices mini id")
+    place = job(cluster, "docker info -f '{{.DockerRootDir}}'").strip()
+    look = f"setpriv --reuid 1 --regid 1 --clear-groups stat {place}/volumes/devices/_data/zero 2>&1"
+    assert "Permission denied" in job(cluster, f"unshare -U --map-auto --map-root-user {look}", status=1)
+    assert "Permission denied" in job(cluster, f"stat {place}/volumes/devices/_data/zero 2>&1", status=1)
 
 
 def test_link_in_place_of_a_mounted_directory_is_rejected(cluster: Cluster) -> None:
@@ -245,7 +282,10 @@ def test_removed_settings_remove_everything(cluster: Cluster) -> None:
     cluster.edit(", podman: true, docker: true", "")
     cluster.json("up")
     assert cluster.on("n1", "ls", "-d", UNIT, STORE, PODMAN_STORE, EPILOG, JOBS, PACKAGE, status=None) == ""
-    assert job(cluster, "docker ps", status=None).count("docker") >= 0
+    assert (
+        cluster.on("n1", "grep", "-l", f"{ACCOUNT}\\|{STORE}", "/etc/passwd", "/etc/subuid", "/proc/mounts", status=1)
+        == ""
+    )
     assert job(cluster, "echo $DOCKER_CONFIG works") == "works\n"
     assert cluster.json("up")["changed"] == []
     assert Path(cluster.file).read_text().count("docker: true") == 2

@@ -24,6 +24,9 @@ DIRECTORY = "/usr/local/lib/shoal"
 PACKAGE = f"{DIRECTORY}/docker_guard"
 MODULES = ("__init__", "caller", "job_limits", "rules", "main")
 DAEMON = f"{DIRECTORY}/docker-daemon"
+RUNTIME = f"{DIRECTORY}/docker-runtime"
+ACCOUNT = "shoal-docker-"
+"""How the names of accounts begin whose ids containers have; the id of their user follows."""
 SERVICE = "shoal-docker-guard"
 CONTAINERD = "containerd.service"
 UNITS = "/etc/systemd/system"
@@ -38,7 +41,7 @@ NETWORK = "172.30"
 PLACES = "make the places of jobs"
 START = f"import sys; sys.path.insert(0, '{DIRECTORY}'); from docker_guard.main import main; main(sys.argv[1:])"
 COMMAND = f'/usr/bin/python3 -I -S -B -c "{START}"'
-DOCKER_PACKAGES = ("docker.io", "iproute2", "nftables", "uidmap", "fuse-overlayfs")
+DOCKER_PACKAGES = ("docker.io", "apparmor", "iproute2", "nftables", "uidmap", "fuse-overlayfs")
 PODMAN_PACKAGES = ("podman", "crun", "uidmap", "slirp4netns", "fuse-overlayfs")
 STOP = f"""
 systemctl stop 'shoal-docker@*'
@@ -46,6 +49,8 @@ nft delete table ip shoal-docker 2> /dev/null
 for bridge in $(ip -o link show type bridge | grep -o ' docker[0-9]*:' | tr -d ' :'); do
     [ "$bridge" = docker0 ] || ip link delete "$bridge"
 done
+while umount {STORE} 2> /dev/null; do :; done
+for account in $(grep -o '^{ACCOUNT}[0-9]*' /etc/passwd); do userdel "$account"; done
 rm -rf {STORE} {DAEMONS} {PACKAGE}
 """
 REMOVAL_TIMEOUT_S = 600.0
@@ -194,14 +199,15 @@ def _docker(cluster: Cluster, member: Member) -> Document:
     gpus = [gpu.device for gpu in facts.gpus]
     # Read anew at each request: a restart would cut the terminals of containers.
     config = {"node": member.name, "gpus": gpus, "shares": shares, "users": users, "group": USERS_GROUP}
-    text = program_text("docker_daemon.sh", DAEMONS=DAEMONS, STORE=STORE, NETWORK=NETWORK)
+    words = {"DAEMONS": DAEMONS, "STORE": STORE, "NETWORK": NETWORK, "ACCOUNT": ACCOUNT, "RUNTIME": RUNTIME}
     restarts = (SERVICE,)
     return (
         Directory("/etc/shoal"),
         *(Directory(path) for path in (DIRECTORY, PACKAGE)),
         Directory(STORE, mode=0o711),
         *(File(f"{PACKAGE}/{n}.py", program_text(f"docker_guard/{n}.py"), restarts=restarts) for n in MODULES),
-        File(DAEMON, text, mode=0o755),
+        File(DAEMON, program_text("docker_daemon.sh", **words), mode=0o755),
+        File(RUNTIME, program_text("docker_runtime"), mode=0o755),
         File(CONFIG, json.dumps(config) + "\n"),
         File(DAEMON_UNIT, daemon_service(cluster.spec.proxy)),
         File(UNIT, guard_service(path=f"{cluster.slurm_prefix}/bin:" if uses_tree(cluster.spec) else ""),
@@ -245,5 +251,5 @@ def _docker_removal() -> Document:
         Command(
             "remove Docker of jobs", ("sh", "-c", STOP), unless=("test", "!", "-e", UNIT), timeout=REMOVAL_TIMEOUT_S
         ),
-        *(File(path) for path in (UNIT, DAEMON_UNIT, DAEMON, CONFIG)),
+        *(File(path) for path in (UNIT, DAEMON_UNIT, DAEMON, RUNTIME, CONFIG)),
     )
