@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster, login_keys, running
 
-from shoal.roles.job_engines import ACCOUNT, JOBS, PACKAGE, PODMAN_STORE, STORE, UNIT
+from shoal.roles.job_engines import ACCOUNT, JOBS, NETWORK, PACKAGE, PODMAN_STORE, STORE, UNIT
 from shoal.slurm.conf import EPILOG
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]  # hosts install Docker and podman
@@ -48,6 +48,7 @@ OPEN_GROUPS = "for name in cpu cpuacct blkio; do mount -o remount,bind,rw /sys/f
 MIRROR = "https://mirror.invalid/"
 SETTINGS = {"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "x"}}, "registry-mirrors": [MIRROR]}
 WRITE_SETTINGS = f"mkdir -p /etc/docker && echo {shlex.quote(json.dumps(SETTINGS))} > /etc/docker/daemon.json"
+FORWARD = "/proc/sys/net/ipv4/ip_forward"
 REUSE = f"""\
 import os, socket, sys, time
 sys.path.insert(0, {PACKAGE.rpartition("/")[0]!r})
@@ -89,6 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with running(tmp_path_factory.mktemp("engines"), text) as made:
             made.on("n1", "sh", "-c", MAKE_ROOT + OPEN_GROUPS)
             made.on("n1", "sh", "-c", WRITE_SETTINGS)
+            made.on("n1", "sh", "-c", f"echo 0 > {FORWARD}")  # as on a new machine
             yield made
 
 
@@ -279,6 +281,9 @@ def test_podman_runs_in_the_job_without_root(cluster: Cluster) -> None:
 
 
 def test_removed_settings_remove_everything(cluster: Cluster) -> None:
+    job(cluster, "docker network create own && docker run --rm --network own mini id")
+    bridges = ("sh", "-c", f"ip -4 -o address | grep {NETWORK}[.]")
+    assert cluster.on("n1", "cat", FORWARD) == "1\n" and len(cluster.on("n1", *bridges).splitlines()) >= 2
     cluster.edit(", podman: true, docker: true", "")
     cluster.json("up")
     assert cluster.on("n1", "ls", "-d", UNIT, STORE, PODMAN_STORE, EPILOG, JOBS, PACKAGE, status=None) == ""
@@ -286,6 +291,8 @@ def test_removed_settings_remove_everything(cluster: Cluster) -> None:
         cluster.on("n1", "grep", "-l", f"{ACCOUNT}\\|{STORE}", "/etc/passwd", "/etc/subuid", "/proc/mounts", status=1)
         == ""
     )
+    assert cluster.on("n1", "cat", FORWARD) == "0\n" and cluster.on("n1", *bridges, status=1) == ""
+    assert cluster.on("n1", "nft", "list", "tables").count("docker") == 0
     assert job(cluster, "echo $DOCKER_CONFIG works") == "works\n"
     assert cluster.json("up")["changed"] == []
     assert Path(cluster.file).read_text().count("docker: true") == 2

@@ -28,6 +28,8 @@ if ! ip -4 -o address show dev "$bridge" 2> /dev/null | grep -q .; then
     ip address add "@NETWORK@.$at.1/24" dev "$bridge"
     ip link set "$bridge" up
 fi
+# dockerd lets the node forward packets. What it was before comes back when Docker is removed.
+[ -e @DAEMONS@/ip_forward ] || cat /proc/sys/net/ipv4/ip_forward > @DAEMONS@/ip_forward
 # Several daemons would remove each other's rules.
 nft -f - << END
 table ip shoal-docker

@@ -46,9 +46,10 @@ PODMAN_PACKAGES = ("podman", "crun", "uidmap", "slirp4netns", "fuse-overlayfs")
 STOP = f"""
 systemctl stop 'shoal-docker@*'
 nft delete table ip shoal-docker 2> /dev/null
-for bridge in $(ip -o link show type bridge | grep -o ' docker[0-9]*:' | tr -d ' :'); do
-    [ "$bridge" = docker0 ] || ip link delete "$bridge"
+ip -4 -o address | while read -r _ name _ address _; do
+    case $address in {NETWORK}.*) ip link delete "$name" ;; esac
 done
+! grep -qsx 0 {DAEMONS}/ip_forward || echo 0 > /proc/sys/net/ipv4/ip_forward
 while umount {STORE} 2> /dev/null; do :; done
 for account in $(grep -o '^{ACCOUNT}[0-9]*' /etc/passwd); do userdel "$account"; done
 rm -rf {STORE} {DAEMONS} {PACKAGE}
