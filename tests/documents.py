@@ -92,7 +92,7 @@ COMMANDS = {
     "srun -N2 --mpi=pmix $(shoal image bundle mpi)/run all_reduce": MPI_IMAGE,
     "shoal image push train registry.example.org/lab/train:3": JOB_IMAGES,
     "shoal image push train": JOB_IMAGES,
-    "shoal image pull controller:5000/ann/train": JOB_IMAGES,
+    "shoal image pull controller:5001/ann/train": JOB_IMAGES,
     "shoal image login registry.example.org --user ann --password file:~/.registry-password": JOB_IMAGES,
     "shoal image logout registry.example.org": JOB_IMAGES,
     "ssh-keygen -q -t ed25519 -N '' -f /data/host_key": JOB_IMAGES,

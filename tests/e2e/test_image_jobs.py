@@ -194,11 +194,11 @@ def test_ranks_in_images_train_together(ann: User, torch: str, launcher: str) ->
 
 def test_registry_that_is_down_or_returns_wrong_data(ann: User, cluster: Cluster) -> None:
     ann.do("shoal image pull /shared/tiny.tar --name tiny")
-    assert ann.json("image push tiny")["reference"] == "controller:5000/ann/tiny"
+    assert ann.json("image push tiny")["reference"] == "controller:5001/ann/tiny"
     storage = "/var/lib/docker-registry/docker/registry/v2/blobs"
     damage = "dd if=/dev/zero of={} bs=1 count=64 seek=4096 conv=notrunc"
     cluster.on("controller", "sh", "-c", f"find {storage} -name data -size +1000k -exec {damage} ';' 2>&1")
-    pull = "shoal image pull controller:5000/ann/tiny --name damaged"
+    pull = "shoal image pull controller:5001/ann/tiny --name damaged"
     assert "the registry returned wrong data" in ann.do(pull, status=2)
     cluster.on("controller", "systemctl", "stop", "docker-registry")
     assert "the registry is down or cannot be reached" in ann.do(pull, status=2)

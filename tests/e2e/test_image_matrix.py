@@ -62,7 +62,7 @@ ASK_REGISTRY = """\
 import base64, http.client, json, sys
 login = base64.b64encode(b"bob:" + open("/etc/shoal/registry/logins/bob", "rb").read().strip()).decode()
 for method, path in json.loads(sys.argv[1]):
-    connection = http.client.HTTPSConnection("controller", 5000)
+    connection = http.client.HTTPSConnection("controller", 5001)
     connection.request(method, path, b"{}", {"Authorization": "Basic " + login})
     print(connection.getresponse().status)
 """
@@ -170,12 +170,12 @@ def test_container_is_saved_from_its_node_after_the_job(ann: User) -> None:
 
 def test_registry_of_the_cluster_takes_and_gives_images(ann: User, cluster: Cluster) -> None:
     pushed = ann.json("image push mini")
-    assert pushed["reference"] == "controller:5000/ann/mini" and pushed["digest"].startswith("sha256:")
+    assert pushed["reference"] == "controller:5001/ann/mini" and pushed["digest"].startswith("sha256:")
     bob = User(cluster, "bob")
-    pulled = bob.json("image pull controller:5000/ann/mini:latest --name back")
+    pulled = bob.json("image pull controller:5001/ann/mini:latest --name back")
     assert pulled["digest"] == pushed["digest"]
     assert lines(bob.run("-w n2 --image back"))[0][6] == "one"
-    assert "you write below your own name" in bob.do("shoal image push back controller:5000/ann/mini", status=2)
+    assert "you write below your own name" in bob.do("shoal image push back controller:5001/ann/mini", status=2)
     own, places = (
         "/v2/bob/mini/manifests/latest",
         ("/v2/ann/mini/manifests/latest", "/v2/bob/../ann/mini/manifests/latest"),
@@ -183,20 +183,20 @@ def test_registry_of_the_cluster_takes_and_gives_images(ann: User, cluster: Clus
     asked = [(method, path) for method in ("PUT", "DELETE") for path in (own, *places)]
     answers = bob.do(f"python3 -c {shlex.quote(ASK_REGISTRY)} {shlex.quote(json.dumps(asked))}")
     assert answers.split() == ["400", "401", "401", "405", "401", "401"]
-    assert bob.json("image pull controller:5000/ann/mini:latest --name back")["digest"] == pushed["digest"]
+    assert bob.json("image pull controller:5001/ann/mini:latest --name back")["digest"] == pushed["digest"]
     connect = "import socket; socket.socket(socket.AF_UNIX).connect('/run/shoal-registry/socket')"
     assert "Permission denied" in bob.do(f"python3 -c {shlex.quote(connect)}", status=1)
     place = "/etc/shoal/registry/logins"
     assert cluster.on("n1", "stat", "-c", "%U %a", f"{place}/ann") == "ann 400\n"
     assert "Permission denied" in bob.do(f"cat {place}/ann", status=1)
     assert bob.do("stat -c '%U %a' /shared/shoal-jobs/bob/images/auth.json") == "bob 600\n"
-    fetch = "import ssl, urllib.request as r; r.urlopen('https://controller:5000/v2/')"
+    fetch = "import ssl, urllib.request as r; r.urlopen('https://controller:5001/v2/')"
     assert "401" in cluster.on("n1", "sh", "-c", f"python3 -c {shlex.quote(fetch)} 2>&1", status=1)
-    login = "image login controller:5000 --user bob --password"
+    login = "image login controller:5001 --user bob --password"
     assert "the registry rejects this name or password" in bob.do(f"WRONG=no shoal {login} env:WRONG", status=2)
     assert "--password is not" in bob.do(f"shoal {login} secret", status=2)
-    unknown = bob.do("shoal image pull controller:5000/ann/maxi", status=2)
-    assert "controller:5000/ann/maxi: the registry has no such image or tag" in unknown
+    unknown = bob.do("shoal image pull controller:5001/ann/maxi", status=2)
+    assert "controller:5001/ann/maxi: the registry has no such image or tag" in unknown
 
 
 def test_private_registry_behind_the_proxy_of_the_cluster(ann: User, cluster: Cluster) -> None:

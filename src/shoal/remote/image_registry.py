@@ -1,7 +1,7 @@
 """Registries, as `image_store.py` uses them: skopeo, the user's logins, and errors that say what to do.
 
 STORE/auth.json                  the user's logins, in skopeo's form; nobody else can read it
-/etc/shoal/registry/address      the cluster's own registry, where it has one: controller:5000
+/etc/shoal/registry/address      the cluster's own registry, where it has one: controller:5001
 /etc/shoal/registry/logins/USER  the user's password for it
 """
 

@@ -9,6 +9,8 @@ import errno
 import hashlib
 import json
 import os
+import pwd
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,8 @@ MLFLOW_ADMIN, MLFLOW_JOBS = "admin", "jobs"
 MLFLOW_ACCOUNTS = "mlflow-accounts"
 """The probe that makes the accounts of jobs and users."""
 MLFLOW_START_TIMEOUT_S = 240
+LISTENING = "0A"
+"""The state in /proc/net/tcp."""
 MAX_ERROR_BYTES = 100_000
 MAX_ANSWER_BYTES = 1_000_000
 
@@ -100,6 +104,30 @@ def check_tracking(uri: str, proxies: str) -> None:
         print(getattr(reason, "strerror", None) or reason)
 
 
+def require_listener(uri: str, user: str) -> None:
+    """Exit where another user's program has the address: it must not get a password."""
+    place = urllib.parse.urlsplit(uri)
+    # /proc/net/tcp has addresses as the CPU keeps them, lowest byte first.
+    address = socket.inet_aton(socket.gethostbyname(place.hostname or ""))[::-1].hex().upper()
+    others = listeners(place.port or 80, address) - {pwd.getpwnam(user).pw_uid}
+    for id in others:
+        name = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_uid == id), str(id))
+        text = "a program of %s has port %s already; stop it (`ss -ltnp`), or set `port` of the server in the file"
+        sys.exit(text % (name, place.port))
+
+
+def listeners(port: int, address: str) -> set[int]:
+    """The users whose programs take connections at this address of the host."""
+    users = set()
+    for name, every in (("tcp", "0" * 8), ("tcp6", "0" * 32)):
+        with contextlib.suppress(OSError), open("/proc/net/" + name) as file:
+            for fields in [line.split() for line in file][1:]:
+                place, _, number = fields[1].partition(":")
+                if fields[3] == LISTENING and int(number, 16) == port and place in (address, every):
+                    users.add(int(fields[7]))
+    return users
+
+
 def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -> None:
     """Wait for the MLflow server, and create the accounts, `NAME:FILE` each, or set their passwords.
 
@@ -128,6 +156,7 @@ def create_accounts(uri: str, admin_file: str, mark_file: str, *accounts: str) -
     deadline = time.monotonic() + MLFLOW_START_TIMEOUT_S
     while True:
         try:
+            require_listener(uri, MLFLOW_SERVICE)
             call("GET", "/health")
             break
         except OSError as error:

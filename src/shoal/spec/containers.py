@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, StrictBool
@@ -11,6 +11,7 @@ from shoal.spec.checks import choice
 from shoal.spec.environments import HostDirectory
 from shoal.spec.files import ShippedFile
 from shoal.spec.finding import Problem
+from shoal.spec.tracking import Tracking
 from shoal.spec.values import Disk, FilePath, Port, ShortForm
 
 ENGINES = ("oci", "pyxis")
@@ -18,7 +19,7 @@ ENROOT, PLUGIN = "/opt/pyxis/enroot.deb", "/opt/pyxis/spank_pyxis.so"
 """Where hosts have the operator's files."""
 PLUGSTACK_LINE = f"required {PLUGIN} container_scope=global\n"
 _MACHINES = {62: "x86_64", 183: "aarch64"}
-REGISTRY_PORT = 5000
+REGISTRY_PORT = 5001  # MLflow has 5000
 
 
 class Registry(ShortForm):
@@ -28,7 +29,7 @@ class Registry(ShortForm):
     """
 
     short_schema: ClassVar = {"type": "boolean"}
-    refusal = ("not a registry", "write true, or {port: 5000}, or delete it")
+    refusal = ("not a registry", "write true, or {port: 5001}, or delete it")
 
     port: Port = REGISTRY_PORT
     """Its port, open to members only."""
@@ -88,10 +89,16 @@ class Containers(ShortForm):
         }
 
 
-def container_problems(containers: Containers | None) -> Iterator[Problem]:
-    """Every rule about engines that does not hold."""
+def container_problems(
+    containers: Containers | None, tracking: Tracking | None, hosts: Sequence[str]
+) -> Iterator[Problem]:
+    """Every rule about engines that does not hold. `hosts` are all members, the controller first."""
     if containers is None:
         return
+    is_beside = tracking is not None and not tracking.url and tracking.host in (None, *hosts[:1])
+    if tracking and is_beside and containers.registry and containers.registry.port == tracking.port:
+        what = f"the registry and MLflow both have port {tracking.port} of the controller"
+        yield Problem(("containers", "registry"), what, "", "choose another port for one of them")
     if containers.engine == "pyxis" and containers.disk is not None:
         fix = "delete it: Shoal does not limit what enroot keeps"
         yield Problem(("containers", "disk"), "only the engine oci has a limit on disks", "", fix)

@@ -127,7 +127,7 @@ class Spec(SpecModel):
             *tracking_problems(self.tracking, self.storage, hosts),
             *storage_problems(self.storage, hosts, has_sandbox=has_sandbox),
             *user_problems(self.users),
-            *container_problems(self.containers),
+            *container_problems(self.containers, self.tracking, hosts),
             *file_problems(self.files, self.nodesets, self.storage, self.slurm.options),
             *rental_problems(self.providers, self.nodesets, self.partitions, self.budget, rented),
             *rented_host_problems(self.controller, self.login, self.providers, self.network),

@@ -97,3 +97,14 @@ def test_tracking_is_a_string_or_a_mapping() -> None:
     assert given and (given.host, given.database, given.artifacts) == ("desktop", "postgresql", "/shared/mlflow")
     there = spec("tracking: {url: https://tracking.example.org/}").tracking
     assert there and there.url == "https://tracking.example.org"
+
+
+def test_registry_and_mlflow_have_different_ports() -> None:
+    both = "tracking: mlflow\ncontainers: {registry: true}"
+    made = spec(both)
+    assert made.tracking and made.containers and made.containers.registry
+    assert made.containers.registry.port != made.tracking.port
+    same = "containers: {registry: {port: 5000}}"
+    with pytest.raises(SpecError, match="the registry and MLflow both have port 5000 of the controller"):
+        spec(f"tracking: mlflow\n{same}")
+    assert spec(f"tracking: {{url: https://tracking.example.org}}\n{same}").containers
