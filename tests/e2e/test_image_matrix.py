@@ -102,12 +102,15 @@ def test_image_is_built_in_a_job_from_a_containerfile(ann: User, cluster: Cluste
     ann.do("mkdir -p context/sub && echo below > context/sub/file")
     steps = "COPY sub /opt/sub\nRUN id -u > /opt/builder && chown 5:5 /opt/builder\nENV GREETING=built\n"
     ann.do(f"printf %s {shlex.quote('FROM mini' + chr(10) + steps)} > context/Containerfile")
-    made = ann.json("image build made context")
+    made = ann.json("image build made context -p main -c 2 --mem 500M --time 30")
     assert made["architecture"] == HERE and made["digest"].startswith("sha256:")
     [words] = lines(ann.run("-w n1 --image made"))
     assert words[4:7] == ["built", "2001", "one"]
     bundle = ann.do("shoal image bundle made").strip()
     assert ann.do(f"srun -w n1 {bundle}/run cat /opt/sub/file /opt/builder").split() == ["below", "0"]
+    ann.do("shoal image pull /shared/one.tar --name r.example.org/lab/mini:2")
+    ann.do("printf 'ARG BASE=\"mini:2\"\\nFROM r.example.org/lab/${BASE}\\n' > context/Containerfile")
+    ann.json("image build again context")
     for text, message in {
         "FROM mini\nRUN echo because >&2; exit 7\n": "because",
         "FROM nothing\n": "you have no image nothing to build from; yours are: ",
@@ -118,6 +121,19 @@ def test_image_is_built_in_a_job_from_a_containerfile(ann: User, cluster: Cluste
     for node in ("n1", "n2"):
         assert "build" not in cluster.on(node, "ls", f"{IMAGES}/ann", status=None)  # a node may have run none
     assert "broken" not in ann.do("shoal image list")
+
+
+def test_interrupted_build_cancels_its_job_and_leaves_nothing(ann: User, cluster: Cluster) -> None:
+    ann.do("mkdir -p slow && printf 'FROM mini\\nRUN chown 5:5 /opt && sleep 4712\\n' > slow/Containerfile")
+    for number in ("INT", "KILL"):
+        ann.do("(setsid shoal image build slow slow --node n1 > slow.log 2>&1 < /dev/null & echo $! > slow.pid)")
+        cluster.wait("it runs", lambda: cluster.on("n1", "pgrep", "-x", "-f", "sleep 4712", status=None) != "")
+        assert "shoal-image-build-" in ann.do("squeue --me -h -o '%j %l'")
+        ann.do(f"kill -{number} -$(cat slow.pid)")
+        cluster.wait("its job is gone", lambda: ann.do("squeue --me -h") == "")
+        assert "build" not in cluster.on("n1", "ls", f"{IMAGES}/ann", status=None)
+        assert cluster.on("n1", "pgrep", "-u", "ann", status=None) == ""
+        assert ".new" not in ann.do("ls -A /shared/shoal-jobs/ann/images")
 
 
 def test_image_is_built_of_a_list_of_packages(ann: User, cluster: Cluster) -> None:

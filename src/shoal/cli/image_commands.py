@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import localtime, strftime
 from typing import Annotated
 
 import typer
@@ -10,6 +10,7 @@ import typer
 from shoal.cli.options import with_session
 from shoal.cli.screen import Columns
 from shoal.cli.session import Session
+from shoal.errors import Interrupted
 from shoal.hostlist import compress
 
 image = typer.Typer(
@@ -52,17 +53,37 @@ def image_build(
         str | None, typer.Option("--from", metavar="IMAGE", help="The image to start from: yours, or of a registry.")
     ] = None,
     node: Annotated[str | None, typer.Option(metavar="NODE", help="The node that builds. Default: any.")] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", metavar="NAME", help="The partition. Default: that of the nodes.")
+    ] = None,
+    cpus_per_task: Annotated[
+        int | None, typer.Option("--cpus-per-task", "-c", metavar="NUMBER", help="CPUs of the build. Default: 1.")
+    ] = None,
+    mem: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory, as 16G; 0 for all of the node. Default: the partition's."),
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", "-t", metavar="TIME", help="The time limit, as for `shoal run`. Default: an hour."),
+    ] = None,
     *,
     session: Session,
 ) -> None:
-    """Make an image, in a job of yours on a node.
+    """Make an image, in a job of yours on a node. Ctrl-C cancels it.
 
     A Containerfile is sent with the files beside it. A list of packages (requirements.txt, a lock file, pyproject.toml)
     is installed into the image of --from.
     """
+    from shoal.jobs.model import job_from_options
     from shoal.verbs.image_build import build
 
-    built = session.run(build(session.open(), name, source, base, node))
+    values = {"script": "-", "partition": partition, "cpus_per_task": cpus_per_task, "mem": mem, "time": time}
+    try:
+        work = build(session.open(), name, source, base, node, job_from_options(values))
+        built = session.run(work, watching=True)
+    except Interrupted:
+        raise Interrupted("stopped; the job of the build was cancelled") from None
     if not session.finish(built):
         session.console.print(f"[green]✓[/] {built.name}: {built.digest}, {built.architecture}", soft_wrap=True)
 
@@ -204,7 +225,7 @@ def image_list(session: Session) -> None:
 
 
 def _local_time(seconds: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    return strftime("%Y-%m-%d %H:%M", localtime(seconds))
 
 
 @image.command("remove")

@@ -63,7 +63,7 @@ from .image_registry import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import IO, Any, Optional
 
 EXIT_WITH_CAUSE = 3
@@ -75,6 +75,9 @@ CAUSE = "shoal: error: "
 """How our own program on a node begins what is wrong. Slurm has lines of its own."""
 LAST_LINES = 20
 """Of what a job says: the cause is among them."""
+JOB_NAME = "--job-name="
+CANCEL_ATTEMPTS, CANCEL_PAUSE_S = 5, 10
+"""A job that srun is just submitting is not known yet. Slurm ends a cancelled one within KillWait, which is 30 s."""
 KEPT = ("names", "bundles", "containers", ".lock", AUTH_FILE)
 """In the store, beside images."""
 WRITTEN_S = 86400
@@ -166,16 +169,20 @@ def build(store: str, source: str, name: str) -> dict[str, Any]:
         return keep(store, layout, name, source, "")
 
 
-def receive(store: str, name: str, *command: str) -> dict[str, Any]:
-    """From a job, which prints the tar of a layout (runner/image_export.py, image_build.py). Our input is the job's."""
+def receive(store: str, name: str, size: str, *command: str) -> dict[str, Any]:
+    """From a job, which prints the tar of a layout (runner/image_export.py, image_build.py).
+
+    So many bytes of our input are the job's. The end of our input ends the job: nobody waits for its image any more.
+    """
     with new_place(store) as new:
         lines: list[str] = []
         pipe = subprocess.PIPE
         # What kills us kills our session: with SIGKILL srun would leave its job. In its own it gets SIGTERM.
         with subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, preexec_fn=end_with_parent, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=end_with_parent, start_new_session=True
         ) as node:
             assert node.stdout and node.stderr
+            threading.Thread(target=pass_input, args=(node, int(size), command), daemon=True).start()
             relay = threading.Thread(target=relay_lines, args=(node.stderr, lines))
             relay.start()
             damage = ""
@@ -188,11 +195,44 @@ def receive(store: str, name: str, *command: str) -> dict[str, Any]:
                 pass  # a job that cannot print its end would not end
             relay.join()
         if node.returncode != 0:
-            causes = [line for line in lines if line.startswith(CAUSE)] or lines[-1:] or ["srun failed"]
-            raise Problem(causes[-1].replace(CAUSE, ""))
+            raise Problem(job_failure(lines))
         if damage or not os.path.exists(new + "/layout/oci-layout"):
             raise Problem("the image was not read whole: %s" % (damage or "it has no end"))
         return keep(store, new + "/layout", name, "", "")
+
+
+def pass_input(node: subprocess.Popen[bytes], size: int, command: Sequence[str]) -> None:
+    """Give the job its input, and end it at the end of ours."""
+    assert node.stdin
+    with contextlib.suppress(OSError), node.stdin:  # the job may have ended
+        while size:
+            data = os.read(0, min(size, CHUNK_BYTES))
+            if not data:
+                break
+            size -= len(data)
+            node.stdin.write(data)
+    while os.read(0, CHUNK_BYTES):
+        pass
+    names = [word for word in command if word.startswith(JOB_NAME)]
+    for _ in range(CANCEL_ATTEMPTS if names else 0):
+        # Not srun: it kills the job at once, and the job has files to remove.
+        subprocess.run(["scancel", "--name=" + names[0][len(JOB_NAME) :]], stderr=subprocess.DEVNULL, check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            node.wait(CANCEL_PAUSE_S)
+            return
+    node.terminate()
+
+
+def job_failure(lines: list[str]) -> str:
+    """Why a job failed, by what it and Slurm said."""
+    slurm = "\n".join(line for line in lines if line.startswith(("slurmstepd", "srun: ")))
+    end = re.search("CANCELLED AT [^ ]+(?: DUE TO ([A-Z ]+[A-Z]))?|Force Terminated", slurm)
+    if end:
+        return "Slurm ended its job: %s" % end[1].lower() if end[1] else "its job was cancelled"
+    if re.search("oom[-_ ]?kill|out of memory", slurm, re.IGNORECASE):
+        return "its job used up its memory"
+    causes = [line for line in lines if line.startswith(CAUSE)] or lines[-1:] or ["srun failed"]
+    return causes[-1].replace(CAUSE, "").replace("srun: error: ", "")
 
 
 def end_with_parent() -> None:
@@ -205,7 +245,8 @@ def relay_lines(messages: IO[bytes], lines: list[str]) -> None:
     for raw in messages:
         text = raw.decode(errors="replace").rstrip()
         lines[:] = [*lines, text][-LAST_LINES:]
-        show_progress(text[-MESSAGE_END:])
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            show_progress(text[-MESSAGE_END:])
 
 
 def push(store: str, name: str, reference: str) -> dict[str, Any]:

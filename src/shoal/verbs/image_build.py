@@ -21,25 +21,34 @@ from shoal.environments.requirements import read_requirements
 from shoal.errors import UsageError
 from shoal.hostlist import compress
 from shoal.jobs.bundle import archive
+from shoal.jobs.model import JobSpec
 from shoal.plan.nodes import UNSCHEDULED
 from shoal.slurm.state import NodeState
 from shoal.spec.environments import Environment
 from shoal.spec.local_files import read_regular_file
 from shoal.verbs.context import Context
 from shoal.verbs.images import ONE_TASK, ImageStore, build_of_directory, checked_image, image_nodes, open_store
+from shoal.verbs.node_files import unique_job_name
 
 CONTEXT_BYTES = 512 * 1024 * 1024
 CONTAINERFILE_BYTES = 1024 * 1024
+BUILD_MINUTES = 60
+BUILD_FIX = "correct it; --time, --mem, --cpus-per-task and --partition change what the job of a build may use"
 IGNORED = (".git", "__pycache__", ".venv")
 
 
-async def build(context: Context, name: str, source: str, base: str | None, node: str | None) -> StoredImage:
-    """Make an image of a Containerfile, of requirements, or of a directory with a root file system."""
+async def build(
+    context: Context, name: str, source: str, base: str | None, node: str | None, job: JobSpec
+) -> StoredImage:
+    """Make an image of a Containerfile, of requirements, or of a directory with a root file system.
+
+    `job` says what the build may use of a node.
+    """
     checked_image(name)
     request = await asyncio.to_thread(read_source, source, base)
     if request is None:
         return await build_of_directory(context, name, source)
-    return await _build_in_job(context, name, request, base, node)
+    return await _build_in_job(context, name, request, base, node, job)
 
 
 def read_source(source: str, base: str | None) -> BuildRequest | None:
@@ -105,7 +114,7 @@ def _of_requirements(path: Path, base: str) -> BuildRequest:
 
 
 async def _build_in_job(
-    context: Context, name: str, request: BuildRequest, base: str | None, node: str | None
+    context: Context, name: str, request: BuildRequest, base: str | None, node: str | None, job: JobSpec
 ) -> StoredImage:
     data = await asyncio.to_thread(request.pack, archive)
     async with open_store(context) as store:
@@ -114,24 +123,30 @@ async def _build_in_job(
             fix = "the operator adds `containers: oci` to the file and runs `shoal up`"
             raise UsageError("no node of the cluster builds images", hint=fix)
         bases = await _own_bases(store, request.text, base)
-        job = (*ONE_TASK, *build_place(nodes, bases.values(), named=bool(node)), "--job-name=shoal-image-build")
+        place = build_place(nodes, bases.values(), named=bool(node), partition=job.partition)
+        limits = [f"--time={job.time or BUILD_MINUTES}", f"--cpus-per-task={job.cpus_per_task or 1}"]
+        limits += [f"--mem={job.mem}"] if job.mem else []
+        line = (*ONE_TASK, unique_job_name("shoal-image-build"), *place, *limits)
         command = build_command(
             name, request.file, base or "", bases, store.record.proxy, f"{store.directory}/auth.json"
         )
         with context.progress.phase(f"image {name}", 1) as phase:
-            image = await store.receive(name, (*job, *command), data, phase, what=f"build image {name}")
+            image = await store.receive(name, (*line, *command), data, phase, what=f"build image {name}", fix=BUILD_FIX)
             phase.done(store.host.name)
     return image
 
 
-def build_place(nodes: Sequence[NodeState], bases: Iterable[StoredImage], *, named: bool) -> tuple[str, ...]:
+def build_place(
+    nodes: Sequence[NodeState], bases: Iterable[StoredImage], *, named: bool, partition: str | None = None
+) -> tuple[str, ...]:
     """srun's options for where to build: on the node that the user has `named`, or on one of these.
 
     A node is rented only where no permanent one can build. Its CPU type is that of the images to build from, where a
     node has it.
     """
     if named:
-        return f"--nodelist={nodes[0].name}", f"--partition={nodes[0].partitions[0]}"
+        return f"--nodelist={nodes[0].name}", f"--partition={partition or nodes[0].partitions[0]}"
+    nodes = [node for node in nodes if partition in (None, *node.partitions)] or nodes
     types = {base.architecture for base in bases if base.architecture}
     feature = f"{FEATURE}-{types.pop()}" if len(types) == 1 else FEATURE
     able = [node for node in nodes if feature in node.features]
@@ -142,7 +157,7 @@ def build_place(nodes: Sequence[NodeState], bases: Iterable[StoredImage], *, nam
     partitions = ",".join(sorted({node.partitions[0] for node in permanent or able}))
     return (
         f"--constraint={feature}",
-        f"--partition={partitions}",
+        f"--partition={partition or partitions}",
         *((f"--exclude={compress(rented)}",) if permanent and rented else ()),
     )
 
@@ -151,7 +166,8 @@ async def _own_bases(store: ImageStore, text: str, base: str | None) -> dict[str
     """The user's own images that the Containerfile starts from."""
     wanted = base_names(text, base)
     stored = {image.name: image for image in parse_images(await store.ask("list", what="list images"))}
-    found = {name: stored[name] for name in wanted if name in stored}
+    # buildah gives no image a name with a digest: it pulls such a one by itself.
+    found = {name: stored[name] for name in wanted if name in stored and "@" not in name}
     for name in wanted:
         if name not in found and not set("/:.@") & set(name) and name != "scratch":
             known = ", ".join(stored) or "none"

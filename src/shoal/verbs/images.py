@@ -33,8 +33,10 @@ from shoal.containers.images import (
     require_nodes,
     store_command,
 )
+from shoal.contract import KILL_WAIT_S
 from shoal.environments.cuda import is_driver_fit, newest_cuda, oldest_driver
 from shoal.errors import CommandFailed, CommandTimeout, HostError, UsageError
+from shoal.health.diagnosis import job_hint
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process, Result
 from shoal.jobs.model import JobSpec, job_from_options
@@ -48,7 +50,7 @@ from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.spec.local_files import resolve_secret
 from shoal.verbs.context import Context
-from shoal.verbs.node_files import cancel_short_job, unique_job_name
+from shoal.verbs.node_files import cancel_short_job, job_name, unique_job_name
 from shoal.verbs.operator_login import read_login
 from shoal.verbs.own_jobs import choose_nodes, own_jobs
 from shoal.verbs.run_user import make_user_directory
@@ -61,6 +63,12 @@ SWEEP_TIMEOUT_S = 30.0
 REMOVAL_TIMEOUT_S = 600.0
 SAVE_LIMIT, REMOVAL_LIMIT = "--time=30", "--time=10"
 """Minutes that Slurm lets a job on a node run: it starts sooner between others."""
+QUEUE_INTERVAL_S = 2.0
+END_TIMEOUT_S = KILL_WAIT_S + 30.0
+"""A cancelled job ends within KillWait."""
+RECEIVE = "receive"
+"""The verb of the store that keeps the image of a job."""
+TRY_AGAIN = "correct it and try again"
 ONE_TASK = ("srun", "--nodes=1", "--ntasks=1", "--quiet", "--chdir=/")
 FETCH_FIX = "check that the host reaches the registry, and that its disks answer"
 FAILURE_FIX = "try again; if it stays, it is a fault of Shoal: report it with this line"
@@ -101,32 +109,55 @@ class ImageStore:
         """Copy an image to a registry, and show how much was sent meanwhile."""
         return PushedImage(**await self._follow(phase, f"push image {name}", FETCH_FIX, "push", name, reference))
 
-    async def receive(self, name: str, job: Sequence[str], stdin: bytes, phase: Phase, *, what: str) -> StoredImage:
-        """Keep the image that a job prints, and show what the job says meanwhile."""
-        fix = "see `squeue --me`: the job may wait for a node"
-        return StoredImage.of(await self._follow(phase, what, fix, "receive", name, *job, stdin=stdin))
+    async def receive(
+        self, name: str, job: Sequence[str], stdin: bytes, phase: Phase, *, what: str, fix: str = TRY_AGAIN
+    ) -> StoredImage:
+        """Keep the image that a job prints, however long it waits. What it waits for, or says, is shown meanwhile."""
+        words = (RECEIVE, name, str(len(stdin)), *job)
+        return StoredImage.of(await self._follow(phase, what, fix, *words, stdin=stdin, timeout=None))
 
-    async def _follow(self, phase: Phase, what: str, fix: str, *words: str, stdin: bytes = b"") -> dict[str, Any]:
+    async def _follow(
+        self, phase: Phase, what: str, fix: str, *words: str, stdin: bytes = b"", timeout: float | None = PULL_TIMEOUT_S
+    ) -> dict[str, Any]:
         """Run a verb that takes long; its answer. What it leaves when a person does not wait for it is removed."""
         command = store_command(words[0], self.directory, *words[1:], proxy=self.record.proxy)
         process = await self.host.start(command, root=False)
         result = None
+        queue = asyncio.create_task(self._show_queue(job_name(words), phase))
         try:
-            async with asyncio.timeout(PULL_TIMEOUT_S):
-                if stdin:
-                    await process.write(stdin)
+            async with asyncio.timeout(timeout):
+                await process.write(stdin)
                 answer = await self._read_lines(process, phase)
                 result = await process.wait()
         except TimeoutError:
-            raise CommandTimeout(self.host.name, f"cannot {what} within {PULL_TIMEOUT_S:g} s", hint=fix) from None
+            raise CommandTimeout(self.host.name, f"cannot {what} within {timeout:g} s", hint=fix) from None
+        except asyncio.CancelledError:
+            if words[0] == RECEIVE:
+                phase.update(self.host.name, "ends its job")
+                with suppress(HostError, TimeoutError):
+                    async with asyncio.timeout(END_TIMEOUT_S):
+                        await process.wait()  # the end of its input ends the job
+            raise
         finally:
+            queue.cancel()
+            await asyncio.gather(queue, return_exceptions=True)
             await process.kill()
             if result is None:
-                await cancel_short_job(self.host, words)
                 with suppress(HostError):
                     await self.host.run(store_command("sweep", self.directory), timeout=SWEEP_TIMEOUT_S, root=False)
-        self._check(result, what)
+        self._check(result, what, fix if words[0] == RECEIVE else TRY_AGAIN)
         return answer
+
+    async def _show_queue(self, name: str, phase: Phase) -> None:
+        """Show why a job waits, until it runs. A step of a running job does not wait."""
+        state = "PENDING" if name else ""
+        while state == "PENDING":
+            await asyncio.sleep(QUEUE_INTERVAL_S)
+            with suppress(HostError):
+                words = ("squeue", "--noheader", f"--name={name}", "--format=%T %r")
+                state, _, reason = (await slurm_output(self.host, words)).strip().partition(" ")
+                if state == "PENDING":
+                    phase.update(self.host.name, f"waits in the queue: {job_hint(reason) or reason}")
 
     async def _read_lines(self, process: Process, phase: Phase) -> dict[str, Any]:
         while line := await process.readline():
@@ -136,11 +167,11 @@ class ImageStore:
             phase.update(self.host.name, data["progress"])
         return {}
 
-    def _check(self, result: Result, what: str) -> None:
+    def _check(self, result: Result, what: str, fix: str = TRY_AGAIN) -> None:
         """Raise what the program says is wrong. That it failed in itself is no error of the person."""
         text = result.error_text.strip()
         if result.status == EXIT_WITH_CAUSE:
-            raise UsageError(f"cannot {what}: {text}", hint="correct it and try again")
+            raise UsageError(f"cannot {what}: {text}", hint=fix)
         if result.status != 0:
             cause = text.splitlines()[-1] if text else f"status {result.status}"
             raise CommandFailed(self.host.name, f"cannot {what}: {cause}", hint=FAILURE_FIX)

@@ -71,10 +71,15 @@ def unique_job_name(start: str) -> str:
     return f"{_NAME_OPTION}{start}-{secrets.token_hex(4)}"
 
 
+def job_name(line: Sequence[str]) -> str:
+    """The name that `unique_job_name` gave the job of an srun; empty where it has none."""
+    options = (option for option in line if re.fullmatch(rf"{_NAME_OPTION}shoal-[a-z-]+-[0-9a-f]{{8}}", option))
+    return next(options, "").removeprefix(_NAME_OPTION)
+
+
 async def cancel_short_job(controller: Host, line: Sequence[str]) -> None:
     """Cancel the job of an srun that was killed: Slurm keeps its allocation. A step has none."""
-    options = (option for option in line if re.fullmatch(rf"{_NAME_OPTION}shoal-[a-z-]+-[0-9a-f]{{8}}", option))
-    if name := next(options, "").removeprefix(_NAME_OPTION):
+    if name := job_name(line):
         with contextlib.suppress(HostError):
             await controller.run(["scancel", f"--name={name}"], timeout=CANCEL_TIMEOUT_S, root=False)
 

@@ -17,7 +17,7 @@ from shoal.containers.build import base_names, build_command, requirements_conta
 from shoal.containers.images import StoredImage
 from shoal.errors import UsageError
 from shoal.jobs.bundle import archive
-from shoal.remote.runner.image_build import read_context
+from shoal.remote.runner.image_build import local_name, read_context
 from shoal.slurm.state import NodeState
 from shoal.verbs.image_build import build_place, read_source
 
@@ -141,6 +141,20 @@ def test_build_rents_a_node_only_where_no_permanent_one_can_build() -> None:
     assert build_place([lab], [amd64], named=False) == ("--constraint=images", "--partition=main")
 
 
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        ("mini", "localhost/mini"),
+        ("debian:12", "localhost/debian:12"),
+        ("lab/mini:2", "localhost/lab/mini:2"),
+        ("docker.io/library/debian:12", "docker.io/library/debian:12"),
+        ("controller:5000/ann/mini", "controller:5000/ann/mini"),
+    ],
+)
+def test_base_has_the_name_that_buildah_looks_for_first(name: str, local: str) -> None:
+    assert local_name(name) == local
+
+
 def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Path) -> None:
     name = f"blobs/sha256/{hashlib.sha256(b'right').hexdigest()}"
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
@@ -149,6 +163,6 @@ def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Pat
         tar.addfile(info, io.BytesIO(b"wrong"))
     program = ("sh", "-c", f"echo step 1 >&2; cat {tmp_path}/x.tar")
     (tmp_path / "names").mkdir()
-    text = ask("receive", str(tmp_path), "x", *program, status=3)
+    text = ask("receive", str(tmp_path), "x", "0", *program, status=3)
     assert "has other content than its digest says" in text
     assert ask("list", str(tmp_path)) == "[]\n"

@@ -270,7 +270,7 @@ def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path
     (rootfs / "note").write_text("kept")
     (rootfs.parent / "image.json").write_text(json.dumps({"Env": ["A=b"]}))
     node = (sys.executable, "-I", "-S", "-c", export_program(tmp_path))
-    saved = json.loads(ask("receive", str(store), "tuned", *node, "mine"))
+    saved = json.loads(ask("receive", str(store), "tuned", "0", *node, "mine"))
     layout = Path(saved["layout"])
     index = json.loads((layout / "index.json").read_text())
     manifest = json.loads((layout / "blobs" / index["manifests"][0]["digest"].replace(":", "/")).read_text())
@@ -285,11 +285,11 @@ def test_container_is_saved_as_an_image_of_one_layer(store: Path, tmp_path: Path
     config = json.loads((layout / "blobs" / manifest["config"]["digest"].replace(":", "/")).read_text())
     assert config["config"] == {"Env": ["A=b"]} and config["architecture"] == saved["architecture"] != ""
     noisy = ("sh", "-c", 'echo "slurmstepd: noise" >&2; exec "$0" "$@"', *node, "other")
-    cause = ask("receive", str(store), "x", *noisy, status=3)
+    cause = ask("receive", str(store), "x", "0", *noisy, status=3)
     assert cause.endswith(": there is no container other of yours here\n") and "noise" not in cause
     assert [path.name for path in (tmp_path / "node").iterdir()] == ["containers"]
     cut = ("sh", "-c", '"$@" | head -c 3000', "sh", *node, "mine")
-    assert "not read whole" in ask("receive", str(store), "x", *cut, status=3)
+    assert "not read whole" in ask("receive", str(store), "x", "0", *cut, status=3)
     assert [image["name"] for image in json.loads(ask("list", str(store)))] == ["tuned"]
     assert not [name for name in os.listdir(store) if name.startswith(".new")]
 

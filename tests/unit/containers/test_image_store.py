@@ -54,7 +54,12 @@ def kept(store: Path, name: str, text: str = "one", **values: Any) -> dict[str, 
 
 def ask(*words: str, status: int = 0) -> str:
     line = [sys.executable, *store_command(words[0], *words[1:])[1:]]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    its_input, ours = os.pipe()
+    try:
+        done = subprocess.run(line, stdin=its_input, capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(its_input)
+        os.close(ours)  # not before: a job ends with its reader's input
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
 
@@ -186,7 +191,7 @@ def test_layout_of_a_job_that_is_none_is_an_error(store: Path, tmp_path: Path, i
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    assert "the image is damaged" in ask("receive", str(store), "x", "cat", str(tmp_path / "x.tar"), status=3)
+    assert "the image is damaged" in ask("receive", str(store), "x", "0", "cat", str(tmp_path / "x.tar"), status=3)
     assert sorted(path.name for path in store.iterdir()) == [".lock", "names"]
 
 
@@ -239,11 +244,56 @@ def test_job_is_told_to_end_when_its_reader_is_killed(store: Path, tmp_path: Pat
     """With the whole session of the reader, as the end of a connection does: srun cancels its job at SIGTERM."""
     started, ended = tmp_path / "started", tmp_path / "ended"
     script = f"trap 'touch {ended}; exit' TERM; touch {started}; while :; do sleep 0.1; done"
-    line = [sys.executable, *store_command("receive", str(store), "x", "sh", "-c", script)[1:]]
-    with subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL) as reader:
+    line = [sys.executable, *store_command("receive", str(store), "x", "0", "sh", "-c", script)[1:]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, start_new_session=True, stdin=pipe, stdout=subprocess.DEVNULL) as reader:
         wait_for(started.exists)
         os.killpg(reader.pid, signal.SIGKILL)
     wait_for(ended.exists)
+
+
+def test_end_of_the_input_cancels_the_job_that_still_removes_its_files(store: Path, tmp_path: Path) -> None:
+    """As when a person is gone with the connection. SIGTERM for srun would kill the job at once."""
+    scancel = tmp_path / "bin/scancel"
+    scancel.parent.mkdir()
+    scancel.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scancel.chmod(0o755)
+    script = f"head -c 3 > {tmp_path}/read; until [ -e {tmp_path}/asked ]; do sleep 0.1; done; touch {tmp_path}/removed"
+    words = ("receive", str(store), "x", "3", "sh", "-c", script, "--job-name=shoal-image-build-0a")
+    line = [sys.executable, *store_command(*words)[1:]]
+    variables = {**os.environ, "PATH": f"{scancel.parent}:{os.environ['PATH']}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, env=variables) as reader:
+        assert reader.stdin is not None
+        reader.stdin.write(b"abc")
+        reader.stdin.flush()
+        wait_for((tmp_path / "read").exists)
+        assert not (tmp_path / "asked").exists()
+        reader.communicate(timeout=60)
+    assert reader.returncode == 3 and (tmp_path / "removed").exists()
+    assert (tmp_path / "asked").read_text().splitlines()[0] == "--name=shoal-image-build-0a"
+    assert (tmp_path / "read").read_bytes() == b"abc"
+    assert [path.name for path in store.iterdir() if path.name.startswith(".new")] == []
+
+
+STEP = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-19T01:30:00"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([f"{STEP} DUE TO TIME LIMIT ***", "shoal: error: n1: killed"], "Slurm ended its job: time limit"),
+        ([f"{STEP} DUE TO PREEMPTION ***", "srun: error: n1: task 0: Terminated"], "Slurm ended its job: preemption"),
+        ([f"{STEP} ***", "srun: error: n1: task 0: Terminated"], "its job was cancelled"),
+        (["srun: Force Terminated job 9"], "its job was cancelled"),
+        (["slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some", "x"], "its job used up its memory"),
+        (["STEP 1/2: RUN ./x", "Out of memory", "shoal: error: n1: Out of memory", "srun: y"], "n1: Out of memory"),
+        (["srun: error: invalid partition specified: x"], "invalid partition specified: x"),
+        ([], "srun failed"),
+    ],
+)
+def test_end_of_a_job_has_its_cause(lines: list[str], cause: str) -> None:
+    assert image_store.job_failure(lines) == cause
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ import pytest
 from shoal.contract import VERSION
 from shoal.errors import CommandFailed, UsageError
 from shoal.hosts.api import Result, Target
-from shoal.plan.progress import NoProgress
+from shoal.jobs.model import job_from_options
+from shoal.plan.progress import NoProgress, ProgressReporter
 from shoal.slurm.state import NODES_COMMAND
 from shoal.spec.cluster_record import ClusterRecord, RecordMember
+from shoal.verbs import images
 from shoal.verbs.context import Context
+from shoal.verbs.image_build import build
 from shoal.verbs.images import ImageStore, remove_container, save
 from shoal.verbs.joined_cluster import JoinedCluster, Login
-from shoal_simulators.fake_host import FakeConnector, FakeHost, FakeProgram
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
 RECORD = ClusterRecord("reef", VERSION, "c1", (RecordMember("c1", "10.0.0.1", ("controller",)),), jobs="/data/jobs")
 NODE = b"NodeName=n1 Arch=x86_64 AvailableFeatures=images ActiveFeatures=images State=IDLE Partitions=main \n"
@@ -28,14 +32,25 @@ class Controller(FakeHost):
     """The host that the user logs in to, and a node that does not come to an end."""
 
     def __init__(self) -> None:
-        self.started = asyncio.Event()
+        self.started, self.runs = asyncio.Event(), asyncio.Event()
+        self.input = b""
+        """What `receive` got until its end."""
+        self.reason = b"PENDING Resources\n"
         programs = {("python3",): self.answer, ("srun",): self.hang}
-        super().__init__(Target("c1"), {**programs, ("scancel",): b"", NODES_COMMAND: NODE})
+        super().__init__(Target("c1"), {**programs, ("scancel",): b"", ("squeue",): self.queue, NODES_COMMAND: NODE})
+
+    def queue(self, call: Call) -> bytes:
+        if self.reason.startswith(b"RUNNING"):
+            self.runs.set()
+        return self.reason
 
     async def answer(self, program: FakeProgram) -> int:
         if "receive" in program.call.argv:
-            return await self.hang(program)
-        await program.print(json.dumps({"root": "/data/jobs/ann"}).encode() + b"\n")
+            self.started.set()
+            self.input = await program.read()
+            return 3
+        answer: object = [] if "list" in program.call.argv else {"root": "/data/jobs/ann"}
+        await program.print(json.dumps(answer).encode() + b"\n")
         return 0
 
     async def hang(self, program: FakeProgram) -> int:
@@ -44,23 +59,86 @@ class Controller(FakeHost):
         return 0
 
 
-@pytest.mark.parametrize("verb", ["save", "remove"])
-async def test_job_of_an_interrupted_command_is_cancelled(verb: str) -> None:
-    c1 = Controller()
-    context = Context(JoinedCluster(RECORD, Login("c1", "ann")), connector=FakeConnector(c1))
-    work: Awaitable[Any] = (
-        save(context, "tuned", "mine", "n1", None) if verb == "save" else remove_container(context, "mine", "n1")
-    )
+async def interrupt(c1: Controller, work: Coroutine[Any, Any, object]) -> None:
     task = asyncio.ensure_future(work)
     await c1.started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    [name] = {word for argv in c1.argvs for word in argv if word.startswith("--job-name=")}
-    assert name.startswith(f"--job-name=shoal-image-{verb}-")
+
+
+def context_of(c1: Controller, progress: ProgressReporter | None = None) -> Context:
+    joined = JoinedCluster(RECORD, Login("c1", "ann"))
+    return Context(joined, connector=FakeConnector(c1), progress=progress or NoProgress())
+
+
+def options_of(c1: Controller) -> set[str]:
+    """Of the jobs."""
+    return {word for argv in c1.argvs if "srun" in argv for word in argv if word.startswith("--")}
+
+
+async def test_job_of_an_interrupted_removal_is_cancelled() -> None:
+    c1 = Controller()
+    await interrupt(c1, remove_container(context_of(c1), "mine", "n1"))
+    [name] = [word for word in options_of(c1) if word.startswith("--job-name=shoal-image-remove-")]
     assert ("scancel", name.replace("job-name", "name")) in c1.argvs
-    assert any(word.startswith("--time=") for argv in c1.argvs for word in argv)
-    assert [argv[6] for argv in c1.argvs if argv[0] == "python3"][-1] == ("sweep" if verb == "save" else "make")
+    assert any(word.startswith("--time=") for word in options_of(c1))
+
+
+async def test_input_of_an_interrupted_save_ends_so_that_its_job_does() -> None:
+    c1 = Controller()
+    await interrupt(c1, save(context_of(c1), "tuned", "mine", "n1", None))
+    [call] = [call for call in c1.calls if "receive" in call.argv]
+    assert not call.killed, "it had the time to cancel its job"
+    assert [argv[6] for argv in c1.argvs if argv[0] == "python3"][-1] == "sweep"
+    assert {word for word in options_of(c1) if word.startswith("--job-name=shoal-image-save-")}
+
+
+@pytest.mark.parametrize(
+    ("limits", "options"),
+    [
+        ({}, {"--time=60", "--cpus-per-task=1", "--partition=main"}),
+        (
+            {"time": "2:00:00", "cpus_per_task": 4, "mem": "16G", "partition": "big"},
+            {"--time=2:00:00", "--cpus-per-task=4", "--mem=16G", "--partition=big"},
+        ),
+    ],
+)
+async def test_build_has_an_hour_or_what_is_asked_for(
+    tmp_path: Path, limits: dict[str, object], options: set[str]
+) -> None:
+    (tmp_path / "Containerfile").write_text("FROM r.example.org/mini\n")
+    c1 = Controller()
+    job = job_from_options({"script": "-", **limits})
+    await interrupt(c1, build(context_of(c1), "new", str(tmp_path), None, None, job))
+    kinds = {option.partition("=")[0] for option in options} | {"--mem"}
+    assert {option for option in options_of(c1) if option.partition("=")[0] in kinds} == options
+    assert c1.input and str(len(c1.input)) in next(call for call in c1.calls if "receive" in call.argv).argv
+
+
+class Shown(NoProgress):
+    def __init__(self, c1: Controller) -> None:
+        self.c1 = c1
+        self.texts: list[str] = []
+
+    def update(self, host: str, text: str) -> None:
+        self.texts.append(text)
+        self.c1.reason = b"RUNNING None\n"
+
+
+async def test_what_a_build_waits_for_is_shown_until_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "QUEUE_INTERVAL_S", 0.0)
+    (tmp_path / "Containerfile").write_text("FROM r.example.org/mini\n")
+    c1 = Controller()
+    shown = Shown(c1)
+    task = asyncio.ensure_future(
+        build(context_of(c1, shown), "new", str(tmp_path), None, None, job_from_options({"script": "-"}))
+    )
+    await c1.runs.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert shown.texts == ["waits in the queue: Resources", "ends its job"]
 
 
 @pytest.mark.parametrize(("status", "words"), [(3, "fix: correct it and try again"), (1, "a fault of Shoal")])

@@ -7,13 +7,21 @@ import fcntl
 import os
 import pwd
 import shutil
+import signal
 import subprocess
+import sys
 
 from .variables import DEFAULT_PATH
 
 PLACE, SAVE_PLACE = PLACES = ("build.", "save.")
 """How the names of such places begin, and of those where a container is saved."""
 REMOVAL_TIMEOUT_S = 600
+
+
+def end_early(number: int, frame: object) -> None:
+    """Handles the signal with which Slurm ends a job: what it has made is removed before Slurm kills it."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def remove_leftovers(store: str) -> None:

@@ -12,11 +12,12 @@ import json
 import os
 import pwd
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 
-from .build_place import PLACE, environment, remove_leftovers, remove_place
+from .build_place import PLACE, end_early, environment, remove_leftovers, remove_place
 from .image import fail
 from .unpacked_image import TAG, Problem, hold, own_store
 from .unpacked_image import pull as pull_base
@@ -42,6 +43,7 @@ NOISE = re.compile(r"subprocess exited with status \d+|exit status \d+|STEP \d+/
 def build_image(settings_text: str) -> int:
     """Print the image; the status where that is not possible."""
     settings: dict[str, Any] = json.loads(settings_text)
+    signal.signal(signal.SIGTERM, end_early)
     try:
         store = own_store()
         remove_leftovers(store)
@@ -94,7 +96,13 @@ def load_base(place: str, settings: dict[str, Any], name: str, base: dict[str, A
         pull_base({**base, "proxy": settings["proxy"]}, layout)
     line = [*storage(place), "pull", "--quiet", "oci:%s:%s" % (layout, TAG)]
     id = run(place, settings, line, "read the base").strip().splitlines()[-1]
-    run(place, settings, [*storage(place), "tag", id, "localhost/" + name], "name the base")
+    run(place, settings, [*storage(place), "tag", id, local_name(name)], "name the base")
+
+
+def local_name(name: str) -> str:
+    """Where buildah looks first for an image of this name: below `localhost` for one without a registry."""
+    registry, slash, _ = name.partition("/")
+    return name if slash and ("." in registry or ":" in registry or registry == "localhost") else "localhost/" + name
 
 
 def storage(place: str) -> list[str]:
@@ -149,10 +157,15 @@ def run(place: str, settings: dict[str, Any], line: list[str], what: str = "") -
         raise Problem("%s is not installed; the operator runs `shoal up`" % line[0]) from None
     output: list[str] = []
     assert process.stdout
-    for text in process.stdout:
-        output = [*output, text.rstrip()][-LAST_LINES:]
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    try:
+        for text in process.stdout:
+            output = [*output, text.rstrip()][-LAST_LINES:]
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except BaseException:
+        process.kill()
+        process.wait()  # what it still wrote could not be removed
+        raise
     if process.wait() != 0:
         raise Problem("cannot %s: %s" % (what, cause(output)) if what else cause(output))
     return "\n".join(output)
