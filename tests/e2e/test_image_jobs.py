@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import shlex
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,17 @@ partitions:
   urgent: {nodesets: [n], priority: 10}
 containers: {engine: oci, registry: true}
 """
+
+
+INTERRUPT = """\
+import signal, subprocess, sys, time
+program = subprocess.Popen(sys.argv[1:])
+while program.poll() is None and not subprocess.run(["squeue", "-h", "--me"], capture_output=True).stdout:
+    time.sleep(0.2)
+program.send_signal(signal.SIGINT)
+sys.exit(program.wait())
+"""
+"""Runs a command, as a person who presses Ctrl-C when Slurm has a job of it."""
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +245,22 @@ def test_named_container_keeps_what_jobs_change_over_a_reboot(ann: User, cluster
     kept = {entry["name"]: entry for entry in ann.json("image list")["containers"]}
     assert (kept["mine"]["image"], kept["mine"]["nodes"]) == ("mini", ["n1"])
     assert "mine" in ann.do("shoal image list")
+    cluster.on("controller", "scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
+    for command in ("save late mine", "remove mine"):  # their jobs wait for the node
+        ann.do(f"python3 -c {shlex.quote(INTERRUPT)} shoal image {command} --node n1", status=130)
+        cluster.wait("Slurm has no job of it", lambda: ann.do("squeue -h -u ann") == "")
+    cluster.on("controller", "scontrol", "update", "NodeName=n1", "State=RESUME")
     missing = ann.do("shoal image remove mine --node n2", status=2)
     assert "cannot remove container mine: n2: there is no container mine of yours here" in missing
     ann.do("shoal image remove mine --node n1")
     assert "mine" not in {entry["name"] for entry in ann.json("image list")["containers"]}
     assert "there is no container mine here; give --image once" in ann.run(note, status=1)
+
+
+def test_images_of_a_user_who_does_not_come_back_go_after_a_month(ann: User, cluster: Cluster) -> None:
+    [mini] = [image["id"] for image in ann.json("image list")["images"] if image["name"] == "mini"]
+    assert cluster.on("n1", "systemctl", "is-active", "shoal-images.timer") == "active\n"
+    for age, is_left in (("29", True), ("31", False)):
+        cluster.on("n1", "touch", "-d", f"{age} days ago", f"{IMAGES}/ann/{mini}.lock")
+        cluster.on("n1", "systemctl", "start", "shoal-images.service")
+        assert (mini in cluster.on("n1", "ls", f"{IMAGES}/ann").split()) == is_left

@@ -66,8 +66,9 @@ def one_host_per_storage(storages: Mapping[str, StorageState]) -> tuple[str, ...
 
 async def mark(host: Host, root: str, shared: bool, *, as_root: bool = True) -> None:
     """Record for later jobs whether their nodes share the directory."""
-    command = ["touch", f"{root}/.shared"] if shared else ["rm", "-f", f"{root}/.shared"]
-    await host.run(command, timeout=60, root=as_root)
+    # Users write there, too: a link of theirs is not followed.
+    text = 'rm -f "$1" && set -C && : > "$1"' if shared else 'rm -f "$1"'
+    await host.run(shell_command(text, f"{root}/.shared"), timeout=60, root=as_root)
 
 
 async def send(

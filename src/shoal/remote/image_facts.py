@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SHELLS = ("usr/bin/bash", "usr/bin/dash", "bin/bash", "bin/dash", "bin/busybox")
 ELF_MACHINES = {62: "amd64", 183: "arm64"}
+CPU_TYPE = re.compile(r"[a-z0-9_-]{1,20}\Z")
+"""Slurm is asked for nodes of it, and terminals show it. In an image it may be anything."""
 CUDA_PLACES = (
     "usr/local/cuda-[0-9]*/lib64",
     "usr/local/lib/python3*/*-packages/nvidia/cu*/lib",
@@ -25,7 +27,8 @@ def config_facts(config: dict[str, Any]) -> dict[str, str]:
     """From the configuration of an image. Images of NVIDIA say what they need of the driver."""
     variables = dict(entry.partition("=")[::2] for entry in (config.get("config") or {}).get("Env") or ())
     cuda = "" if "NVIDIA_DISABLE_REQUIRE" in variables else variables.get("NVIDIA_REQUIRE_CUDA", "")
-    return {"architecture": config.get("architecture", ""), "cuda": cuda}
+    architecture = CPU_TYPE.match(config.get("architecture", ""))
+    return {"architecture": architecture[0] if architecture else "", "cuda": cuda}
 
 
 def directory_facts(root: str) -> dict[str, str]:

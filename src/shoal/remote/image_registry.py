@@ -193,7 +193,7 @@ def own_login() -> Optional[tuple[str, dict[str, str]]]:
 
 
 def read_auths(path: str) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path) as file:
         auths: dict[str, Any] = json.load(file)["auths"]
         return auths
     return {}

@@ -189,6 +189,25 @@ def test_unpacked_image_is_whole_or_absent(store: dict[str, Any], monkeypatch: p
     assert unpacked(str(place), store) == str(root)  # from the cache
 
 
+@pytest.mark.parametrize("container", ["", "mine"])
+def test_image_that_is_removed_while_its_lock_changes_is_made_again(
+    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, container: str
+) -> None:
+    """Linux gives up a lock before it gives another."""
+    place, flock = Path(store["place"]), fcntl.flock
+    path, removed = place / (f"containers/{container}" if container else store["id"]), []
+
+    def change_lock(lock: int, how: int) -> None:
+        if how == fcntl.LOCK_SH and path.exists() and not removed:
+            removed.append(path.rename(place / "gone"))
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", change_lock)
+    find = find_container if container else unpacked
+    assert Path(find(str(place), {**store, "container": container})) == path / "rootfs"
+    assert removed and path.exists()
+
+
 def test_image_that_the_disk_has_no_room_for_is_not_unpacked(store: dict[str, Any]) -> None:
     unpacked(store["place"], store)
     blob = Path(store["layout"]) / "blobs/sha256/large"

@@ -74,6 +74,12 @@ def test_image_is_found_by_its_name_with_digest_and_cpu_type(store: Path) -> Non
     assert parse_images(ask("list", str(store))) == [image]
 
 
+@pytest.mark.parametrize("architecture", ["arm64\n#SBATCH --exclusive", "arm64|big", "\x1b[2J"])
+def test_cpu_type_of_an_image_is_a_word(store: Path, architecture: str) -> None:
+    made = keep(str(store), str(make_layout(store / ".new.x", architecture=architecture)), "x", "x", "")
+    assert made["architecture"] == ""
+
+
 def test_same_content_is_stored_once_and_goes_with_its_last_name(store: Path) -> None:
     assert kept(store, "a")["id"] == kept(store, "b")["id"]
     assert json.loads(ask("remove", str(store), "a")) == []

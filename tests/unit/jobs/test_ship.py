@@ -77,7 +77,9 @@ async def test_links_that_a_user_made_lead_root_nowhere(tmp_path: Path, tree: Bu
         (root / ".id").symlink_to(elsewhere)
         with pytest.raises(CommandFailed, match="id is no file"):
             await inspect_storage(host, str(root), tree.hash, "11b")
-    assert not elsewhere.exists()
+        (root / ".shared").symlink_to(elsewhere)
+        await mark(host, str(root), True)
+    assert not elsewhere.exists() and (root / ".shared").is_file()
 
 
 @pytest.mark.parametrize("place", ["code", "lib"])

@@ -105,7 +105,7 @@ def unpacked(store: str, settings: dict[str, Any]) -> str:
     path = os.path.join(store, settings["id"])
     lock = hold(path, fcntl.LOCK_SH)
     os.utime(path + ".lock")
-    if not os.path.isdir(path):
+    while not os.path.isdir(path):  # also where it was removed while the lock was changed
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.isdir(path):
             from .image_space import evict
@@ -236,7 +236,7 @@ def find_container(store: str, settings: dict[str, Any]) -> str:
     path = os.path.join(store, "containers", name)
     lock = hold(path, fcntl.LOCK_SH)
     os.utime(path + ".lock")
-    if not os.path.isdir(path):
+    while not os.path.isdir(path):
         from .image_space import make_space, remove, size_of
 
         if not settings["id"]:
