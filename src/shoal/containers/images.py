@@ -155,13 +155,11 @@ def image_name(value: object) -> str:
     return text.rstrip("/")
 
 
-def mount_list(value: object) -> tuple[str, ...]:
-    """What `--mount` may be."""
-    mounts = [value] if isinstance(value, str) else value
-    shape = re.compile(r"/[^:\0\n]*:/[^:\0\n]*(:ro)?")
-    if not isinstance(mounts, list | tuple) or not all(isinstance(m, str) and shape.fullmatch(m) for m in mounts):
+def image_mount(value: object) -> str:
+    """What a `--mount` may be."""
+    if not isinstance(value, str) or not re.fullmatch(r"/[^:\0\n]*:/[^:\0\n]*(:ro)?", value):
         raise refusal("not a mount", "write it like /data:/data or /data:/data:ro, with absolute paths")
-    return tuple(mounts)
+    return value
 
 
 def is_reference(image: str) -> bool:

@@ -262,6 +262,8 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
         fix = _COLLECTIVE_TIMEOUT_FIX
     elif last.startswith("ModuleNotFoundError:"):
         fix = _MODULE_FIX
+    elif last.startswith("OSError: [Errno 30]"):
+        fix = _READ_ONLY_FIX
     else:
         fix = _WORKER_FIX if _DEAD_WORKER.search(last) else ""
     if first.status < 0:
@@ -290,7 +292,11 @@ def _rank_lines(end: RankEnd, lines: Sequence[LogLine]) -> list[str]:
 
 _MODULE_FIX = (
     "the Python of the job does not have it. A package: name it in an environment of the file, then `shoal env build` "
-    "and `shoal run --env NAME`. Your own: is it in the working tree?"
+    "and `shoal run --env NAME`; with --image, add it with `shoal image build`. Your own: is it in the working tree?"
+)
+_READ_ONLY_FIX = (
+    "with --image, what is in the image cannot be changed: write to SHOAL_JOB_DIR or a --mount, or use "
+    "--container-name; without, ask the operator why the disk is read-only"
 )
 _COLLECTIVE_TIMEOUT_FIX = (
     "it waited for another rank, which hangs, is slow, or took another way: `shoal logs` shows what each did last. "

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from shoal.containers.images import JobImage, image_name, mount_list
+from shoal.containers.images import JobImage, image_mount, image_name
 from shoal.contract import WARNING
 from shoal.errors import SpecError
 from shoal.jobs import field_checks as checks
@@ -179,7 +179,7 @@ class JobSpec:
         "IMAGE",
     )
     mount: tuple[str, ...] = option(
-        mount_list,
+        ListOf(image_mount),
         "A directory or file of the nodes in the image; may be repeated.",
         "SOURCE:DESTINATION[:ro]",
         default=(),

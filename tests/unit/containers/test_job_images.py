@@ -84,7 +84,7 @@ def test_other_images_are_rejected(image: str) -> None:
 
 @pytest.mark.parametrize("mount", ["data:/data", "/data", "/a:/b:rw", "/a:b", "/a:/b:ro:ro"])
 def test_mount_has_two_absolute_paths(mount: str) -> None:
-    with pytest.raises(SpecError, match="not a mount"):
+    with pytest.raises(SpecError, match=f'not a mount, found "{mount}"'):
         job(image="debian", mount=[mount])
 
 

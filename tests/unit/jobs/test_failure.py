@@ -254,6 +254,12 @@ def test_missing_package_on_the_nodes_is_reported_with_the_fix() -> None:
     assert "`shoal env build` and `shoal run --env NAME`" in reason.fix and "the working tree?" in reason.fix
 
 
+def test_write_to_an_image_is_reported_with_the_fix() -> None:
+    last = "OSError: [Errno 30] Read-only file system: '/opt/note'"
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(0, *TRACEBACK[:3], last)), (ended(0, 1, 1.0),)))
+    assert reason is not None and "'/opt/note'" in reason.text and "use --container-name" in reason.fix
+
+
 def test_last_run_of_a_requeued_job_counts() -> None:
     lines = [*printed(0, *TRACEBACK), *printed(0, "OSError: disk full", restart=1, at=9.0)]
     ends = (ended(0, 1, 1.5), ended(0, 2, 9.5, restart=1))
