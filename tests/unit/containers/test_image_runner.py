@@ -152,7 +152,8 @@ def test_script_is_found_from_another_working_directory(root: Path) -> None:
 def store(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of an image whose unpacking is a copy of the root: umoci is on the hosts of a cluster only."""
 
-    def run_line(line: list[str], image: str, proxy: dict[str, str] | None = None) -> None:
+    def run_line(line: list[str], image: str, proxy: dict[str, str] | None = None, growing: str = "") -> None:
+        assert growing == line[-1]
         if line[0] == "umoci":
             shutil.copytree(root, Path(line[-1]) / "rootfs", symlinks=True)
             (Path(line[-1]) / "rootfs/closed").mkdir(mode=0o500)
@@ -178,7 +179,7 @@ def test_unpacked_image_is_whole_or_absent(store: dict[str, Any], monkeypatch: p
     assert json.loads((root.parent / "image.json").read_text()) == {"Env": ["A=b"]}
     assert not half.exists() and os.stat(root / "closed").st_mode & 0o700 == 0o700
 
-    def fail(line: list[str], image: str, proxy: object = None) -> None:
+    def fail(line: list[str], image: str, growing: str) -> None:
         Path(line[-1]).mkdir(parents=True)
         raise Problem("no space left on device")
 

@@ -129,7 +129,8 @@ def unpack(store: str, path: str, settings: dict[str, Any]) -> None:
             pull(settings, layout)
         make_space(store, DISK_FACTOR * packed_size(layout), "image " + settings["name"])
         sys.stderr.write("shoal: unpacking image %s\n" % settings["name"])
-        run(["umoci", "unpack", "--rootless", "--image", layout + ":" + TAG, new + "/bundle"], settings["name"])
+        line = ["umoci", "unpack", "--rootless", "--image", layout + ":" + TAG, new + "/bundle"]
+        run(line, settings["name"], growing=new + "/bundle")
         repair(new + "/bundle/rootfs")
         if disk_limit():  # a small archive may hold large files
             make_space(store, size_of(new + "/bundle"), "image " + settings["name"], new)
@@ -150,7 +151,7 @@ def pull(settings: dict[str, Any], layout: str) -> None:
     options = [*policy, "copy", "--quiet", *own_login(os.path.dirname(layout))]
     line = ["skopeo", *options, settings["source"], "oci:%s:%s" % (layout, TAG)]
     sys.stderr.write("shoal: getting image %s\n" % settings["name"])
-    run(line, settings["name"], settings["proxy"], layout)
+    run(line, settings["name"], settings["proxy"], growing=layout)
 
 
 def own_login(place: str) -> list[str]:
@@ -249,7 +250,7 @@ def find_container(store: str, settings: dict[str, Any]) -> str:
             make_space(store, size_of(image), "container " + name)
             sys.stderr.write("shoal: making container %s of image %s\n" % (name, settings["name"]))
             try:
-                run(["cp", "-a", "--reflink=auto", image, new], settings["name"])
+                run(["cp", "-a", "--reflink=auto", image, new], settings["name"], growing=new)
                 with open(new + "/image", "w") as file:
                     file.write(settings["id"])
                 record_container(settings, new)
