@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -159,6 +160,8 @@ def image_mount(value: object) -> str:
     """What a `--mount` may be."""
     if not isinstance(value, str) or not re.fullmatch(r"/[^:\0\n]*:/[^:\0\n]*(:ro)?", value):
         raise refusal("not a mount", "write it like /data:/data or /data:/data:ro, with absolute paths")
+    if os.path.normpath(value.split(":")[1]).strip("/") == "":
+        raise refusal("a mount over the whole image", "name a directory in it, such as /data")
     return value
 
 

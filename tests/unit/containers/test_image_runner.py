@@ -121,6 +121,8 @@ def test_file_beside_a_directory_says_nothing_of_it(root: Path) -> None:
     [
         ({"mounts": [["/nowhere", "/data", False]]}, "--mount: there is no /nowhere"),
         ({"mounts": [["/etc", "/etc/passwd", False]]}, "/etc/passwd is a file in the image"),
+        ({"workdir": "/nowhere"}, "--workdir: image tiny has no directory /nowhere"),
+        ({"workdir": "/etc/passwd"}, "--workdir: image tiny has no directory /etc/passwd"),
         ({"home": True}, "--home on: there is no /home/someone"),
         ({"architecture": OTHER}, f"image tiny is for {OTHER}, and this node is {HERE}; use `-C images-{OTHER}`"),
         ({"architecture": "riscv64"}, f"image tiny is for riscv64, and this node is {HERE}; use an image for {HERE}"),
@@ -134,7 +136,56 @@ def test_failure_names_the_node_and_the_cause(root: Path, settings: dict[str, An
 
 
 def test_program_that_the_image_lacks_is_named(root: Path) -> None:
-    assert "n1: image tiny has no python3" in run(root, "python3", "train.py").stderr
+    done = run(root, "python3", "train.py")
+    assert done.stderr.endswith(
+        "n1: image tiny has no python3; name its own with --python, or add one with `shoal image build`\n"
+    )
+    assert run(root, "/srv/none").stderr.endswith("n1: image tiny has no /srv/none\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        ("#!/bin/bash -e\n", 0o755, "has not what /s/script starts with: /bin/bash -e"),
+        ("#!/bin/sh\n", 0o644, "cannot start /s/script: Permission denied; chmod +x /s/script"),
+        ("echo\n", 0o755, "cannot start /s/script: Exec format error; begin a script with a line such as #!/bin/sh"),
+    ],
+)
+def test_script_that_the_image_cannot_start_says_why(
+    root: Path, tmp_path: Path, text: str, mode: int, words: str
+) -> None:
+    place = tmp_path / "with space"
+    place.mkdir()
+    (place / "script").write_text(text)
+    (place / "script").chmod(mode)
+    done = run(root, "/s/script", mounts=[[str(place), "/s", True]])
+    assert (done.stderr, done.returncode) == (f"shoal: error: n1: image tiny {words}\n", EXIT_WITH_CAUSE)
+
+
+def test_mount_may_lie_over_directories_that_every_image_has(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("/etc", "/run", "/tmp"):
+        assert run(root, "ls", place, mounts=[[str(tmp_path), place, True]]).stdout == "bundle\nfile\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_mount_that_the_user_cannot_reach_says_so(root: Path) -> None:
+    shared = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(START.parent, shared / "remote")
+        shutil.copytree(root, shared / "root", symlinks=True)
+        (shared / "closed").mkdir(mode=0o700)
+        (shared / "closed/data").mkdir()
+        subprocess.run(["chmod", "a+rx", shared, "-R"], check=True)
+        (shared / "closed").chmod(0o700)
+        settings = {**SETTINGS, "directory": str(shared / "root"), "mounts": [[f"{shared}/closed/data", "/data", True]]}
+        line = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-I", "-S"]
+        line += [str(shared / "remote/start.py"), "image", "--", "ls"]
+        environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
+        assert f"--mount: {shared}/closed/data: Permission denied" in done.stderr
+    finally:
+        shutil.rmtree(shared)
 
 
 def test_script_is_found_from_another_working_directory(root: Path) -> None:

@@ -95,6 +95,12 @@ def test_container_has_a_name_that_no_other_file_of_the_node_has(name: str) -> N
         job(image="debian", container_name=name)
 
 
+@pytest.mark.parametrize("mount", ["/a:/", "/a://:ro", "/a:/b/.."])
+def test_mount_over_the_whole_image_is_rejected(mount: str) -> None:
+    with pytest.raises(SpecError, match="a mount over the whole image"):
+        job(image="debian", mount=[mount])
+
+
 def test_options_of_images_need_one() -> None:
     with pytest.raises(UsageError, match="--mount is for jobs in images"):
         resolve(job(mount=["/a:/b"]), NODES, PARTITIONS)

@@ -58,14 +58,32 @@ def run_in_image(command: list[str]) -> int:
         for place in (config.get("WorkingDir"), directory):
             with contextlib.suppress(OSError):
                 os.chdir(place or "/")
+        if settings["workdir"] and not os.path.isdir(settings["workdir"]):
+            raise Problem("--workdir: image %s has no directory %s" % (settings["name"], settings["workdir"]))
         try:
             os.execvpe(arguments[0], arguments, environment)  # nosec B606
-        except FileNotFoundError:
-            raise Problem("image %s has no %s" % (settings["name"], arguments[0])) from None
+        except OSError as error:
+            raise Problem(start_problem(settings["name"], arguments[0], error)) from None
     except Problem as error:
         return fail(str(error))
     except OSError as error:
         return fail("cannot run in image %s: %s: %s" % (settings["name"], error.filename or "?", error.strerror))
+
+
+def start_problem(image: str, program: str, error: OSError) -> str:
+    """Why the image does not start a program, and what helps."""
+    if error.errno == errno.ENOENT and os.path.exists(program):
+        with open(program, "rb") as file:
+            line = file.readline(100).decode(errors="replace").strip()
+        needed = line[2:].strip() if line.startswith("#!") else "the loader or the libraries"
+        return "image %s has not what %s starts with: %s" % (image, program, needed)
+    if error.errno == errno.ENOENT:
+        is_python = os.path.basename(program).startswith("python")
+        fix = "; name its own with --python, or add one with `shoal image build`" if is_python else ""
+        return "image %s has no %s%s" % (image, program, fix)
+    fixes = {errno.EACCES: "chmod +x %s" % program, errno.ENOEXEC: "begin a script with a line such as #!/bin/sh"}
+    fix = "; " + fixes[error.errno] if error.errno in fixes else ""
+    return "image %s cannot start %s: %s%s" % (image, program, error.strerror, fix)
 
 
 def fail(text: str) -> int:
@@ -136,8 +154,11 @@ def mounts(settings: dict[str, Any]) -> list[tuple[str, str, bool]]:
         real = os.path.realpath(path)
         places += [(real, place, False) for place in dict.fromkeys((real, path))]
     for source, target, read_only in settings["mounts"]:
-        if not os.path.exists(source):
-            raise Problem("--mount: there is no %s" % source)
+        try:
+            os.stat(source)
+        except OSError as error:
+            cause = "there is no %s" % source if error.errno == errno.ENOENT else "%s: %s" % (source, error.strerror)
+            raise Problem("--mount: %s" % cause) from None
         places.append((source, target, read_only))
     return places
 
@@ -163,7 +184,7 @@ def enter(root: str, places: list[tuple[str, str, bool]], writable: bool) -> Non
     for name, content in accounts.items():
         with open(os.path.join(root, "run", "." + name), "wb") as file:
             file.write(content)
-        places = [*places, (os.path.join(root, "run", "." + name), "/etc/" + name, True)]
+        places = [(os.path.join(root, "run", "." + name), "/etc/" + name, True), *places]
     for source, target, read_only in places:
         place = open_inside(inside, target, directory=not source or os.path.isdir(source))
         if not source:
