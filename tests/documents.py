@@ -35,6 +35,7 @@ VALIDATE = "by a user, with a PYTHONPATH in place of --env, by hand (-m matrix),
 DOCTOR = "with the file of its cluster, by tests/e2e/test_doctor.py"
 JOB_ENGINES = "with another image, by hand (-m matrix), by tests/e2e/test_job_engines.py"
 JOB_IMAGES = "with an image of its own, by tests/e2e/test_image_jobs.py, or by hand by test_image_matrix.py"
+RENTED_IMAGE = "with an image and a directory of its own, by tests/e2e/test_rented_nodes.py"
 MPI_IMAGE = "from Debian 12, by hand (-m matrix), by tests/e2e/test_image_matrix.py"
 PODMAN = "with podman in place of docker and another port, by hand (-m matrix), by tests/e2e/test_engine_hosts.py"
 ONCE = "once for a machine, by hand; test_engine.py has the errors that name it"
@@ -56,6 +57,7 @@ COMMANDS = {
     "shoal validate --quick": VALIDATE,
     "shoal validate --env torch": VALIDATE,
     "shoal validate --since 7d": VALIDATE,
+    "shoal run --partition cloud --image train --directory /data/jobs train.py": RENTED_IMAGE,
     "shoal doctor": DOCTOR,
     "shoal doctor --fix": DOCTOR,
     "shoal ssh desktop srun -N2 hostname": LENT,

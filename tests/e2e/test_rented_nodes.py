@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.image_files import HERE, OTHER
+from tests.e2e.image_users import User, lines, write_image
 from tests.e2e.simulated_clouds import (
     UNFINISHED,
     Cloud,
@@ -47,6 +49,9 @@ nodesets:
   poor: {{provider: acme, type: cpu, max: 2, idle: 10s, cpus: 1, memory: 1G, budget: {{per_hour: 0.06}}}}
 files:
   /opt/site/note: {{source: note, hosts: [burst]}}
+users:
+  ann: {{uid: 2001}}
+containers: oci
 """
 CONFINED = f"""\
 cluster: {NAME}-cg
@@ -136,15 +141,27 @@ def waits_for(cluster: Cluster, job: str) -> str:
 
 
 def test_machine_with_fewer_cpus_than_its_nodeset_is_explained_on_the_job(rented: tuple[Cluster, str]) -> None:
-    cluster, url = rented
+    cluster, _ = rented
     job = submit(cluster, "small1", "true")
     said = "it has 1 CPUs and nodeset small says 2 (set `cpus: 1`, `memory: 1024M` there, or rent a larger type)"
     cluster.wait("the job says why it waits", lambda: said in waits_for(cluster, job), seconds=60)
     assert any(said in why for why in cluster.json("status")["rented"]["waiting"].values())
-    other = submit(cluster, "enough1", "true")  # of the same type: the rejection is not for its nodeset
-    cluster.wait("the other job ends", lambda: state(cluster, other) not in UNFINISHED, seconds=240)
-    assert state(cluster, other) == "COMPLETED"
     cluster.on("controller", "scancel", job)
+
+
+def features(cluster: Cluster) -> list[str]:
+    return cluster.on("controller", "sinfo", "-h", "-n", "enough1", "-o", "%b").strip().split(",")
+
+
+def test_job_of_a_user_in_an_image_rents_a_machine(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented  # of the type that the last test rejects: that is for its nodeset alone
+    write_image(cluster, "one")
+    # The type of the machine is not known before it joins.
+    assert sorted(features(cluster)) == ["enough", "images", "images-amd64", "images-arm64"]
+    ann = User(cluster, "ann")
+    ran = ann.run("-w enough1 --image /shared/one.tar --directory /shared/ann")
+    assert [(words[4:7], words[8]) for words in lines(ran)] == [(["hello", "2001", "one"], "tree")]
+    assert sorted(features(cluster)) == ["enough", "images", f"images-{HERE}"]
     cluster.wait("its machine goes", lambda: ended(url), seconds=60)
 
 
@@ -213,6 +230,11 @@ def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
     cluster.on("controller", "scancel", job)
     with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", b"[]", method="PUT"), timeout=30):
         pass
+
+
+def test_node_without_its_machine_has_all_features_again(rented: tuple[Cluster, str]) -> None:
+    cluster, _ = rented
+    cluster.wait("images of any type may rent it", lambda: f"images-{OTHER}" in features(cluster), seconds=60)
 
 
 @ON_DEBIAN_12
