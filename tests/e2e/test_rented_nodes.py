@@ -129,9 +129,8 @@ def test_service_killed_repeatedly_orders_nothing_twice_and_leaves_no_machine(
         cluster.ssh("controller", "systemctl kill --signal=KILL shoal-elastic; sleep 1; systemctl start shoal-elastic")
     cluster.wait("the job ends", lambda: state(cluster, job) == "COMPLETED", seconds=300)
     cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
-    machines = bill(url)["machines"]
-    assert len(machines) == before + 2
-    assert all(machine["ended"] for machine in machines)
+    cluster.wait("its machines go", lambda: ended(url), seconds=60)
+    assert len(bill(url)["machines"]) == before + 2
 
 
 def waits_for(cluster: Cluster, job: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.containers.test_image_runner import ALLOWED
 from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Cgroup, Cpu, Facts, FileFact
@@ -225,6 +226,7 @@ async def test_join_asks_nothing_about_images_where_no_job_runs_in_one(tmp_path:
     assert node_checks.MAKE_NAMESPACES not in reef.world.hosts["cloud1"].argvs
 
 
+@pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
 @pytest.mark.parametrize(("limit", "status"), [(10, 0), (0, 1)])
 def test_machine_without_user_namespaces_is_noticed(limit: int, status: int) -> None:
     line = f'echo {limit} > /proc/sys/user/max_user_namespaces && exec "$@"'

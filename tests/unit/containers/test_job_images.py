@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.unit.containers.test_image_runner import ALLOWED
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, SHIPPED, job
 from tests.unit.plan.fake_world import host_facts, spec_of
 
@@ -208,7 +209,7 @@ def test_node_has_the_features_of_images_before_it_is_rented(offers: str, featur
     assert not [finding for finding in rented_findings(without) if "images" in finding.what]
 
 
-def test_rented_machine_allows_user_namespaces_before_slurmd_starts(tmp_path: Path) -> None:
+def test_rented_machine_allows_user_namespaces_before_slurmd_starts() -> None:
     rented = "  burst: {provider: lambda, type: gpu_1x_h100_pcie, max: 1}\nproviders: {lambda: {key: 'env:KEY'}}\n"
     cluster = cluster_of(rented + "containers: oci\n")
     ubuntu = {**NAMESPACES, APPARMOR_SWITCH: FileFact(text="1\n"), DEBIAN_SWITCH: FileFact(text="0\n")}
@@ -221,12 +222,23 @@ def test_rented_machine_allows_user_namespaces_before_slurmd_starts(tmp_path: Pa
         assert conf == ([wanted] if settings else [])
         commands = [item for item in base if isinstance(item, Command) and item.name.startswith("set kernel.")]
         assert [command.argv[-2] for command in commands] == settings
-    # A container's host does not let it change them: the join goes on, and finds that out.
-    switch = tmp_path / "switch"
-    for path, left in ((switch, "0\n"), (tmp_path / "no" / "switch", "")):
-        argv = [str(path) if word == APPARMOR_SWITCH else word for word in commands[-1].argv]
-        assert subprocess.run(argv, check=False, stderr=subprocess.DEVNULL).returncode == 0
-        assert (path.read_text() if path.exists() else "") == left
+
+
+@pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
+def test_setting_that_forbids_user_namespaces_is_changed_where_that_is_possible() -> None:
+    rented = "  burst: {provider: lambda, type: gpu_1x_h100_pcie, max: 1}\nproviders: {lambda: {key: 'env:KEY'}}\n"
+    cluster = cluster_of(rented + "containers: oci\n")
+    facts = host_facts("burst1", "10.0.0.9", files={LIMIT: FileFact(text="0\n")})
+    [burst] = rented_members(cluster.spec)
+    base = ImagesComponent().documents(replace(cluster, facts={"burst1": facts}), burst)[Stage.BASE]
+    [command] = [item for item in base if isinstance(item, Command) and item.name == "set user.max_user_namespaces"]
+    # A user namespace has a limit of its own.
+    script = f'echo 0 > {LIMIT}; unshare --user true 2> /dev/null && exit 9; "$@" && unshare --user --mount true'
+    inside = ("unshare", "--user", "--map-root-user", "sh", "-c", script, "sh")
+    subprocess.run((*inside, *command.argv), check=True)
+    # Elsewhere the join goes on, and finds that out.
+    argv = ["/proc/none" if word == LIMIT else word for word in command.argv]
+    assert subprocess.run(argv, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def test_removed_section_removes_everything() -> None:
