@@ -89,7 +89,6 @@ COMMANDS = {
     "shoal run -N2 --image debian --mount /data:/data:ro train.py": JOB_IMAGES,
     "shoal image build train requirements.txt --from debian": JOB_IMAGES,
     "shoal image build train .": JOB_IMAGES,
-    "shoal run --partition cloud --image train --directory /data/jobs train.py": JOB_IMAGES,
     "shoal image build mini /shared/mini": "with another directory, by bench/containers",
     "shoal image build mpi examples/mpi-image --from trixie": MPI_IMAGE,
     "srun -N2 --mpi=pmix $(shoal image bundle mpi)/run all_reduce": MPI_IMAGE,
