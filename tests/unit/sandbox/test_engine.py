@@ -43,6 +43,8 @@ def test_image_matches_its_golden() -> None:
 def test_node_image_of_the_examples_has_the_same_first_process() -> None:
     example = Path(__file__).parents[3] / "examples/node-image/entry"
     assert example.read_text() == engine_image.ENTRY
+    # `docker build` takes no Containerfile.
+    assert "COPY entry" in (example.parent / "Dockerfile").read_text()
 
 
 def test_states_are_read_beside_warnings() -> None:
