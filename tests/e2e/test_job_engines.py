@@ -271,6 +271,7 @@ def test_nothing_survives_the_end_of_the_job(cluster: Cluster, engine: str) -> N
     do(cluster, f"scancel {number}")
     cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-f", "^sleep 4711", status=None) == "", 120)
     cluster.wait("n1 is idle", lambda: cluster.states()["n1"] == {"IDLE"}, 120)
+    assert cluster.on("n1", "sh", "-c", f"ls -d /sys/fs/cgroup/*/slurm*/uid_*/job_{number}", status=None) == ""
     assert "left" not in job(cluster, "docker ps -a" if engine == "docker" else "podman ps")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.remote.docker_guard import rules
 from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job, hard_limits, job_owner
-from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes, job_gpus
+from shoal.remote.docker_guard.job_limits import cgroup_parent, gpu_indexes, job_gpus, remove_groups
 
 GROUP = "/slurm_n1/uid_2001/job_7"
 OWN = "/user.slice/user-2001.slice/user@2001.service"
@@ -301,6 +301,19 @@ def test_limits_are_copied_where_the_group_of_the_job_denies_devices(tmp_path: P
     assert (tmp_path / "cpuset/shoal-docker/job_7/cpuset.cpus").read_text() == "1\n"
     (tmp_path / f"devices{GROUP}/devices.list").write_text("a *:* rwm\n")
     assert cgroup_parent(CALLER, str(tmp_path)) == GROUP
+
+
+def test_groups_of_a_job_that_has_ended_are_removed(tmp_path: Path) -> None:
+    scope = "system.slice/n1_slurmstepd.scope"
+    gone = [f"memory{GROUP}", "cpuset/shoal-docker/job_7", f"{scope}/job_7", "pids/slurm/uid_5/job_7"]
+    kept = [f"memory{GROUP}1", f"{scope}/job_17", "user.slice/slurmstepd.scope/job_7", f"freezer{GROUP}/step_0"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir(parents=True)
+    remove_groups("7", str(tmp_path))
+    assert [name for name in (*gone, *kept) if (tmp_path / name).exists()] == kept
+    (tmp_path / "memory/shoal-docker/job_7/docker").mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"):
+        remove_groups("7", str(tmp_path))
 
 
 def test_process_that_has_ended_is_nobody(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import subprocess
+from contextlib import suppress
 
 from .caller import SLURM_TIMEOUT_S, Caller, Rejection
 
@@ -38,11 +39,14 @@ def cgroup_parent(caller: Caller, root: str = ROOT) -> str:
     return copy
 
 
-def remove_copied_group(job: str, root: str = ROOT) -> None:
-    for controller in os.listdir(root):
-        group = f"{root}/{controller}{COPIES}/job_{job}"
-        if os.path.isdir(group):
-            os.rmdir(group)
+def remove_groups(job: str, root: str = ROOT) -> None:
+    """The copies, and Slurm's own groups of a job that has ended: it cannot remove those that containers were in."""
+    for group in glob.glob(f"{root}/*{COPIES}/job_{job}"):
+        os.rmdir(group)
+    for pattern in (f"*/slurm*/uid_*/job_{job}", f"system.slice/*slurmstepd.scope/job_{job}"):
+        for group in glob.glob(f"{root}/{pattern}"):
+            with suppress(OSError):  # Slurm is at it
+                os.rmdir(group)
 
 
 def job_gpus(job: str, config: Any, driver: str = NVIDIA) -> Sequence[str]:

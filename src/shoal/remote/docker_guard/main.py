@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from . import CONFIG, DAEMONS, rules
 from .caller import Caller, Peer, Rejection, job_owner, peer_ids
-from .job_limits import cgroup_parent, job_gpus, remove_copied_group
+from .job_limits import cgroup_parent, job_gpus, remove_groups
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class UserDaemon:
             others = any(number for other, number in self._requests.items() if other != job)
             if not left and not others:
                 subprocess.run(["systemctl", "stop", self._unit], check=True, timeout=END_TIMEOUT_S)
-        remove_copied_group(job)
+        remove_groups(job)
         job_owner.cache_clear()  # Slurm uses numbers again
 
     def _is_active(self) -> bool:
