@@ -367,7 +367,9 @@ def prune(store: str) -> list[str]:
 def is_left(path: str) -> bool:
     """Whether nothing needs it that is there, without a name. What a program is writing is young."""
     name = os.path.basename(path)
-    return bool(ID.match(name)) or (name not in KEPT and os.lstat(path).st_mtime <= time.time() - WRITTEN_S)
+    with contextlib.suppress(FileNotFoundError):  # a login has its name by now
+        return bool(ID.match(name)) or (name not in KEPT and os.lstat(path).st_mtime <= time.time() - WRITTEN_S)
+    return False
 
 
 def remove_path(path: str) -> None:

@@ -101,6 +101,13 @@ def test_prune_removes_what_a_later_pull_replaced_and_half_a_pull(store: Path) -
     assert [path.name for path in (store / "names").iterdir()] == ["a.json"]
 
 
+def test_file_that_is_renamed_meanwhile_does_not_stop_prune(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    id, listdir = kept(store, "mini")["id"], os.listdir
+    (store / "names/mini.json").unlink()
+    monkeypatch.setattr(os, "listdir", lambda path: [*(["auth.json.17"] if path == str(store) else []), *listdir(path)])
+    assert image_store.prune(str(store)) == [id]
+
+
 @pytest.mark.parametrize("verb", ["remove", "prune"])
 def test_removal_waits_for_no_pull_and_leaves_its_files(store: Path, verb: str) -> None:
     kept(store, "mini")
