@@ -243,6 +243,21 @@ def test_callers_outside_a_job_and_other_users_are_rejected(cluster: Cluster) ->
     do(cluster, "scancel --me")
 
 
+def test_container_has_no_privileged_port_outside(cluster: Cluster) -> None:
+    """A server of NFS takes what comes from one for the node's own kernel, with any user's id."""
+    number = start(cluster, "docker run -d mini sleep 900 | xargs docker inspect -f '{{.State.Pid}}' > /tmp/pid")
+    listen = "import socket; print(socket.create_server(('', 4712)).accept()[1][1])"
+    unit = ("systemd-run", "--collect", "-p", "StandardOutput=truncate:/tmp/port", "python3", "-c", listen)
+    cluster.on("controller", *unit)
+    cluster.wait("it listens", lambda: ":4712" in cluster.on("controller", "ss", "-Hltn"), 60)
+    connect = f"s.bind(('', 700)); s.connect(({cluster.addresses()['controller']!r}, 4712))"
+    python = f"python3 -c {shlex.quote(f'import socket; s = socket.socket(); {connect}')}"
+    cluster.on("n1", "sh", "-c", f"nsenter --net=/proc/$(cat /tmp/pid)/ns/net {python}")
+    cluster.wait("it has seen the port", lambda: cluster.on("controller", "cat", "/tmp/port") != "", 60)
+    assert int(cluster.on("controller", "cat", "/tmp/port")) >= 1024
+    do(cluster, f"scancel {number}")
+
+
 def test_reused_process_number_is_no_identity(cluster: Cluster) -> None:
     seen = cluster.on("n1", "python3", "-c", REUSE)
     assert seen.splitlines()[0].startswith("rejected: docker works inside a job")

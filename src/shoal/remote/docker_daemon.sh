@@ -37,6 +37,8 @@ delete table ip shoal-docker
 table ip shoal-docker {
     chain postrouting {
         type nat hook postrouting priority srcnat;
+        # Root in a container may use any port: with one below 1024 it would speak for the node to a server of NFS.
+        ip saddr @NETWORK@.0.0/16 ip daddr != @NETWORK@.0.0/16 meta l4proto { tcp, udp } masquerade to :1024-65535
         ip saddr @NETWORK@.0.0/16 ip daddr != @NETWORK@.0.0/16 masquerade
     }
 }

@@ -45,6 +45,7 @@ class FakeDocker(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(self, path: Path) -> None:
         self.containers: dict[str, str] = {}
         self.names: dict[str, str] = {}
+        self.networks = 3
         self.posted: list[str] = []
         """The paths of requests that make or start something."""
         self.answers: dict[str, int] = {}
@@ -74,9 +75,12 @@ class FakeDockerRequest(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         path, containers = self.path.partition("?")[0].removeprefix("/v1.41"), self.server.containers
         status, body = self.server.answers.get(f"{self.command} {path}", 200), b""
-        identity = self.server.names.get(path.split("/")[2], path.split("/")[2])
+        named = path.split("/")[2:3] or [""]
+        identity = self.server.names.get(named[0], named[0])
         if status == 200 and path == "/containers/json":
             body = json.dumps([{"Id": name} for name in containers]).encode()
+        elif status == 200 and path == "/networks":
+            body = json.dumps([{}] * self.server.networks).encode()
         elif status == 200 and path.startswith("/networks/"):
             body = json.dumps({"Id": identity, "Driver": "bridge"}).encode()
         elif status == 200 and identity not in containers:
@@ -211,6 +215,16 @@ def test_what_was_checked_is_what_docker_is_asked_for(
         assert "another job's" in answer(path, "POST", "/containers/b2/exec", body)[1]
         assert answer(path, "POST", "/containers/gone/exec", body) == (403, "shoal: you have no such container")
     assert docker.posted == ["/v1.41/containers/a1/exec", "/containers/a1/start?x=1", "/networks/c3/connect"]
+
+
+def test_user_has_a_bounded_number_of_networks(
+    docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = in_a_job(monkeypatch, tmp_path)
+    with guard(path, tmp_path):
+        assert answer(path, "POST", "/networks/create", '{"Name": "own"}')[0] == 201
+        docker.networks = 20
+        assert "remove some" in answer(path, "POST", "/networks/create", '{"Name": "own"}')[1]
 
 
 @pytest.mark.parametrize("body", ["[]", '{"HostConfig": 5}', '{"HostConfig": {"Mounts": [3]}}', "[" * 100000])

@@ -40,6 +40,8 @@ REQUEST_TIMEOUT_S = 30
 """From the connection to its first request."""
 MAX_CONNECTIONS = 100
 """Of one user: everybody may connect, and nobody may take the files and threads that others need."""
+MAX_NETWORKS = 20
+"""Of one user, with Docker's own three: they stay, and all users of a node share 256 ranges of addresses."""
 CHUNK_BYTES = 1 << 16
 _KEPT_HEADERS = ("X-Registry-Auth", "X-Registry-Config", "Accept", "User-Agent")
 _BODY_TYPES = {"tar": "application/x-tar", "build": "application/x-tar", "pull": "application/x-tar"}
@@ -238,6 +240,8 @@ class Guard(BaseHTTPRequestHandler):
         elif kind == "volume":
             body = rules.confine_volume(body)
         elif kind == "network":
+            if len(ask("GET", "/networks") or ()) >= MAX_NETWORKS:
+                raise Rejection(f"you have {MAX_NETWORKS} networks on this node: remove some (docker network prune)")
             body = rules.confine_network(body)
         elif kind == "json" and "/networks/" in path:
             place, _, verb = path.rpartition("/")
