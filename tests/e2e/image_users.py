@@ -40,14 +40,16 @@ print("ready", flush=True)
 time.sleep(600)
 """
 RESUME = """\
-import os, pathlib, signal, sys, time, shoal.contract
-state = pathlib.Path(os.environ["SHOAL_JOB_DIR"], "state")
-if state.exists():
-    print("resumed", state.read_text(), open("/mark").read(), os.environ["SLURM_RESTART_COUNT"], flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGUSR1, lambda *_: (state.write_text("saved"), sys.exit(shoal.contract.EXIT_REQUEUE)))
-print("ready", flush=True)
-time.sleep(600)
+import os, sys, time, torch
+from shoal.train import Run, TrainState, init
+init()
+model = torch.nn.Linear(1, 1)
+for step in Run(TrainState(model)).steps(10000):
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        print("resumed", step > 0 and model.weight.item() == step, open("/mark").read().strip(), flush=True)
+        sys.exit(0)
+    torch.nn.init.constant_(model.weight, step + 1)
+    print("ready", flush=True) if step == 0 else time.sleep(0.1)
 """
 UNTIL = """\
 import os, pathlib, time

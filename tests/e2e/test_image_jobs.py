@@ -85,9 +85,10 @@ def test_job_runs_in_an_image_on_two_nodes_as_its_user(ann: User) -> None:
 
 def test_mounts_home_and_working_directory(ann: User) -> None:
     ann.do("mkdir -p /shared/shoal-jobs/ann/data && echo there > /shared/shoal-jobs/ann/data/mark")
-    mounted = ann.run("--image mini --mount /shared/shoal-jobs/ann/data/mark:/mark:ro --home on --workdir /opt")
+    options = "--launcher python --image mini --home on --workdir /opt"
+    mounted = ann.run(f"{options} --mount /shared/shoal-jobs/ann/data/mark:/mark:ro")
     [words] = lines(mounted)
-    assert words[6] == "there" and words[8] == "opt" and int(words[7]) >= 0
+    assert words[:3] == ["0", "1", "0"] and words[6] == "there" and words[8] == "opt" and int(words[7]) >= 0
     assert "--mount: there is no /nowhere" in ann.run("--image mini --mount /nowhere:/data", status=1)
 
 
@@ -183,13 +184,14 @@ def test_running_container_is_entered_saved_warned_and_cancelled(ann: User, clus
     assert "saved hello" in ann.run("-w n2 --image tuned", "saved.sh")
 
 
-def test_array_and_preemption_in_an_image(ann: User, cluster: Cluster) -> None:
-    job = ann.start("-w n1 --exclusive --image mini", "resume.py")
+def test_array_and_preemption_in_an_image(ann: User, torch: str, cluster: Cluster) -> None:
+    """The training that is preempted saves a checkpoint with `shoal.train`, and goes on from it."""
+    job = ann.start(f"-w n1 --exclusive --image mini {torch}", "resume.py")
     array = ann.run("-w n1 -p urgent --array 0-1 --image mini")
     assert len(re.findall(r"job \d+_[01]: completed", array)) == 2
     now = ("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would let it wait for two minutes
     cluster.wait("it may start", lambda: cluster.on("controller", *now) == "")
-    cluster.wait("it resumed", lambda: "resumed saved one 1" in ann.do(f"shoal logs {job}"))
+    cluster.wait("it resumed", lambda: "resumed True one" in ann.do(f"shoal logs {job}"))
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +244,8 @@ def test_named_container_keeps_what_jobs_change_over_a_reboot(ann: User, cluster
     cluster.fault("reboot", "n1")
     cluster.wait("n1 is back", lambda: cluster.answers("n1") and "IDLE" in cluster.states()["n1"])
     assert lines(ann.run(note), "note") == [["xx"]]
+    bundle = ann.do("shoal image bundle --container-name mine").strip()
+    assert ann.do(f"srun --quiet -w n1 {bundle}/run cat /opt/note") == "xx"
     kept = {entry["name"]: entry for entry in ann.json("image list")["containers"]}
     assert (kept["mine"]["image"], kept["mine"]["nodes"]) == ("mini", ["n1"])
     assert "mine" in ann.do("shoal image list")
