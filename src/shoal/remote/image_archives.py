@@ -7,6 +7,7 @@ import hashlib
 import lzma
 import os
 import re
+import subprocess
 import tarfile
 import zlib
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LAYOUT_FILE = re.compile(r"(oci-layout|index\.json|blobs/sha256/[0-9a-f]{64})\Z")
+UNREADABLE = re.compile(r"tar: \./(.*): Cannot open: ")
 CHUNK_BYTES = 1 << 20
 
 
@@ -50,6 +52,25 @@ def require_archive(path: str) -> str:
                     if member.name.lstrip("./") == "manifest.json":
                         return "docker-archive"
     raise Problem("%s is no archive of an image; unpack it, then `shoal image build NAME DIRECTORY`" % path)
+
+
+def write_layer(source: str, layer: str) -> None:
+    """Write a directory as a layer, in which root owns every file.
+
+    `umoci insert` changes the rights of directories while it reads them, which only their owner may.
+    """
+    whose = ["--owner=0", "--group=0", "--numeric-owner"]
+    line = ["tar", "--create", "--file", layer, "--directory", source, *whose, "--sort=name", "."]
+    with growth_shown(os.path.dirname(layer), "%d MB read"):
+        done = subprocess.run(line, stderr=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"}, check=False)
+    messages = done.stderr.decode(errors="replace").splitlines()
+    unreadable = [found[1] for found in map(UNREADABLE.match, messages) if found]
+    if unreadable:
+        more = " and %d more" % (len(unreadable) - 1) if len(unreadable) > 1 else ""
+        text = "you cannot read %s%s in %s; `--image %s` uses the directory without a copy, and without these files"
+        raise Problem(text % (unreadable[0], more, source, source))
+    if done.returncode != 0:
+        raise Problem("%s: %s" % (source, messages[0] if messages else "tar ended with status %d" % done.returncode))
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ import threading
 import time
 import urllib.parse
 
-from .image_archives import CHUNK_BYTES, copy_archive, require_archive, stamp, write_files
+from .image_archives import CHUNK_BYTES, copy_archive, require_archive, stamp, write_files, write_layer
 from .image_bundles import bundle, remove_bundles, replace_file
 from .image_facts import config_facts, directory_architecture, directory_facts
 from .image_registry import (
@@ -161,8 +161,9 @@ def build(store: str, source: str, name: str) -> dict[str, Any]:
         image = "%s:%s" % (layout, TAG)
         run(["umoci", "init", "--layout", layout])
         run(["umoci", "new", "--image", image])
+        write_layer(source, new + "/layer")
         with growth_shown(layout, "%d MB packed"):
-            run(["umoci", "insert", "--rootless", "--image", image, source, "/"])
+            run(["umoci", "raw", "add-layer", "--image", image, new + "/layer"])
         if architecture:
             run(["umoci", "config", "--image", image, "--architecture", architecture])
         run(["umoci", "gc", "--layout", layout])

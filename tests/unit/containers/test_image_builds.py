@@ -17,6 +17,7 @@ from shoal.containers.build import base_names, build_command, requirements_conta
 from shoal.containers.images import StoredImage
 from shoal.errors import UsageError
 from shoal.jobs.bundle import archive
+from shoal.remote.runner import image_build
 from shoal.remote.runner.image_build import local_name, read_context
 from shoal.slurm.state import NodeState
 from shoal.verbs.image_build import build_place, read_source
@@ -166,3 +167,22 @@ def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Pat
     text = ask("receive", str(tmp_path), "x", "0", *program, status=3)
     assert "has other content than its digest says" in text
     assert ask("list", str(tmp_path)) == "[]\n"
+
+
+def test_base_is_read_from_a_path_that_buildah_takes_for_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, place, programs = tmp_path / ".shoal/Ann/layout", tmp_path / "place", tmp_path / "bin"
+    for directory in (layout, place, programs):
+        directory.mkdir(parents=True)
+    (layout / "mark").write_text("of the layout")
+    (programs / "buildah").write_text(
+        '#!/bin/sh\nfor last; do :; done\necho "$last" >> asked\n'
+        'case $last in oci:*) path=${last#oci:}; cat "${path%%:*}/mark";; esac\n'
+    )
+    (programs / "buildah").chmod(0o755)
+    monkeypatch.setattr(image_build, "environment", lambda _: {"PATH": f"{programs}:/usr/bin:/bin"})
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    settings = {"proxy": {}, "auth": ""}
+    image_build.load_base(str(place), settings, "train", {"layout": str(layout)}, 0)
+    assert (place / "asked").read_text().splitlines() == ["oci:base.0:image", "localhost/train"]

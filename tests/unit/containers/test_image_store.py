@@ -315,3 +315,34 @@ def wait_for(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("it did not happen")
+
+
+def test_layer_has_all_files_of_a_directory_of_somebody_else(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    (image / "etc").mkdir(parents=True)
+    (image / "etc/mark").write_text("one")
+    (image / "etc/link").symlink_to("/nowhere")
+    os.chown(image / "etc", 4242, 4242)
+    image_archives.write_layer(str(image), str(tmp_path / "layer"))
+    with tarfile.open(tmp_path / "layer") as tar:
+        assert sorted(tar.getnames()) == [".", "./etc", "./etc/link", "./etc/mark"]
+        assert {(member.uid, member.gid) for member in tar} == {(0, 0)}
+
+
+def test_files_that_the_user_cannot_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image, programs = tmp_path / "image", tmp_path / "bin"
+    (image / "etc/keys").mkdir(parents=True)
+    (image / "etc/shadow").touch(0o640)
+    (image / "etc/keys").chmod(0o700)
+    programs.mkdir()
+    # root can read everything, so tar runs as another user.
+    (programs / "tar").write_text(
+        '#!/bin/sh\nexec setpriv --reuid=65534 --regid=65534 --clear-groups /usr/bin/env -u PATH tar "$@"\n'
+    )
+    (programs / "tar").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    for path in (tmp_path, *tmp_path.parents):
+        if path != Path("/tmp") and path.is_relative_to("/tmp"):
+            path.chmod(0o777)
+    with pytest.raises(Problem, match=f"you cannot read etc/keys and 1 more in {image}; `--image {image}` uses"):
+        image_archives.write_layer(str(image), str(tmp_path / "layer"))

@@ -90,11 +90,13 @@ def read_context(place: str) -> None:
 
 def load_base(place: str, settings: dict[str, Any], name: str, base: dict[str, Any], number: int) -> None:
     """Give an image of the user's the name that the Containerfile has for it."""
-    layout = base["layout"]
-    if not os.path.isdir(layout):
-        layout = os.path.join(place, "base.%d" % number)
-        pull_base({**base, "proxy": settings["proxy"]}, layout)
-    line = [*storage(place), "pull", "--quiet", "oci:%s:%s" % (layout, TAG)]
+    # buildah makes the path a name of an image, which takes neither `.shoal` nor capitals.
+    path = "base.%d" % number
+    if os.path.isdir(base["layout"]):
+        os.symlink(base["layout"], os.path.join(place, path))
+    else:
+        pull_base({**base, "proxy": settings["proxy"]}, os.path.join(place, path))
+    line = [*storage(place), "pull", "--quiet", "oci:%s:%s" % (path, TAG)]
     id = run(place, settings, line, "read the base").strip().splitlines()[-1]
     run(place, settings, [*storage(place), "tag", id, local_name(name)], "name the base")
 
@@ -151,7 +153,7 @@ def run(place: str, settings: dict[str, Any], line: list[str], what: str = "") -
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, env=variables, text=True
+            line, cwd=place, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, env=variables, text=True
         )
     except FileNotFoundError:
         raise Problem("%s is not installed; the operator runs `shoal up`" % line[0]) from None
