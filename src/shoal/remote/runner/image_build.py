@@ -168,6 +168,8 @@ def run(place: str, settings: dict[str, Any], line: list[str], what: str = "") -
         process.kill()
         process.wait()  # what it still wrote could not be removed
         raise
+    finally:
+        process.stdout.close()
     if process.wait() != 0:
         raise Problem("cannot %s: %s" % (what, cause(output)) if what else cause(output))
     return "\n".join(output)
