@@ -313,7 +313,8 @@ def test_removed_section_removes_everything_but_what_a_job_runs_in(ann: User, cl
     cluster.edit("containers: {engine: oci, registry: true}\n", "")
     cluster.json("up")
     for host in ("n1", "n2", "controller"):
-        places = ("/etc/slurm/oci.conf", "/etc/shoal/registry", TRUSTED, *([IMAGES] if host != "n1" else []))
+        places = ["/etc/slurm/oci.conf", "/etc/shoal/registry", TRUSTED, "/etc/systemd/system/shoal-images.timer"]
+        places += [IMAGES] if host != "n1" else []
         assert cluster.on(host, "ls", *places, status=None) == ""
     assert "no node of the cluster runs jobs in images" in ann.run("--image mini", status=2)
     assert cluster.on("n1", "ls", f"{IMAGES}/ann") != ""
