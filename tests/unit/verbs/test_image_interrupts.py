@@ -85,6 +85,15 @@ async def test_job_of_an_interrupted_removal_is_cancelled() -> None:
     assert any(word.startswith("--time=") for word in options_of(c1))
 
 
+async def test_node_that_is_not_rented_now_is_not_rented_for_its_containers() -> None:
+    c1 = Controller()
+    c1.answers = {**c1.answers, NODES_COMMAND: NODE.replace(b"State=IDLE", b"State=IDLE+CLOUD+POWERED_DOWN")}
+    for work in (remove_container(context_of(c1), "mine", "n1"), save(context_of(c1), "tuned", "mine", "n1", None)):
+        with pytest.raises(UsageError, match="n1 is not rented now"):
+            await work
+    assert not options_of(c1)
+
+
 async def test_input_of_an_interrupted_save_ends_so_that_its_job_does() -> None:
     c1 = Controller()
     await interrupt(c1, save(context_of(c1), "tuned", "mine", "n1", None))
