@@ -23,7 +23,8 @@ USER_JOBS_DIRECTORY = "/var/lib/shoal/user-jobs"
 
 ACTIVE = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"),
-    *("REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING", "STOPPED"),
+    *("REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING"),  # it waits to run again
+    *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"),
 )
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z_/:]*)=(\S*)")

@@ -52,6 +52,12 @@ class Connections:
                     del self._connecting[name]
         return self._hosts[name]
 
+    async def reconnect(self, name: str) -> Host:
+        """A new connection to a host that was lost."""
+        if old := self._hosts.pop(name, None):
+            await old.close()
+        return await self.host(name)
+
     async def each(
         self, names: Iterable[str], action: Callable[[str], Awaitable[T]], phase: Phase | None = None
     ) -> dict[str, T]:

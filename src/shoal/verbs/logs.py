@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shoal.contract import PROGRESS_FILE
 from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hosts.api import Host, Process
 from shoal.jobs import record as slurm_jobs
 from shoal.jobs.failure import FailureReason
-from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
+from shoal.jobs.logs import BATCH, JobFiles, JobLogs, LogLine, LogReader, merge
 from shoal.jobs.record import JobRecord
 from shoal.plan.connections import Connections
 from shoal.remote import python_command
@@ -28,6 +30,8 @@ _MERGE_WINDOW_S = 0.5
 """How long a line is held back, so that one from a slower node can come before it."""
 LOGIN_HOST = "login host"
 POLL_INTERVAL_S = 0.5
+REOPEN_INTERVAL_S = 5.0
+"""Between the attempts to reach a host again that was away."""
 LAST_READS = 3
 """How often the last lines of a job that has ended are asked for."""
 READ_TIMEOUT_S = 120.0
@@ -84,25 +88,25 @@ async def follow(
             for line in job_logs.lines:
                 show(line)
             return _result(context, job, record, job_logs, fleet)
-        reader, processes = LogReader(files.echo, files.batch_host, FOLLOW_LINES), {}
-
-        async def open_reader(name: str) -> None:
-            processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
-
-        await fleet.each(job_file_hosts(context), open_reader)
+        reader = LogReader(files.echo, files.batch_host, FOLLOW_LINES)
         sorter = _Sorter(show, lambda: show_bars(reader.unfinished()))
-        label = _label(context, record)
+        label, command = _label(context, record), _command(files, 0, "follow")
+
+        async def follow_host(name: str) -> _HostFollower:
+            process = await (await fleet.host(name)).start(command)
+            return _HostFollower(fleet, name, command, process, lambda data: _take(reader, sorter, label or name, data))
+
+        followers = await fleet.each(job_file_hosts(context), follow_host)
         pumps = [
-            asyncio.create_task(_pump(label or name, process, reader, sorter)) for name, process in processes.items()
+            asyncio.create_task(follower.pump(reopen=name != controller.name)) for name, follower in followers.items()
         ]
         tick_task = asyncio.create_task(sorter.tick())
         try:
             if is_on_nodes(context, record):
                 record = await _follow_nodes(context, fleet, controller, record, files, reader, sorter)
-            record = await wait_for_end(controller, record)
-            for process in processes.values():
-                with contextlib.suppress(HostError):
-                    await process.write(b"\n")
+            record = await wait_for_end(controller, record, lambda record: sorter.add(_requeue_line(record)))
+            for follower in followers.values():
+                await follower.finish()
             await asyncio.wait(pumps, timeout=30) if pumps else None
         finally:
             tick_task.cancel()
@@ -129,15 +133,24 @@ def _result(context: Context, job: str, record: JobRecord | None, job_logs: JobL
     return LogsResult(job, job_logs.lines, record, reason, dict(fleet.failures))
 
 
-async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
-    """The job's record once it has ended. A job that is queued again has not."""
+async def wait_for_end(
+    controller: Host, record: JobRecord, show_requeue: Callable[[JobRecord], None] = lambda record: None
+) -> JobRecord:
+    """The job's record once it has ended. A job that is queued again has not, and is shown."""
     pause = 0.25
     while record.active:
         await asyncio.sleep(pause)
         pause = min(2.0, pause * 1.2)
         # No record has it where the controller was rebuilt meanwhile.
-        record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
+        before, record = record, await find_record(controller, record.id) or replace(record, state="UNKNOWN")
+        if record.active and record.restarts > before.restarts:
+            show_requeue(record)
     return record
+
+
+def _requeue_line(record: JobRecord) -> LogLine:
+    text = f"shoal: job {record.id} was queued again, restart {record.restarts}"
+    return LogLine(time.time(), BATCH, record.restarts, text)
 
 
 async def wait_for_job(context: Context, job: str) -> JobRecord | None:
@@ -213,10 +226,7 @@ async def _follow_nodes(
 ) -> JobRecord:
     """Take what the nodes of a job print, wherever it runs and runs again, until it has ended; its last record."""
 
-    def take(node: str, raw: bytes) -> None:
-        if line := reader.take(node, raw):
-            sorter.add(line)
-
+    take = partial(_take, reader, sorter)
     node_files = NodeFiles(controller, (), _command(files, 0, "follow"), take)
     pumps: dict[tuple[str, str], asyncio.Task[None]] = {}
     try:
@@ -228,7 +238,9 @@ async def _follow_nodes(
                     pump = node_files.pump(node, line, must_succeed=False)
                     pumps[(node, record.start)] = asyncio.create_task(pump)
             await asyncio.sleep(POLL_INTERVAL_S)
-            record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
+            before, record = record, await find_record(controller, record.id) or replace(record, state="UNKNOWN")
+            if record.active and record.restarts > before.restarts:
+                sorter.add(_requeue_line(record))
     finally:
         for pump_task in pumps.values():
             pump_task.cancel()
@@ -298,11 +310,50 @@ def _command(files: JobFiles, tail: int, *options: str) -> tuple[str, ...]:
     return python_command("log_reader", "logs", *arguments)
 
 
-async def _pump(name: str, process: Process, reader: LogReader, sorter: _Sorter) -> None:
-    with contextlib.suppress(HostError):  # a node that dies in the middle: its lines so far are shown
-        while data := await process.readline():
-            if line := reader.take(name, data):
-                sorter.add(line)
+def _take(reader: LogReader, sorter: _Sorter, node: str, data: bytes) -> None:
+    if line := reader.take(node, data):
+        sorter.add(line)
+
+
+class _HostFollower:
+    """Reads on one host what a job prints, also after the host was away: a job may be queued again there."""
+
+    def __init__(
+        self, fleet: Connections, name: str, command: tuple[str, ...], process: Process, take: Callable[[bytes], None]
+    ) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._command = command
+        self._process = process
+        self._take = take
+        self._is_finished = False
+        self._seen: Counter[bytes] = Counter()
+
+    async def pump(self, *, reopen: bool) -> None:
+        """Take lines until `finish`. Those that were taken before the host was away are left out."""
+        while True:
+            count: Counter[bytes] = Counter()
+            with contextlib.suppress(HostError):
+                while data := await self._process.readline():
+                    file = data.partition(b"\t")[0]
+                    count[file] += 1
+                    if count[file] > self._seen[file] or file.endswith(b".bar"):
+                        self._seen[file] = max(count[file], self._seen[file])
+                        self._take(data)
+            if self._is_finished or not reopen:
+                return
+            await asyncio.sleep(REOPEN_INTERVAL_S)
+            try:
+                self._process = await (await self._fleet.reconnect(self._name)).start(self._command)
+                self._fleet.failures.pop(self._name, None)
+            except HostError as error:
+                self._fleet.failures[self._name] = error
+
+    async def finish(self) -> None:
+        """The job has ended: `pump` ends with its last lines."""
+        self._is_finished = True
+        with contextlib.suppress(HostError):
+            await self._process.write(b"\n")
 
 
 class _Sorter:

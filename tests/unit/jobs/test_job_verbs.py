@@ -26,6 +26,7 @@ from shoal.jobs.record import OWNERS_COMMAND
 from shoal.slurm.state import JOB_RECORD
 from shoal.spec.loader import load_text
 from shoal.storage.stage import PROGRAM
+from shoal.verbs import logs as logs_verb
 from shoal.verbs.context import Context
 from shoal.verbs.job import Job
 from shoal.verbs.jobs import cancel, jobs
@@ -578,6 +579,27 @@ async def test_follow_ends_with_the_job() -> None:
     assert [line.text for line in seen] == ["a", "ValueError: bad", "c"]
     assert result.record is not None and result.record.state == "FAILED"
     assert result.reason is not None and result.reason.rank == 3
+
+
+async def test_follow_goes_on_after_a_requeue_on_a_host_that_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs_verb, "REOPEN_INTERVAL_S", 0.0)
+    reef = failing()
+    reef.states = ["RUNNING"]
+    seen: list[LogLine] = []
+
+    def show(line: LogLine) -> None:
+        seen.append(line)
+        if line.text == "c":  # the node is started again, and the job with it
+            reef.files["n1"] += "rank-0.1.log\t4.0 again\n"
+            reef.record = reef.record.replace("Restarts=0", "Restarts=1")
+            reef.nodes["n1"].lose()
+        if {"again", "shoal: job 17 was queued again, restart 1"} <= {line.text for line in seen}:
+            reef.states = ["COMPLETED"]
+
+    result = await follow(reef.context, "17", show)
+    texts = [line.text for line in seen if "queued again" not in line.text]
+    assert texts == ["a", "ValueError: bad", "c", "again"]
+    assert result.record is not None and result.record.state == "COMPLETED" and result.failures == {}
 
 
 async def test_jobs_shows_progress_and_failure_reasons() -> None:
