@@ -118,6 +118,7 @@ def test_docker_builds_and_runs_in_the_job(cluster: Cluster) -> None:
     job(cluster, "docker import /shared/mini.tar mini")
     inside = job(cluster, "docker run --rm mini cat /proc/self/cgroup /proc/self/uid_map; echo job $SLURM_JOB_ID")
     number = inside.split()[-1]
+    assert cluster.on("n1", "cat", "/proc/sys/net/ipv6/conf/docker2001/disable_ipv6") == "1\n"
     # The operator's mirrors, and not the operator's runtime.
     shown = job(cluster, "docker info -f '{{.DefaultRuntime}} {{.RegistryConfig.Mirrors}}'")
     assert shown == f"shoal [{MIRROR}]\n"

@@ -25,6 +25,8 @@ if ! ip -4 -o address show dev "$bridge" 2> /dev/null | grep -q .; then
     at=0
     while ip -4 -o address | grep -q " @NETWORK@\.$at\.1/"; do at=$((at + 1)); done
     ip link show "$bridge" > /dev/null 2>&1 || ip link add "$bridge" type bridge
+    # A container could announce itself as the node's router.
+    [ ! -e /proc/sys/net/ipv6 ] || echo 1 > "/proc/sys/net/ipv6/conf/$bridge/disable_ipv6"
     ip address add "@NETWORK@.$at.1/24" dev "$bridge"
     ip link set "$bridge" up
 fi

@@ -24,6 +24,7 @@ case $* in
     "-4 -o address") cat * 2> /dev/null; sleep 0.3 ;;
     "address add "*) echo "2: $5 inet $3" > "$5" ;;
     "link show "*) false ;;
+    "link add "*) mkdir -p "../ipv6/conf/$3" ;;
 esac
 """
 
@@ -71,6 +72,8 @@ def test_daemons_that_start_at_once_have_ids_and_addresses_of_their_own(tmp_path
     words = {"DAEMONS": run, "STORE": "/store", "NETWORK": "172.30", "ACCOUNT": "shoal-docker-", "RUNTIME": "/runtime"}
     text = program_text("docker_daemon.sh", **words)
     text = text.replace("PATH=", f"PATH={tmp_path}:", 1).replace("/etc/", f"{tmp_path}/")
+    text = text.replace("/proc/sys/net/ipv6", f"{tmp_path}/ipv6")
+    (tmp_path / "ipv6").mkdir()
     daemons = [
         subprocess.Popen(["sh", "-c", text, "sh", f"user{number}"], stdout=subprocess.PIPE, text=True)
         for number in (1, 2, 3)
@@ -79,6 +82,7 @@ def test_daemons_that_start_at_once_have_ids_and_addresses_of_their_own(tmp_path
         output, _ = daemon.communicate(timeout=60)
         assert daemon.returncode == 0 and f"--bridge docker{number} " in output
         assert f"--userns-remap shoal-docker-{number} " in output
+        assert (tmp_path / f"ipv6/conf/docker{number}/disable_ipv6").read_text() == "1\n"
         assert (tmp_path / f"run/user{number}/daemon.json").read_text() == '{"mtu": 1400}'
     lines = [path.read_text() for path in (tmp_path / "addresses").iterdir()]
     assert sorted(line.split()[-1] for line in lines) == [f"172.30.{number}.1/24" for number in range(3)]
