@@ -113,6 +113,8 @@ class Reef:
 
         def shell(call: Call) -> bytes | Result:
             verb, *words = call.argv[4:] or [""]
+            if ': > "$1"' in call.argv[2]:
+                disk[verb] = b""
             if call.stdin:
                 disk[words[0]] = call.stdin
                 return b""
@@ -123,10 +125,6 @@ class Reef:
             found += ["old"] if name in self.old else []
             found += ["code" if f"{root}/code/{code}.tar" in disk else "", "lib" if f"{root}/lib/{lib}" in disk else ""]
             return "\n".join(found).encode()
-
-        def touch(call: Call) -> bytes:
-            disk[call.argv[1]] = b""
-            return b""
 
         async def python(program: Any) -> int:
             if "progress" in program.call.argv:
@@ -140,7 +138,6 @@ class Reef:
         return {
             ("sh",): shell,
             ("env",): b"",
-            ("touch",): touch,
             ("python3",): python,
         }
 
