@@ -116,13 +116,22 @@ def test_container_of_the_node_image_becomes_a_node(node_image: str, tmp_path: P
             made.file.write_text(f"{NODE_SPEC}  mine: {{hosts: [{box}], user: root}}\n")
             assert made.json("up")["whole"]
             assert made.json("up")["unchanged"]
-            job = made.on("controller", "sbatch", "--parsable", "--wait", "-p", "mine", "--wrap", "hostname").strip()
-            shown = made.on("controller", "scontrol", "show", "job", job)
-            assert "JobState=COMPLETED" in shown and "NodeList=box1" in shown
+            run_job_on_box(made)
+            asyncio.run(engine.run("exec", "shoal-node", "touch", "/root/kept"))
+            asyncio.run(engine.run("restart", "--time", "1", "shoal-node"))
+            made.wait("its daemons are set up again", lambda: made.json("up")["whole"], 150)  # with the same host key
+            asyncio.run(engine.run("exec", "shoal-node", "ls", "/root/kept"))
+            run_job_on_box(made)
             made.file.write_text(NODE_SPEC)
             made.json("up")
         finally:
             asyncio.run(engine.run("rm", "--force", "--time", "0", "shoal-node"))
+
+
+def run_job_on_box(made: Cluster) -> None:
+    wait = ("sbatch", "--parsable", "--wait", "-p", "mine", "--wrap", "hostname")
+    shown = made.on("controller", "scontrol", "show", "job", made.on("controller", *wait).strip())
+    assert "JobState=COMPLETED" in shown and "NodeList=box1" in shown
 
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=20000:20000")
