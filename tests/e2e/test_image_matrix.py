@@ -6,6 +6,7 @@ The tests share one cluster and run in the order of this file; tests/e2e/test_im
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -167,10 +168,15 @@ def test_image_used_longest_ago_makes_room_below_the_limit(ann: User, cluster: C
     assert cluster.on("n2", "ls", LIMIT_FILE, status=None) == ""
 
 
-def test_image_with_mpi_of_the_examples_runs_on_two_nodes(ann: User, cluster: Cluster) -> None:
+def pull_base(ann: User, cluster: Cluster) -> None:
+    """A Debian with apt, as `base`."""
     write_archive(shared(cluster) / "base.tar", debian_layer("apt"))
-    shutil.copytree(ROOT / "examples/mpi-image", shared(cluster) / "mpi-image")
     ann.do("shoal image pull /shared/base.tar --name base")
+
+
+def test_image_with_mpi_of_the_examples_runs_on_two_nodes(ann: User, cluster: Cluster) -> None:
+    pull_base(ann, cluster)
+    shutil.copytree(ROOT / "examples/mpi-image", shared(cluster) / "mpi-image")
     ann.do("shoal image build mpi /shared/mpi-image --from base")
     seen = ann.do("srun -N2 --mpi=pmix $(shoal image bundle mpi)/run all_reduce")
     assert lines(seen, "all_reduce") == [f"rank {rank} of 2: 1, right".split() for rank in (0, 1)]
@@ -257,16 +263,21 @@ def test_bundle_of_another_tool_runs_with_crun(ann: User, cluster: Cluster) -> N
 
 
 def test_sshd_runs_in_an_image_as_the_user(ann: User, cluster: Cluster) -> None:
+    """With the line of the documentation."""
     place = "/shared/shoal-jobs/ann/ssh"
-    ann.do(f"mkdir -m 700 {place} && cd {place} && for n in host key; do ssh-keygen -q -t ed25519 -N '' -f $n; done")
-    mounts = f"--mount {place}:{place} --mount /usr/sbin:/usr/sbin:ro --mount /usr/lib:/usr/lib:ro"  # the node's sshd
-    bundle = ann.do(f"shoal image bundle mini --name sshd {mounts}").strip()
-    options = f"-o UsePAM=no -o StrictModes=no -o PidFile=none -o AuthorizedKeysFile={place}/key.pub"
-    server = f"/usr/sbin/sshd -f /dev/null -D -e -p 2222 -h {place}/host {options}"
-    ann.do(f"cd {place} && (setsid srun -w n1 {bundle}/run {server} > log 2>&1 < /dev/null &)")
-    cluster.wait("sshd listens", lambda: "listening" in ann.do(f"cat {place}/log"))
+    ann.do(
+        f"mkdir -m 700 {place} && cd {place} && for n in host_key key; do ssh-keygen -q -t ed25519 -N '' -f $n; done"
+    )
+    pull_base(ann, cluster)
+    steps = "FROM base\nRUN apt-get update && apt-get install -y openssh-server && echo ssh > /mark\n"
+    ann.do(f"mkdir sshd && printf %s {shlex.quote(steps)} > sshd/Containerfile && shoal image build train sshd")
+    cluster.on("n1", "install", "-d", "-o", "ann", "-m", "700", "/home/ann/.ssh")
+    cluster.on("n1", "install", "-o", "ann", f"{place}/key.pub", "/home/ann/.ssh/authorized_keys")
+    text = (ROOT / "docs/containers.md").read_text()
+    [line] = re.findall(r"^\$ (srun .*/usr/sbin/sshd .*)$", text, re.MULTILINE)
+    ann.do(f"(setsid {line.replace('gpu01', 'n1').replace('/data', place)} > {place}/log 2>&1 < /dev/null &)")
     login = f"ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -q -i {place}/key -p 2222"
-    assert ann.do(f"{login} n1 'cat /mark && id -u'").split() == ["one2001"]
+    cluster.wait("sshd listens", lambda: ann.do(f"{login} n1 'cat /mark && id -u'").split() == ["ssh", "2001"])
     assert "/dev/pts/" in ann.do(f"{login} -tt n1 tty")
     ann.do("scancel --me --name run")
     cluster.wait("sshd has ended", lambda: cluster.on("n1", "pgrep", "-u", "ann", "sshd", status=None) == "")
