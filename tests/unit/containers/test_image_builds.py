@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from dataclasses import replace
@@ -18,6 +20,7 @@ from shoal.containers.images import StoredImage
 from shoal.errors import UsageError
 from shoal.jobs.bundle import archive
 from shoal.remote.runner import image_build
+from shoal.remote.runner.build_place import remove_place
 from shoal.remote.runner.image_build import local_name, read_context
 from shoal.slurm.state import NodeState
 from shoal.verbs.image_build import build_place, read_source
@@ -154,6 +157,16 @@ def test_build_rents_a_node_only_where_no_permanent_one_can_build() -> None:
 )
 def test_base_has_the_name_that_buildah_looks_for_first(name: str, local: str) -> None:
     assert local_name(name) == local
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts: run it as root")
+def test_mounts_that_a_build_of_root_left_are_no_hindrance(tmp_path: Path) -> None:
+    place = tmp_path / "build.7"
+    merged = place / "storage/overlay/merged"
+    merged.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", merged], check=True)
+    remove_place(str(place))
+    assert not place.exists() and str(place) not in Path("/proc/self/mounts").read_text()
 
 
 def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Path) -> None:

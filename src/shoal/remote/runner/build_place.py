@@ -45,7 +45,12 @@ def remove_place(place: str) -> None:
     """Files in it may belong to other ids of the user's, which only a user namespace can remove."""
     if os.path.lexists(place):
         quiet = subprocess.DEVNULL
+        # Root's builds mount on the node itself, where a build that is ended leaves its mounts.
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [path for path in (line.split()[1] for line in file) if path.startswith(place + "/")]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            for path in reversed(mounts):
+                subprocess.run(["umount", "--lazy", path], stdin=quiet, stdout=quiet, stderr=quiet, check=False)
             subprocess.run(
                 ["buildah", "unshare", "rm", "-rf", place],
                 env=environment(place),

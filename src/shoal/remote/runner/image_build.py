@@ -56,8 +56,9 @@ def build_image(settings_text: str) -> int:
                 tar.add(os.path.join(place, "layout"), ".")
         finally:
             remove_place(place)
-            with contextlib.suppress(OSError):  # another job of the user's was faster
-                os.unlink(place + ".lock")
+            if not os.path.lexists(place):  # else the next job removes it
+                with contextlib.suppress(OSError):  # another job of the user's was faster
+                    os.unlink(place + ".lock")
     except Problem as error:
         return fail(str(error))
     except (OSError, tarfile.TarError) as error:
