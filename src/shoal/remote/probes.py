@@ -27,6 +27,7 @@ MLFLOW_ACCOUNTS = "mlflow-accounts"
 MLFLOW_START_TIMEOUT_S = 240
 LISTENING = "0A"
 """The state in /proc/net/tcp."""
+IPV4_IN_IPV6 = "0" * 16 + "FFFF0000"
 MAX_ERROR_BYTES = 100_000
 MAX_ANSWER_BYTES = 1_000_000
 
@@ -107,23 +108,29 @@ def check_tracking(uri: str, proxies: str) -> None:
 def require_listener(uri: str, user: str) -> None:
     """Exit where another user's program has the address: it must not get a password."""
     place = urllib.parse.urlsplit(uri)
-    # /proc/net/tcp has addresses as the CPU keeps them, lowest byte first.
-    address = socket.inet_aton(socket.gethostbyname(place.hostname or ""))[::-1].hex().upper()
-    others = listeners(place.port or 80, address) - {pwd.getpwnam(user).pw_uid}
+    found = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)[0]
+    others = listeners(place.port or 80, kernel_address(found[0], str(found[4][0]))) - {pwd.getpwnam(user).pw_uid}
     for id in others:
         name = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_uid == id), str(id))
         text = "a program of %s has port %s already; stop it (`ss -ltnp`), or set `port` of the server in the file"
         sys.exit(text % (name, place.port))
 
 
+def kernel_address(family: int, address: str) -> str:
+    """An address as /proc/net/tcp has it: in words of 32 bits, the lowest byte of each first."""
+    data = socket.inet_pton(family, address)
+    return b"".join(data[start : start + 4][::-1] for start in range(0, len(data), 4)).hex().upper()
+
+
 def listeners(port: int, address: str) -> set[int]:
     """The users whose programs take connections at this address of the host."""
     users = set()
-    for name, every in (("tcp", "0" * 8), ("tcp6", "0" * 32)):
+    places = (address, IPV4_IN_IPV6 + address, "0" * len(address), "0" * 32)
+    for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open("/proc/net/" + name) as file:
             for fields in [line.split() for line in file][1:]:
                 place, _, number = fields[1].partition(":")
-                if fields[3] == LISTENING and int(number, 16) == port and place in (address, every):
+                if fields[3] == LISTENING and int(number, 16) == port and place in places:
                     users.add(int(fields[7]))
     return users
 

@@ -45,6 +45,24 @@ def test_listener_of_another_user_is_named_and_gets_no_password(port: int, tmp_p
     assert done.returncode == 1 and "has port" in done.stderr
 
 
+def test_addresses_of_ipv6_are_compared_too() -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        try:
+            server.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 on loopback")
+        server.listen()
+        number = server.getsockname()[1]
+        require_listener(f"http://[::1]:{number}", ME)
+        with pytest.raises(SystemExit, match="has port"):
+            require_listener(f"http://[::1]:{number}", "nobody")
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind(("::ffff:127.0.0.1", 0))
+        server.listen()
+        assert listeners(server.getsockname()[1], LOOPBACK) == {os.getuid()}
+
+
 def test_server_on_another_address_is_none_of_ours() -> None:
     with socket.create_server(("127.0.0.2", 0)) as server:
         number = server.getsockname()[1]

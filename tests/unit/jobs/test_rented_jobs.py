@@ -92,6 +92,8 @@ class Reef:
                 self.scripts.append(call.stdin.decode().partition("\n\n")[2])
                 return b"17;reef\n"
             words = call.argv[5:]
+            if ': > "$1"' in call.argv[2]:
+                self.files[disk].add(call.argv[4])
             if call.stdin:
                 self.files[disk].add(words[0])
                 return b""
@@ -103,17 +105,12 @@ class Reef:
                 await program.print(b'{"step": 12}\n')
             return 0
 
-        def touch(call: Call) -> bytes:
-            self.files[disk].add(call.argv[1])
-            return b""
-
         return {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): scontrol,
             OWNERS_COMMAND: b"17 0\n",
             ("systemctl",): b"active\n",
             ("sh",): shell,
-            ("touch",): touch,
             ("rm",): b"",
             ("python3",): python,
         }

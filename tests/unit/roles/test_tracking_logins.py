@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pwd
 import re
 import subprocess
 import sys
@@ -186,7 +188,9 @@ def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int
             mlflow.MlflowServer("c1", "127.0.0.1", server.server_port, "sqlite", "/a"), ["ann"]
         )
         line = [sys.executable, "-I", "-", *map(here, arguments)]
-        done = subprocess.run(line, input=program_text("probes"), capture_output=True, text=True, timeout=120)
+        # Here the server is a program of who runs the test, not of the account of MLflow.
+        text = program_text("probes").replace(f'= "{mlflow.USER}"', f'= "{pwd.getpwuid(os.getuid()).pw_name}"')
+        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=120)
         server.shutdown()
     assert done.returncode == status and said in done.stderr
     accounts = [{"username": "jobs", "password": "crew"}, {"username": "ann", "password": "hers"}]
