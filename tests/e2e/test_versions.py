@@ -62,6 +62,7 @@ def test_second_up_of_a_mixed_cluster_has_no_changes(mixed: Cluster) -> None:
 
 def test_users_reach_a_host_whose_sshd_systemd_starts(mixed: Cluster, tmp_path: Path) -> None:
     """As on Ubuntu, systemd has the port; sshd of OpenSSH 10 ends when it is told to reload there."""
+    mixed.on("old1", "systemctl", "unmask", "ssh.socket")
     mixed.on("old1", "systemctl", "enable", "ssh.socket")
     mixed.on("old1", "systemd-run", "--quiet", "--wait", "sh", "-c", "systemctl stop ssh && systemctl start ssh.socket")
     key = tmp_path / "ann"
