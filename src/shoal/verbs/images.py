@@ -37,14 +37,14 @@ from shoal.contract import KILL_WAIT_S
 from shoal.environments.cuda import is_driver_fit, newest_cuda, oldest_driver
 from shoal.errors import CommandFailed, CommandTimeout, HostError, UsageError
 from shoal.health.diagnosis import job_hint
-from shoal.hostlist import compress
+from shoal.hostlist import compress, expand
 from shoal.hosts.api import Host, Process, Result
 from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import step_command
 from shoal.jobs.resolve import gpus_of
 from shoal.plan.progress import Phase, ProgressReporter
 from shoal.remote.image_store import CAUSE, EXIT_WITH_CAUSE
-from shoal.remote.runner.driver_files import SWITCH, least_cuda
+from shoal.remote.runner.driver_files import SWITCH, least_cuda, numbers
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
@@ -376,15 +376,16 @@ def unfit_nodes(image: StoredImage, job: JobSpec, nodes: Sequence[NodeState]) ->
     if not image.cuda or job.gpus_per_node == 0 or SWITCH in job.export:
         return ()
     wanted = f"{FEATURE}-{image.architecture}" if image.architecture else FEATURE
+    listed = expand(job.nodelist) if job.nodelist else []  # the job gets all of these
     drivers = {
         node.name: driver_of(node.features)
         for node in nodes
         if wanted in node.features and job.partition in (None, *node.partitions)
-        if gpus_of(node) or not job.gpus_per_node
+        if (gpus_of(node) or not job.gpus_per_node) and (node.name in listed or not listed)
     }
     unfit = [name for name, driver in drivers.items() if not is_driver_fit(image.cuda, driver)]
-    if unfit and len(unfit) == len(drivers):
-        newest = max(newest_cuda(drivers[name]) for name in unfit)
+    if unfit and (listed or len(unfit) == len(drivers)):
+        newest = max((newest_cuda(drivers[name]) for name in unfit), key=numbers)
         least = least_cuda(image.cuda)
         raise UsageError(
             f"image {image.name} needs CUDA {least}, and the drivers of {compress(unfit)} are for {newest} or older",

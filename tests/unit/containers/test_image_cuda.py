@@ -71,6 +71,13 @@ def test_job_whose_image_no_driver_can_run_is_rejected_with_the_fix() -> None:
         unfit_nodes(IMAGE, job(partition="main", gpus_per_node=1), (*cluster, *nodes_of("other", new="580.95")))
 
 
+def test_node_that_the_job_names_is_not_left_out_in_silence() -> None:
+    cluster = nodes(old="545.23", new="580.95", cpu="")
+    with pytest.raises(UsageError, match=r"the drivers of old are for 12\.3 or older"):
+        unfit_nodes(IMAGE, job(nodelist="old,new"), cluster)
+    assert unfit_nodes(IMAGE, job(nodelist="new"), cluster) == ()
+
+
 def nodes_of(partition: str, **drivers: str) -> tuple[NodeState, ...]:
     return tuple(replace(node, partitions=(partition,)) for node in nodes(**drivers))
 
