@@ -43,12 +43,16 @@ START = f"import sys; sys.path.insert(0, '{DIRECTORY}'); from docker_guard.main 
 COMMAND = f'/usr/bin/python3 -I -S -B -c "{START}"'
 DOCKER_PACKAGES = ("docker.io", "apparmor", "iproute2", "nftables", "uidmap", "fuse-overlayfs")
 PODMAN_PACKAGES = ("podman", "crun", "uidmap", "slirp4netns", "fuse-overlayfs")
+REMOVE_BRIDGES = f"""\
+ip -4 -o address show type bridge | while read -r _ name _ address _; do
+    case $name:$address in docker[1-9]*:{NETWORK}.* | br-*:{NETWORK}.*) ip link delete "$name" ;; esac
+done
+"""
+"""Of users' daemons and networks: the host may have others, with addresses like these."""
 STOP = f"""
 systemctl stop 'shoal-docker@*'
 nft delete table ip shoal-docker 2> /dev/null
-ip -4 -o address | while read -r _ name _ address _; do
-    case $address in {NETWORK}.*) ip link delete "$name" ;; esac
-done
+{REMOVE_BRIDGES.rstrip()}
 ! grep -qsx 0 {DAEMONS}/ip_forward || echo 0 > /proc/sys/net/ipv4/ip_forward
 while umount {STORE} 2> /dev/null; do :; done
 for account in $(grep -o '^{ACCOUNT}[0-9]*' /etc/passwd); do userdel "$account"; done

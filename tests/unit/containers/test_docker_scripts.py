@@ -13,7 +13,7 @@ import pytest
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.remote import program_text
-from shoal.roles.job_engines import containers_conf, daemon_service
+from shoal.roles.job_engines import REMOVE_BRIDGES, containers_conf, daemon_service
 
 IP = """\
 #!/bin/sh
@@ -139,3 +139,17 @@ def test_pulls_go_through_the_proxy(proxy: str) -> None:
     ]
     variables = '"http_proxy=http://proxy%1:3128", "https_proxy=http://proxy%1:3128", "no_proxy=n1,10.0.0.0/8"'
     assert conf.endswith(f'runtime = "crun"\nenv = [{variables}]\n')
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network namespace with bridges")
+def test_removal_leaves_interfaces_of_the_host_with_addresses_like_those_of_docker() -> None:
+    make = """
+        bridge() { ip link add "$1" type bridge && ip address add "$2/24" dev "$1"; }
+        bridge docker2001 172.30.0.1; bridge br-0123456789ab 172.30.1.1
+        bridge docker0 172.30.2.1; bridge lan0 172.30.3.1; bridge docker2002 10.0.0.1
+        ip link add lan1 type veth peer name lan2 && ip address add 172.30.4.1/24 dev lan1
+    """
+    show = "ip -o link | sed 's/^[0-9]*: \\([^:@]*\\).*/\\1/' | grep -vx 'lo\\|ifb.*'"
+    line = ["unshare", "--net", "sh", "-c", f"{make}\n{REMOVE_BRIDGES}\n{show}"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["docker0", "docker2002", "lan0", "lan1", "lan2"]
