@@ -146,7 +146,7 @@ def test_program_that_the_image_lacks_is_named(root: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
     [
-        ("#!/bin/bash -e\n", 0o755, "has not what /s/script starts with: /bin/bash -e"),
+        ("#!/bin/bash -e\n", 0o755, "lacks what /s/script starts with: /bin/bash -e"),
         ("#!/bin/sh\n", 0o644, "cannot start /s/script: Permission denied; chmod +x /s/script"),
         ("echo\n", 0o755, "cannot start /s/script: Exec format error; begin a script with a line such as #!/bin/sh"),
     ],

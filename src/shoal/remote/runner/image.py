@@ -76,7 +76,7 @@ def start_problem(image: str, program: str, error: OSError) -> str:
         with open(program, "rb") as file:
             line = file.readline(100).decode(errors="replace").strip()
         needed = line[2:].strip() if line.startswith("#!") else "the loader or the libraries"
-        return "image %s has not what %s starts with: %s" % (image, program, needed)
+        return "image %s lacks what %s starts with: %s" % (image, program, needed)
     if error.errno == errno.ENOENT:
         is_python = os.path.basename(program).startswith("python")
         fix = "; name its own with --python, or add one with `shoal image build`" if is_python else ""
