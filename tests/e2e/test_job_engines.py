@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster, login_keys, running
 
+from shoal.remote.docker_guard import SOCKET
 from shoal.roles.job_engines import ACCOUNT, JOBS, NETWORK, PACKAGE, PODMAN_STORE, STORE, UNIT
 from shoal.slurm.conf import EPILOG
 
@@ -303,7 +304,7 @@ def test_removed_settings_remove_everything(cluster: Cluster) -> None:
     assert cluster.on("n1", "cat", FORWARD) == "1\n" and len(cluster.on("n1", *bridges).splitlines()) >= 2
     cluster.edit(", podman: true, docker: true", "")
     cluster.json("up")
-    assert cluster.on("n1", "ls", "-d", UNIT, STORE, PODMAN_STORE, EPILOG, JOBS, PACKAGE, status=None) == ""
+    assert cluster.on("n1", "ls", "-d", UNIT, STORE, PODMAN_STORE, EPILOG, JOBS, PACKAGE, SOCKET, status=None) == ""
     assert (
         cluster.on("n1", "grep", "-l", f"{ACCOUNT}\\|{STORE}", "/etc/passwd", "/etc/subuid", "/proc/mounts", status=1)
         == ""

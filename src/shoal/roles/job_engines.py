@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from shoal.agent.document import HEADER, Command, Directory, Document, File, Service, daemon_unit, render_unit
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
-from shoal.remote.docker_guard import CONFIG, DAEMONS
+from shoal.remote.docker_guard import CONFIG, DAEMONS, SOCKET
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
 from shoal.roles.slurm_tree import uses_tree
@@ -56,7 +56,7 @@ nft delete table ip shoal-docker 2> /dev/null
 ! grep -qsx 0 {DAEMONS}/ip_forward || echo 0 > /proc/sys/net/ipv4/ip_forward
 while umount {STORE} 2> /dev/null; do :; done
 for account in $(grep -o '^{ACCOUNT}[0-9]*' /etc/passwd); do userdel "$account"; done
-rm -rf {STORE} {DAEMONS} {PACKAGE}
+rm -rf {STORE} {DAEMONS} {PACKAGE} {SOCKET}
 """
 REMOVAL_TIMEOUT_S = 600.0
 

@@ -6,3 +6,4 @@ Each user has a Docker daemon of their own, whose containers map root to an id w
 DAEMONS = "/run/shoal-docker"
 """Where the daemons of users have their sockets."""
 CONFIG = "/etc/shoal/docker-guard.json"
+SOCKET = "/run/docker.sock"

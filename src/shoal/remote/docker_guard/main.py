@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from . import CONFIG, DAEMONS, rules
+from . import CONFIG, DAEMONS, SOCKET, rules
 from .caller import Caller, Peer, Rejection, job_owner, peer_ids
 from .job_limits import cgroup_parent, job_gpus, remove_groups
 
@@ -29,7 +29,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, Iterator, Optional
 
-SOCKET = "/run/docker.sock"
 UNIT = "shoal-docker@"
 MAX_BODY_BYTES = 512 << 10
 """Of JSON, which takes up to twenty times as much memory once it is read."""
