@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.item_text import defaults_text, document_text
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
-from shoal.agent.document import Document, File, SecretRef
+from shoal.agent.document import DeviceRule, Document, File, SecretRef
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import READ_CONF, advice
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.roles.documents import documents, removal
-from shoal.roles.node_health import PACKAGE
 
 REEF = """
 cluster: reef
@@ -33,6 +33,8 @@ nodesets:
   kelp: {provider: sandbox, count: 1, site: b}
 """
 
+ROLES = {"controller": "c1", "login": "door", "compute": "n1"}
+
 
 def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
     spec = spec_of(text)
@@ -43,46 +45,37 @@ def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
     return assemble(spec, facts, addresses)
 
 
-def shown(stages: dict[Stage, Document]) -> str:
-    """A document as text, item by item, with every field that has a value."""
-    lines = []
-    for stage, document in stages.items():
-        lines.append(f"==== {stage.name.lower()}")
-        for item in document:
-            lines.append(f"-- {item.key}")
-            for field in fields(item):
-                value = getattr(item, field.name)
-                if field.name == "content" and isinstance(value, str):
-                    text = value.splitlines()
-                    # A program has tests of its own.
-                    is_program = getattr(item, "path", "").startswith(PACKAGE)
-                    lines += [f"   | {line}" for line in (text[:1] if is_program else text)]
-                elif field.name == "mode":
-                    lines.append(f"   mode: {value:04o}")
-                elif isinstance(value, SecretRef):
-                    lines.append(f"   secret: {value.name}")
-                elif value not in ((), "", None) or field.name == "content":
-                    lines.append(f"   {field.name}: {value}")
-    return "\n".join(lines) + "\n"
+def document_of(cluster: Cluster, name: str) -> dict[Stage, Document]:
+    return documents(cluster, next(member for member in cluster.members if member.name == name))
 
 
-def document_of(cluster: Cluster, name: str) -> str:
-    member = next(member for member in cluster.members if member.name == name)
-    return shown(documents(cluster, member))
+@cache
+def roles(text: str = REEF) -> dict[str, dict[Stage, Document]]:
+    """A whole document for each role, which the goldens of other hosts are compared with."""
+    cluster = reef(text, n1={"gpus": gpus(2)})
+    return {role: document_of(cluster, name) for role, name in ROLES.items()}
+
+
+@pytest.mark.parametrize("role", list(ROLES))
+def test_document_of_a_role_matches_its_golden(role: str) -> None:
+    assert_golden(f"roles/{role}.txt", document_text(roles()[role]))
 
 
 @pytest.mark.parametrize(
     ("golden", "name", "text"),
     [
-        ("controller", "c1", REEF),
-        ("login", "door", REEF),
-        ("compute", "n1", REEF),
         ("controller+compute", "c1", REEF.replace("controller: {", "controller: {compute: true, ")),
         ("compute-without-firewall", "n1", REEF + "firewall: false\n"),
     ],
 )
 def test_host_document_matches_its_golden(golden: str, name: str, text: str) -> None:
-    assert_golden(f"roles/{golden}.txt", document_of(reef(text, n1={"gpus": gpus(2)}), name))
+    document = document_of(reef(text, n1={"gpus": gpus(2)}), name)
+    bases = {role: roles()[role] for role in ("controller", "compute")}
+    assert_golden(f"roles/{golden}.txt", document_text(document, **bases))
+
+
+def test_defaults_of_items_match_their_golden() -> None:
+    assert_golden("roles/defaults.txt", defaults_text())
 
 
 def test_slurm_error_points_to_the_key_in_the_file() -> None:
@@ -103,17 +96,25 @@ def test_two_sites_match_their_golden() -> None:
     spec = spec_of(TWO_SITES)
     names = ("controller", "fish1", "fish2", "kelp1")
     facts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}
-    assert_golden("roles/two-sites.txt", document_of(assemble(spec, facts, {}), "controller"))
+    assert_golden("roles/two-sites.txt", document_text(document_of(assemble(spec, facts, {}), "controller"), **roles()))
 
 
 def test_removal_matches_its_golden() -> None:
-    assert_golden("roles/removal.txt", shown({Stage.NODES: removal()}))
+    assert_golden("roles/removal.txt", document_text({Stage.NODES: removal()}))
 
 
 def test_node_without_gpus_has_no_gpu_device_rule() -> None:
     cluster = reef(n1={"gpus": gpus(2)})
-    assert 'KERNEL=="nvidia[0-9]*", MODE="0666"' in document_of(cluster, "n1")
-    assert 'KERNEL=="nvidia' not in document_of(cluster, "n2")
+    rules = {
+        name: "".join(
+            item.content
+            for items in document_of(cluster, name).values()
+            for item in items
+            if isinstance(item, DeviceRule)
+        )
+        for name in ("n1", "n2")
+    }
+    assert 'KERNEL=="nvidia[0-9]*", MODE="0666"' in rules["n1"] and 'KERNEL=="nvidia' not in rules["n2"]
 
 
 def test_documents_contain_the_munge_key_only_by_digest() -> None:

@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 from tests.documents import ROOT
 from tests.goldens import assert_golden
+from tests.support.item_text import document_text
 from tests.unit.plan.fake_world import host_facts, spec_of
-from tests.unit.roles.test_role_documents import shown
+from tests.unit.roles.test_role_documents import REEF, document_of, reef
 
 from shoal.agent.document import Command, File, Packages, SecretRef
 from shoal.agent.facts import Facts, FileFact
@@ -76,11 +77,12 @@ def cluster(text: str = TEXT, **files: FileFact) -> Cluster:
     return assemble(spec_of(text), {name: facts_of(name, text, **files) for name in ADDRESSES}, ADDRESSES)
 
 
-@pytest.mark.parametrize("name", list(ADDRESSES))
-def test_host_with_the_tree_matches_its_golden(name: str) -> None:
-    of = cluster()
-    member = next(member for member in of.members if member.name == name)
-    assert_golden(f"roles/tree-{name}.txt", shown(documents(of, member)))
+@pytest.mark.parametrize(("name", "role"), [("c1", "accounting"), ("door", "login"), ("n1", "compute")])
+def test_host_with_the_tree_matches_its_golden(name: str, role: str) -> None:
+    bases = {role: document_of(reef(REEF + "accounting: true\n"), name)}
+    if name != "c1":
+        bases["tree-c1"] = document_of(cluster(), "c1")
+    assert_golden(f"roles/tree-{name}.txt", document_text(document_of(cluster(), name), **bases))
 
 
 def test_no_package_of_slurm_and_no_munge_is_left() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.item_text import document_text
 from tests.unit.plan.fake_world import host_facts, spec_of
-from tests.unit.roles.test_role_documents import reef, shown
+from tests.unit.roles.test_role_documents import REEF, document_of, reef, roles
 
 from shoal.agent.document import Command, File, Item, Secret
 from shoal.agent.facts import FileFact
@@ -22,13 +23,6 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents
 from shoal.slurm.accounting import PASSWORD_PLACEHOLDER, accounts_file, buffer_mb
 
-BASE = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-login: {hosts: [{name: door, address: 10.0.0.2}]}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
-"""
 ACCOUNTS = """
 accounting:
   accounts:
@@ -46,7 +40,7 @@ NOTHING: dict[str, Any] = {
 
 
 def want(text: str = ACCOUNTS) -> Any:
-    accounting = spec_of(BASE + text).accounting
+    accounting = spec_of(REEF + text).accounting
     assert accounting is not None
     return json.loads(accounts_file("reef", accounting))
 
@@ -63,18 +57,19 @@ def paths(cluster: Cluster, name: str) -> dict[str, File]:
 # ---- documents
 
 
-@pytest.mark.parametrize(
-    ("golden", "text"), [("accounting", BASE + "accounting: true\n"), ("accounting-accounts", BASE + ACCOUNTS)]
-)
-def test_database_host_matches_its_golden(golden: str, text: str) -> None:
-    cluster = reef(text)
-    controller = documents(cluster, cluster.controller)
-    ours = {Stage.SERVICES: controller[Stage.SERVICES], Stage.NODES: controller[Stage.NODES]}
-    assert_golden(f"roles/{golden}.txt", shown(ours))
+def test_database_host_matches_its_golden() -> None:
+    text = document_text(document_of(reef(REEF + "accounting: true\n"), "c1"), controller=roles()["controller"])
+    assert_golden("roles/accounting.txt", text)
+
+
+def test_accounts_match_their_golden() -> None:
+    plain = document_of(reef(REEF + "accounting: true\n"), "c1")
+    text = document_text(document_of(reef(REEF + ACCOUNTS), "c1"), accounting=plain)
+    assert_golden("roles/accounting-accounts.txt", text)
 
 
 def test_database_can_be_on_another_member() -> None:
-    cluster = reef(BASE + "accounting: {host: n2}\n")
+    cluster = reef(REEF + "accounting: {host: n2}\n")
     assert "/etc/slurm/slurmdbd.conf" in paths(cluster, "n2")
     for name in ("c1", "n1", "door"):
         assert "/etc/slurm/slurmdbd.conf" not in paths(cluster, name)
@@ -83,14 +78,14 @@ def test_database_can_be_on_another_member() -> None:
 
 
 def test_slurmdbd_port_is_open_only_to_members_and_only_on_its_host() -> None:
-    cluster = reef(BASE + "accounting: {host: n2}\n")
+    cluster = reef(REEF + "accounting: {host: n2}\n")
     assert "tcp dport { 6817, 6818, 60001-63000, 6819 } drop" in str(paths(cluster, "n2")["/etc/shoal/firewall.nft"])
     assert "6819" not in str(paths(cluster, "c1")["/etc/shoal/firewall.nft"].content)
 
 
 def test_limits_are_enforced_only_with_configured_accounts() -> None:
-    plain = str(paths(reef(BASE + "accounting: true\n"), "c1")["/etc/slurm/slurm.conf"].content)
-    limited = str(paths(reef(BASE + ACCOUNTS), "c1")["/etc/slurm/slurm.conf"].content)
+    plain = str(paths(reef(REEF + "accounting: true\n"), "c1")["/etc/slurm/slurm.conf"].content)
+    limited = str(paths(reef(REEF + ACCOUNTS), "c1")["/etc/slurm/slurm.conf"].content)
     assert "AccountingStorageType=accounting_storage/slurmdbd\n" in plain
     assert "AccountingStorageTRES=gres/gpu\n" in plain
     assert "AccountingStorageEnforce" not in plain
@@ -98,7 +93,7 @@ def test_limits_are_enforced_only_with_configured_accounts() -> None:
 
 
 def test_password_is_generated_on_the_host_and_its_files_are_private() -> None:
-    cluster = reef(BASE + "accounting: true\n")
+    cluster = reef(REEF + "accounting: true\n")
     [secret] = [item for item in items(cluster, "c1") if isinstance(item, Secret)]
     assert (secret.owner, secret.mode) == ("root", 0o400)
     filled = [file for file in paths(cluster, "c1").values() if PASSWORD_PLACEHOLDER in str(file.content)]
@@ -152,12 +147,12 @@ MOVES = (
     ],
 )
 def test_moved_database_that_leaves_its_records_is_reported(text: str, hosts: list[str], told: list[str]) -> None:
-    found = reef(BASE + text, **{name: {"files": HAD} for name in hosts})
+    found = reef(REEF + text, **{name: {"files": HAD} for name in hosts})
     assert [str(finding) for finding in AccountingComponent().findings(found)] == told
 
 
 def test_slurmdbd_older_than_slurmctld_is_rejected() -> None:
-    spec = spec_of(BASE + "accounting: {host: n1}\n")
+    spec = spec_of(REEF + "accounting: {host: n1}\n")
     addresses = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "n2": "10.0.0.12"}
     new = {"os_version": "13"}
     facts = {name: host_facts(name, at, **({} if name == "n1" else new)) for name, at in addresses.items()}
@@ -175,7 +170,7 @@ def test_mariadb_buffer_is_about_an_eighth_of_the_memory(memory: int, buffer: in
 
 
 def test_accounting_is_part_of_the_cluster_configuration() -> None:
-    spec = spec_of(BASE + "accounting: true\n")
+    spec = spec_of(REEF + "accounting: true\n")
     facts = {name: host_facts(name, at) for name, at in {"c1": "10.0.0.1", "n1": "10.0.0.11"}.items()}
     assert assemble(spec, facts, {}).conf.accounting is not None
 

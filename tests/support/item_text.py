@@ -1,0 +1,115 @@
+"""Documents as text for goldens: each item with the fields that differ from its kind's defaults.
+
+A program of `shoal.remote` is named, `<remote/NAME>`, where its text stands: it has tests of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from shoal import remote
+from shoal.agent.document import Block, Document, File, Item, SecretRef
+from shoal.roles.component import Stage
+
+Stages = Mapping[Stage, Document]
+COLUMNS = 120
+
+
+def document_text(stages: Stages, **bases: Stages) -> str:
+    """Every item in its order; of one that a base has too, only what differs. Text for Slurm is whole, or the same."""
+    known: dict[str, list[tuple[str, Item]]] = {}
+    for name, base in bases.items():
+        for item in chain.from_iterable(base.values()):
+            known.setdefault(_heading(item), []).append((name, item))
+    lines = []
+    for stage, document in stages.items():
+        lines.append(f"==== {stage.name.lower()}")
+        for item in document:
+            lines += _item_text(item, known.get(_heading(item), []))
+    return "\n".join(lines) + "\n"
+
+
+def defaults_text() -> str:
+    """The defaults of each kind of item, which no other golden repeats."""
+    lines = []
+    for kind in Item.__subclasses__():
+        lines.append(f"-- {kind.kind}")
+        for spec in fields(kind):
+            default = "required" if spec.default is MISSING else _shown(spec.name, spec.default)
+            lines.append(f"   {spec.name}: {default}")
+    return "\n".join(lines) + "\n"
+
+
+def _item_text(item: Item, known: list[tuple[str, Item]]) -> list[str]:
+    heading, settings, content = _heading(item), _settings(item), _content(item)
+    for name, base in known:
+        if (_settings(base), _content(base)) == (settings, content):
+            return [f"{heading} (as {name})"]
+    same_content = [(name, base) for name, base in known if _content(base) == content]
+    if not same_content and (not known or "/etc/slurm/" in heading):
+        return [heading, *settings, *content]
+    name, base = (same_content or known)[0]
+    if settings == _settings(base):
+        settings = []
+    elif not settings:
+        settings = ["   defaults"]
+    content = [] if content == _content(base) else _changed_lines(_content(base), content)
+    return [f"{heading} (unlike {name})", *settings, *content]
+
+
+def _changed_lines(before: list[str], after: list[str]) -> list[str]:
+    """The lines that differ, between their neighbours; all lines where that is shorter."""
+    found = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
+    lines = ["   @@" if line.startswith("@@") else line for line in found]
+    return lines if len(lines) < len(after) else after
+
+
+def _heading(item: Item) -> str:
+    return f"-- {item.key}" + (" absent" if isinstance(item, File) and item.content is None else "")
+
+
+def _settings(item: Item) -> list[str]:
+    """The fields that differ from their defaults and are not in the key; on one line if they fit."""
+    found = []
+    for spec in fields(item)[2 if isinstance(item, Block) else 1 :]:
+        value = getattr(item, spec.name)
+        if value != spec.default and not (spec.name == "content" and isinstance(value, str)):
+            found.append(f"{spec.name}: {_shown(spec.name, value)}")
+    line = ", ".join(found)
+    return [f"   {text}" for text in ([line] if len(line) < COLUMNS - 3 else found) if text]
+
+
+def _content(item: Item) -> list[str]:
+    content = getattr(item, "content", None)
+    if not isinstance(content, str):
+        return []
+    return [f"   | {line}" for line in _name_programs(content).splitlines()] or ["   empty"]
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, SecretRef):
+        return f"secret {value.name}"
+    if isinstance(value, tuple):
+        return str(tuple(_name_programs(word) if isinstance(word, str) else word for word in value))
+    return f"{value:04o}" if name == "mode" else str(value) if value else repr(value)
+
+
+@cache
+def _name_programs(text: str) -> str:
+    for name, program in _programs().items():
+        text = text.replace(program, f"<remote/{name}>\n")
+    return text
+
+
+@cache
+def _programs() -> dict[str, str]:
+    """The text of each program without its first line, behind which a file says who wrote it."""
+    root = Path(remote.__path__[0])
+    paths = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".sh")]
+    return {str(path.relative_to(root)): text for path in paths if (text := path.read_text().partition("\n")[2])}
