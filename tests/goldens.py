@@ -1,7 +1,5 @@
 """Whole-file goldens: the entire text is compared. `UPDATE_GOLDEN=1` updates them; read the diff afterwards."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A program of `shoal.remote` is named, `<remote/NAME>`, where its text stands: it has tests of its own.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields

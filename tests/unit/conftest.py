@@ -1,7 +1,5 @@
 """Settings of hypothesis: no deadline, because an example may take long on a busy machine. What is built once."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from hypothesis import HealthCheck, settings

@@ -1,7 +1,5 @@
 """The documentation is correct: its commands run, its examples load, its links resolve."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

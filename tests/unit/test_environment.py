@@ -1,7 +1,5 @@
 """scripts/environment: packages for sandbox hosts, installed once, complete or absent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hostlists have Slurm's meaning: checked by examples, by properties, and against a real scontrol."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """The provider of docs/adding-a-provider.md works: its code is installed, registered and passes the contract."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

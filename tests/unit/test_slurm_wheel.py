@@ -1,7 +1,5 @@
 """scripts/slurm_wheel.py: the wheel with Slurm's tree, its tag and its licences."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.util

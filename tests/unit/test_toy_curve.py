@@ -1,7 +1,5 @@
 """examples/toy/curve.py draws what the tracker recorded."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

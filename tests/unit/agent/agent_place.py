@@ -1,7 +1,5 @@
 """A temporary directory for documents, and a session with the real agent on this machine."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

@@ -1,7 +1,5 @@
 """The real agent on this machine, in a temporary directory."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the agent reports about programs that run on the host."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

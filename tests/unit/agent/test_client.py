@@ -1,7 +1,5 @@
 """The client distinguishes a host that cannot run the agent from an agent that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

@@ -1,8 +1,6 @@
 """The result of each kind of item, applied for real below a temporary directory."""
 # ruff: noqa: ASYNC240 - a test has nothing else to wait for
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

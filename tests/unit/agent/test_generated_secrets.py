@@ -1,8 +1,6 @@
 """Secrets that a host generates, and the files that contain them."""
 # ruff: noqa: ASYNC240 - a test has nothing else to wait for
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,8 +1,6 @@
 """Killed at any point, the next run brings the host to the same state, restarts included."""
 # ruff: noqa: ASYNC110, ASYNC240 - a test has nothing else to wait for
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """How a host detects and mounts shares: existing files are not hidden, and boot does not wait for a server."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

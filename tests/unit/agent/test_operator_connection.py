@@ -1,7 +1,5 @@
 """Requests reach the agent whole, however they are cut on their way."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

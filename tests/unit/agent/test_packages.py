@@ -3,8 +3,6 @@
 The program runs in its own mount namespace, with scripts in place of apt-get and dpkg.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import AsyncIterator

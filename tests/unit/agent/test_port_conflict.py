@@ -1,7 +1,5 @@
 """If a daemon cannot listen because its port is taken, the error names the process that has the port."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which process listens on which port, read from the kernel's tables."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

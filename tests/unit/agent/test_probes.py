@@ -1,7 +1,5 @@
 """`remote/probes.py` on this machine."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import socket

@@ -1,7 +1,5 @@
 """Facts that are read from text: CPU topology, GPUs, packages."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

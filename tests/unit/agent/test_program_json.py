@@ -1,7 +1,5 @@
 """The agent's JSON equals that of the standard library, with and without its private modules."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The agent is a few files that an old Python on a bare host runs as one program and starts quickly."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,8 +1,6 @@
 """The program on the Pythons that hosts have: every version that this machine has, old ones too."""
 # ruff: noqa: ASYNC240 - a test has nothing else to wait for
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

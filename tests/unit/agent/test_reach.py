@@ -1,7 +1,5 @@
 """Which addresses a host can connect to, with real sockets."""
 
-from __future__ import annotations
-
 import socket
 
 from shoal.remote.agent.network import reach

@@ -1,7 +1,5 @@
 """When a started unit counts as up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

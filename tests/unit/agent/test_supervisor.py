@@ -3,8 +3,6 @@
 The program runs in its own mount namespace, with empty directories in place of those it writes to.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

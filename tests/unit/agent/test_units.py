@@ -3,8 +3,6 @@
 The program runs in its own mount namespace, with a script in place of systemctl.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """User accounts on a host: a system account of the host is never taken for a user's."""
 
-from __future__ import annotations
-
 import grp
 import pwd
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The `shoal` command as a person runs it: help, exit codes, JSON, Ctrl-C."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

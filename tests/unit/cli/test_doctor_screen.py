@@ -1,7 +1,5 @@
 """What a person sees of findings: `shoal doctor`, and the hints of `shoal status` and `shoal jobs`."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

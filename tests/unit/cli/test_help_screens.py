@@ -1,7 +1,5 @@
 """The help of `shoal` and of each command: headings, and placeholders for values."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

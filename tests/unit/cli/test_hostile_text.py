@@ -1,7 +1,5 @@
 """Text that others chose (logs, job names, providers, hosts) never acts on the terminal that shows it."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

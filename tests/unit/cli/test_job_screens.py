@@ -1,7 +1,5 @@
 """How job results are shown."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

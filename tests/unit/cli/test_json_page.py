@@ -1,7 +1,5 @@
 """The page on `--json` names every key that every command prints, and no other."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import fields

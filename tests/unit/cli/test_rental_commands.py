@@ -1,7 +1,5 @@
 """`shoal offers`, `cost` and `reap` as a person types them, against simulated clouds and a real SSH server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import getpass

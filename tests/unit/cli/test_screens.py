@@ -1,7 +1,5 @@
 """How a verb's result is shown: as text without a terminal, as text on a terminal, and as a JSON object."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """A second Ctrl-C exits at once, and prints what is unfinished and how to continue."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Offers and rentals for tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A cluster with a simulated cloud, a fake Slurm and a fake clock: hours pass in a moment."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """A rented machine that never joins shuts itself down, by a timer in its boot script."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

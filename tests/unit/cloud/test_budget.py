@@ -1,7 +1,5 @@
 """Budgets are hard limits: open orders count, a gang counts whole, and an offer without a price is not ordered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise

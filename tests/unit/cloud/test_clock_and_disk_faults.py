@@ -1,7 +1,5 @@
 """Faults of the environment: clocks that are set back, a full disk, a Slurm that lost its nodes or is down."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

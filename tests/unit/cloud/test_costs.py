@@ -1,7 +1,5 @@
 """Costs from the ledger: sums that are exact to a millionth, and their split by user and job."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

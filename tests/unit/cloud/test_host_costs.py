@@ -1,7 +1,5 @@
 """Rented hosts are in the ledger: budgets count them, and `shoal cost` shows them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

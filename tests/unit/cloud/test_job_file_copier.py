@@ -1,7 +1,5 @@
 """The files of jobs in rented containers are copied there and back. A directory stands for the container."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import platform

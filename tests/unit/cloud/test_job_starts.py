@@ -1,7 +1,5 @@
 """A job starts as soon as its nodes are ready: what is held until then, and what releases it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

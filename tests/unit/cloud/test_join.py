@@ -1,7 +1,5 @@
 """Machines that answer become nodes: what is sent to which host, and the error for one that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import Mapping

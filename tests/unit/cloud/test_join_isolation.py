@@ -1,7 +1,5 @@
 """One rented machine whose facts break the code of a join: it is dropped with the cause, and the others join."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Of two rental services of one cluster the later is the leader, and the earlier changes nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ledger keeps every record complete and on disk, whatever happens to the process that writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

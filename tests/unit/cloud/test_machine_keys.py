@@ -1,7 +1,5 @@
 """Host keys of rented machines: given at boot, expected at the join, replaced there, and another one is rejected."""
 
-from __future__ import annotations
-
 import logging
 import re
 import stat

@@ -1,7 +1,5 @@
 """Which offers are tried in which order, how long a stockout is remembered, and what the job's owner reads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

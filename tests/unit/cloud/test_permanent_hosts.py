@@ -1,7 +1,5 @@
 """Permanent hosts learn of rented nodes from the rental service, and joins do not wait for that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

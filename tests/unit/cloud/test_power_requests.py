@@ -1,7 +1,5 @@
 """Requests that Slurm's resume and suspend programs leave, and how the service handles them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

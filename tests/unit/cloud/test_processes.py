@@ -1,7 +1,5 @@
 """Programs that the service starts: their output is read, and none outlives its caller."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from contextlib import suppress

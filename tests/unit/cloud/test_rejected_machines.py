@@ -1,7 +1,5 @@
 """Machines that cannot become nodes: what is not rented again, how often one is replaced, what a job's owner reads."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Machines that must be released: the provider takes them back, or the budget is spent. And the service's status."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

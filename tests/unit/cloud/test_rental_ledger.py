@@ -1,7 +1,5 @@
 """The program that reads the ledger on the controller, and that marks rentals as ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """A ledger that moves with its controller: complete, or merged with the one on the new host."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """The whole service over a real socket: what Slurm requests is rented, joined, used and released."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

@@ -6,8 +6,6 @@ Slurm, one call after the other, each time in a fresh snapshot. Where an order t
 with Paperspace, also before and after each of these. A run without a kill counts these calls first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import multiprocessing

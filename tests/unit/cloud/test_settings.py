@@ -1,7 +1,5 @@
 """The service reads what `shoal up` writes to the controller."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

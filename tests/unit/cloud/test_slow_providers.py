@@ -1,7 +1,5 @@
 """A provider that does not answer for minutes delays nothing else: no notice, no join, no release."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The interface to slurmctld: how its answers are parsed, and which commands it gets."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.cloud.service.slurm import (

@@ -1,7 +1,5 @@
 """A step in which something fails: releases still happen, steps never overlap, and the service goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

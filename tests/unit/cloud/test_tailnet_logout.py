@@ -1,7 +1,5 @@
 """Machines log out of the tailnet before they are released, and a failed logout delays no release."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

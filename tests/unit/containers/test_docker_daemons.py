@@ -1,7 +1,5 @@
 """The guard's service: who may ask it, and what the end of a job does to the Docker daemon of its user."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import io

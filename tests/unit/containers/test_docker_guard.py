@@ -1,7 +1,5 @@
 """The guard before Docker: whose job a process is, and what a job may ask for."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import socket

@@ -1,7 +1,5 @@
 """What a job has in its environment for Docker, and how the daemons of users share addresses."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """What `shoal image build` sends to a node, and what the node keeps of an image that is damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Steps of plain srun in an image, a command that enters a running one, and what a container is saved as."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """CUDA in images against the drivers of nodes, before a job is submitted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The driver's files in an image. The driver is simulated: a library that knows its version, compiled here."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Registries: what skopeo's messages mean, where logins are kept, and the cluster's own registry."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """A command in an image, in real namespaces on this machine: what it sees, what it cannot change, how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

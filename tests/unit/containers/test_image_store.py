@@ -1,7 +1,5 @@
 """Images where a user logs in: names, archives, removal. Layouts are made by hand; the e2e tests have real ones."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

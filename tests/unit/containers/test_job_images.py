@@ -1,7 +1,5 @@
 """`containers:` of the file, what `--image` and `--mount` accept, which nodes run an image, and what hosts get."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

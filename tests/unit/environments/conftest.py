@@ -1,7 +1,5 @@
 """A uv that all tests of environments share: installing it takes seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

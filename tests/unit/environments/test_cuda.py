@@ -1,7 +1,5 @@
 """A torch built for one version of CUDA on a driver for another."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.environments.cuda import DRIVERS, check_driver, cuda_findings, oldest_driver

@@ -1,7 +1,5 @@
 """The program that builds an environment, run for real on wheels of a few bytes."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """An environment by its name: a link that moves to the next environment, and programs that stay in theirs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An environment that is moved: built in one directory, used in another, both with long names and spaces."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

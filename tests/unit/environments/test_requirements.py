@@ -1,7 +1,5 @@
 """How requirement files on the operator's machine are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

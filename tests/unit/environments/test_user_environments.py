@@ -1,7 +1,5 @@
 """The environments that a user may use: nobody but root and the user can change what is in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hosts that do not fit their cluster: clocks, versions, files of Slurm, cgroups, and nodes unlike their nodeset."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

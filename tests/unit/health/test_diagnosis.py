@@ -1,7 +1,5 @@
 """From the reports of Slurm and hosts to findings: places, evidence, order, and what Shoal may do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of the 62 faults: every finding of the code has a test that exists, and the saved table says the same."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

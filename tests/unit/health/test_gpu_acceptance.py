@@ -1,7 +1,5 @@
 """The acceptance check of GPUs, with a simulated NVML and libcuda: what it finds, and when it runs."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults of GPUs, through a simulated NVML and a kernel log: each is found, and a GPU that is well has none."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NVIDIA devices without a driver, on a simulated bus: what is found, what to install, and the one reboot."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

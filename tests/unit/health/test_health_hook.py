@@ -1,7 +1,5 @@
 """Slurm's HealthCheckProgram, with stand-ins for Slurm's commands: it changes only what is its own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The program that checks a host, run on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

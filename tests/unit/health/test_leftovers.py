@@ -1,7 +1,5 @@
 """What jobs leave behind, with real processes; and GPUs that a job holds and does not use, with a simulated NVML."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The health program of a node: what it remembers, when it asks for a drain, and its checks of the host."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The texts are those of the format strings in the sources of slurm-22-05-8-1, slurm-24-11-5-1 and slurm-26-05-3-1.
 """
 
-from __future__ import annotations
-
 import pytest
 from tests.documents import ROOT
 

@@ -1,7 +1,5 @@
 """Trainings that make no step: what a rank keeps in memory, how a node reads it, and what is done about its job."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A real OpenSSH server on a loopback port, with its own keys."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """The fake host of other tests: it answers from its table, records calls, and fails on request."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.errors import AuthenticationFailed, ConnectionLost, SudoDenied, Unreachable

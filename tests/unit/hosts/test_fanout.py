@@ -1,7 +1,5 @@
 """Fan-out keeps every host's outcome."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

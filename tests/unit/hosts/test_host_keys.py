@@ -1,7 +1,5 @@
 """The file of known host keys, with concurrent writers and with damage."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

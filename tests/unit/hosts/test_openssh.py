@@ -2,8 +2,6 @@
 
 What both have in common is in tests/contract/test_hosts.py."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The buffer blocks a program while its output is not read, and never while a reader waits."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Starting Shoal starts no other program and loads no X.509: asyncssh would do both."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

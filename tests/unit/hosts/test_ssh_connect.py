@@ -3,8 +3,6 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC221, ASYNC240
 # A test has nothing else to do while it looks at a file or waits for ssh-keygen.
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -522,7 +520,7 @@ class _Relay:
         self._to = to
         self.silent = False
 
-    async def __aenter__(self) -> _Relay:
+    async def __aenter__(self) -> "_Relay":
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)

@@ -1,7 +1,5 @@
 """Every error of asyncssh becomes an error of Shoal, with cause and fix."""
 
-from __future__ import annotations
-
 import errno
 import socket
 

@@ -1,7 +1,5 @@
 """Becoming root over SSH, with a server whose sudo answers as the real one does."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

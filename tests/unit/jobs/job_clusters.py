@@ -1,7 +1,5 @@
 """Clusters and jobs for tests: nodes as Slurm reports them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, job_from_options

@@ -1,7 +1,5 @@
 """How a batch script ends, run by a real bash with stand-ins for srun and scontrol."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The working tree that is sent: which files, with which hash, and what is rejected."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A job on nodes with copies of shares: copied in before it, copied back after it; a failed copy fails the job."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

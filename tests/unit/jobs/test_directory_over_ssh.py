@@ -1,7 +1,5 @@
 """The directory of a job on storage that keeps no locks between nodes, such as a home that is mounted over SSH."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Why a job failed: the first rank by time is the cause, not those that died after it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

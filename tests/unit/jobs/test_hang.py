@@ -1,7 +1,5 @@
 """Trainings that hang: when, which rank is behind, and what a node says of its ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

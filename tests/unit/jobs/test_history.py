@@ -1,7 +1,5 @@
 """Jobs that ended long ago, from slurmctld's file and from slurmdbd."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

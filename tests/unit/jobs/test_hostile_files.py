@@ -1,7 +1,5 @@
 """What a user may put where a job's log or progress is expected, and root reads: nothing but their own files comes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

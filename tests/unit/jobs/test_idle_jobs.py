@@ -1,7 +1,5 @@
 """Jobs that run although none of their ranks does, and short jobs that read files: what is asked of Slurm."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """The code of a job in its batch script: each node takes it as the job's user, and only what was sent runs."""
 
-from __future__ import annotations
-
 import base64
 import os
 import subprocess

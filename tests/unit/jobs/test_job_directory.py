@@ -1,7 +1,5 @@
 """A user's directory for jobs: nobody else can change what is in it, or it is not used."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

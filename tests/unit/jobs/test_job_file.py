@@ -1,7 +1,5 @@
 """`job.yaml` and the options: valid values, and every finding about invalid ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The transfer of a job's files between controller and rented container: both ends for real, joined by pipes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

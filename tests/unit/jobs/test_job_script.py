@@ -1,7 +1,5 @@
 """The batch script: whole texts, and no value of the user is ever run as code."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from typing import Any

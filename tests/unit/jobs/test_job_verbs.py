@@ -1,7 +1,5 @@
 """run, jobs, logs and cancel over a cluster in memory: which commands run on which host, in which order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Lines of many ranks on many nodes, merged; and the program that reads them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

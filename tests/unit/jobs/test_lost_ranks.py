@@ -1,7 +1,5 @@
 """Ranks that are gone without Slurm's notice: the program beside srun, run for real with a stand-in for srun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """MPI that does not start: the words of Open MPI 4.1 and PMIx lead to their cause, and others to none."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.jobs.failure import FailureReason, explain_failure

@@ -1,7 +1,5 @@
 """Lines that overwrite themselves: written by a rank, read while it runs, shown on a terminal."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

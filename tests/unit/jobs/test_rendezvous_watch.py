@@ -1,7 +1,5 @@
 """A node whose torchrun cannot reach the first node reports it before torchrun does."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator

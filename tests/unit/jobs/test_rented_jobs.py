@@ -1,7 +1,5 @@
 """`shoal run`, `logs` and `jobs` on nodes that are rented only when a job needs them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Defaults of a job, and what is rejected before anything is queued."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

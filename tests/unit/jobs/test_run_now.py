@@ -1,7 +1,5 @@
 """`shoal run --now`: the srun that it starts, what it shows, and that the job ends with it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """The program on the nodes, run for real on this machine: logs, signals, how a rank ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

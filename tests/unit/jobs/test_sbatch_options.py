@@ -1,7 +1,5 @@
 """Options of sbatch in a job: what is passed on, what becomes a number of the job, and what is rejected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

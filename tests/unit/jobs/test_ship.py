@@ -1,7 +1,5 @@
 """Sending the code to a host, for real on this machine's disk."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """A job in a rented container: its batch script waits for its files, and ends once its results are fetched."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What of a working tree is left out, what `--include` adds, and what a job that misses a file is told."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The settings of NCCL and Gloo for a job on several nodes, by the network of their addresses."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

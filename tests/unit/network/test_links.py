@@ -1,7 +1,5 @@
 """The rounds in which links are measured, and the groups of hosts that follow from the results."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

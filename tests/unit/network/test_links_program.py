@@ -1,7 +1,5 @@
 """The measuring program, run twice on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

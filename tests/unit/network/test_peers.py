@@ -1,7 +1,5 @@
 """Which members reach each other over WireGuard: directly, by an incoming connection, or through the hub."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The program that joins a tailnet: which key it passes, and which cause and fix it prints."""
 
-from __future__ import annotations
-
 import http.server
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What `tailscale status --json` means."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

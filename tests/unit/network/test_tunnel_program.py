@@ -1,7 +1,5 @@
 """The program that keeps a tunnel open, run with stand-ins for Slurm and ssh that record their calls."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files of the WireGuard network, as whole texts."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

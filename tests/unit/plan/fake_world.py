@@ -1,7 +1,5 @@
 """A cluster in memory: fake hosts with fake agents, and a Slurm that runs what the controller received."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Apply: the order of steps, which hosts drop out, and what it waits for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What `check` finds on a running cluster, from facts alone."""
 
-from __future__ import annotations
-
 from shoal.agent.client import ItemResult, Report
 from shoal.agent.facts import Disk, Facts, Space
 from shoal.plan.cluster_findings import (

@@ -1,7 +1,5 @@
 """Connections that several callers request at the same time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan: which changes are needed on which host, and what they cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The program that lets no job start while keys change, run in a real shell with stand-ins for Slurm's commands."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which members reach which, as their agents report it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

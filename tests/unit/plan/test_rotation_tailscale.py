@@ -1,7 +1,5 @@
 """`shoal keys rotate tailscale` over hosts in memory."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import replace
 from typing import Any

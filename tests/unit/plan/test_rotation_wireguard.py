@@ -1,7 +1,5 @@
 """New WireGuard keys: every host verifies them, and no file of a rotation outlives the network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

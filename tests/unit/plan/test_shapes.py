@@ -1,7 +1,5 @@
 """Hosts whose shape differs from the one in the file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Behaviour specific to Amazon EC2; the contract tests cover what all providers share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Behaviour specific to DigitalOcean; the contract tests cover what all providers share."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How requests to Google are authenticated."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rules of a VPC at Google are exactly what the file says, whatever was there before."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What Google Compute Engine is asked for: machines and images."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The names of GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.cloud.providers.prices import gpu_model

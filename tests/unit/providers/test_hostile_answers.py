@@ -1,7 +1,5 @@
 """Answers that a broken or hostile API may send, over real sockets: endless, slow, compressed to nothing, nested."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

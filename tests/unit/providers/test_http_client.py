@@ -1,7 +1,5 @@
 """What all providers' HTTP calls share: bodies that are read by key, reported failures, a rate limit."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Behaviour specific to Lambda, against its simulator over a real socket."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is special about Nebius: orders that fail later, machines at rest, keys, projects, stock, quotas and prices."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Behaviour specific to Paperspace; the contract tests cover what all providers share."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import AsyncIterator

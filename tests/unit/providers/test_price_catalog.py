@@ -1,7 +1,5 @@
 """Catalogs in gpuhunt's format, read from a server on this machine."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import http.server

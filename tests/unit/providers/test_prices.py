@@ -1,7 +1,5 @@
 """The price table: the prices that Shoal ships, newer prices from providers, and which one applies."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from datetime import date

@@ -1,7 +1,5 @@
 """Behaviour specific to RunPod: errors that are only text, a port that is known late, a script in the start command."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

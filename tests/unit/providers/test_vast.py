@@ -1,7 +1,5 @@
 """Behaviour specific to Vast.ai; the contract tests cover what all providers share."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gzip

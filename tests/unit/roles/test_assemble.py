@@ -1,7 +1,5 @@
 """Spec and facts combined: what stays when a host does not answer, versions, how jobs are confined."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

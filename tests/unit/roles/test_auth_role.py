@@ -1,7 +1,5 @@
 """`auth: slurm`: the same keys on all hosts, hosts that cannot use it and why, and the cost of a switch."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Containers behind a tunnel: how they are recognized, and their documents and those of other hosts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

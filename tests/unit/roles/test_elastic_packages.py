@@ -1,7 +1,5 @@
 """Third-party providers: their package is installed on the controller beside Shoal."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

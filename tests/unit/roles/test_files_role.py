@@ -1,7 +1,5 @@
 """`files:` of the spec: what it accepts, what each host gets and when, and scripts that no host has."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

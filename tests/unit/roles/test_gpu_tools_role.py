@@ -1,7 +1,5 @@
 """NVIDIA's container tools: which nodes get them, from where, and what is left when the file no longer asks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

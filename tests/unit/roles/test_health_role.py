@@ -1,7 +1,5 @@
 """The health program on nodes: who gets it, in what order, and the operator's own program beside it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Slurm listens at one address of each host: which addresses are possible, and how a host resolves its own name."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import replace

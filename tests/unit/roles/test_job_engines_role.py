@@ -1,7 +1,5 @@
 """Docker and podman in jobs: which hosts get what, and where nobody may use Docker."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """SSH between nodes: whom hosts know, whose word they take, and for which users."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Nodes that Slurm marked DOWN and that answer again: the real program, with a stand-in for scontrol."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The engine pyxis in the file: its files, its rules, and the hosts that cannot run it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

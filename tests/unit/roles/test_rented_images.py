@@ -1,7 +1,5 @@
 """Which offers can join is known before one is rented: by provider, image and the controller's Slurm."""
 
-from __future__ import annotations
-
 import pytest
 from tests.unit.plan.fake_world import spec_of
 

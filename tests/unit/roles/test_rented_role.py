@@ -1,7 +1,5 @@
 """Rented nodesets: the slurm.conf before any machine exists, and what the controller gets to rent them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The whole document of each role: every item of every stage."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

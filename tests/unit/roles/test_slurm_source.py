@@ -1,7 +1,5 @@
 """From packages to Shoal's own Slurm and back: which Slurm a host has, and what the way costs."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

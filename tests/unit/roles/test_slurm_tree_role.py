@@ -1,7 +1,5 @@
 """`slurm: {from: shoal}`: one Slurm on all hosts, beside their distributions' and never over it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import subprocess

@@ -1,7 +1,5 @@
 """Jobs stay inside one site unless they ask to span sites, which needs a plugin of slurmctld."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.unit.plan.fake_world import host_facts, spec_of

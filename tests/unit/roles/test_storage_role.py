@@ -1,7 +1,5 @@
 """The documents of shares: which host serves, how others mount, and what is removed with a share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

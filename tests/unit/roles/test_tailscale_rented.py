@@ -1,7 +1,5 @@
 """How rented machines join the tailnet: what the controller holds for them, and what they get."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.unit.network.test_tailscale_status import STATUS

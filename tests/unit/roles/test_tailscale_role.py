@@ -1,7 +1,5 @@
 """How a host joins and leaves the tailnet, and which problems are found before a change."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from dataclasses import replace

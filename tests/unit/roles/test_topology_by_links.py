@@ -1,7 +1,5 @@
 """Slurm's topology from measured links, where the file names no sites."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.unit.plan.fake_world import host_facts, spec_of

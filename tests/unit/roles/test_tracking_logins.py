@@ -1,7 +1,5 @@
 """The logins of jobs and users to the tracking server: who can read them, and what the accounts' program does."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

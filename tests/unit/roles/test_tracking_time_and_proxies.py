@@ -1,7 +1,5 @@
 """The documents for tracking, time and packages, and what is removed with them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ids of users without one in the file: free ones, which stay; and the findings where none fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Shoal for users on the hosts where they log in: what a host gets, where it is left out, and what `check` says."""
 
-from __future__ import annotations
-
 import io
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """The documents of users: the same on all hosts, locked when a user leaves, login where a job of theirs runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

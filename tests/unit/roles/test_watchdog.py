@@ -1,7 +1,5 @@
 """The programs that run on a rented machine by themselves, with stand-ins for what they call."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """WireGuard as a part of the cluster: how hosts prepare, their documents, and what prevents it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.goldens import assert_golden

@@ -1,7 +1,5 @@
 """The simulated Google Compute Engine follows the documented API."""
 
-from __future__ import annotations
-
 import copy
 import uuid
 from collections.abc import AsyncIterator

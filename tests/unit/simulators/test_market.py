@@ -1,7 +1,5 @@
 """The machines of a simulated cloud start, cost money and fail by a simulated clock."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

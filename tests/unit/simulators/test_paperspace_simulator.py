@@ -1,7 +1,5 @@
 """The simulated Paperspace follows the documented API."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The simulated RunPod follows the documented API, so that a client that works here works there."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

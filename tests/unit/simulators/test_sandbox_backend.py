@@ -1,7 +1,5 @@
 """The operations of a simulated cloud on its hosts, one after the other, and the metadata service."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The HTTP server of simulated clouds: keys, limits, control routes, metadata, and `shoal simulate` itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A real Slurm of a given release, started on given configuration in namespaces that leave nothing behind."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

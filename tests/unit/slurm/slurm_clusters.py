@@ -1,7 +1,5 @@
 """Representative clusters, one for each Slurm release and mix of releases that the golden files cover."""
 
-from __future__ import annotations
-
 from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
 from shoal.slurm.model import ClusterConf, Confinement, Node, NodeGpu, PartitionConf, PowerSaving, Switch
 from shoal.slurm.versions import Version

@@ -1,7 +1,5 @@
 """The program that sets up Slurm's accounts, run whole, with stand-ins for Slurm's commands."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.plan.fake_world import spec_of
-from tests.unit.slurm.test_slurm_accounting import BASE
+from tests.unit.roles.test_role_documents import REEF
 
 from shoal.remote import program_text
 from shoal.slurm.accounting import accounts_file
@@ -47,7 +45,7 @@ def program(tmp_path: Path) -> Program:
     wanted, record = tmp_path / "wanted.json", tmp_path / "state" / "record.json"
 
     def run(verb: str, wants: str = LAB) -> subprocess.CompletedProcess[str]:
-        accounting = spec_of(BASE + wants).accounting
+        accounting = spec_of(REEF + wants).accounting
         assert accounting is not None
         wanted.write_text(accounts_file("reef", accounting))
         line = [sys.executable, "-I", tmp_path / "accounts.py", verb, wanted, record, tmp_path / "backup"]

@@ -1,7 +1,5 @@
 """The program that backs up and restores the database, run whole, with stand-ins for MariaDB and systemd."""
 
-from __future__ import annotations
-
 import gzip
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Accounting: the texts, the desired accounts in sacctmgr's format, and the commands that create them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of rendering that whole-file goldens do not show: rejected input, order, costs, memory, GPU names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

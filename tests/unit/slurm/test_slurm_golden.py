@@ -1,7 +1,5 @@
 """Every file that Slurm reads, for clusters of many kinds, as whole-file goldens."""
 
-from __future__ import annotations
-
 import pytest
 from slurm_clusters import CLUSTERS, files
 from tests.goldens import HERE, assert_golden

@@ -1,7 +1,5 @@
 """A job has the time to save its work that the training library expects, or a finding says so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The answers of real Slurm commands, captured from 22.05, 24.11 and 26.05, parse to the same data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Usage: sacct's output parsed, and summed by user, account, job and nodeset."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.errors import UsageError

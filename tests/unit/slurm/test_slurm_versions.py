@@ -1,7 +1,5 @@
 """The version table: how versions are parsed, which are compatible, and the findings about a skew."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Values of the file that would hang the command, hide a host's own directories, or make a user as good as root."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Removing a host from the file changes nothing else in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`environments`, `proxy`, `tracking` and `time`: valid values, and the findings about invalid ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.errors import SpecError

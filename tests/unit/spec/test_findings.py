@@ -1,7 +1,5 @@
 """Every bad file gets every finding, word for word, at its place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

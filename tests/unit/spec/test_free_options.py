@@ -1,7 +1,5 @@
 """Options of slurm.conf, of a partition and of a QOS: what the file may say, and what Slurm gets."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """No input raises anything but Shoal's errors, and no finding contains text of pydantic."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

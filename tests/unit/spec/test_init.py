@@ -1,7 +1,5 @@
 """Every spec that init writes loads without findings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

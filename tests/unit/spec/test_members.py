@@ -1,7 +1,5 @@
 """Which hosts a spec names, with which roles, and the partitions over them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The reference page and the schema agree with the models."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rented machines in the file: valid values, and every finding about invalid ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rented controller and rented login hosts in the file, and the spec once it is known where they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

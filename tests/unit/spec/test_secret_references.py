@@ -1,7 +1,5 @@
 """References to secrets: their syntax in a spec, and how a value is resolved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

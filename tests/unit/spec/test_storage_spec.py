@@ -1,7 +1,5 @@
 """Shares and users in the file: every invalid one gets its finding, word for word, at its place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

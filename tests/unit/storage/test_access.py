@@ -1,7 +1,5 @@
 """How each host accesses a share, and what prevents better access."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.agent.facts import Facts

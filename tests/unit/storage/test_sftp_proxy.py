@@ -1,7 +1,5 @@
 """A server that fails under an open share: every request gets one answer, and no synced data is lost."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

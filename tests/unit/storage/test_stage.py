@@ -1,7 +1,5 @@
 """Shares that are copied: the real program, with stand-ins for rsync and root."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

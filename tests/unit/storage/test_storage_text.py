@@ -1,7 +1,5 @@
 """The files of shares, as whole texts: exports, server settings, and permissions over SSH."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from shutil import which

@@ -1,7 +1,5 @@
 """`shoal validate` over a cluster in memory: its jobs, its nodes, its history, its screen and its exit status."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Findings of `shoal validate`: slow launchers, slow nodes, regressions, published limits, a hidden mpirun."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

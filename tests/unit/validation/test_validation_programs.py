@@ -1,7 +1,5 @@
 """The programs of `shoal validate` on the nodes: what they read from real tools, and how they fail."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Every row of `shoal validate` passes, fails and is left out for the right reason."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Keeps the state of verbs away from that of the person who runs the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Clusters in memory for the tests of verbs: hosts that exist, and a sandbox that a provider makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.unit.plan.fake_world import World, host_facts, spec_of

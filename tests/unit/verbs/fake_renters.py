@@ -1,7 +1,5 @@
 """Providers in memory, for verbs that query all of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`shoal check` asks every provider account before anything is rented: its key, types and places, and quotas."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The verbs of accounting over a cluster in memory: usage, backups, ended jobs, and its state."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from io import StringIO

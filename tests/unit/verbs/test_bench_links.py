@@ -1,7 +1,5 @@
 """`shoal bench links` over a cluster in memory, and how its result is shown."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`shoal check`, over a cluster in memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`shoal check` and `shoal plan` report settings that leave jobs too little time to save their work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.unit.plan.fake_world import LAB, lab, spec_of

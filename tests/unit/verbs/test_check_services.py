@@ -1,7 +1,5 @@
 """`shoal check` reports what jobs would miss: a tracking server that is down, an environment that is not built."""
 
-from __future__ import annotations
-
 from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import context_of, raised
 

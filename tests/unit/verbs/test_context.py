@@ -1,7 +1,5 @@
 """What verbs start from: which cluster, which hosts, and their addresses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

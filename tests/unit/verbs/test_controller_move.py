@@ -1,7 +1,5 @@
 """A controller that moves takes the rental service along: the old one stops before the new one starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

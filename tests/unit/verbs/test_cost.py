@@ -1,7 +1,5 @@
 """`shoal cost`: the costs in the controller's ledger, beside the limits in the file."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 

@@ -1,7 +1,5 @@
 """`shoal doctor` over a cluster in memory: what it asks, what it fixes, and what it leaves alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`shoal down`, over a cluster in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`shoal env` of an ordinary user, over a host in memory: the cluster's environments, and the user's own."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`shoal env`, `shoal run --env`, `shoal ui` and the services in `shoal status`, over hosts in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

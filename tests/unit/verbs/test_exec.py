@@ -1,7 +1,5 @@
 """`shoal exec` and `shoal ssh`, over a cluster in memory."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

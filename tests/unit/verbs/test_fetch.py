@@ -1,7 +1,5 @@
 """`shoal fetch`: the real program that sends files, on hosts that are directories of this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -36,7 +34,7 @@ RECORD = "JobId=17 JobName=train UserId=(0) JobState={} NodeList={} BatchHost=n1
 class DirectoryHost(LocalHost):
     """A host whose files are below a directory here."""
 
-    def __init__(self, name: str, cluster: Reef) -> None:
+    def __init__(self, name: str, cluster: "Reef") -> None:
         super().__init__(Target(name), through_sudo=False)
         self.cluster = cluster
 
@@ -115,7 +113,7 @@ class RecordedPhase(NoProgress):
         self.texts.append(text)
 
     @contextmanager
-    def phase(self, title: str, total: int) -> Iterator[RecordedPhase]:
+    def phase(self, title: str, total: int) -> Iterator["RecordedPhase"]:
         yield self
 
 

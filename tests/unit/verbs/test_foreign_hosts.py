@@ -1,7 +1,5 @@
 """Hosts that belong to another cluster, and a cluster that got another name in its file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tailnet in `shoal status`."""
 
-from __future__ import annotations
-
 import io
 import json
 

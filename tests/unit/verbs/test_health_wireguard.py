@@ -1,7 +1,5 @@
 """The WireGuard network in `shoal status`."""
 
-from __future__ import annotations
-
 from tests.unit.plan.fake_world import LAB, spec_of
 
 from shoal.cli.cluster_screens import wireguard_line

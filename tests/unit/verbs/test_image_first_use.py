@@ -1,7 +1,5 @@
 """An image of a registry that a user has not used before, over a host in memory: it is pulled, and that is shown."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs of `shoal image` on nodes, over a host in memory: Slurm keeps none when a person does not wait any more."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Coroutine

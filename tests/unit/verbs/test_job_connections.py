@@ -1,7 +1,5 @@
 """Which hosts `shoal run` connects to, and which modules job commands import: both cost start time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

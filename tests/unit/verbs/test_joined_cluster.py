@@ -1,7 +1,5 @@
 """Ordinary users: they join with their own login, have no file, and never become root."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """New keys for a running cluster: all hosts get the same, the next run finishes an interrupted rotation."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Hosts that leave: a finding names what stays on them, and instances of a provider are found and deleted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

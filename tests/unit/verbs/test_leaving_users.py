@@ -1,7 +1,5 @@
 """Users that the file no longer names are locked, never deleted; the effect on their jobs is reported or rejected."""
 
-from __future__ import annotations
-
 import pytest
 from tests.unit.plan.fake_world import LAB, World, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of

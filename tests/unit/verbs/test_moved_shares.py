@@ -1,7 +1,5 @@
 """A share that the file moves to another host: its data would stay behind, so `up` stops before any change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`shoal node drain|resume|remove`, over a cluster in memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`shoal offers`: all providers side by side, cheapest first; one that is down hides no other."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Whom the controller takes the operator for, and where code of their jobs may run from."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.spec.cluster_record import ClusterRecord, RecordShare

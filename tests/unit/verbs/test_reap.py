@@ -1,7 +1,5 @@
 """`shoal reap`: no machine of a cluster is left at any provider, or the result names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

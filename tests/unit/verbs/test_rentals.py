@@ -1,7 +1,5 @@
 """`shoal down` releases rented machines and proves it; `shoal status` shows rentals and why jobs wait."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

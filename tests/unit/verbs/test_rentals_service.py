@@ -1,7 +1,5 @@
 """`shoal down` stops the rental service, and the controller starts it again if the connection is cut."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

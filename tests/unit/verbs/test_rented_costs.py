@@ -1,7 +1,5 @@
 """What rented hosts cost, and that nothing is rented which nobody has agreed to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A rented controller and login host against simulated clouds without hosts, killed before and after every call."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Shares in `shoal status` and `shoal check`: space, quotas, mounts; and no wait for a server that is down."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A cached spec is not read again, and is never mistaken for another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`shoal status`, over a cluster in memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """`shoal try` before it rents: what it chooses, what it refuses, and the nodeset that it adds."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

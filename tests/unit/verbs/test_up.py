@@ -1,7 +1,5 @@
 """`shoal up` and `shoal plan`, over a cluster in memory."""
 
-from __future__ import annotations
-
 import pytest
 from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised

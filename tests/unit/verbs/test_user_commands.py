@@ -1,7 +1,5 @@
 """Commands of an ordinary user beside `run`: usage, cost, offers, ui, ssh and exec, by one login, without root."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Secrets of the user: needed once for each host, not at every `shoal up`, and checked before any change."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest
