@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 from tests.documents import COMMANDS, DOCUMENTS, ROOT, TRAINING, commands, examples
+from tests.support.cases import cases
 from typer.main import get_command
 
 import shoal
@@ -32,7 +32,7 @@ def test_every_documented_command_is_run_by_a_test() -> None:
     assert set(COMMANDS) - shown == set(), "no document shows these any more"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@cases("document", *DOCUMENTS, ids=name_of)
 def test_documents_use_only_expected_block_kinds(document: Path) -> None:
     fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
     # The scripts of these pages are run by tests/unit/train/test_training_page.py and tests/unit/test_provider_page.py.
@@ -41,13 +41,13 @@ def test_documents_use_only_expected_block_kinds(document: Path) -> None:
     assert set(fences[1::2]) <= {""}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@cases("document", *DOCUMENTS, ids=name_of)
 def test_every_example_loads_without_a_finding(document: Path) -> None:
     for text in examples(document):
         assert load_text_all(text, name_of(document))[1] == []
 
 
-@pytest.mark.parametrize("script", ["elastic", "signals"])
+@cases("script", "elastic", "signals")
 def test_matrix_script_starts(script: str) -> None:
     """Their files have no suffix, so neither ruff nor pytest reads them."""
     subprocess.run([sys.executable, ROOT / "tests/matrix" / script, "--help"], check=True, stdout=subprocess.DEVNULL)
@@ -58,7 +58,7 @@ def test_readme_example_has_at_most_15_lines() -> None:
     assert len(text.splitlines()) <= 15
 
 
-@pytest.mark.parametrize("name", ["network", "tailscale", "storage", "environments", "accounting", "tracking", "keys"])
+@cases("name", "network", "tailscale", "storage", "environments", "accounting", "tracking", "keys")
 def test_service_page_starts_with_at_most_five_lines_of_yaml(name: str) -> None:
     document = ROOT / "docs" / f"{name}.md"
     title, _, fence, *rest = document.read_text().splitlines()
@@ -66,7 +66,7 @@ def test_service_page_starts_with_at_most_five_lines_of_yaml(name: str) -> None:
     assert rest.index("```") <= 5
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@cases("document", *DOCUMENTS, ids=name_of)
 def test_every_documented_command_line_is_valid(document: Path) -> None:
     for line in (*said(document.read_text()), *(line for block in commands(document) for line in block)):
         assert complaint(line) == "", line
@@ -80,7 +80,7 @@ def test_every_command_line_in_a_message_is_valid() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@cases("name", *EXAMPLES)
 def test_every_example_of_the_help_is_valid(name: str) -> None:
     for line in EXAMPLES[name]:
         assert line.startswith(f"shoal {name}")
@@ -91,16 +91,14 @@ def test_every_command_has_an_example() -> None:
     assert set(EXAMPLES) == {name for name, _ in named_commands(make_app())}
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("shoal up --leave-rented", ""),
-        ("shoal statsu", "there is no statsu"),
-        ("shoal up --bogus", "No such option: --bogus"),
-        ("shoal env biuld", "there is no biuld"),
-        ("up --leave-rentd", "No such option: --leave-rentd"),
-        ("ls --all", ""),
-    ],
+@cases(
+    "line, expected",
+    ("shoal up --leave-rented", ""),
+    ("shoal statsu", "there is no statsu"),
+    ("shoal up --bogus", "No such option: --bogus"),
+    ("shoal env biuld", "there is no biuld"),
+    ("up --leave-rentd", "No such option: --leave-rentd"),
+    ("ls --all", ""),
 )
 def test_invalid_command_line_is_detected(line: str, expected: str) -> None:
     assert complaint(line).startswith(expected)
@@ -135,7 +133,7 @@ def complaint(line: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@cases("document", *DOCUMENTS, ids=name_of)
 def test_every_link_and_path_leads_to_a_file(document: Path) -> None:
     text = document.read_text()
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
@@ -165,7 +163,7 @@ def test_index_lists_every_page() -> None:
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@cases("document", *DOCUMENTS, ids=name_of)
 def test_every_anchor_leads_to_a_heading(document: Path) -> None:
     for page, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
         text = (document.parent / page if page else document).read_text()

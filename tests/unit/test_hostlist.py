@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cases import cases
 
 from shoal.hostlist import MAX_NAMES, compress, expand, fold
 
@@ -59,19 +60,19 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("text", EXPANSIONS)
+@cases("text", *EXPANSIONS)
 def test_expand_returns_names_in_slurm_order(text: str) -> None:
     assert expand(text) == EXPANSIONS[text]
 
 
-@pytest.mark.parametrize("text", REFUSALS)
+@cases("text", *REFUSALS)
 def test_invalid_hostlist_is_rejected_with_its_reason(text: str) -> None:
     with pytest.raises(ValueError) as refused:
         expand(text)
     assert str(refused.value) == REFUSALS[text]
 
 
-@pytest.mark.parametrize("text", ["a" * 300, "a[" + "0" * 300 + "1-2]", "[1-2]" * 30 + "a[1]", "a" + "9" * 5000])
+@cases("text", "a" * 300, "a[" + "0" * 300 + "1-2]", "[1-2]" * 30 + "a[1]", "a" + "9" * 5000)
 def test_oversized_names_and_products_are_rejected_before_expansion(text: str) -> None:
     with pytest.raises(ValueError, match=r"more than|too large"):
         expand(text)
@@ -83,18 +84,16 @@ def test_list_of_exactly_the_limit_is_accepted() -> None:
         expand("a[1-50000],b[1-50000],c")
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        ([], ""),
-        (["b", "a"], "a,b"),
-        (["a2", "a1", "a1"], "a[1-2]"),
-        (["a9", "a10", "a11"], "a[9-11]"),
-        (["a09", "a9", "a10"], "a[9,09-10]"),
-        (["a", "a3", "a1", "a02", "a2"], "a,a[1-3,02]"),
-        (["r10n1", "r2n1", "r02n1", "r2n2"], "r02n1,r2n[1-2],r10n1"),
-        (["2", "1"], "[1-2]"),
-    ],
+@cases(
+    "names, text",
+    ([], ""),
+    (["b", "a"], "a,b"),
+    (["a2", "a1", "a1"], "a[1-2]"),
+    (["a9", "a10", "a11"], "a[9-11]"),
+    (["a09", "a9", "a10"], "a[9,09-10]"),
+    (["a", "a3", "a1", "a02", "a2"], "a,a[1-3,02]"),
+    (["r10n1", "r2n1", "r02n1", "r2n2"], "r02n1,r2n[1-2],r10n1"),
+    (["2", "1"], "[1-2]"),
 )
 def test_compress_sorts_and_folds(names: list[str], text: str) -> None:
     assert compress(names) == text
@@ -104,8 +103,8 @@ def test_fold_keeps_order_and_duplicates() -> None:
     assert fold(["a10", "a9", "b", "b", "a1", "a2"]) == "a[10,9],b,b,a[1-2]"
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a,b", "a[1]", "a\n"])
-@pytest.mark.parametrize("function", [compress, fold])
+@cases("name", "", "a b", "a,b", "a[1]", "a\n")
+@cases("function", compress, fold)
 def test_invalid_host_name_is_rejected(function: object, name: str) -> None:
     with pytest.raises(ValueError, match="is not the name of a host"):
         function([name])  # type: ignore[operator]

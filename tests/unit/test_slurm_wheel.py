@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 from tests.documents import ROOT
+from tests.support.cases import cases
 
 TAG = "manylinux_2_31_x86_64"
 
@@ -82,14 +83,12 @@ def test_tag_is_that_of_the_audited_wheel_and_never_that_of_one_machine() -> Non
     assert SCRIPT.architecture("manylinux_2_31_aarch64") == "aarch64"
 
 
-@pytest.mark.parametrize(
-    "name", ["libc.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libpam.so.0"]
-)
+@cases("name", "libc.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libpam.so.0")
 def test_libraries_of_the_c_library_and_pam_stay_those_of_the_host(name: str) -> None:
     assert SCRIPT.HOST_LIBRARIES.fullmatch(name)
 
 
-@pytest.mark.parametrize("name", ["libcrypto.so.1.1", "libmariadb.so.3", "libcurl.so.4", "libmunge.so.2"])
+@cases("name", "libcrypto.so.1.1", "libmariadb.so.3", "libcurl.so.4", "libmunge.so.2")
 def test_every_other_library_is_in_the_tree(name: str) -> None:
     assert not SCRIPT.HOST_LIBRARIES.fullmatch(name)
 

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from tests.documents import ROOT
+from tests.support.cases import cases
 
 FILE = ROOT / "examples/toy/curve.py"
 
@@ -44,7 +45,7 @@ def test_steep_line_has_no_gaps(curve: ModuleType) -> None:
     assert [row[10:] for row in rows] == ["⢱⢸", "⢸⢸", "⠈⣾", "⠀⡿"]
 
 
-@pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, 2.0), (5, 2.0)]])
+@cases("points", [], [(1, 2.0)], [(1, 2.0), (5, 2.0)])
 def test_few_and_equal_points_are_drawn(curve: ModuleType, points: list[tuple[int, float]]) -> None:
     assert len(curve.text(points, "loss").splitlines()) == 15
     drawn = xml.fromstring(curve.svg(points, "loss")).find("{http://www.w3.org/2000/svg}polyline")

@@ -6,19 +6,18 @@ import subprocess
 import time
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.agent.running import is_busy, reap
 
 BUSY = "while :; do :; done"
 
 
-@pytest.mark.parametrize(
-    ("script", "works"),
-    [
-        ("exec sleep 600", False),
-        (BUSY, True),
-        (f"sh -c '{BUSY}'; true", True),
-    ],
+@cases(
+    "script, works",
+    ("exec sleep 600", False),
+    (BUSY, True),
+    (f"sh -c '{BUSY}'; true", True),
     ids=["asleep", "busy", "a child of its is busy"],
 )
 def test_process_is_busy_while_its_session_uses_the_cpu(script: str, works: bool) -> None:

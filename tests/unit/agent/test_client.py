@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from agent_place import ME, WithPython, here
+from tests.support.cases import cases
 
 from shoal.agent import client
 from shoal.agent.client import AgentSession, ItemResult, Report
@@ -28,7 +29,7 @@ async def test_python_older_than_3_8_is_rejected_with_the_fix() -> None:
     )
 
 
-@pytest.mark.parametrize("ahead", [4000, -4000])
+@cases("ahead", 4000, -4000)
 async def test_clock_offset_of_a_host_is_reported(tmp_path: Path, ahead: int) -> None:
     wrong = f"import sys, time; right = time.time; time.time = lambda: right() + {ahead}; exec(sys.argv[-1])"
     async with await AgentSession.open(WithPython([sys.executable, "-c", wrong]), state=str(tmp_path)) as session:
@@ -91,7 +92,7 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("failed", "fix"), FAILURES)
+@cases("failed, fix", *FAILURES)
 def test_failed_item_is_reported_with_the_fix_and_the_next_command(failed: ItemResult, fix: str) -> None:
     report = Report((ItemResult("group g", "ok"), failed), 0, 1)
     with pytest.raises(AgentFailed) as caught:
@@ -138,7 +139,7 @@ async def test_compiled_program_is_cached_and_readable_only_by_its_owner(tmp_pat
     assert stat.S_IMODE(os.stat(kept).st_mode) == 0o600
 
 
-@pytest.mark.parametrize("spoiled", [b"", b"not marshal", b"N"])
+@cases("spoiled", b"", b"not marshal", b"N")
 async def test_damaged_cache_of_the_compiled_program_is_replaced(tmp_path: Path, spoiled: bytes) -> None:
     async with await AgentSession.open(here(), state=str(tmp_path)) as session:
         await session.facts()

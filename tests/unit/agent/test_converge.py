@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from agent_place import Place
+from tests.support.cases import cases
 
 from shoal.agent.document import Block, Command, Link, Packages, SecretRef, Service, User
 
@@ -91,9 +92,7 @@ def mounted(path: Path, options: str) -> Iterator[None]:
 
 
 @needs_root
-@pytest.mark.parametrize(
-    ("options", "problem"), [("ro", "is read-only"), ("size=8m", "has 8 MB left")], ids=["read-only", "full"]
-)
+@cases("options, problem", ("ro", "is read-only"), ("size=8m", "has 8 MB left"), ids=["read-only", "full"])
 async def test_directory_that_a_daemon_cannot_write_stops_the_document(
     place: Place, options: str, problem: str
 ) -> None:
@@ -223,26 +222,22 @@ async def test_full_disk_fails_the_item_with_sizes_and_keeps_the_old_file(place:
 # Blocks
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(None, b"# BEGIN shoal b\nx\n# END shoal b\n", id="no file"),
-        pytest.param(b"a\xff\r\n", b"a\xff\r\n# BEGIN shoal b\nx\n# END shoal b\n", id="bytes of others stay"),
-        pytest.param(b"a", b"a\n# BEGIN shoal b\nx\n# END shoal b\n", id="no newline at the end"),
-        pytest.param(
-            b"a\n# BEGIN shoal b\nold\nold\n# END shoal b\nz",
-            b"a\n# BEGIN shoal b\nx\n# END shoal b\nz",
-            id="replaced in its place",
-        ),
-        pytest.param(
-            b"# BEGIN shoal bb\nother\n# END shoal bb\n",
-            b"# BEGIN shoal bb\nother\n# END shoal bb\n# BEGIN shoal b\nx\n# END shoal b\n",
-            id="a block of another name stays",
-        ),
-        pytest.param(
-            b"# BEGIN shoal b\nold\n# END shoal b", b"# BEGIN shoal b\nx\n# END shoal b\n", id="cut at the end"
-        ),
-    ],
+@cases(
+    "before, after",
+    pytest.param(None, b"# BEGIN shoal b\nx\n# END shoal b\n", id="no file"),
+    pytest.param(b"a\xff\r\n", b"a\xff\r\n# BEGIN shoal b\nx\n# END shoal b\n", id="bytes of others stay"),
+    pytest.param(b"a", b"a\n# BEGIN shoal b\nx\n# END shoal b\n", id="no newline at the end"),
+    pytest.param(
+        b"a\n# BEGIN shoal b\nold\nold\n# END shoal b\nz",
+        b"a\n# BEGIN shoal b\nx\n# END shoal b\nz",
+        id="replaced in its place",
+    ),
+    pytest.param(
+        b"# BEGIN shoal bb\nother\n# END shoal bb\n",
+        b"# BEGIN shoal bb\nother\n# END shoal bb\n# BEGIN shoal b\nx\n# END shoal b\n",
+        id="a block of another name stays",
+    ),
+    pytest.param(b"# BEGIN shoal b\nold\n# END shoal b", b"# BEGIN shoal b\nx\n# END shoal b\n", id="cut at the end"),
 )
 async def test_block_is_added_to_a_file_and_the_rest_stays(place: Place, before: bytes | None, after: bytes) -> None:
     path = Path(place.path("hosts"))
@@ -309,7 +304,7 @@ async def test_command_gets_its_input_and_is_retried(place: Place) -> None:
     assert "flaky failed; trying again (1 of 1)" in place.told
 
 
-@pytest.mark.parametrize("size", [9, 3 << 20], ids=["small", "large"])
+@cases("size", 9, 3 << 20, ids=["small", "large"])
 async def test_command_reads_a_secret_that_has_its_digest(place: Place, size: int) -> None:
     value, copy = os.urandom(size), Path(place.path("copy"))
     right, wrong = sha256(value).hexdigest(), "0" * 64
@@ -326,14 +321,12 @@ async def test_command_reads_a_secret_that_has_its_digest(place: Place, size: in
     assert done.status == "changed" and copy.read_bytes() == value
 
 
-@pytest.mark.parametrize(
-    ("argv", "timeout", "detail"),
-    [
-        (("sh", "-c", "echo no such partition >&2; exit 4"), 9.0, "it ended with status 4\nno such partition"),
-        (("sleep", "60"), 0.1, "it took longer than 0.1 s"),
-        (("/no/such/program",), 9.0, "it ended with status 127\n/no/such/program: No such file or directory"),
-        (("sh", "-c", "kill -9 $$"), 9.0, "it ended with status 137"),
-    ],
+@cases(
+    "argv, timeout, detail",
+    (("sh", "-c", "echo no such partition >&2; exit 4"), 9.0, "it ended with status 4\nno such partition"),
+    (("sleep", "60"), 0.1, "it took longer than 0.1 s"),
+    (("/no/such/program",), 9.0, "it ended with status 127\n/no/such/program: No such file or directory"),
+    (("sh", "-c", "kill -9 $$"), 9.0, "it ended with status 137"),
 )
 async def test_failed_command_reports_its_exit_status_and_output(
     place: Place, argv: tuple[str, ...], timeout: float, detail: str

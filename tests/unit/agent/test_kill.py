@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from agent_place import ME, Place, here
+from tests.support.cases import cases
 
 from shoal.agent.client import AgentSession, ItemEvent
 from shoal.agent.document import Block, Command, Directory, File, Item, SecretRef, to_wire
@@ -34,7 +35,7 @@ def state_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("seed", range(25))
+@cases("seed", *range(25))
 async def test_next_run_finishes_a_run_killed_at_any_point(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:

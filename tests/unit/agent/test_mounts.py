@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.agent import facts, file_io, mounts, services, unix_accounts
 from shoal.remote.agent.context import ConvergeContext, OperatorConnection
@@ -90,7 +91,7 @@ def test_mount_option_is_used_only_where_the_program_supports_the_option(
     assert mounts.all_options({**item, "if_known": ""}) == "rw,nosuid"
 
 
-@pytest.mark.parametrize("autofs", [True, False])
+@cases("autofs", True, False)
 def test_share_mount_waits_for_its_server_and_does_not_block_boot(
     monkeypatch: pytest.MonkeyPatch, autofs: bool
 ) -> None:
@@ -104,7 +105,7 @@ def test_share_mount_waits_for_its_server_and_does_not_block_boot(
     assert ("WantedBy=multi-user.target" in text) is not autofs
 
 
-@pytest.mark.parametrize("automount", [True, False])
+@cases("automount", True, False)
 def test_new_mount_reloads_systemd_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, automount: bool) -> None:
     """A reload takes a minute on a slow host, and `enable` and `disable` would do it again."""
     calls: list[list[str]] = []

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.agent import services
 
@@ -16,16 +17,14 @@ def port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    ("journal", "unit"),
-    [
-        ("slurmd: error: Error binding slurm stream socket to port ({port}): Address already in use", ""),
-        (
-            "ERROR: [Errno 98] Address already in use",
-            "ExecStart={{ argv[]=/opt/mlflow server --port {port} --workers 2 }}",
-        ),
-        ("[Errno 98] error while attempting to bind on address: address already in use", "argv[]=x --port {port}"),
-    ],
+@cases(
+    "journal, unit",
+    ("slurmd: error: Error binding slurm stream socket to port ({port}): Address already in use", ""),
+    (
+        "ERROR: [Errno 98] Address already in use",
+        "ExecStart={{ argv[]=/opt/mlflow server --port {port} --workers 2 }}",
+    ),
+    ("[Errno 98] error while attempting to bind on address: address already in use", "argv[]=x --port {port}"),
     ids=["Slurm", "MLflow", "another MLflow"],
 )
 def test_holder_of_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int, journal: str, unit: str) -> None:
@@ -37,7 +36,7 @@ def test_holder_of_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int,
     )
 
 
-@pytest.mark.parametrize("journal", ["Failed with result 'exit-code'.", "Address already in use"])
+@cases("journal", "Failed with result 'exit-code'.", "Address already in use")
 def test_unrelated_or_unknown_errors_add_no_port_holder(
     monkeypatch: pytest.MonkeyPatch, port: int, journal: str
 ) -> None:

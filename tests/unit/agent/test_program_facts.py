@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cases import cases
 
 from shoal.remote.agent import facts, mounts, network, packages
 
@@ -27,17 +28,15 @@ TWO_SOCKETS = {cpu: (cpu // 2 % 2, cpu % 2 + 8 * (cpu // 2 % 2)) for cpu in rang
 """Two sockets of two cores of two threads, numbered as Linux does it: the second threads come last."""
 
 
-@pytest.mark.parametrize(
-    ("cpus", "usable", "expected"),
-    [
-        pytest.param(TWO_SOCKETS, set(range(8)), (8, 2, 2, 2), id="whole machine"),
-        pytest.param(TWO_SOCKETS, {0, 1, 4, 5}, (4, 1, 2, 2), id="one socket"),
-        pytest.param(TWO_SOCKETS, {0, 1, 2, 3}, (4, 2, 2, 1), id="first thread of each core"),
-        pytest.param(TWO_SOCKETS, {0, 1, 2}, (3, 1, 3, 1), id="sockets of unequal size"),
-        pytest.param(TWO_SOCKETS, {0, 4, 1}, (3, 1, 3, 1), id="cores of unequal size"),
-        pytest.param({0: (-1, 0), 1: (-1, 1)}, {0, 1}, (2, 1, 2, 1), id="a socket without a number"),
-        pytest.param({}, {0, 1, 2}, (3, 1, 3, 1), id="no topology told"),
-    ],
+@cases(
+    "cpus, usable, expected",
+    pytest.param(TWO_SOCKETS, set(range(8)), (8, 2, 2, 2), id="whole machine"),
+    pytest.param(TWO_SOCKETS, {0, 1, 4, 5}, (4, 1, 2, 2), id="one socket"),
+    pytest.param(TWO_SOCKETS, {0, 1, 2, 3}, (4, 2, 2, 1), id="first thread of each core"),
+    pytest.param(TWO_SOCKETS, {0, 1, 2}, (3, 1, 3, 1), id="sockets of unequal size"),
+    pytest.param(TWO_SOCKETS, {0, 4, 1}, (3, 1, 3, 1), id="cores of unequal size"),
+    pytest.param({0: (-1, 0), 1: (-1, 1)}, {0, 1}, (2, 1, 2, 1), id="a socket without a number"),
+    pytest.param({}, {0, 1, 2}, (3, 1, 3, 1), id="no topology told"),
 )
 def test_cpus_are_counted_as_slurm_counts_them(
     tmp_path: Path, cpus: dict[int, tuple[int, int]], usable: set[int], expected: tuple[int, ...]
@@ -76,9 +75,7 @@ def test_gpu_device_file_has_the_minor_number() -> None:
     assert devices == ["/dev/nvidia1", "/dev/nvidia0"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "No devices were found\n", "NVIDIA-SMI has failed because, it, could not, talk\n"]
-)
+@cases("text", "", "No devices were found\n", "NVIDIA-SMI has failed because, it, could not, talk\n")
 def test_nvidia_smi_output_without_gpus_gives_no_gpus(text: str) -> None:
     assert facts.parse_gpus(text, {}) == []
 
@@ -126,15 +123,13 @@ slurm-old:
     assert packages.parse_apt_policy(text) == {"slurmd": "22.05.8-4+deb12u3"}
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/srv/data", "srv-data"),
-        ("/srv/my-data", "srv-my\\x2ddata"),
-        ("/", "-"),
-        ("/.hidden/x y", "\\x2ehidden-x\\x20y"),
-        ("/dät", "d\\xc3\\xa4t"),
-    ],
+@cases(
+    "path, name",
+    ("/srv/data", "srv-data"),
+    ("/srv/my-data", "srv-my\\x2ddata"),
+    ("/", "-"),
+    ("/.hidden/x y", "\\x2ehidden-x\\x20y"),
+    ("/dät", "d\\xc3\\xa4t"),
 )
 def test_mount_unit_has_the_name_systemd_expects(path: str, name: str) -> None:
     assert mounts.unit_name(path) == name
@@ -169,7 +164,7 @@ RULESETS = [
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nft"), reason="needs root and nftables")
-@pytest.mark.parametrize(("rules", "expected"), RULESETS)
+@cases("rules, expected", *RULESETS)
 def test_chain_that_drops_input_is_detected_without_other_programs(rules: str, expected: str) -> None:
     ask = "from shoal.remote.agent.network import firewall; print(firewall())"
     script = f"nft '{rules}' && exec {sys.executable} -c \"$1\"" if rules else 'exec "$0" -c "$1"'

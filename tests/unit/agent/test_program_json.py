@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cases import cases
 
 from shoal.remote.agent.fast_stdlib import dumps, loads
 
@@ -23,7 +24,7 @@ def test_values_round_trip(value: Any) -> None:
     assert "\n" not in dumps(value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "nope", "{} {}", '{"a" 1}', '"\n"'])
+@cases("text", "", "{", "nope", "{} {}", '{"a" 1}', '"\n"')
 def test_invalid_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         loads(text)
@@ -38,7 +39,7 @@ WITHOUT = "sys.modules.update(dict.fromkeys(['_json', '_signal', '_socket']))\n"
 OTHER = "import _json\n_json.{} = lambda *words: 1 / 0\n"
 
 
-@pytest.mark.parametrize("change", [WITHOUT, OTHER.format("make_scanner"), OTHER.format("make_encoder")])
+@cases("change", WITHOUT, OTHER.format("make_scanner"), OTHER.format("make_encoder"))
 def test_fallback_without_private_stdlib_modules_behaves_the_same(change: str) -> None:
     script = (
         f"import json, signal, socket, sys\n{change}"

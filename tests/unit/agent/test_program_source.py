@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.agent import loader
 from shoal.remote import agent as program
@@ -37,7 +37,7 @@ MEASURED = {"validation/collectives.py": {"torch"}, "validation/gpus.py": {"torc
 INNER = {"_json", "_sha2", "_sha256", "_signal", "_socket"}
 
 
-@pytest.mark.parametrize("name", ALL)
+@cases("name", *ALL)
 def test_syntax_is_python_3_8(name: str) -> None:
     ast.parse(ALL[name], feature_version=(3, 8))
 
@@ -46,12 +46,12 @@ def test_loader_syntax_is_python_3_4() -> None:
     ast.parse(program_text("agent_loader"), feature_version=(3, 4))
 
 
-@pytest.mark.parametrize("name", ALL)
+@cases("name", *ALL)
 def test_nothing_newer_than_python_3_8_is_used(name: str) -> None:
     assert TOO_NEW.findall(ALL[name]) == []
 
 
-@pytest.mark.parametrize("name", FILES)
+@cases("name", *FILES)
 def test_annotations_are_not_evaluated(name: str) -> None:
     assert "from __future__ import annotations" in SOURCE[name]
 
@@ -63,7 +63,7 @@ def test_modules_are_sent_after_their_imports() -> None:
         assert needed <= set(loader.MODULES[:at]), name
 
 
-@pytest.mark.parametrize("name", ALL)
+@cases("name", *ALL)
 def test_only_the_standard_library_and_own_modules_are_imported(name: str) -> None:
     modules = imported(ast.walk(ast.parse(ALL[name])))
     outside = {module for module in modules if not module.startswith("shoal.remote.")}

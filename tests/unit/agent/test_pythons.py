@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from agent_place import Place, WithPython
+from tests.support.cases import cases
 
 from shoal.agent.client import AgentSession, FactsRequest
 from shoal.agent.document import Block, Command, SecretRef
@@ -22,7 +23,7 @@ def interpreter(version: str) -> str:
     return found or pytest.skip(f"no python{version} here")
 
 
-@pytest.mark.parametrize("version", GOOD)
+@cases("version", *GOOD)
 async def test_document_converges_and_facts_are_reported(tmp_path: Path, version: str) -> None:
     async with await AgentSession.open(WithPython([interpreter(version)]), state=f"{tmp_path}/state") as session:
         place = Place(tmp_path, session)
@@ -50,7 +51,7 @@ async def test_document_converges_and_facts_are_reported(tmp_path: Path, version
         assert (failed.detail, skipped.status) == ("bad ended with status 3\nno", "skipped")
 
 
-@pytest.mark.parametrize("version", TOO_OLD)
+@cases("version", *TOO_OLD)
 async def test_older_python_is_rejected_with_its_version(tmp_path: Path, version: str) -> None:
     with pytest.raises(AgentFailed) as caught:
         async with await AgentSession.open(WithPython([interpreter(version)]), state=f"{tmp_path}/state") as session:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.agent import unix_accounts
 from shoal.remote.agent.running import Failure
@@ -22,7 +23,7 @@ def world(*items: dict[str, Any]) -> Any:
     return SimpleNamespace(items=list(items), dry=True)
 
 
-@pytest.mark.parametrize("uid", [58123, DAEMON.pw_uid])
+@cases("uid", 58123, DAEMON.pw_uid)
 def test_system_account_is_not_reused_for_a_user(uid: int) -> None:
     person = user("daemon", uid)
     with pytest.raises(Failure) as caught:

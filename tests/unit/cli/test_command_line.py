@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.hosts.sshd_server import Sshd, needs_sshd, running_sshd
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -81,7 +82,7 @@ def test_command_list_is_complete() -> None:
     }
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
+@cases("words", *ALL, ids=" ".join)
 def test_help_describes_the_command_and_every_option(words: tuple[str, ...]) -> None:
     assert ALL[words].help
     assert all(parameter.help for parameter in ALL[words].params)
@@ -93,7 +94,7 @@ def test_help_describes_the_command_and_every_option(words: tuple[str, ...]) -> 
         assert (name if name.startswith("-") else placeholder(parameter)) in shown.output
 
 
-@pytest.mark.parametrize("words", [(), *ALL], ids=" ".join)
+@cases("words", (), *ALL, ids=" ".join)
 def test_h_shows_help_with_examples(words: tuple[str, ...]) -> None:
     shown = invoke(*words, "-h")
     assert shown.exit_code == 0
@@ -113,7 +114,7 @@ def test_help_is_shown_without_a_command() -> None:
     assert "Usage: shoal" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [("run", "--help"), ("node", "--help"), ("node", "drain", "--help"), ("rnu",)])
+@cases("words", ("run", "--help"), ("node", "--help"), ("node", "drain", "--help"), ("rnu",))
 def test_command_loaded_alone_prints_the_same_output(words: tuple[str, ...]) -> None:
     alone, among_all = shoal(*words), invoke(*words)
     assert alone.returncode == among_all.exit_code
@@ -127,7 +128,7 @@ def test_version_is_printed() -> None:
 # ---- your mistakes: exit 2
 
 
-@pytest.mark.parametrize("words", ON_A_CLUSTER, ids=" ".join)
+@cases("words", *ON_A_CLUSTER, ids=" ".join)
 def test_invalid_file_is_reported_with_line_and_column_by_every_command(words: list[str]) -> None:
     Path("shoal.yaml").write_text(BAD)
     done = invoke(*words)
@@ -140,7 +141,7 @@ def test_invalid_file_is_reported_with_line_and_column_by_every_command(words: l
     ]
 
 
-@pytest.mark.parametrize("words", ON_A_CLUSTER, ids=" ".join)
+@cases("words", *ON_A_CLUSTER, ids=" ".join)
 def test_invalid_file_is_a_json_object_of_findings(words: list[str]) -> None:
     Path("shoal.yaml").write_text(BAD)
     done = invoke(*with_json(words))
@@ -153,25 +154,23 @@ def test_invalid_file_is_a_json_object_of_findings(words: list[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "fix"),
-    [
-        (["up", "--bogus"], "No such option: --bogus", "see --help"),
-        (
-            ["run", "--gres=gpu:1", "train.py"],
-            "No such option: --gres",
-            "if it is an option of sbatch, put --sbatch before it: --sbatch --gres=VALUE",
-        ),
-        (["exec"], "Missing argument", "see --help"),
-        (["up", "--drain-timeout", "soon"], "Invalid value for '--drain-timeout'", "see --help"),
-        (["status", "--cluster", "a b"], "'a b' is not a cluster name", "use lower-case letters, digits and -"),
-        (["exec", "-w", "x", "true"], "cluster sandbox has no host x", "use one of controller, fish1, fish2"),
-        (["node", "drain", "controller"], "not a compute node: controller", "name a node that `shoal status` lists"),
-        (["node", "remove", "fish1"], "cannot remove fish1: the cluster has no file", "write one with `shoal init`"),
-        (["ssh", "fish1", "--forget-key"], "--forget-key is after the host", "put --forget-key before the host"),
-        (["ssh", "fish1", "-L", "80:a:80"], "-L is after the host", "`shoal ssh --json fish1` prints"),
-        (["init", "--hosts", "a,a"], "cannot make a spec of this", "change these names"),
-    ],
+@cases(
+    "words, message, fix",
+    (["up", "--bogus"], "No such option: --bogus", "see --help"),
+    (
+        ["run", "--gres=gpu:1", "train.py"],
+        "No such option: --gres",
+        "if it is an option of sbatch, put --sbatch before it: --sbatch --gres=VALUE",
+    ),
+    (["exec"], "Missing argument", "see --help"),
+    (["up", "--drain-timeout", "soon"], "Invalid value for '--drain-timeout'", "see --help"),
+    (["status", "--cluster", "a b"], "'a b' is not a cluster name", "use lower-case letters, digits and -"),
+    (["exec", "-w", "x", "true"], "cluster sandbox has no host x", "use one of controller, fish1, fish2"),
+    (["node", "drain", "controller"], "not a compute node: controller", "name a node that `shoal status` lists"),
+    (["node", "remove", "fish1"], "cannot remove fish1: the cluster has no file", "write one with `shoal init`"),
+    (["ssh", "fish1", "--forget-key"], "--forget-key is after the host", "put --forget-key before the host"),
+    (["ssh", "fish1", "-L", "80:a:80"], "-L is after the host", "`shoal ssh --json fish1` prints"),
+    (["init", "--hosts", "a,a"], "cannot make a spec of this", "change these names"),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_command_line_exits_2_with_the_fix(words: list[str], message: str, fix: str) -> None:
@@ -277,7 +276,7 @@ def test_ssh_uses_the_keys_of_the_cluster(empty_place: Path) -> None:
 
 
 @needs_sshd
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@cases("number", signal.SIGINT, signal.SIGTERM)
 def test_ctrl_c_stops_the_command_and_shows_how_to_continue(empty_place: Path, number: signal.Signals) -> None:
     with running_sshd(empty_place / "sshd") as server:
         loopback(server)
@@ -328,9 +327,11 @@ def gone(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
-@pytest.mark.parametrize(
-    ("words", "both"),
-    [(["schema"], False), (["check", "--cluster", "t-reader"], False), (["check", "--cluster", "t-reader"], True)],
+@cases(
+    "words, both",
+    (["schema"], False),
+    (["check", "--cluster", "t-reader"], False),
+    (["check", "--cluster", "t-reader"], True),
     ids=["printed by hand", "printed by rich", "errors as well"],
 )
 def test_closed_pipe_ends_the_command_quietly_with_sigpipe_status(words: list[str], both: bool) -> None:
@@ -346,7 +347,7 @@ def test_closed_pipe_ends_the_command_quietly_with_sigpipe_status(words: list[st
 # ---- terminals and files of all kinds
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@cases("encoding", "ascii", "latin-1")
 def test_terminal_without_utf_8_gets_words_for_marks(encoding: str) -> None:
     done = shoal("check", "--cluster", "t-marks", env={**os.environ, "PYTHONIOENCODING": encoding})
     assert done.returncode in (0, 1), done.stderr
@@ -378,15 +379,13 @@ def completed(line: str) -> list[str]:
     return shoal(env={**os.environ, **variables}).stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("shoal stat", ["status"]),
-        ("shoal ssh gpu", ["gpu01", "gpu02"]),
-        ("shoal node drain gpu02", ["gpu02"]),
-        ("shoal run --launcher s", ["srun", "spawn"]),
-        ("shoal keys rotate m", ["munge"]),
-    ],
+@cases(
+    "line, offered",
+    ("shoal stat", ["status"]),
+    ("shoal ssh gpu", ["gpu01", "gpu02"]),
+    ("shoal node drain gpu02", ["gpu02"]),
+    ("shoal run --launcher s", ["srun", "spawn"]),
+    ("shoal keys rotate m", ["munge"]),
 )
 def test_completion_offers_commands_hosts_and_values(line: str, offered: list[str]) -> None:
     Path("shoal.yaml").write_text("cluster: r\ncontroller: {host: c1}\nnodesets: {lab: {hosts: ['gpu[01-02]']}}\n")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.cli.test_screens import STATUS, ended
 from typer.testing import CliRunner
 
@@ -66,15 +67,13 @@ def test_findings_have_evidence_cause_fix_and_cost() -> None:
     assert text.endswith("\n✗ reef: 4 errors; checked 3 hosts\n")
 
 
-@pytest.mark.parametrize(
-    ("result", "status", "text"),
-    [
-        (DoctorResult("reef", checked=("n1",)), 0, "✓ reef: nothing is wrong; checked 1 host\n"),
-        (DoctorResult("reef", (Diagnosis("person-drain", "info", "n1", "so"),)), 0, "✓ reef: nothing is wrong\n"),
-        (DoctorResult("reef", (Diagnosis("job-waits-for-node", "warning", "", "so", "7"),)), 1, "✗ reef: 1 warning\n"),
-        (RESULT, 1, "✗ reef: 4 errors; checked 3 hosts\n"),
-        (DoctorResult("reef", unchecked=("n1",)), 3, "✓ reef: nothing is wrong; not checked: n1\n"),
-    ],
+@cases(
+    "result, status, text",
+    (DoctorResult("reef", checked=("n1",)), 0, "✓ reef: nothing is wrong; checked 1 host\n"),
+    (DoctorResult("reef", (Diagnosis("person-drain", "info", "n1", "so"),)), 0, "✓ reef: nothing is wrong\n"),
+    (DoctorResult("reef", (Diagnosis("job-waits-for-node", "warning", "", "so", "7"),)), 1, "✗ reef: 1 warning\n"),
+    (RESULT, 1, "✗ reef: 4 errors; checked 3 hosts\n"),
+    (DoctorResult("reef", unchecked=("n1",)), 3, "✓ reef: nothing is wrong; not checked: n1\n"),
 )
 def test_exit_code_and_summary(
     result: DoctorResult, status: int, text: str, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.cli.test_command_line import ALL, invoke
 from typer.main import get_command
 
@@ -43,14 +44,14 @@ def test_headings_align_their_descriptions() -> None:
     assert len({len(name) for name in listed}) == 1
 
 
-@pytest.mark.parametrize("words", [(), ("node",), *ALL], ids=" ".join)
+@cases("words", (), ("node",), *ALL, ids=" ".join)
 def test_help_shows_no_python_type_and_no_range(words: tuple[str, ...]) -> None:
     shown = invoke(*words, "--help").output
     assert [entry for entry in left_column(shown) if re.search(TYPES, entry)] == []
     assert not re.search(r"<\w|\bx[<>]=|[<>]=x|\[default|list\[", shown)
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
+@cases("words", *ALL, ids=" ".join)
 def test_option_with_a_value_shows_a_placeholder(words: tuple[str, ...]) -> None:
     left = left_column(invoke(*words, "--help").output)
     for option in options_of(ALL[words]):
@@ -59,15 +60,13 @@ def test_option_with_a_value_shows_a_placeholder(words: tuple[str, ...]) -> None
         assert any(entry.endswith(f"{name} {word}".strip()) or f"{name} / " in entry for entry in left)
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (("run",), "Usage: shoal run [OPTIONS] [SCRIPT] [ARG...]"),
-        (("cancel",), "Usage: shoal cancel [OPTIONS] JOB..."),
-        (("simulate",), "Usage: shoal simulate [OPTIONS] PROVIDER"),
-        (("bench", "links"), "  --seconds SECONDS  How long to measure each direction. Default: 1.0."),
-        (("status",), "  -f, --file FILE  The spec. Default: shoal.yaml here, else a joined cluster,\n"),
-    ],
+@cases(
+    "words, shown",
+    (("run",), "Usage: shoal run [OPTIONS] [SCRIPT] [ARG...]"),
+    (("cancel",), "Usage: shoal cancel [OPTIONS] JOB..."),
+    (("simulate",), "Usage: shoal simulate [OPTIONS] PROVIDER"),
+    (("bench", "links"), "  --seconds SECONDS  How long to measure each direction. Default: 1.0."),
+    (("status",), "  -f, --file FILE  The spec. Default: shoal.yaml here, else a joined cluster,\n"),
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_usage_line_shows_the_command_as_typed(words: tuple[str, ...], shown: str) -> None:

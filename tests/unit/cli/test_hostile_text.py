@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.table import Table
+from tests.support.cases import cases
 
 import shoal.cli
 from shoal.cli.host_commands import show_exec
@@ -55,8 +56,8 @@ def printed(made: Any) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", made.file.getvalue())
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+@cases("terminal", True, False)
+@cases("attack", *ATTACKS.values(), ids=ATTACKS.keys())
 def test_no_screen_passes_controls_on(attack: str, terminal: bool) -> None:
     made = console(terminal)
     show_line(made, LogLine(1.0, 0, 0, f"before {attack} after"), timestamps=True)
@@ -74,7 +75,7 @@ def test_no_screen_passes_controls_on(attack: str, terminal: bool) -> None:
     assert "before" in text and "after" in text
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+@cases("attack", *ATTACKS.values(), ids=ATTACKS.keys())
 def test_error_of_a_provider_passes_no_controls_on(attack: str) -> None:
     session = Session(json=False)
     session.errors = console(True)
@@ -83,7 +84,7 @@ def test_error_of_a_provider_passes_no_controls_on(attack: str) -> None:
     assert not FORBIDDEN.search(printed(session.errors))
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+@cases("attack", *ATTACKS.values(), ids=ATTACKS.keys())
 def test_json_has_no_controls_and_means_the_same(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding in ("utf-8", "ascii"):
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 
 from shoal.cli.job_commands import finish_follow, finish_logs, keep_running
 from shoal.cli.job_screens import (
@@ -118,7 +119,7 @@ FINISH: dict[str, Callable[[Session, LogsResult], None]] = {
 }
 
 
-@pytest.mark.parametrize("command", FINISH)
+@cases("command", *FINISH)
 def test_unreachable_nodes_are_reported_by_every_log_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     failures = {"n9": Unreachable("n9", "does not answer", hint="is it up?")}
     result = LogsResult("17", (LogLine(1, 0, 0, "a"),), JobRecord("17", "COMPLETED"), None, failures)
@@ -159,17 +160,15 @@ def test_profiled_job_shows_the_trace_directory() -> None:
     assert out.getvalue().splitlines()[-1] == "  its profile will be on its nodes in /jobs/17/profile"
 
 
-@pytest.mark.parametrize(
-    ("progress", "text"),
-    [
-        ({}, ""),
-        ({"step": 3, "total_steps": None, "loss": None}, "step 3"),
-        ({"step": 3, "diverged": True, "loss": None}, "step 3, the loss is no longer a number"),
-        (
-            {"step": 3, "total_steps": 9, "loss": 1.0, "samples_per_second": 5400.4, "mfu": 0.41, "eta_seconds": 200},
-            "step 3/9, loss 1, 5400 samples/s, MFU 41%, 3 min left",
-        ),
-    ],
+@cases(
+    "progress, text",
+    ({}, ""),
+    ({"step": 3, "total_steps": None, "loss": None}, "step 3"),
+    ({"step": 3, "diverged": True, "loss": None}, "step 3, the loss is no longer a number"),
+    (
+        {"step": 3, "total_steps": 9, "loss": 1.0, "samples_per_second": 5400.4, "mfu": 0.41, "eta_seconds": 200},
+        "step 3/9, loss 1, 5400 samples/s, MFU 41%, 3 min left",
+    ),
 )
 def test_progress_fits_on_a_line(progress: dict[str, object], text: str) -> None:
     assert progress_text(progress) == text
@@ -194,9 +193,8 @@ def test_submitted_job_names_what_was_not_sent() -> None:
     assert "  submodules without files: third/x; `git submodule update --init` gets them" in lines
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")],
+@cases(
+    "size, text", (0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")
 )
 def test_sizes_have_a_unit(size: int, text: str) -> None:
     assert format_bytes(size) == text

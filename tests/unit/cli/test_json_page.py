@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 from tests.documents import ROOT
+from tests.support.cases import cases
 from tests.unit.cli.test_command_line import ALL
 from tests.unit.cli.test_screens import FINISHES, ended
 
@@ -123,12 +124,12 @@ def test_every_command_has_a_row() -> None:
     assert named - {"run --dry-run", "run --now --dry-run"} == {" ".join(words) for words in ALL} - {"schema"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@cases("command", *COMMANDS)
 def test_row_names_the_keys_of_its_command(command: str) -> None:
     assert told(f"`{command}`") == COMMANDS[command]
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "up", "down", "status", "exec"])
+@cases("command", "check", "plan", "up", "down", "status", "exec")
 def test_row_names_the_printed_keys(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ended(Session(json=True), FINISHES[command][0])
     printed = json.loads(capsys.readouterr().out)
@@ -137,6 +138,6 @@ def test_row_names_the_printed_keys(command: str, capsys: pytest.CaptureFixture[
         assert told("`groups` of `exec`") == set(printed["groups"][0])
 
 
-@pytest.mark.parametrize("part", PARTS)
+@cases("part", *PARTS)
 def test_row_names_the_keys_of_a_part(part: str) -> None:
     assert told(part) == PARTS[part]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import lab
 
 from shoal.cli.cluster_commands import finish_check, finish_down, finish_plan, finish_status, finish_up
@@ -297,7 +298,7 @@ def ended(session: Session, act: Callable[[Session], object]) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", FINISHES)
+@cases("name", *FINISHES)
 def test_every_result_is_a_json_object_with_its_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     finish, code, part = FINISHES[name]
     assert ended(Session(json=True), finish) == code
@@ -308,7 +309,7 @@ def test_every_result_is_a_json_object_with_its_exit_code(name: str, capsys: pyt
     assert err == ""
 
 
-@pytest.mark.parametrize("name", FINISHES)
+@cases("name", *FINISHES)
 def test_pipe_output_has_no_color_and_is_not_truncated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     finish, code, _ = FINISHES[name]
     assert ended(Session(json=False), finish) == code
@@ -359,21 +360,19 @@ def test_internal_error_during_a_host_command_is_not_a_host_failure(capsys: pyte
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "text"),
-    [
-        (UsageError("so not", hint="but so"), 2, "error: so not\n  fix: but so\n"),
-        (ProviderError("no [red]room[/red]"), 1, "error: no [red]room[/red]\n"),
-        (AWAY, 1, "error: n9: does not answer within 10 s\n  fix: is the host up?\n"),
-        (Interrupted("stopped", hint="go on"), 130, "stopped\n  go on\n"),
-        (asyncio.CancelledError(), 130, "stopped\n  run the same command again to continue\n"),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/home/a"),
-            1,
-            "error: on this machine: /home/a: No space left on device\n"
-            "  fix: free space on this machine's disk, then run the same command again\n",
-        ),
-    ],
+@cases(
+    "error, code, text",
+    (UsageError("so not", hint="but so"), 2, "error: so not\n  fix: but so\n"),
+    (ProviderError("no [red]room[/red]"), 1, "error: no [red]room[/red]\n"),
+    (AWAY, 1, "error: n9: does not answer within 10 s\n  fix: is the host up?\n"),
+    (Interrupted("stopped", hint="go on"), 130, "stopped\n  go on\n"),
+    (asyncio.CancelledError(), 130, "stopped\n  run the same command again to continue\n"),
+    (
+        OSError(errno.ENOSPC, "No space left on device", "/home/a"),
+        1,
+        "error: on this machine: /home/a: No space left on device\n"
+        "  fix: free space on this machine's disk, then run the same command again\n",
+    ),
 )
 def test_error_has_its_exit_code_and_fix(
     error: Exception, code: int, text: str, capsys: pytest.CaptureFixture[str]
@@ -382,7 +381,7 @@ def test_error_has_its_exit_code_and_fix(
     assert capsys.readouterr().err == text
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()])
+@cases("error", KeyboardInterrupt(), typer.Abort())
 def test_ctrl_c_at_a_prompt_is_not_an_internal_error(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     def ask(session: Session) -> None:
         raise error
@@ -415,16 +414,14 @@ def test_error_with_findings_prints_them_in_json(capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["findings"][0]["host"] == "n1"
 
 
-@pytest.mark.parametrize(
-    ("error", "name"),
-    [
-        (Unreachable("n1", "silent"), "Unreachable"),
-        (PartialFailure("some"), "Partly"),
-        (AuthenticationFailed("n1", "no key"), "AuthRefused"),
-        (SudoDenied("n1", "no"), "SudoRefused"),
-        (CommandTimeout("n1", "late"), "TimedOut"),
-        (VersionMismatch("cannot talk"), "VersionWindow"),
-    ],
+@cases(
+    "error, name",
+    (Unreachable("n1", "silent"), "Unreachable"),
+    (PartialFailure("some"), "Partly"),
+    (AuthenticationFailed("n1", "no key"), "AuthRefused"),
+    (SudoDenied("n1", "no"), "SudoRefused"),
+    (CommandTimeout("n1", "late"), "TimedOut"),
+    (VersionMismatch("cannot talk"), "VersionWindow"),
 )
 def test_json_calls_errors_by_their_stable_names(error: ShoalError, name: str) -> None:
     assert plain(error)["error"] == name
@@ -488,7 +485,7 @@ def test_host_output_is_escaped_on_a_terminal() -> None:
     assert "\x1b[2J" not in text
 
 
-@pytest.mark.parametrize("width", [60, 80])
+@cases("width", 60, 80)
 def test_values_stay_whole_in_a_narrow_terminal(width: int) -> None:
     shown = drawn(lambda console: show_status(console, STATUS), width)
     words = {word for line in shown.splitlines() for word in line.split()}
@@ -508,7 +505,7 @@ def test_only_wrapping_columns_wrap() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("width", range(12, 60, 4))
+@cases("width", *range(12, 60, 4))
 def test_every_value_is_shown_at_any_terminal_width(width: int) -> None:
     table = Columns("type", "stock", "$/hour", right=("$/hour",), wraps=("type",))
     table.add_row("gpu_8x_h100_sxm5", "there", "31.92")

@@ -10,8 +10,8 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from tests.contract.rental_providers import CASES, KEY, trial
+from tests.support.cases import cases
 from tests.unit.cloud.scene import scene
 
 from shoal.cloud.providers.api import Abilities
@@ -32,7 +32,7 @@ def unpacked(text: str) -> str:
     return text + inner
 
 
-@pytest.mark.parametrize("kind", CASES)
+@cases("kind", *CASES)
 async def test_every_order_sends_the_machine_its_end_time(tmp_path: Path, kind: str) -> None:
     async with scene(tmp_path, kind) as it:
         it.slurm.submit("1", 1)
@@ -101,7 +101,7 @@ def test_container_that_joins_late_stays(tmp_path: Path) -> None:
     assert not ended.exists()
 
 
-@pytest.mark.parametrize("may", [True, False])
+@cases("may", True, False)
 async def test_pod_that_never_joins_is_deleted_with_its_own_key(tmp_path: Path, may: bool) -> None:
     """RunPod starts a container again that ends, and bills on."""
     async with trial(CASES["runpod"]) as it:

@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cases import cases
 from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import Billing, Offer
@@ -68,7 +68,7 @@ def test_gang_counts_as_a_whole() -> None:
     )
 
 
-@pytest.mark.parametrize("budget", [Budget(per_hour=1), Budget(per_day=1000), Budget(per_month=1000)])
+@cases("budget", Budget(per_hour=1), Budget(per_day=1000), Budget(per_month=1000))
 def test_offer_without_a_price_is_rejected_under_a_budget(budget: Budget) -> None:
     said = (
         "the price of big at lambda us-west-1 is unknown, so no budget can cover it"
@@ -189,19 +189,17 @@ def test_machine_being_released_needs_no_reserve() -> None:
 # What one rental costs.
 
 
-@pytest.mark.parametrize(
-    ("seconds", "billing", "usd"),
-    [
-        (3600, Billing(), "10"),
-        (1, Billing(), "0.002778"),
-        (0.2, Billing(), "0.002778"),
-        (61, Billing(60), "0.333333"),
-        (60, Billing(60), "0.166667"),
-        (1, Billing(3600), "10"),
-        (3601, Billing(3600), "20"),
-        (5, Billing(1, 60), "0.166667"),
-        (61, Billing(1, 60), "0.169444"),
-    ],
+@cases(
+    "seconds, billing, usd",
+    (3600, Billing(), "10"),
+    (1, Billing(), "0.002778"),
+    (0.2, Billing(), "0.002778"),
+    (61, Billing(60), "0.333333"),
+    (60, Billing(60), "0.166667"),
+    (1, Billing(3600), "10"),
+    (3601, Billing(3600), "20"),
+    (5, Billing(1, 60), "0.166667"),
+    (61, Billing(1, 60), "0.169444"),
 )
 def test_cost_follows_the_billing_rule_of_the_provider(seconds: float, billing: Billing, usd: str) -> None:
     one = made("a", 0, billing=billing)
@@ -246,9 +244,13 @@ def test_partial_costs_add_up_to_the_total(price: int, cuts: list[float], billin
     assert sum(parts) == cost(one, NOW + 2e6) == cost_of_time(price, billing.seconds(NOW + length - NOW))
 
 
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(0, "$0.00"), (4999, "$0.00"), (5000, "$0.01"), (31_920_000, "$31.92"), (1_234_567_890_000, "$1,234,567.89")],
+@cases(
+    "amount, text",
+    (0, "$0.00"),
+    (4999, "$0.00"),
+    (5000, "$0.01"),
+    (31_920_000, "$31.92"),
+    (1_234_567_890_000, "$1,234,567.89"),
 )
 def test_dollars_are_formatted_to_the_cent(amount: int, text: str) -> None:
     assert format_dollars(amount) == text

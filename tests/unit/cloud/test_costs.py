@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cases import cases
 from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import Billing
@@ -58,15 +59,13 @@ def use(job: str, start: float, end: float, node: str = "burst1", user: str = "a
     return NodeUse(job, user, "train", node, NOW - start * HOUR, NOW - end * HOUR)
 
 
-@pytest.mark.parametrize(
-    ("billing", "changed", "expected"),
-    [
-        (Billing(), 2.0, 10 + 2 * 20),  # one hour at the first price, two at the second
-        (Billing(step=3600), 1.5, 2 * 10 + 20),  # an hour that had begun costs what it cost when it began
-        (Billing(step=3600), 2.0, 10 + 2 * 20),
-        (Billing(), 5.0, 3 * 20),  # before it was made
-        (Billing(), -1.0, 3 * 10),  # of which nothing is billed yet
-    ],
+@cases(
+    "billing, changed, expected",
+    (Billing(), 2.0, 10 + 2 * 20),  # one hour at the first price, two at the second
+    (Billing(step=3600), 1.5, 2 * 10 + 20),  # an hour that had begun costs what it cost when it began
+    (Billing(step=3600), 2.0, 10 + 2 * 20),
+    (Billing(), 5.0, 3 * 20),  # before it was made
+    (Billing(), -1.0, 3 * 10),  # of which nothing is billed yet
 )
 def test_new_price_counts_from_its_change(billing: Billing, changed: float, expected: float) -> None:
     one = machine(billing=billing, usd_hour=20.0, prices=((0.0, 10.0), (NOW - changed * HOUR, 20.0)))

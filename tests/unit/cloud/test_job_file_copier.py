@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.service import job_file_copier
 from shoal.cloud.service.job_file_copier import ContainerJob, JobFileCopier, JobNote, parse_jobs, parse_note
@@ -39,16 +40,14 @@ def test_jobs_and_array_tasks_in_containers_are_parsed() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("said", "note"),
-    [
-        (f"{ROOT}\x1fshoal:c0de/11b@e44\n", JobComment("c0de", "11b", "", "e44")),
-        (f"{ROOT}\x1fmine\n", None),
-        (f"{ROOT}\x1f(null)\n", None),
-        ("/etc\x1fshoal:c0de/11b\n", None),
-        (2 * f"{ROOT}\x1fshoal:c0de/11b\n", JobComment("c0de", "11b")),
-        ("", None),
-    ],
+@cases(
+    "said, note",
+    (f"{ROOT}\x1fshoal:c0de/11b@e44\n", JobComment("c0de", "11b", "", "e44")),
+    (f"{ROOT}\x1fmine\n", None),
+    (f"{ROOT}\x1f(null)\n", None),
+    ("/etc\x1fshoal:c0de/11b\n", None),
+    (2 * f"{ROOT}\x1fshoal:c0de/11b\n", JobComment("c0de", "11b")),
+    ("", None),
 )
 def test_only_jobs_of_shoal_run_in_the_jobs_directory_have_a_note(said: str, note: JobComment | None) -> None:
     assert parse_note(said, (ROOT, "/jobs/alice")) == (JobNote(ROOT, note) if note else None)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.service.slurm_requests import WAITING_COMMAND, JobStarter
 from shoal.errors import SlurmError
@@ -164,7 +165,7 @@ async def test_job_with_all_nodes_ready_does_not_wait(tmp_path: Path) -> None:
     assert left(prolog.starts) == []
 
 
-@pytest.mark.parametrize("state", ["alloc~", "alloc#", "idle%", "mix!"])
+@cases("state", "alloc~", "alloc#", "idle%", "mix!")
 async def test_job_waits_for_a_powering_up_node_until_the_service_starts_the_job(tmp_path: Path, state: str) -> None:
     prolog = Prolog(tmp_path)
     prolog.says("7\n", f"alloc\n{state}\n")
@@ -176,9 +177,7 @@ async def test_job_waits_for_a_powering_up_node_until_the_service_starts_the_job
     assert left(prolog.starts) == []
 
 
-@pytest.mark.parametrize(
-    ("waiting", "states"), [("6\n7\n", "alloc\nalloc\n"), ("77\n", "alloc#\n")], ids=["nodes there", "job gone"]
-)
+@cases("waiting, states", ("6\n7\n", "alloc\nalloc\n"), ("77\n", "alloc#\n"), ids=["nodes there", "job gone"])
 async def test_job_polls_by_itself_without_a_service(tmp_path: Path, waiting: str, states: str) -> None:
     prolog = Prolog(tmp_path, look="0.1")
     prolog.says("7\n", "alloc#\n")

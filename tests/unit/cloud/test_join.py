@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.containers.test_image_runner import ALLOWED
 from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 
@@ -225,7 +226,7 @@ async def test_join_asks_nothing_about_images_where_no_job_runs_in_one(tmp_path:
 
 
 @pytest.mark.skipif(not ALLOWED, reason="needs user namespaces")
-@pytest.mark.parametrize(("limit", "status"), [(10, 0), (0, 1)])
+@cases("limit, status", (10, 0), (0, 1))
 def test_machine_without_user_namespaces_is_noticed(limit: int, status: int) -> None:
     line = f'echo {limit} > /proc/sys/user/max_user_namespaces && exec "$@"'
     inside = ("unshare", "--user", "--map-root-user", "sh", "-c", line, "sh")
@@ -242,29 +243,27 @@ async def test_machine_with_broken_gpus_never_starts_slurmd(tmp_path: Path) -> N
     assert "service slurmd" in reef.asked("cloud2")
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        (
-            {"cpu": Cpu(cpus=2, cores_per_socket=2)},
-            "it has 2 CPUs and nodeset cloud says 4 (set `cpus: 2`, `memory: 15360M` there, or rent a larger type)",
-        ),
-        (
-            {"memory_mb": 8000},
-            "it has 8000 MB of memory and nodeset cloud says 15360 MB"
-            " (set `cpus: 4`, `memory: 8000M` there, or rent a larger type)",
-        ),
-        (
-            {"cgroup": Cgroup()},
-            "Slurm confines jobs with cgroups here, and this machine has no writable cgroups"
-            " (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)",
-        ),
-        (
-            {"cgroup": Cgroup(2, ("cpuset", "cpu", "devices"))},
-            "Slurm confines jobs with cgroups here, and this machine has no writable memory"
-            " (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)",
-        ),
-    ],
+@cases(
+    "facts, said",
+    (
+        {"cpu": Cpu(cpus=2, cores_per_socket=2)},
+        "it has 2 CPUs and nodeset cloud says 4 (set `cpus: 2`, `memory: 15360M` there, or rent a larger type)",
+    ),
+    (
+        {"memory_mb": 8000},
+        "it has 8000 MB of memory and nodeset cloud says 15360 MB"
+        " (set `cpus: 4`, `memory: 8000M` there, or rent a larger type)",
+    ),
+    (
+        {"cgroup": Cgroup()},
+        "Slurm confines jobs with cgroups here, and this machine has no writable cgroups"
+        " (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)",
+    ),
+    (
+        {"cgroup": Cgroup(2, ("cpuset", "cpu", "devices"))},
+        "Slurm confines jobs with cgroups here, and this machine has no writable memory"
+        " (rent a type that has them; hosts of a sandbox: delete `cgroups: true`)",
+    ),
 )
 async def test_machine_that_slurm_would_not_use_is_unfit_before_packages_are_installed(
     tmp_path: Path, facts: dict[str, Any], said: str

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.test_join import ADDRESSES, HEALTHY, Reef, machine
 from tests.unit.plan.fake_world import host_facts, spec_of
 
@@ -71,7 +71,7 @@ async def test_rented_container_below_its_nodeset_is_unfit(tmp_path: Path) -> No
     assert not [key for key in reef.asked("pods1") if key.startswith(("package", "service"))]
 
 
-@pytest.mark.parametrize("address", ["not an address", "10.0.0.300"])
+@cases("address", "not an address", "10.0.0.300")
 async def test_machine_with_invalid_facts_fails_alone(tmp_path: Path, address: str) -> None:
     reef = Reef(tmp_path, 1, 2, joined=(3,))
     for name in ("cloud2", "cloud3"):
@@ -83,7 +83,7 @@ async def test_machine_with_invalid_facts_fails_alone(tmp_path: Path, address: s
     assert set(reef.members_known_to("c1")) == {*ADDRESSES, "cloud1", "cloud3"}
 
 
-@pytest.mark.parametrize("together", [True, False])
+@cases("together", True, False)
 async def test_machine_that_breaks_our_code_fails_alone(tmp_path: Path, together: bool) -> None:
     reef = Reef(tmp_path, 1, 2, joined=(3,))
     for name in ("cloud2", "cloud3"):

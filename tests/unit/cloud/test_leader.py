@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CASES, CLUSTER, Scene, scene
 
 from shoal.cloud.providers.api import RentalOrder
@@ -111,7 +111,7 @@ def test_tokens_are_unique_and_end_with_the_leader_time() -> None:
     assert len(tokens) == 100 and all(token.endswith("x6a000001") and len(token) == 17 for token in tokens)
 
 
-@pytest.mark.parametrize("clock", ["right", "behind"])
+@cases("clock", "right", "behind")
 def test_shoal_up_makes_a_leader_later_than_all_before(clock: str, tmp_path: Path) -> None:
     since, mark = tmp_path / "since", tmp_path / "succeeded"
     account = SimpleNamespace(name="lambda", listing=SimpleNamespace(instances={}))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.cases import cases
 from tests.unit.cloud.rentals import A100, H100, rental
 
 from shoal.cloud.providers.api import Billing, FailureKind
@@ -310,17 +311,15 @@ def test_longer_block_is_not_shortened(path: Path) -> None:
         assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", None, "for good")]
 
 
-@pytest.mark.parametrize(
-    ("block", "covers"),
-    [
-        (OrderBlock("gcp"), True),
-        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-b", "on-demand"), True),
-        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1", "on-demand"), True),
-        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-c", "on-demand"), False),
-        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-b", "spot"), False),
-        (OrderBlock("gcp", "a2-highgpu-8g"), False),
-        (OrderBlock("lambda"), False),
-    ],
+@cases(
+    "block, covers",
+    (OrderBlock("gcp"), True),
+    (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-b", "on-demand"), True),
+    (OrderBlock("gcp", "a2-highgpu-1g", "us-central1", "on-demand"), True),
+    (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-c", "on-demand"), False),
+    (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-b", "spot"), False),
+    (OrderBlock("gcp", "a2-highgpu-8g"), False),
+    (OrderBlock("lambda"), False),
 )
 def test_block_covers_the_offers_of_its_scope(block: OrderBlock, covers: bool) -> None:
     assert block.covers(A100) is covers
@@ -437,7 +436,7 @@ def test_foreign_database_is_rejected_and_unchanged(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["text", "page"])
+@cases("damage", "text", "page")
 def test_damaged_file_is_rejected_with_the_fix(path: Path, damage: str) -> None:
     if damage == "text":
         path.parent.mkdir()

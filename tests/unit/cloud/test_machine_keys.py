@@ -11,6 +11,7 @@ from typing import Any
 import asyncssh
 import pytest
 from tests.contract.rental_providers import CASES
+from tests.support.cases import cases
 from tests.unit.cloud.scene import Scene, scene
 from tests.unit.cloud.test_boot_script import unpacked
 from tests.unit.cloud.test_join import Reef, machine
@@ -40,7 +41,7 @@ def files_with(directory: Path, text: bytes) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and text in path.read_bytes()]
 
 
-@pytest.mark.parametrize("kind", CASES)
+@cases("kind", *CASES)
 async def test_order_gives_the_machine_the_key_that_the_ledger_expects(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,7 +68,7 @@ def test_provider_without_boot_scripts_gets_no_key() -> None:
     assert "PRIVATE" not in repr(key)
 
 
-@pytest.mark.parametrize("container", [False, True])
+@cases("container", False, True)
 def test_boot_script_installs_the_key_once(tmp_path: Path, container: bool) -> None:
     key = MachineKey.make()
     calls, ssh = tmp_path / "calls", tmp_path / "ssh"
@@ -122,7 +123,7 @@ async def test_machine_that_returns_no_key_does_not_join(tmp_path: Path) -> None
     assert errors["cloud1"].startswith("cannot replace its host key")
 
 
-@pytest.mark.parametrize(("timeout", "unfit"), [(0.0, True), (3600.0, False)])
+@cases("timeout, unfit", (0.0, True), (3600.0, False))
 async def test_machine_with_another_key_is_retried_and_then_unfit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, unfit: bool
 ) -> None:

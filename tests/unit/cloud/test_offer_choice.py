@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.providers.api import FailureKind, Offer, RequestOutcome, Scope
 from shoal.cloud.rental import OrderBlock
@@ -93,70 +93,64 @@ def test_at_most_25_offers_are_tried() -> None:
     assert found((LAMBDA, many)) == many[:25]
 
 
-@pytest.mark.parametrize(
-    ("kind", "scope", "expected"),
-    [
-        (
-            FailureKind.CAPACITY,
-            "offer",
-            OrderBlock(
-                "gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"
-            ),
+@cases(
+    "kind, scope, expected",
+    (
+        FailureKind.CAPACITY,
+        "offer",
+        OrderBlock("gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"),
+    ),
+    (
+        FailureKind.CAPACITY,
+        "zone",
+        OrderBlock("gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"),
+    ),
+    (
+        FailureKind.CAPACITY,
+        "region",
+        OrderBlock("gcp", A3.type, "us-central1", "on-demand", NOW + 600, "gcp us-central1 out of a3-highgpu-8g"),
+    ),
+    (
+        FailureKind.CAPACITY,
+        "provider",
+        OrderBlock("gcp", A3.type, "", "on-demand", NOW + 600, "gcp out of a3-highgpu-8g"),
+    ),
+    (
+        FailureKind.QUOTA,
+        "region",
+        OrderBlock(
+            *("gcp", A3.type, "us-central1", "", NOW + 3600),
+            "gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up",
         ),
-        (
-            FailureKind.CAPACITY,
-            "zone",
-            OrderBlock(
-                "gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"
-            ),
+    ),
+    (
+        FailureKind.QUOTA,
+        "provider",
+        OrderBlock("gcp", until=NOW + 3600, why="gcp has no more for us: our quota is used up"),
+    ),
+    (
+        FailureKind.BALANCE,
+        "provider",
+        OrderBlock(
+            "gcp", until=NOW + 3600, why="gcp has no money left of ours (top it up; it is tried again every hour)"
         ),
-        (
-            FailureKind.CAPACITY,
-            "region",
-            OrderBlock("gcp", A3.type, "us-central1", "on-demand", NOW + 600, "gcp us-central1 out of a3-highgpu-8g"),
+    ),
+    (
+        FailureKind.AUTH,
+        "provider",
+        OrderBlock("gcp", why="gcp does not accept our key (replace it, then run `shoal up`)"),
+    ),
+    (
+        FailureKind.INVALID,
+        "offer",
+        OrderBlock(
+            *("gcp", A3.type, "us-central1-b", "on-demand", NOW + 3600),
+            "gcp us-central1-b does not take an order for a3-highgpu-8g: no such image",
         ),
-        (
-            FailureKind.CAPACITY,
-            "provider",
-            OrderBlock("gcp", A3.type, "", "on-demand", NOW + 600, "gcp out of a3-highgpu-8g"),
-        ),
-        (
-            FailureKind.QUOTA,
-            "region",
-            OrderBlock(
-                *("gcp", A3.type, "us-central1", "", NOW + 3600),
-                "gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up",
-            ),
-        ),
-        (
-            FailureKind.QUOTA,
-            "provider",
-            OrderBlock("gcp", until=NOW + 3600, why="gcp has no more for us: our quota is used up"),
-        ),
-        (
-            FailureKind.BALANCE,
-            "provider",
-            OrderBlock(
-                "gcp", until=NOW + 3600, why="gcp has no money left of ours (top it up; it is tried again every hour)"
-            ),
-        ),
-        (
-            FailureKind.AUTH,
-            "provider",
-            OrderBlock("gcp", why="gcp does not accept our key (replace it, then run `shoal up`)"),
-        ),
-        (
-            FailureKind.INVALID,
-            "offer",
-            OrderBlock(
-                *("gcp", A3.type, "us-central1-b", "on-demand", NOW + 3600),
-                "gcp us-central1-b does not take an order for a3-highgpu-8g: no such image",
-            ),
-        ),
-        (FailureKind.RATE, "provider", None),
-        (FailureKind.TRANSIENT, "offer", None),
-        (FailureKind.AMBIGUOUS, "offer", None),
-    ],
+    ),
+    (FailureKind.RATE, "provider", None),
+    (FailureKind.TRANSIENT, "offer", None),
+    (FailureKind.AMBIGUOUS, "offer", None),
 )
 def test_each_failure_kind_blocks_its_scope_for_its_time(
     kind: FailureKind, scope: Scope, expected: OrderBlock | None
@@ -216,17 +210,15 @@ def test_block_of_another_region_is_not_a_reason() -> None:
     assert again == NOW + 600
 
 
-@pytest.mark.parametrize(
-    ("offer", "max_price", "said"),
-    [
-        (H100, 20.0, "lambda costs $31.92 an hour, and max_price is $20.00; next try at 12:10 UTC"),
-        (
-            replace(H100, usd_hour=None),
-            20.0,
-            "lambda gives no price, and max_price is $20.00; next try at 12:10 UTC",
-        ),
-        (replace(H100, available="no"), None, "lambda has none left; next try at 12:10 UTC"),
-    ],
+@cases(
+    "offer, max_price, said",
+    (H100, 20.0, "lambda costs $31.92 an hour, and max_price is $20.00; next try at 12:10 UTC"),
+    (
+        replace(H100, usd_hour=None),
+        20.0,
+        "lambda gives no price, and max_price is $20.00; next try at 12:10 UTC",
+    ),
+    (replace(H100, available="no"), None, "lambda has none left; next try at 12:10 UTC"),
 )
 def test_price_limit_and_stockout_have_different_reasons(offer: Offer, max_price: float | None, said: str) -> None:
     assert why_none(nodeset(LAMBDA, max_price=max_price), ((LAMBDA, [offer]),), [], NOW)[0] == said

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.service.slurm_requests import PowerRequest, RequestQueue
 from shoal.remote import power_request as request
@@ -30,9 +31,7 @@ def ask(place: Path, verb: str, nodes: str, resume_file: Path | None = None) -> 
     return request.main([f"/usr/lib/shoal/{verb}", nodes], str(place), environ)
 
 
-@pytest.mark.parametrize(
-    ("told", "nodes"), [(RESUME_22, ("cl1", "cl2")), (RESUME_23, ("cl1", "cl2", "cl3"))], ids=["22.05", "23.02"]
-)
+@cases("told, nodes", (RESUME_22, ("cl1", "cl2")), (RESUME_23, ("cl1", "cl2", "cl3")), ids=["22.05", "23.02"])
 def test_request_names_jobs_and_their_nodes(place: Path, tmp_path: Path, told: object, nodes: tuple[str, ...]) -> None:
     file = tmp_path / "resume.json"
     file.write_text(json.dumps(told))
@@ -50,7 +49,7 @@ def test_requests_are_read_in_their_order(place: Path) -> None:
     assert [one.verb for one in RequestQueue(place).take()] == ["resume", "suspend", "resume-fail"]
 
 
-@pytest.mark.parametrize("broken", ["", "no json", "[]", '{"jobs": 5}', '{"jobs": [5]}'])
+@cases("broken", "", "no json", "[]", '{"jobs": 5}', '{"jobs": [5]}')
 def test_unreadable_resume_file_keeps_the_request(place: Path, tmp_path: Path, broken: str) -> None:
     file = tmp_path / "resume.json"
     file.write_text(broken)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.service.processes import ProcessResult, run, run_connected
 
@@ -23,7 +24,7 @@ async def test_connected_processes_exchange_their_output() -> None:
     assert await run_connected(first, second) == (ProcessResult(0), ProcessResult(0))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@cases("failing", 0, 1)
 async def test_failure_of_a_process_ends_its_partner(failing: int) -> None:
     pair = [["sleep", "600"], ["sleep", "600"]]
     pair[failing] = ["sh", "-c", "echo broken >&2; exit 5"]

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.rental import REPLACED, OrderBlock
@@ -22,7 +22,7 @@ async def given_up(it: Scene, job: str = "1") -> str:
     return str(it.slurm.job_by_id[job].comment)
 
 
-@pytest.mark.parametrize("nodes", [1, 4])
+@cases("nodes", 1, 4)
 async def test_job_gets_at_most_two_replacements_of_bad_machines_and_its_owner_reads_the_cost(
     tmp_path: Path, nodes: int
 ) -> None:
@@ -55,7 +55,7 @@ async def test_nodes_of_a_job_that_gets_no_more_machines_are_left_to_others(tmp_
         assert it.slurm.job_by_id["1"].state != "COMPLETED"
 
 
-@pytest.mark.parametrize(("nodes", "most"), [(1, 2), (4, 2), (11, 2), (12, 3), (64, 16)])
+@cases("nodes, most", (1, 2), (4, 2), (11, 2), (12, 3), (64, 16))
 def test_replacements_grow_with_large_jobs(nodes: int, most: int) -> None:
     assert max_replacements(nodes) == most
 
@@ -84,7 +84,7 @@ async def test_job_that_starts_again_and_again_gets_new_replacements(tmp_path: P
         assert it.context.rejected_machines("1") == ("", 0)
 
 
-@pytest.mark.parametrize("end", ["stop", "delete"])
+@cases("end", "stop", "delete")
 async def test_spot_machine_that_ends_while_it_boots_was_not_unfit(tmp_path: Path, end: str) -> None:
     """Google stops a machine that it takes away."""
     spot = tuple(choice(CASES["gcp"], type="a2-highgpu-1g", zone=f"us-central1-{zone}") for zone in "abc")
@@ -110,7 +110,7 @@ async def test_stopped_on_demand_machine_was_unfit(tmp_path: Path) -> None:
         await it.until(lambda: it.context.rejected_machines("1")[1] == 1)
 
 
-@pytest.mark.parametrize("prefix", [UNFIT_IMAGE_PREFIX, UNFIT_TYPE_PREFIX])
+@cases("prefix", UNFIT_IMAGE_PREFIX, UNFIT_TYPE_PREFIX)
 async def test_image_or_type_that_does_not_fit_is_rented_once(tmp_path: Path, prefix: str) -> None:
     async with scene(tmp_path, "lambda", sets=(rented_set("burst", 1, *PLACES),)) as it:
         it.joiner.judge = lambda machine: f"{prefix}Slurm newer than the controller's"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import FailureKind, RequestOutcome
@@ -272,7 +273,7 @@ def test_status_of_a_newer_shoal_is_readable() -> None:
     assert read_status(json.dumps({"at": 5.0, "weather": "fine"})) == ServiceStatus(5.0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"at": "yesterday"}'])
+@cases("text", "", "[]", "{}", '{"at": "yesterday"}')
 def test_invalid_status_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_status(text)

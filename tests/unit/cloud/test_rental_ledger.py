@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import FailureKind
@@ -66,9 +67,12 @@ def test_live_and_late_rows_are_listed_with_their_age(tmp_path: Path) -> None:
     assert 500 <= found["late"]["age"] < program.LATE_ORDER_S
 
 
-@pytest.mark.parametrize(
-    ("pid", "began", "of_now"),
-    [(1, 300, {"late"}), (1, 3000, {"early", "late"}), (0, 300, set()), (1, None, set())],
+@cases(
+    "pid, began, of_now",
+    (1, 300, {"late"}),
+    (1, 3000, {"early", "late"}),
+    (0, 300, set()),
+    (1, None, set()),
     ids=["between them", "before both", "none runs", "systemd does not say"],
 )
 def test_rows_ordered_by_the_running_service_are_marked(

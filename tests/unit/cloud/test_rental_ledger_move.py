@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import FailureKind
@@ -92,7 +93,7 @@ def test_older_schema_merges_by_shared_columns(old: Controller, new: Controller)
     assert replace(found, state="made", gone_at=None).prices == ((0.0, 2.5),)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("", ""), ("2000000000", ""), ("1000", "2000000000"), ("no time", "")])
+@cases("theirs, ours", ("", ""), ("2000000000", ""), ("1000", "2000000000"), ("no time", ""))
 def test_new_leader_is_later_than_both_and_not_superseded(
     theirs: str, ours: str, old: Controller, new: Controller
 ) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import PERMANENT_TOKEN, FailureKind
@@ -150,7 +150,7 @@ async def test_two_failed_gangs_leave_no_machine(tmp_path: Path) -> None:
         assert {job.state for job in it.slurm.job_by_id.values()} == {"COMPLETED"}
 
 
-@pytest.mark.parametrize("kind", ["quota", "balance", "auth"])
+@cases("kind", "quota", "balance", "auth")
 async def test_account_problem_is_shown_on_the_job(tmp_path: Path, kind: str) -> None:
     words = {"quota": "quota is used up", "balance": "no money", "auth": "does not accept our key"}
     async with scene(tmp_path, "lambda") as it:
@@ -313,7 +313,7 @@ async def test_replaced_machine_frees_its_budget_for_the_replacement(tmp_path: P
         await settled(it)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
+@cases("restarted", False, True)
 async def test_node_refused_by_the_budget_is_retried_as_soon_as_money_is_there(tmp_path: Path, restarted: bool) -> None:
     async with scene(tmp_path, "lambda", budget=Budget(per_hour=2 * 1.29)) as it:
         first, later = it.slurm.submit("1", 2, seconds=100_000.0), it.slurm.submit("2", 1)
@@ -370,7 +370,7 @@ async def test_machine_in_a_place_without_more_ends_before_the_budget_allows_the
         assert job.state == "COMPLETED"
 
 
-@pytest.mark.parametrize("limits", [{"budget": Budget(per_hour=1000.0)}, {"max_price": 1000.0}, {}])
+@cases("limits", {"budget": Budget(per_hour=1000.0)}, {"max_price": 1000.0}, {})
 async def test_unpriced_gcp_machine_is_rented_only_without_money_limits(tmp_path: Path, limits: dict[str, Any]) -> None:
     unpriced = choice(CASES["gcp"], type="g2-standard-8", market="on-demand")
     async with scene(tmp_path, "gcp", sets=(rented_set("burst", 4, unpriced, **limits),)) as it:

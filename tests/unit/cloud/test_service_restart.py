@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.contract.rental_providers import CASES, PUBLIC_KEY, account
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CLUSTER, NO_PAUSE, STEP_TIMEOUT_S, choice, rented_set
 
 from shoal.cloud.providers import rental_provider
@@ -337,9 +338,7 @@ def killed(directory: Path, name: str, steps: range) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [name if name == "all is well" else pytest.param(name, marks=pytest.mark.matrix) for name in STORIES]
-)
+@cases("name", *[name if name == "all is well" else pytest.param(name, marks=pytest.mark.matrix) for name in STORIES])
 def test_service_killed_at_any_step_continues_after_restart(name: str) -> None:
     with somewhere() as directory:
         count = rehearsed(directory, name)

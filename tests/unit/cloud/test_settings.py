@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File, SecretRef
@@ -54,20 +55,18 @@ def test_service_reads_the_written_settings(directory: Path) -> None:
     assert "secret-of" not in repr(found)
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "cause"),
-    [
-        ("spec.json", None, "No such file or directory"),
-        ("spec.json", "{", "it is not JSON"),
-        (
-            "spec.json",
-            '{"cluster": "reef", "new": 1}',
-            "it was written by another version of Shoal",
-        ),
-        ("accounts.json", '{"cheap": {"kind": "x"}}', "account cheap is incomplete"),
-        ("keys/cheap", None, "No such file or directory"),
-        ("id_ed25519.pub", None, "No such file or directory"),
-    ],
+@cases(
+    "file, text, cause",
+    ("spec.json", None, "No such file or directory"),
+    ("spec.json", "{", "it is not JSON"),
+    (
+        "spec.json",
+        '{"cluster": "reef", "new": 1}',
+        "it was written by another version of Shoal",
+    ),
+    ("accounts.json", '{"cheap": {"kind": "x"}}', "account cheap is incomplete"),
+    ("keys/cheap", None, "No such file or directory"),
+    ("id_ed25519.pub", None, "No such file or directory"),
 )
 def test_missing_or_invalid_settings_are_reported_with_the_fix(
     directory: Path, file: str, text: str | None, cause: str

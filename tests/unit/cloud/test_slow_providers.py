@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import FailureKind, RequestOutcome
@@ -119,7 +120,7 @@ async def test_pending_order_is_not_treated_as_lost(tmp_path: Path) -> None:
         assert len(it.market().bill()) == 1
 
 
-@pytest.mark.parametrize("answer", [None, RequestOutcome(failure=FailureKind.CAPACITY, message="none left")])
+@cases("answer", None, RequestOutcome(failure=FailureKind.CAPACITY, message="none left"))
 async def test_late_answer_for_a_cancelled_job_leaves_no_machine(tmp_path: Path, answer: RequestOutcome | None) -> None:
     async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
         slow = hang(it, "create")

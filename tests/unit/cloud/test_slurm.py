@@ -1,6 +1,7 @@
 """The interface to slurmctld: how its answers are parsed, and which commands it gets."""
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.service.slurm import (
     JOBS_COMMAND,
@@ -41,17 +42,15 @@ def node(text: str) -> NodeState:
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "wants", "goes", "down", "used"),
-    [
-        (ASLEEP, False, True, False, False),
-        (WAKING, True, False, False, False),
-        (WAKING_FOR_NOBODY, True, False, False, False),
-        (REFUSED, False, False, True, False),
-        (TIMED_OUT, False, True, True, False),
-        (GOING, False, True, False, False),
-        (WORKS, False, False, False, True),
-    ],
+@cases(
+    "text, wants, goes, down, used",
+    (ASLEEP, False, True, False, False),
+    (WAKING, True, False, False, False),
+    (WAKING_FOR_NOBODY, True, False, False, False),
+    (REFUSED, False, False, True, False),
+    (TIMED_OUT, False, True, True, False),
+    (GOING, False, True, False, False),
+    (WORKS, False, False, False, True),
 )
 def test_node_flags_are_read_from_the_state(text: str, wants: bool, goes: bool, down: bool, used: bool) -> None:
     found = node(text)
@@ -127,9 +126,7 @@ async def test_each_action_is_a_single_slurm_command() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("script", "options"), [("exec {SHOAL_WARNINGS}<> <(:)\n", ("--batch",)), ("#!/bin/bash\nsrun x\n", ())]
-)
+@cases("script, options", ("exec {SHOAL_WARNINGS}<> <(:)\n", ("--batch",)), ("#!/bin/bash\nsrun x\n", ()))
 async def test_warning_goes_to_a_batch_script_that_takes_it(script: str, options: tuple[str, ...]) -> None:
     host = FakeHost("controller", {("scontrol",): script.encode(), ("scancel",): b""})
     await LiveSlurm(host).warn("17")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import RentedInstance, RequestOutcome
@@ -66,7 +67,7 @@ async def failing(*_: Any) -> Any:
     raise KeyError("status")
 
 
-@pytest.mark.parametrize("question", ["offers", "ensure_key"])
+@cases("question", "offers", "ensure_key")
 async def test_client_exception_does_not_stop_jobs_on_another_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: str
 ) -> None:
@@ -136,7 +137,7 @@ async def run_jobs_of_both_accounts(it: Scene, nodes: int) -> None:
     await it.until(lambda: not it.ledger.live())
 
 
-@pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES])
+@cases("how", TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES)
 async def test_orders_with_wrong_outcomes_are_searched_and_not_repeated_or_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -150,7 +151,7 @@ async def test_orders_with_wrong_outcomes_are_searched_and_not_repeated_or_lost(
         assert "could not be served" not in caplog.text
 
 
-@pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NO_OUTCOMES])
+@cases("how", TOO_FEW, TOO_MANY, NO_OUTCOMES)
 async def test_deletes_with_wrong_outcomes_repeat_until_the_list_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.docker_guard import main
 from shoal.remote.docker_guard.caller import Caller, Rejection
@@ -116,7 +117,7 @@ def stops(tmp_path: Path) -> int:
     return len((tmp_path / "log").read_text().split()) if (tmp_path / "log").exists() else 0
 
 
-@pytest.mark.parametrize("changes", [True, False], ids=["a build", "a push or a terminal"])
+@cases("changes", True, False, ids=["a build", "a push or a terminal"])
 def test_request_of_another_job_keeps_the_daemon(daemon: UserDaemon, tmp_path: Path, changes: bool) -> None:
     with daemon.request("8", changes):
         daemon.end_job("7")
@@ -140,15 +141,13 @@ def test_end_of_a_job_removes_its_containers_alone(daemon: UserDaemon, docker: F
     assert not docker.containers and stops(tmp_path) == 1
 
 
-@pytest.mark.parametrize(
-    ("request_line", "status", "message"),
-    [
-        ("DELETE /containers/a", 500, "Docker of ann does not remove 1 containers of /job_7$"),
-        ("DELETE /containers/a", 409, "Docker of ann does not remove 1 containers of /job_7$"),
-        ("GET /containers/json", 500, "GET /containers/json?all=1: Docker answers 500"),
-        ("GET /containers/json", 400, "Docker of ann does not list its containers"),
-        ("GET /containers/a/json", 500, "GET /containers/a/json: Docker answers 500"),
-    ],
+@cases(
+    "request_line, status, message",
+    ("DELETE /containers/a", 500, "Docker of ann does not remove 1 containers of /job_7$"),
+    ("DELETE /containers/a", 409, "Docker of ann does not remove 1 containers of /job_7$"),
+    ("GET /containers/json", 500, "GET /containers/json?all=1: Docker answers 500"),
+    ("GET /containers/json", 400, "Docker of ann does not list its containers"),
+    ("GET /containers/a/json", 500, "GET /containers/a/json: Docker answers 500"),
 )
 def test_container_that_stays_is_an_error(
     daemon: UserDaemon, docker: FakeDocker, tmp_path: Path, request_line: str, status: int, message: str
@@ -225,7 +224,7 @@ def test_user_has_a_bounded_number_of_networks(
         assert "remove some" in answer(path, "POST", "/networks/create", '{"Name": "own"}')[1]
 
 
-@pytest.mark.parametrize("body", ["[]", '{"HostConfig": 5}', '{"HostConfig": {"Mounts": [3]}}', "[" * 100000])
+@cases("body", "[]", '{"HostConfig": 5}', '{"HostConfig": {"Mounts": [3]}}', "[" * 100000)
 def test_body_that_is_no_request_is_rejected(
     docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.docker_guard import rules
 from shoal.remote.docker_guard.caller import Caller, Peer, Rejection, find_job, hard_limits, job_owner
@@ -20,39 +21,35 @@ CALLER = Caller(os.getuid(), os.getgid(), "7", GROUP)
 V1 = f"9:name=systemd:/system.slice/slurmd.service\n6:freezer:{GROUP}/step_0\n5:devices:{GROUP}/step_0/task_0\n0::/\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "job"),
-    [
-        (V1, ("7", GROUP, 2001)),
-        ("4:freezer:/slurm/uid_5/job_8/step_batch\n", ("8", "/slurm/uid_5/job_8", 5)),
-        (
-            "0::/system.slice/slurmstepd.scope/job_12/step_batch/user/task_0\n",
-            ("12", "/system.slice/slurmstepd.scope/job_12", None),
-        ),
-        ("0::/system.slice/n1_slurmstepd.scope/job_3\n", ("3", "/system.slice/n1_slurmstepd.scope/job_3", None)),
-        (f"0::{OWN}/app.slice/slurm.service/job_77\n", None),
-        (f"0::{OWN}/system.slice/slurmstepd.scope/job_77\n", None),
-        (f"0::{OWN}/a\f0::/system.slice/slurmstepd.scope/job_77\n", None),
-        ("0::/slurm/uid_2001/job_77\n", None),
-        (f"6:freezer:{OWN}/slurm/uid_2001/job_77\n", None),
-        ("0::/user.slice/user-2001.slice/job_3\n", None),
-        ("6:freezer:/\n0::/system.slice/ssh.service\n", None),
-        ("", None),
-    ],
+@cases(
+    "text, job",
+    (V1, ("7", GROUP, 2001)),
+    ("4:freezer:/slurm/uid_5/job_8/step_batch\n", ("8", "/slurm/uid_5/job_8", 5)),
+    (
+        "0::/system.slice/slurmstepd.scope/job_12/step_batch/user/task_0\n",
+        ("12", "/system.slice/slurmstepd.scope/job_12", None),
+    ),
+    ("0::/system.slice/n1_slurmstepd.scope/job_3\n", ("3", "/system.slice/n1_slurmstepd.scope/job_3", None)),
+    (f"0::{OWN}/app.slice/slurm.service/job_77\n", None),
+    (f"0::{OWN}/system.slice/slurmstepd.scope/job_77\n", None),
+    (f"0::{OWN}/a\f0::/system.slice/slurmstepd.scope/job_77\n", None),
+    ("0::/slurm/uid_2001/job_77\n", None),
+    (f"6:freezer:{OWN}/slurm/uid_2001/job_77\n", None),
+    ("0::/user.slice/user-2001.slice/job_3\n", None),
+    ("6:freezer:/\n0::/system.slice/ssh.service\n", None),
+    ("", None),
 )
 def test_job_is_found_in_the_cgroup(text: str, job: tuple[str, str, int | None] | None) -> None:
     assert find_job(text) == job
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"6:freezer:/slurm/uid_{os.getuid()}/job_7/step_0\n", None),
-        (f"6:freezer:/slurm/uid_{os.getuid() + 1}/job_7/step_0\n", "job 7 is another user's"),
-        ("0::/system.slice/slurmstepd.scope/job_9/step_0/user\n", None),
-        ("0::/system.slice/slurmstepd.scope/job_10/step_0/user\n", "job 10 is another user's"),
-        ("0::/system.slice/slurmstepd.scope/job_11/step_0/user\n", "does not say whose job 11 is"),
-    ],
+@cases(
+    "text, message",
+    (f"6:freezer:/slurm/uid_{os.getuid()}/job_7/step_0\n", None),
+    (f"6:freezer:/slurm/uid_{os.getuid() + 1}/job_7/step_0\n", "job 7 is another user's"),
+    ("0::/system.slice/slurmstepd.scope/job_9/step_0/user\n", None),
+    ("0::/system.slice/slurmstepd.scope/job_10/step_0/user\n", "job 10 is another user's"),
+    ("0::/system.slice/slurmstepd.scope/job_11/step_0/user\n", "does not say whose job 11 is"),
 )
 def test_job_is_of_the_user_who_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str | None
@@ -137,30 +134,28 @@ def test_mounted_path_that_becomes_a_link_is_rejected(tmp_path: Path) -> None:
         rules.check_sources(container, CALLER, [])
 
 
-@pytest.mark.parametrize(
-    ("host", "message"),
-    [
-        ({"Privileged": True}, "--privileged"),
-        ({"privileged": True}, "privileged is not available"),
-        ({"Binds": ["/nowhere:/x"]}, "this node has no such file"),
-        ({"Binds": ["/shared/..:/x"]}, "cannot mount"),
-        ({"Binds": ["/shared:/x:shared"]}, "write SOURCE:TARGET"),
-        ({"Mounts": [{"Type": "npipe", "Source": "a", "Target": "b"}]}, "type npipe"),
-        (
-            {"Mounts": [{"Type": "volume", "Target": "b", "VolumeOptions": {"DriverConfig": {"Name": "local"}}}]},
-            "VolumeOptions",
-        ),
-        ({"Mounts": [{"Type": "bind", "Source": "/", "Target": "/x", "source": "/"}]}, "source is not available"),
-        ({"IpcMode": "host"}, "--ipc"),
-        ({"VolumesFrom": ["x"]}, "--volumes-from"),
-        ({"OomScoreAdj": -1000}, "OomScoreAdj"),
-        ({"Sysctls": {"a": "b"}}, "Sysctls"),
-        ({"LogConfig": {"Type": "syslog", "Config": {}}}, "LogConfig"),
-        ({"PortBindings": {"80/tcp": [{"HostPort": "80"}]}}, "below 1024"),
-        ({"PortBindings": {"80/tcp": [{"hostport": "80"}]}}, "below 1024"),
-        ({"DeviceRequests": [{"Capabilities": [["gpu"]], "Driver": "", "Count": -1}]}, "this job has no GPUs"),
-        ({"DeviceRequests": [{"Capabilities": [["tpu"]]}]}, "GPUs only"),
-    ],
+@cases(
+    "host, message",
+    ({"Privileged": True}, "--privileged"),
+    ({"privileged": True}, "privileged is not available"),
+    ({"Binds": ["/nowhere:/x"]}, "this node has no such file"),
+    ({"Binds": ["/shared/..:/x"]}, "cannot mount"),
+    ({"Binds": ["/shared:/x:shared"]}, "write SOURCE:TARGET"),
+    ({"Mounts": [{"Type": "npipe", "Source": "a", "Target": "b"}]}, "type npipe"),
+    (
+        {"Mounts": [{"Type": "volume", "Target": "b", "VolumeOptions": {"DriverConfig": {"Name": "local"}}}]},
+        "VolumeOptions",
+    ),
+    ({"Mounts": [{"Type": "bind", "Source": "/", "Target": "/x", "source": "/"}]}, "source is not available"),
+    ({"IpcMode": "host"}, "--ipc"),
+    ({"VolumesFrom": ["x"]}, "--volumes-from"),
+    ({"OomScoreAdj": -1000}, "OomScoreAdj"),
+    ({"Sysctls": {"a": "b"}}, "Sysctls"),
+    ({"LogConfig": {"Type": "syslog", "Config": {}}}, "LogConfig"),
+    ({"PortBindings": {"80/tcp": [{"HostPort": "80"}]}}, "below 1024"),
+    ({"PortBindings": {"80/tcp": [{"hostport": "80"}]}}, "below 1024"),
+    ({"DeviceRequests": [{"Capabilities": [["gpu"]], "Driver": "", "Count": -1}]}, "this job has no GPUs"),
+    ({"DeviceRequests": [{"Capabilities": [["tpu"]]}]}, "GPUs only"),
 )
 def test_settings_that_leave_the_container_are_rejected(host: dict[str, Any], message: str) -> None:
     with pytest.raises(Rejection, match=message.replace("(", r"\(")):
@@ -237,21 +232,19 @@ def test_gpus_of_the_job_are_named_by_their_ids(tmp_path: Path, monkeypatch: pyt
         job_gpus("7", config, str(driver))
 
 
-@pytest.mark.parametrize(
-    ("request_line", "kind"),
-    [
-        ("GET /_ping", "plain"),
-        ("POST /v1.41/containers/create", "create"),
-        ("POST /v1.41/images/localhost:5000/a/b@sha256:0/push", "plain"),
-        ("POST /v1.41/build", "build"),
-        ("POST /v1.23/containers/x/start", "too old"),
-        ("POST /v1.41/containers/x/update", "may not ask"),
-        ("POST /v1.41/containers/x/../create", "may not ask"),
-        ("GET /images/../containers/x/json", "may not ask"),
-        ("GET /%63ontainers/json", "may not ask"),
-        ("POST /plugins/pull", "may not ask"),
-        ("POST /v1.41/session", "BuildKit"),
-    ],
+@cases(
+    "request_line, kind",
+    ("GET /_ping", "plain"),
+    ("POST /v1.41/containers/create", "create"),
+    ("POST /v1.41/images/localhost:5000/a/b@sha256:0/push", "plain"),
+    ("POST /v1.41/build", "build"),
+    ("POST /v1.23/containers/x/start", "too old"),
+    ("POST /v1.41/containers/x/update", "may not ask"),
+    ("POST /v1.41/containers/x/../create", "may not ask"),
+    ("GET /images/../containers/x/json", "may not ask"),
+    ("GET /%63ontainers/json", "may not ask"),
+    ("POST /plugins/pull", "may not ask"),
+    ("POST /v1.41/session", "BuildKit"),
 )
 def test_only_requests_of_the_table_pass(request_line: str, kind: str) -> None:
     method, path = request_line.split()

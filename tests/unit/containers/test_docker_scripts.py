@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.remote import program_text
@@ -123,7 +124,7 @@ def test_runtime_takes_devices_from_the_files_of_a_container(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("proxy", ["", "proxy: {http: 'http://proxy%1:3128', no_proxy: [n1, 10.0.0.0/8]}\n"])
+@cases("proxy", "", "proxy: {http: 'http://proxy%1:3128', no_proxy: [n1, 10.0.0.0/8]}\n")
 def test_pulls_go_through_the_proxy(proxy: str) -> None:
     spec = spec_of(f"cluster: reef\ncontroller: {{host: c1, compute: true}}\n{proxy}")
     unit, conf = daemon_service(spec.proxy), containers_conf(spec.proxy)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.containers.test_image_store import ask
 
 from shoal.containers.build import base_names, build_command, requirements_containerfile
@@ -49,15 +50,13 @@ def test_list_of_packages_becomes_a_containerfile_that_installs_them(tmp_path: P
     assert names_of(request.pack(archive)) == ["Containerfile", "constraints.txt", "requirements.txt"]
 
 
-@pytest.mark.parametrize(
-    ("source", "base", "words"),
-    [
-        ("requirements.txt", None, "an image needs a base"),
-        ("train.py", None, "neither a Containerfile nor a list of packages"),
-        ("empty", None, "empty has no Containerfile"),
-        ("nowhere", None, "there is no nowhere"),
-        ("/srv/root", "mini", "--from is for a Containerfile"),
-    ],
+@cases(
+    "source, base, words",
+    ("requirements.txt", None, "an image needs a base"),
+    ("train.py", None, "neither a Containerfile nor a list of packages"),
+    ("empty", None, "empty has no Containerfile"),
+    ("nowhere", None, "there is no nowhere"),
+    ("/srv/root", "mini", "--from is for a Containerfile"),
 )
 def test_source_that_cannot_be_built_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, base: str | None, words: str
@@ -74,23 +73,21 @@ def test_root_file_system_is_built_where_the_user_logs_in() -> None:
     assert read_source("/srv/nowhere/root", None) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        (
-            "ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 r.org/x:12\nFROM One\n",
-            ["mini", "r.org/x:12"],
-        ),
-        ("FROM $X\n", []),
-        ('ARG BASE="debian:12"\nFROM $BASE\n', ["debian:12"]),
-        ("ARG BASE='debian:12'\nFROM \"${BASE}\"\n", ["debian:12"]),
-        ("FROM ${BASE:-mini}\n", ["mini"]),
-        ("ARG BASE=maxi\nFROM ${BASE:-mini}${SUFFIX:+-x}\n", ["maxi"]),
-        ("ARG A=lab/x B=2\nARG C=$A:$B\nFROM \\\n  ${C} AS two\n", ["lab/x:2"]),
-        ("ARG BASE=mini\nFROM $BASE AS one\nARG BASE=maxi\nFROM $BASE\n", ["mini"]),
-        ("FROM mini\nRUN echo 'it is \\\n FROM \"\n", ["mini"]),
-        ("FROM mini\n# FROM maxi\nFROM 'open\n", ["mini"]),
-    ],
+@cases(
+    "text, names",
+    (
+        "ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 r.org/x:12\nFROM One\n",
+        ["mini", "r.org/x:12"],
+    ),
+    ("FROM $X\n", []),
+    ('ARG BASE="debian:12"\nFROM $BASE\n', ["debian:12"]),
+    ("ARG BASE='debian:12'\nFROM \"${BASE}\"\n", ["debian:12"]),
+    ("FROM ${BASE:-mini}\n", ["mini"]),
+    ("ARG BASE=maxi\nFROM ${BASE:-mini}${SUFFIX:+-x}\n", ["maxi"]),
+    ("ARG A=lab/x B=2\nARG C=$A:$B\nFROM \\\n  ${C} AS two\n", ["lab/x:2"]),
+    ("ARG BASE=mini\nFROM $BASE AS one\nARG BASE=maxi\nFROM $BASE\n", ["mini"]),
+    ("FROM mini\nRUN echo 'it is \\\n FROM \"\n", ["mini"]),
+    ("FROM mini\n# FROM maxi\nFROM 'open\n", ["mini"]),
 )
 def test_bases_of_a_containerfile_are_found(text: str, names: list[str]) -> None:
     assert base_names(text) == names
@@ -143,15 +140,13 @@ def test_build_rents_a_node_only_where_no_permanent_one_can_build() -> None:
     assert build_place([lab], [amd64], named=False) == ("--constraint=images", "--partition=main")
 
 
-@pytest.mark.parametrize(
-    ("name", "local"),
-    [
-        ("mini", "localhost/mini"),
-        ("debian:12", "localhost/debian:12"),
-        ("lab/mini:2", "localhost/lab/mini:2"),
-        ("docker.io/library/debian:12", "docker.io/library/debian:12"),
-        ("controller:5000/ann/mini", "controller:5000/ann/mini"),
-    ],
+@cases(
+    "name, local",
+    ("mini", "localhost/mini"),
+    ("debian:12", "localhost/debian:12"),
+    ("lab/mini:2", "localhost/lab/mini:2"),
+    ("docker.io/library/debian:12", "docker.io/library/debian:12"),
+    ("controller:5000/ann/mini", "controller:5000/ann/mini"),
 )
 def test_base_has_the_name_that_buildah_looks_for_first(name: str, local: str) -> None:
     assert local_name(name) == local

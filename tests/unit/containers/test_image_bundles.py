@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.containers.test_image_runner import ALLOWED, OTHER, SETTINGS, START, root
 from tests.unit.containers.test_image_store import ask, store, wait_for
 
@@ -200,20 +201,18 @@ def test_bundle_of_another_tool_is_run_by_crun(store: Path, tmp_path: Path) -> N
         assert done.stdout == f"--rootless=true --root={tmp_path}/own/crun {expected} n1.{user}.7.0.0\n", done.stderr
 
 
-@pytest.mark.parametrize(("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2]), ("", [1])])
+@cases("text, tasks", ("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2]), ("", [1]))
 def test_tasks_of_each_node(text: str, tasks: list[int]) -> None:
     assert tasks_per_node(text) == tasks
 
 
-@pytest.mark.parametrize(
-    ("nodes", "names"),
-    [
-        ("n1", ["n1"]),
-        ("n[1-2]", ["n1", "n2"]),
-        ("gpu[007,9-10]-ib,x", ["gpu007-ib", "gpu9-ib", "gpu10-ib", "x"]),
-        ("a,b[1-2]", ["a", "b1", "b2"]),
-        ("", []),
-    ],
+@cases(
+    "nodes, names",
+    ("n1", ["n1"]),
+    ("n[1-2]", ["n1", "n2"]),
+    ("gpu[007,9-10]-ib,x", ["gpu007-ib", "gpu9-ib", "gpu10-ib", "x"]),
+    ("a,b[1-2]", ["a", "b1", "b2"]),
+    ("", []),
 )
 def test_nodes_of_a_hostlist(nodes: str, names: list[str]) -> None:
     assert expand(nodes) == names

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.containers.test_job_images import NAMESPACES, REEF
 from tests.unit.jobs.job_clusters import NODES, job
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
@@ -31,18 +32,16 @@ def nodes(**drivers: str) -> tuple[NodeState, ...]:
     )
 
 
-@pytest.mark.parametrize(
-    ("driver", "newest", "fits"),
-    [
-        ("580.95.05", "13.0", True),
-        ("550.54", "12.4", True),
-        ("545.23", "12.3", False),
-        ("535.183.01", "12.2", True),  # NVIDIA's own list of older drivers
-        ("470.82", "11.4", True),
-        ("460.91", "11.2", False),
-        ("999.1", "", True),  # a driver that we do not know yet
-        ("", "", True),
-    ],
+@cases(
+    "driver, newest, fits",
+    ("580.95.05", "13.0", True),
+    ("550.54", "12.4", True),
+    ("545.23", "12.3", False),
+    ("535.183.01", "12.2", True),  # NVIDIA's own list of older drivers
+    ("470.82", "11.4", True),
+    ("460.91", "11.2", False),
+    ("999.1", "", True),  # a driver that we do not know yet
+    ("", "", True),
 )
 def test_driver_is_compared_with_what_an_image_says(driver: str, newest: str, fits: bool) -> None:
     assert (newest_cuda(driver), is_driver_fit(OF_CUDA_IMAGE, driver)) == (newest, fits)

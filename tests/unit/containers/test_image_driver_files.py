@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.containers.test_image_runner import ALLOWED, SETTINGS, START, root
 
 from shoal.remote.runner import driver_files
@@ -73,18 +74,16 @@ def test_variables_of_the_image_come_first() -> None:
     assert driver_variables({})["LD_LIBRARY_PATH"] == "/run/nvidia/lib"
 
 
-@pytest.mark.parametrize(
-    ("needed", "cuda", "driver", "met"),
-    [
-        ("cuda>=12.4", "12.8", "570.86.15", True),
-        ("cuda>=13.0", "12.8", "570.86.15", False),
-        ("cuda>=12.10", "12.8", "570.86.15", False),
-        (OF_CUDA_IMAGE, "12.2", "535.183.01", True),
-        (OF_CUDA_IMAGE, "12.2", "545.23", False),
-        ("driver=535", "12.2", "535.183.01", True),
-        ("driver!=535", "12.2", "535.183.01", False),
-        ("brand=tesla", "11.0", "450.80", True),
-    ],
+@cases(
+    "needed, cuda, driver, met",
+    ("cuda>=12.4", "12.8", "570.86.15", True),
+    ("cuda>=13.0", "12.8", "570.86.15", False),
+    ("cuda>=12.10", "12.8", "570.86.15", False),
+    (OF_CUDA_IMAGE, "12.2", "535.183.01", True),
+    (OF_CUDA_IMAGE, "12.2", "545.23", False),
+    ("driver=535", "12.2", "535.183.01", True),
+    ("driver!=535", "12.2", "535.183.01", False),
+    ("brand=tesla", "11.0", "450.80", True),
 )
 def test_requirement_holds_where_one_alternative_does(needed: str, cuda: str, driver: str, met: bool) -> None:
     assert is_met(needed, {"cuda": cuda, "driver": driver}) is met

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.support.cases import cases
 from tests.unit.containers.test_image_store import ask, kept
 from tests.unit.plan.fake_world import host_facts, spec_of
 
@@ -30,22 +31,20 @@ containers: {engine: oci, registry: {port: 5001}}
 """
 
 
-@pytest.mark.parametrize(
-    ("message", "meaning"),
-    [
-        ("dial tcp 10.0.0.1:5000: connect: connection refused", "the registry is down or cannot be reached"),
-        ("dial tcp: lookup registry.invalid: no such host", "the registry's name is not known"),
-        ("Get https://r/v2/: context deadline exceeded", "the registry does not answer"),
-        ("http: server gave HTTP response to HTTPS client", "the registry has no TLS"),
-        ("tls: failed to verify: x509: certificate signed by unknown authority", "do not trust the registry's"),
-        ("reading manifest 2: received unexpected HTTP status: 503 Service Unavailable", "the registry is down"),
-        ("unauthorized: authentication required", "log in with `shoal image login REGISTRY`"),
-        ("reading manifest 2 in r/lab/x: manifest unknown", "the registry has no such image or tag"),
-        ("toomanyrequests: You have reached your pull rate limit", "the registry wants fewer requests"),
-        ("Digest did not match, expected sha256:1, got sha256:2", "the registry returned wrong data"),
-        ("invalid character '<' looking for beginning of value", "the registry returned wrong data"),
-        ("write /x: no space left on device", "the disk is full"),
-    ],
+@cases(
+    "message, meaning",
+    ("dial tcp 10.0.0.1:5000: connect: connection refused", "the registry is down or cannot be reached"),
+    ("dial tcp: lookup registry.invalid: no such host", "the registry's name is not known"),
+    ("Get https://r/v2/: context deadline exceeded", "the registry does not answer"),
+    ("http: server gave HTTP response to HTTPS client", "the registry has no TLS"),
+    ("tls: failed to verify: x509: certificate signed by unknown authority", "do not trust the registry's"),
+    ("reading manifest 2: received unexpected HTTP status: 503 Service Unavailable", "the registry is down"),
+    ("unauthorized: authentication required", "log in with `shoal image login REGISTRY`"),
+    ("reading manifest 2 in r/lab/x: manifest unknown", "the registry has no such image or tag"),
+    ("toomanyrequests: You have reached your pull rate limit", "the registry wants fewer requests"),
+    ("Digest did not match, expected sha256:1, got sha256:2", "the registry returned wrong data"),
+    ("invalid character '<' looking for beginning of value", "the registry returned wrong data"),
+    ("write /x: no space left on device", "the disk is full"),
 )
 def test_message_of_skopeo_is_explained(message: str, meaning: str) -> None:
     line = f'time="2026-11-17T21:51:43Z" level=fatal msg="Error: {message}"'

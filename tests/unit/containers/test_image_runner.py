@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 import shoal.remote
 from shoal.remote.runner import image_space, unpacked_image
@@ -114,18 +115,16 @@ def test_file_beside_a_directory_says_nothing_of_it(root: Path) -> None:
     assert run(root, "sh", "-c", "echo $LD_PRELOAD; pwd").stdout == "\n/tmp\n"
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"mounts": [["/nowhere", "/data", False]]}, "--mount: there is no /nowhere"),
-        ({"mounts": [["/etc", "/etc/passwd", False]]}, "/etc/passwd is a file in the image"),
-        ({"workdir": "/nowhere"}, "--workdir: image tiny has no directory /nowhere"),
-        ({"workdir": "/etc/passwd"}, "--workdir: image tiny has no directory /etc/passwd"),
-        ({"home": True}, "--home on: there is no /home/someone"),
-        ({"architecture": OTHER}, f"image tiny is for {OTHER}, and this node is {HERE}; use `-C images-{OTHER}`"),
-        ({"architecture": "riscv64"}, f"image tiny is for riscv64, and this node is {HERE}; use an image for {HERE}"),
-        ({"directory": "/nowhere"}, "there is no directory /nowhere; name one on a share"),
-    ],
+@cases(
+    "settings, words",
+    ({"mounts": [["/nowhere", "/data", False]]}, "--mount: there is no /nowhere"),
+    ({"mounts": [["/etc", "/etc/passwd", False]]}, "/etc/passwd is a file in the image"),
+    ({"workdir": "/nowhere"}, "--workdir: image tiny has no directory /nowhere"),
+    ({"workdir": "/etc/passwd"}, "--workdir: image tiny has no directory /etc/passwd"),
+    ({"home": True}, "--home on: there is no /home/someone"),
+    ({"architecture": OTHER}, f"image tiny is for {OTHER}, and this node is {HERE}; use `-C images-{OTHER}`"),
+    ({"architecture": "riscv64"}, f"image tiny is for riscv64, and this node is {HERE}; use an image for {HERE}"),
+    ({"directory": "/nowhere"}, "there is no directory /nowhere; name one on a share"),
 )
 def test_failure_names_the_node_and_the_cause(root: Path, settings: dict[str, Any], words: str) -> None:
     done = run(root, "sh", "-c", "echo ran", **settings)
@@ -141,13 +140,11 @@ def test_program_that_the_image_lacks_is_named(root: Path) -> None:
     assert run(root, "/srv/none").stderr.endswith("n1: image tiny has no /srv/none\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "words"),
-    [
-        ("#!/bin/bash -e\n", 0o755, "lacks what /s/script starts with: /bin/bash -e"),
-        ("#!/bin/sh\n", 0o644, "cannot start /s/script: Permission denied; chmod +x /s/script"),
-        ("echo\n", 0o755, "cannot start /s/script: Exec format error; begin a script with a line such as #!/bin/sh"),
-    ],
+@cases(
+    "text, mode, words",
+    ("#!/bin/bash -e\n", 0o755, "lacks what /s/script starts with: /bin/bash -e"),
+    ("#!/bin/sh\n", 0o644, "cannot start /s/script: Permission denied; chmod +x /s/script"),
+    ("echo\n", 0o755, "cannot start /s/script: Exec format error; begin a script with a line such as #!/bin/sh"),
 )
 def test_script_that_the_image_cannot_start_says_why(
     root: Path, tmp_path: Path, text: str, mode: int, words: str
@@ -239,7 +236,7 @@ def test_unpacked_image_is_whole_or_absent(store: dict[str, Any], monkeypatch: p
     assert unpacked(str(place), store) == str(root)  # from the cache
 
 
-@pytest.mark.parametrize("container", ["", "mine"])
+@cases("container", "", "mine")
 def test_image_that_is_removed_while_its_lock_changes_is_made_again(
     store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, container: str
 ) -> None:
@@ -538,7 +535,7 @@ def test_what_cannot_be_removed_fails_no_job(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user: run it as root")
-@pytest.mark.parametrize("trap", ["directory", "link"])
+@cases("trap", "directory", "link")
 def test_nobody_can_block_a_user_by_making_the_directory_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
 ) -> None:

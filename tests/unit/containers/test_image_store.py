@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.containers.images import StoredImage, parse_containers, parse_image, parse_images, store_command
 from shoal.remote import image_archives, image_store
@@ -72,7 +73,7 @@ def test_image_is_found_by_its_name_with_digest_and_cpu_type(store: Path) -> Non
     assert parse_images(ask("list", str(store))) == [image]
 
 
-@pytest.mark.parametrize("architecture", ["arm64\n#SBATCH --exclusive", "arm64|big", "\x1b[2J"])
+@cases("architecture", "arm64\n#SBATCH --exclusive", "arm64|big", "\x1b[2J")
 def test_cpu_type_of_an_image_is_a_word(store: Path, architecture: str) -> None:
     made = keep(str(store), str(make_layout(store / ".new.x", architecture=architecture)), "x", "x", "")
     assert made["architecture"] == ""
@@ -106,7 +107,7 @@ def test_file_that_is_renamed_meanwhile_does_not_stop_prune(store: Path, monkeyp
     assert image_store.prune(str(store)) == [id]
 
 
-@pytest.mark.parametrize("verb", ["remove", "prune"])
+@cases("verb", "remove", "prune")
 def test_removal_waits_for_no_pull_and_leaves_its_files(store: Path, verb: str) -> None:
     kept(store, "mini")
     with new_place(str(store)) as new:
@@ -170,8 +171,8 @@ def test_archive_gives_the_files_of_a_layout_and_no_others(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "x.tar"]
 
 
-@pytest.mark.parametrize("kind", ["gz", "xz", "bz2", ""])
-@pytest.mark.parametrize("there", [0.01, 0.8])
+@cases("kind", "gz", "xz", "bz2", "")
+@cases("there", 0.01, 0.8)
 def test_archive_that_is_cut_is_named_and_leaves_nothing(store: Path, tmp_path: Path, kind: str, there: float) -> None:
     path, data = tmp_path / "x.tar", random.Random(1).randbytes(100000)
     with tarfile.open(path, f"w:{kind}") as tar:
@@ -195,7 +196,7 @@ def test_layout_that_the_reader_rejects_is_named(store: Path, tmp_path: Path, mo
     assert said == f"{tmp_path}/layout: skopeo: unexpected end of JSON input\n"
 
 
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"manifests": []}', '{"manifests": [{"digest": "../../x"}]}'])
+@cases("index", "{", "[]", "{}", '{"manifests": []}', '{"manifests": [{"digest": "../../x"}]}')
 def test_layout_of_a_job_that_is_none_is_an_error(store: Path, tmp_path: Path, index: str) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for name, data in (("oci-layout", b"{}"), ("index.json", index.encode())):
@@ -232,14 +233,12 @@ def test_directory_is_used_as_it_is(store: Path, tmp_path: Path) -> None:
     assert directory_architecture(str(tmp_path)) == ""
 
 
-@pytest.mark.parametrize(
-    ("reference", "name"),
-    [
-        ("debian:12", "debian"),
-        ("host:5000/lab/mini:2", "host:5000/lab/mini"),
-        ("host:5000/mini", "host:5000/mini"),
-        ("a/b@sha256:00", "a/b"),
-    ],
+@cases(
+    "reference, name",
+    ("debian:12", "debian"),
+    ("host:5000/lab/mini:2", "host:5000/lab/mini"),
+    ("host:5000/mini", "host:5000/mini"),
+    ("a/b@sha256:00", "a/b"),
 )
 def test_reference_without_its_tag(reference: str, name: str) -> None:
     assert repository(reference) == name
@@ -290,18 +289,16 @@ def test_end_of_the_input_cancels_the_job_that_still_removes_its_files(store: Pa
 STEP = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-19T01:30:00"
 
 
-@pytest.mark.parametrize(
-    ("lines", "cause"),
-    [
-        ([f"{STEP} DUE TO TIME LIMIT ***", "shoal: error: n1: killed"], "Slurm ended its job: time limit"),
-        ([f"{STEP} DUE TO PREEMPTION ***", "srun: error: n1: task 0: Terminated"], "Slurm ended its job: preemption"),
-        ([f"{STEP} ***", "srun: error: n1: task 0: Terminated"], "its job was cancelled"),
-        (["srun: Force Terminated job 9"], "its job was cancelled"),
-        (["slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some", "x"], "its job used up its memory"),
-        (["STEP 1/2: RUN ./x", "Out of memory", "shoal: error: n1: Out of memory", "srun: y"], "n1: Out of memory"),
-        (["srun: error: invalid partition specified: x"], "invalid partition specified: x"),
-        ([], "srun failed"),
-    ],
+@cases(
+    "lines, cause",
+    ([f"{STEP} DUE TO TIME LIMIT ***", "shoal: error: n1: killed"], "Slurm ended its job: time limit"),
+    ([f"{STEP} DUE TO PREEMPTION ***", "srun: error: n1: task 0: Terminated"], "Slurm ended its job: preemption"),
+    ([f"{STEP} ***", "srun: error: n1: task 0: Terminated"], "its job was cancelled"),
+    (["srun: Force Terminated job 9"], "its job was cancelled"),
+    (["slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some", "x"], "its job used up its memory"),
+    (["STEP 1/2: RUN ./x", "Out of memory", "shoal: error: n1: Out of memory", "srun: y"], "n1: Out of memory"),
+    (["srun: error: invalid partition specified: x"], "invalid partition specified: x"),
+    ([], "srun failed"),
 )
 def test_end_of_a_job_has_its_cause(lines: list[str], cause: str) -> None:
     assert image_store.job_failure(lines) == cause

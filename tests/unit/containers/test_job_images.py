@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.containers.test_image_runner import ALLOWED
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, SHIPPED, job
 from tests.unit.plan.fake_world import host_facts, spec_of
@@ -70,31 +71,31 @@ def test_section_is_a_word_or_a_mapping() -> None:
         load_text(REEF + "containers: docker\n", "shoal.yaml")
 
 
-@pytest.mark.parametrize("image", ["debian", "debian:12", "host:5000/lab/mini:2", "a/b@sha256:" + "0" * 64, "/data/x"])
+@cases("image", "debian", "debian:12", "host:5000/lab/mini:2", "a/b@sha256:" + "0" * 64, "/data/x")
 def test_image_is_a_name_a_reference_or_a_path(image: str) -> None:
     assert job(image=image).image == image
 
 
-@pytest.mark.parametrize("image", ["./x.tar", "../x", "~/x", "-v", "a b", "docker://x", "x;y", "/a/$HOME", ""])
+@cases("image", "./x.tar", "../x", "~/x", "-v", "a b", "docker://x", "x;y", "/a/$HOME", "")
 def test_other_images_are_rejected(image: str) -> None:
     with pytest.raises(SpecError, match=r"not an image|not a path on the hosts"):
         job(image=image)
 
 
-@pytest.mark.parametrize("mount", ["data:/data", "/data", "/a:/b:rw", "/a:b", "/a:/b:ro:ro"])
+@cases("mount", "data:/data", "/data", "/a:/b:rw", "/a:b", "/a:/b:ro:ro")
 def test_mount_has_two_absolute_paths(mount: str) -> None:
     with pytest.raises(SpecError, match=f'not a mount, found "{mount}"'):
         job(image="debian", mount=[mount])
 
 
-@pytest.mark.parametrize("name", ["../x", ".x", "x y", "x.lock", "x.new"])
+@cases("name", "../x", ".x", "x y", "x.lock", "x.new")
 def test_container_has_a_name_that_no_other_file_of_the_node_has(name: str) -> None:
     assert job(image="debian", container_name="x.1").container_name == "x.1"
     with pytest.raises(SpecError, match="not a container's name"):
         job(image="debian", container_name=name)
 
 
-@pytest.mark.parametrize("mount", ["/a:/", "/a://:ro", "/a:/b/.."])
+@cases("mount", "/a:/", "/a://:ro", "/a:/b/..")
 def test_mount_over_the_whole_image_is_rejected(mount: str) -> None:
     with pytest.raises(SpecError, match="a mount over the whole image"):
         job(image="debian", mount=[mount])
@@ -128,7 +129,7 @@ def test_job_asks_slurm_for_nodes_that_run_its_image() -> None:
     assert JobImage(StoredImage("mine"), "mine").constraint(None) == "images"
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn", "pmix", "mpirun", "python"])
+@cases("launcher", "srun", "torchrun", "spawn", "pmix", "mpirun", "python")
 def test_script_starts_ranks_with_the_python_of_the_node(launcher: str) -> None:
     spec = job(image="debian", python="/opt/conda/bin/python", launcher=launcher, gpus_per_node=0, mount=["/d:/e:ro"])
     image = JobImage(DEBIAN, mounts=spec.mount, script=spec.script, keep=("X",))
@@ -163,14 +164,12 @@ def test_hosts_get_packages_directory_and_features() -> None:
     assert component.findings(cluster) == ()
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({LIMIT: FileFact(text="0\n")}, "user.max_user_namespaces is 0"),
-        ({LIMIT: FileFact()}, "user.max_user_namespaces is 0"),
-        ({DEBIAN_SWITCH: FileFact(text="0\n")}, "kernel.unprivileged_userns_clone is 0"),
-        ({APPARMOR_SWITCH: FileFact(text="1\n")}, "kernel.apparmor_restrict_unprivileged_userns is 1"),
-    ],
+@cases(
+    "files, words",
+    ({LIMIT: FileFact(text="0\n")}, "user.max_user_namespaces is 0"),
+    ({LIMIT: FileFact()}, "user.max_user_namespaces is 0"),
+    ({DEBIAN_SWITCH: FileFact(text="0\n")}, "kernel.unprivileged_userns_clone is 0"),
+    ({APPARMOR_SWITCH: FileFact(text="1\n")}, "kernel.apparmor_restrict_unprivileged_userns is 1"),
 )
 def test_host_without_user_namespaces_is_left_out_with_the_reason(files: dict[str, FileFact], words: str) -> None:
     cluster = cluster_of(n2=files)
@@ -181,18 +180,15 @@ def test_host_without_user_namespaces_is_left_out_with_the_reason(files: dict[st
     assert words in str(finding) and "with sysctl" in finding.fix
 
 
-@pytest.mark.parametrize(
-    ("offers", "features", "words"),
-    [
-        ("provider: lambda, type: gpu_1x_h100_pcie", "images,images-amd64", ""),
+@cases(
+"offers, features, words",
+("provider: lambda, type: gpu_1x_h100_pcie", "images,images-amd64", ""),
         ("provider: lambda, type: gpu_1x_gh200", "images,images-arm64", ""),
         ("offers: [{provider: lambda, type: gpu_1x_gh200}, {provider: lambda, type: gpu_1x_a10}]",
          "images,images-arm64,images-amd64", ""),
         ("provider: lambda, type: gpu_1x_new, cpus: 1, memory: 1G", "images,images-amd64,images-arm64",
          "the CPU type of its machines is not known, so jobs in images of any type may rent them"),
-        ("provider: runpod, type: NVIDIA L4, cpus: 1, memory: 1G", "", "jobs in images do not run there"),
-    ],
-)  # fmt: skip
+        ("provider: runpod, type: NVIDIA L4, cpus: 1, memory: 1G", "", "jobs in images do not run there"),)  # fmt: skip
 def test_node_has_the_features_of_images_before_it_is_rented(offers: str, features: str, words: str) -> None:
     accounts = "providers: {lambda: {key: 'env:KEY'}, runpod: {key: 'env:KEY'}}\n"
     text = f"  burst: {{{offers}, max: 2}}\n{accounts}"

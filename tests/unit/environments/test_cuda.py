@@ -1,28 +1,26 @@
 """A torch built for one version of CUDA on a driver for another."""
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.environments.cuda import DRIVERS, check_driver, cuda_findings, oldest_driver
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "fit"),
-    [
-        ("12.8", "570.26", "yes"),
-        ("12.8", "580.95.05", "yes"),
-        ("12.8", "535.183.01", "older"),
-        ("12.8", "525.60.13", "older"),
-        ("12.8", "520.61.05", "no"),
-        ("12.7", "565.57.01", "yes"),
-        ("13.0", "580.65.06", "yes"),
-        ("13.0", "575.57.08", "no"),
-        ("13.2", "580.65.06", "yes"),
-        ("11.8", "450.80.02", "older"),
-        ("11.8", "450.36.06", "no"),
-        ("10.2", "418.87", "yes"),
-        ("14.0", "580.95.05", "no"),
-        ("14.0", "640.10", "yes"),
-    ],
+@cases(
+    "cuda, driver, fit",
+    ("12.8", "570.26", "yes"),
+    ("12.8", "580.95.05", "yes"),
+    ("12.8", "535.183.01", "older"),
+    ("12.8", "525.60.13", "older"),
+    ("12.8", "520.61.05", "no"),
+    ("12.7", "565.57.01", "yes"),
+    ("13.0", "580.65.06", "yes"),
+    ("13.0", "575.57.08", "no"),
+    ("13.2", "580.65.06", "yes"),
+    ("11.8", "450.80.02", "older"),
+    ("11.8", "450.36.06", "no"),
+    ("10.2", "418.87", "yes"),
+    ("14.0", "580.95.05", "no"),
+    ("14.0", "640.10", "yes"),
 )
 def test_driver_supports_its_major_cuda_release(cuda: str, driver: str, fit: str) -> None:
     assert check_driver(cuda, driver) == fit

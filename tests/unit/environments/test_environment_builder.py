@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.small_wheels import small_wheel, torch_like, uv_wheel
+from tests.support.cases import cases
 
 from shoal.environments.store import (
     added_files,
@@ -153,7 +154,7 @@ def test_packages_are_downloaded_once(place: Place, tmp_path: Path) -> None:
     assert (again["event"], again["made"], again["id"]) == ("done", True, made["id"])
 
 
-@pytest.mark.parametrize("setting", ["index-url", "extra-index-url"])
+@cases("setting", "index-url", "extra-index-url")
 def test_pip_configuration_of_the_host_applies(
     place: Place, tmp_path: Path, index_url: str, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
@@ -241,7 +242,7 @@ def test_lock_adds_nothing_and_must_be_complete(place: Place) -> None:
     assert event["what"] == "packages are incompatible: The package `herring` requires `sprat`, but it's not installed"
 
 
-@pytest.mark.parametrize("locked", [True, False])
+@cases("locked", True, False)
 def test_package_with_a_wrong_hash_is_rejected(place: Place, locked: bool) -> None:
     event = place.build(f"sprat==2.0 --hash=sha256:{'0' * 64}", locked=locked)
     assert event["event"] == "failed" and "sprat==2.0" in event["what"], event
@@ -289,34 +290,30 @@ error: Couldn't parse requirement in `r.txt` at position 0
          six=1"""
 
 
-@pytest.mark.parametrize(
-    ("output", "reason"),
-    [
-        (FETCH, "no answer from the package index: Connection refused (os error 111)"),
-        (
-            OPERATOR,
-            'Couldn\'t parse requirement in `r.txt` at position 0\nno such comparison operator "="\n         six=1',
-        ),
-        ("killed", "killed"),
-    ],
+@cases(
+    "output, reason",
+    (FETCH, "no answer from the package index: Connection refused (os error 111)"),
+    (
+        OPERATOR,
+        'Couldn\'t parse requirement in `r.txt` at position 0\nno such comparison operator "="\n         six=1',
+    ),
+    ("killed", "killed"),
 )
 def test_uv_error_is_shown_without_earlier_output(output: str, reason: str) -> None:
     assert builder.reason(output) == reason
 
 
-@pytest.mark.parametrize(
-    ("output", "proxy", "fix"),
-    [
-        (FETCH, {}, "let this host reach a package index: see `proxy`"),
-        (FETCH, {"https_proxy": "http://p:1"}, "check that the proxy http://p:1 answers on this host"),
-        ("  cause: Hash mismatch for `six`", {}, "make a new lock"),
-        (
-            "error: Failed to build `psutil==1.0`",
-            {},
-            "choose a version that has a wheel, or install the build tools on this host",
-        ),
-        ("No space left on device (os error 28)", {}, "free some space"),
-    ],
+@cases(
+    "output, proxy, fix",
+    (FETCH, {}, "let this host reach a package index: see `proxy`"),
+    (FETCH, {"https_proxy": "http://p:1"}, "check that the proxy http://p:1 answers on this host"),
+    ("  cause: Hash mismatch for `six`", {}, "make a new lock"),
+    (
+        "error: Failed to build `psutil==1.0`",
+        {},
+        "choose a version that has a wheel, or install the build tools on this host",
+    ),
+    ("No space left on device (os error 28)", {}, "free some space"),
 )
 def test_uv_error_has_a_fix(output: str, proxy: dict[str, str], fix: str) -> None:
     assert builder.remedy(output, proxy) == fix

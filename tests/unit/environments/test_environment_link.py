@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.small_wheels import small_wheel
+from tests.support.cases import cases
 from tests.unit.environments.test_environment_builder import Place
 
 from shoal.contract import VERSION
@@ -114,7 +115,7 @@ def test_missing_git_is_named_before_anything_is_built(place: Place, tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
-@pytest.mark.parametrize("fault", ["", "owner", "link"])
+@cases("fault", "", "owner", "link")
 def test_names_are_read_below_directories_of_root_only(tmp_path: Path, fault: str) -> None:
     middle = tmp_path / "share" / "middle"
     (middle / "environments" / "names").mkdir(parents=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.small_wheels import small_wheel
+from tests.support.cases import cases
 from tests.unit.environments.test_environment_builder import Place
 
 LONG = "a directory whose name is so long that no kernel reads a first line with it to the end, which is 127 bytes"
@@ -82,7 +83,7 @@ def test_failed_program_shows_the_new_path(moved: dict[str, Any]) -> None:
     assert output_of(*line).startswith(f"{moved['to']}/lib/")
 
 
-@pytest.mark.parametrize("shell", ["bash", "dash"])
+@cases("shell", "bash", "dash")
 def test_activate_uses_the_new_path_where_the_shell_permits(moved: dict[str, Any], shell: str) -> None:
     directory = output_of(shell, "-c", '. "$0/bin/activate"; echo "$VIRTUAL_ENV"', moved["to"])
     assert directory == str(moved["to"] if shell == "bash" else moved["path"])

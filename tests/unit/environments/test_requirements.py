@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.environments.requirements import RequirementSet, read_requirements
 from shoal.errors import UsageError
@@ -39,15 +40,13 @@ def test_included_paths_are_relative_to_the_including_file(tmp_path: Path) -> No
     assert source(tmp_path, "requirements", "deep/file") == RequirementSet("packaging\nsix\n", "six<2\n")
 
 
-@pytest.mark.parametrize("option", ["-r", "-c"])
+@cases("option", "-r", "-c")
 def test_recursive_include_is_rejected(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").write_text(f"{option} file\n")
     assert "includes itself" in refused(tmp_path, "requirements")
 
 
-@pytest.mark.parametrize(
-    "line", ["-e .", "./mine", "../other", "/srv/mine.whl", "file:mine.whl", "mine @ file:///x.whl"]
-)
+@cases("line", "-e .", "./mine", "../other", "/srv/mine.whl", "file:mine.whl", "mine @ file:///x.whl")
 def test_local_path_is_rejected(tmp_path: Path, line: str) -> None:
     (tmp_path / "file").write_text(line + "\n")
     said = refused(tmp_path, "requirements")
@@ -103,15 +102,13 @@ def test_project_provides_its_dependencies(tmp_path: Path) -> None:
     assert source(tmp_path, "pyproject", "pyproject.toml") == RequirementSet("packaging\nsix>=1\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [("[project]\nname = 'x'\n", "no list of dependencies"), ("[project\n", "is not TOML")]
-)
+@cases("text, words", ("[project]\nname = 'x'\n", "no list of dependencies"), ("[project\n", "is not TOML"))
 def test_project_without_dependencies_is_rejected(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     assert words in refused(tmp_path, "pyproject", "pyproject.toml")
 
 
-@pytest.mark.parametrize("line", ["mine @ file:///x.whl", "mine @ https://me:hunter2@packages.example.org/x.whl"])
+@cases("line", "mine @ file:///x.whl", "mine @ https://me:hunter2@packages.example.org/x.whl")
 def test_project_is_checked_like_a_requirements_file(tmp_path: Path, line: str) -> None:
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "x"\ndependencies = ["{line}"]\n')
     (tmp_path / "file").write_text(f"{line}\n")
@@ -123,7 +120,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     assert f"there is no {tmp_path / 'file'}" in refused(tmp_path, "requirements")
 
 
-@pytest.mark.parametrize(("name", "command"), [("uv.lock", "uv export "), ("poetry.lock", "poetry export ")])
+@cases("name, command", ("uv.lock", "uv export "), ("poetry.lock", "poetry export "))
 def test_lock_of_another_tool_is_rejected_with_the_export_command(tmp_path: Path, name: str, command: str) -> None:
     (tmp_path / name).write_text("version = 1\n")
     said = refused(tmp_path, "lock", name)

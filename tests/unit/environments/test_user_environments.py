@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.environments.store import user_names_command
 
@@ -62,7 +63,7 @@ def test_user_and_cluster_without_environments_have_none(share: Path) -> None:
     assert answer["unsafe"] == {} and names(answer, share / "environments") == []
 
 
-@pytest.mark.parametrize("kind", ["directory", "names", "tree", "open directory", "link"])
+@cases("kind", "directory", "names", "tree", "open directory", "link")
 def test_environment_that_another_user_could_change_is_not_used(share: Path, kind: str) -> None:
     place = share / "environments"
     if kind == "directory":

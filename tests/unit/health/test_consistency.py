@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.health.consistency import CGROUP_ERRORS
 from shoal.health.diagnosis import ClusterView, diagnose
@@ -15,9 +15,7 @@ def find(reports: dict[str, HostReport], **more: Any) -> list[tuple[str, str, tu
     return [(diagnosis.id, diagnosis.host or diagnosis.job, diagnosis.evidence) for diagnosis in diagnoses]
 
 
-@pytest.mark.parametrize(
-    ("offset", "evidence"), [(75.0, None), (90.0, "80 s ahead of c1"), (-90.0, "100 s behind c1"), (10.0, None)]
-)
+@cases("offset, evidence", (75.0, None), (90.0, "80 s ahead of c1"), (-90.0, "100 s behind c1"), (10.0, None))
 def test_clock_is_compared_with_the_controllers(offset: float, evidence: str | None) -> None:
     """This machine's own clock may be wrong as well: both hosts are ten seconds or more ahead of it."""
     found = find(
@@ -41,15 +39,13 @@ def test_controller_that_all_others_differ_from_has_the_wrong_clock() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("slurmctld", "slurmd", "is_wrong"),
-    [
-        ("slurm-wlm 22.05.8", "slurm-wlm 22.05.8", False),
-        ("slurm-wlm 24.11.5", "slurm-wlm 23.11.4", False),
-        ("slurm-wlm 22.05.8", "slurm-wlm 24.11.5", True),
-        ("slurm 26.05.3", "slurm-wlm 22.05.8", True),
-        ("slurm-wlm 22.05.8", "", False),
-    ],
+@cases(
+    "slurmctld, slurmd, is_wrong",
+    ("slurm-wlm 22.05.8", "slurm-wlm 22.05.8", False),
+    ("slurm-wlm 24.11.5", "slurm-wlm 23.11.4", False),
+    ("slurm-wlm 22.05.8", "slurm-wlm 24.11.5", True),
+    ("slurm 26.05.3", "slurm-wlm 22.05.8", True),
+    ("slurm-wlm 22.05.8", "", False),
 )
 def test_release_that_slurmctld_does_not_accept_is_found(slurmctld: str, slurmd: str, is_wrong: bool) -> None:
     found = find({"c1": HostReport(version=slurmctld), "n1": HostReport(version=slurmd)})
@@ -63,7 +59,7 @@ def test_node_with_other_files_of_slurm_is_found() -> None:
     assert found == [("conf-differs", "n2", ("not as on c1: slurm.conf",))]
 
 
-@pytest.mark.parametrize("error", CGROUP_ERRORS)
+@cases("error", *CGROUP_ERRORS)
 def test_errors_of_cgroups_are_found_until_slurmd_has_started(error: str) -> None:
     line, start = LogEntry(f"error: {error}", 60.0), LogEntry("slurmd version 22.05.8 started", 30.0)
     stopped, running = {"slurmd": "failed"}, {"slurmd": "active"}

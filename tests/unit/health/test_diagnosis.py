@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.health.diagnosis import (
     ClusterView,
@@ -140,20 +141,18 @@ def test_node_whose_host_was_not_checked_is_not_resumed() -> None:
     assert other.blocked
 
 
-@pytest.mark.parametrize(
-    ("change", "fault", "evidence"),
-    [
-        ({"services": {"munge": "failed"}}, "munge-stopped", "munge is failed"),
-        ({"munge": {"error": "munge: timed out"}}, "munge-stopped", "munge: timed out"),
-        ({"services": {"slurmd": "activating"}}, "slurmd-stopped", "slurmd is activating"),
-        ({"services": {"slurmd": "inactive"}}, "slurmd-stopped", "slurmd is inactive"),
-        ({"names": ["n2", "n3"]}, "name-unresolved", "does not resolve: n2, n3"),
-        ({"users": {"alice": None}}, "user-missing", "alice has no account"),
-        ({"users": {"alice": 2002}}, "user-missing", "alice is 2002, on c1 2001"),
-        ({"directories": [replace(SPACE, free_files=3)]}, "inodes-full", "3 of 1000 inodes free"),
-        ({"directories": [replace(SPACE, problem="Read-only file system")]}, "read-only", "Read-only file system"),
-        ({"unfinished": ["directories"]}, "unreachable", "these checks did not end: directories"),
-    ],
+@cases(
+    "change, fault, evidence",
+    ({"services": {"munge": "failed"}}, "munge-stopped", "munge is failed"),
+    ({"munge": {"error": "munge: timed out"}}, "munge-stopped", "munge: timed out"),
+    ({"services": {"slurmd": "activating"}}, "slurmd-stopped", "slurmd is activating"),
+    ({"services": {"slurmd": "inactive"}}, "slurmd-stopped", "slurmd is inactive"),
+    ({"names": ["n2", "n3"]}, "name-unresolved", "does not resolve: n2, n3"),
+    ({"users": {"alice": None}}, "user-missing", "alice has no account"),
+    ({"users": {"alice": 2002}}, "user-missing", "alice is 2002, on c1 2001"),
+    ({"directories": [replace(SPACE, free_files=3)]}, "inodes-full", "3 of 1000 inodes free"),
+    ({"directories": [replace(SPACE, problem="Read-only file system")]}, "read-only", "Read-only file system"),
+    ({"unfinished": ["directories"]}, "unreachable", "these checks did not end: directories"),
 )
 def test_fault_of_a_host_is_found_with_evidence(change: dict[str, Any], fault: str, evidence: str) -> None:
     one = only(diagnose(view(report=replace(WELL, **change))))
@@ -192,7 +191,7 @@ def test_silent_node_of_a_stopped_slurmd_is_one_finding() -> None:
     assert [one.id for one in diagnose(view(node("", "IDLE", "NOT_RESPONDING")))] == ["not-responding"]
 
 
-@pytest.mark.parametrize("state", ["DOWN", "UNKNOWN", "DRAIN"])
+@cases("state", "DOWN", "UNKNOWN", "DRAIN")
 def test_node_out_of_service_without_a_reason_is_a_warning(state: str) -> None:
     one = only(diagnose(view(node("", state))))
     assert (one.id, one.level, one.evidence) == ("node-unexplained", "warning", (state.lower(),))
@@ -262,7 +261,7 @@ def test_worst_comes_first() -> None:
     assert [one.level for one in found] == ["error", "warning", "info"]
 
 
-@pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
+@cases("reason", "launch failed requeued held", "launch_failed_requeued_held")
 def test_held_job_is_found(reason: str) -> None:
     one = only(diagnose(view(jobs=(job(reason=reason),))))
     assert (one.id, one.job, one.action, one.explicit) == ("job-launch-failed", "7", "release", True)
@@ -291,17 +290,15 @@ def test_hint_is_for_what_slurm_writes() -> None:
     assert job_hint("Priority") == ""
 
 
-@pytest.mark.parametrize(
+@cases(
     "values",
-    [
-        {"unfinished": 3},
-        {"services": []},
-        {"users": {"alice": []}},
-        {"directories": [{"path": "/"}]},
-        {"directories": [{**asdict(SPACE), "free_mb": "many"}]},
-        {"logs": [{"text": "x", "age_s": "old"}]},
-        {"logs": "text"},
-    ],
+    {"unfinished": 3},
+    {"services": []},
+    {"users": {"alice": []}},
+    {"directories": [{"path": "/"}]},
+    {"directories": [{**asdict(SPACE), "free_mb": "many"}]},
+    {"logs": [{"text": "x", "age_s": "old"}]},
+    {"logs": "text"},
 )
 def test_report_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
@@ -344,7 +341,7 @@ def test_drain_of_the_health_program_is_left_to_it() -> None:
     assert (one.id, one.level, one.action) == ("health-drain", "error", "")
 
 
-@pytest.mark.parametrize("values", [{"findings": []}, {"age_s": "old", "findings": []}, {"age_s": 1, "findings": [{}]}])
+@cases("values", {"findings": []}, {"age_s": "old", "findings": []}, {"age_s": 1, "findings": [{}]})
 def test_health_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         HostReport.parse({"health": values})
@@ -358,17 +355,15 @@ def test_health_is_read_as_it_is_sent() -> None:
 # ---- unreliable nodes
 
 
-@pytest.mark.parametrize(
-    ("counts", "unreliable"),
-    [
-        ({"n1": (20, 8, 0), "n2": (100, 4, 0)}, ["n1"]),
-        ({"n1": (20, 8, 0), "n2": (100, 40, 0)}, []),
-        ({"n1": (20, 4, 0), "n2": (100, 0, 0)}, []),
-        ({"n1": (20, 8, 0)}, []),
-        ({"n1": (50, 2, 2), "n2": (50, 0, 0)}, ["n1"]),
-        ({"n[1-2]": (3, 2, 1), "n1": (3, 1, 1)}, ["n1"]),
-        ({"n[": (20, 20, 20)}, []),
-    ],
+@cases(
+    "counts, unreliable",
+    ({"n1": (20, 8, 0), "n2": (100, 4, 0)}, ["n1"]),
+    ({"n1": (20, 8, 0), "n2": (100, 40, 0)}, []),
+    ({"n1": (20, 4, 0), "n2": (100, 0, 0)}, []),
+    ({"n1": (20, 8, 0)}, []),
+    ({"n1": (50, 2, 2), "n2": (50, 0, 0)}, ["n1"]),
+    ({"n[1-2]": (3, 2, 1), "n1": (3, 1, 1)}, ["n1"]),
+    ({"n[": (20, 20, 20)}, []),
 )
 def test_node_on_which_more_jobs_fail_is_found_with_the_numbers(
     counts: dict[str, tuple[int, int, int]], unreliable: list[str]

@@ -2,10 +2,10 @@
 
 import re
 
-import pytest
 from tests.doctor_faults import FAULT_TESTS, KINDS, OTHER_TESTS, Outcome, saved_outcomes
 from tests.documents import ROOT
 from tests.matrix.doctor_cases import CASES, CLOCK_CASE
+from tests.support.cases import cases
 
 from shoal.health.reasons import FAULTS
 
@@ -22,7 +22,7 @@ def test_every_finding_has_a_test() -> None:
     assert {*FAULTS} == {row[2] for row in FAULT_TESTS} | {*OTHER_TESTS}
 
 
-@pytest.mark.parametrize("reference", sorted({*OTHER_TESTS.values(), *(row[4] for row in FAULT_TESTS)}))
+@cases("reference", *sorted({*OTHER_TESTS.values(), *(row[4] for row in FAULT_TESTS)}))
 def test_test_of_a_fault_exists(reference: str) -> None:
     file, _, name = reference.partition("::")
     text = (ROOT / "tests" / file).read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests import nvml
+from tests.support.cases import cases
 
 from shoal.remote.node_health import gpu_checks, gpu_test
 from shoal.remote.node_health.main import CHECKS, run_checks
@@ -63,14 +64,12 @@ def test_gpu_that_is_well_passes_with_its_speeds(node: NodeWithGpu) -> None:
     assert result["memory MB"] == 8 and "problem" not in result
 
 
-@pytest.mark.parametrize(
-    ("faults", "problem"),
-    [
-        ({"init": 2}, "cuInit: CUDA_ERROR_OUT_OF_MEMORY"),
-        ({"memory": 1}, "2 of 2097152 words of its memory changed"),
-        ({"copy": 1}, "a copy came back changed"),
-        ({"product": 1}, "a product is wrong"),
-    ],
+@cases(
+    "faults, problem",
+    ({"init": 2}, "cuInit: CUDA_ERROR_OUT_OF_MEMORY"),
+    ({"memory": 1}, "2 of 2097152 words of its memory changed"),
+    ({"copy": 1}, "a copy came back changed"),
+    ({"product": 1}, "a product is wrong"),
 )
 def test_gpu_that_fails_is_found_until_it_passes(node: NodeWithGpu, faults: dict[str, int], problem: str) -> None:
     expected = {"gpu-test": [f"GPU 0 (0000:41:00): {problem}"]}
@@ -90,7 +89,7 @@ def test_each_boot_is_followed_by_one_test(node: NodeWithGpu) -> None:
     assert [*node.run(product=1)] == ["gpu-test"]
 
 
-@pytest.mark.parametrize(("processes", "gpu"), [(("slurmstepd",), {}), (("python",), {"pid": 50})])
+@cases("processes, gpu", (("slurmstepd",), {}), (("python",), {"pid": 50}))
 def test_gpu_in_use_is_not_tested(node: NodeWithGpu, processes: tuple[str, ...], gpu: dict[str, object]) -> None:
     assert node.run(*processes, gpu=gpu, product=1) == {} and node.memory["gpu_tests"] == {}
 

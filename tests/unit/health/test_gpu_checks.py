@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests import nvml
+from tests.support.cases import cases
 
 from shoal.remote.node_health import gpu_checks, node
 from shoal.remote.node_health.main import CHECKS, run_checks
@@ -64,20 +65,18 @@ def test_host_without_a_driver_has_no_findings(examine: Examine, monkeypatch: py
     assert examine() == {}
 
 
-@pytest.mark.parametrize(
-    ("check", "change", "evidence"),
-    [
-        ("gpu-recovery", {"recovery": 4}, "the driver asks to end its jobs, then reset the GPU"),
-        ("gpu-recovery", {"recovery": 9}, "the driver asks to take action 9"),
-        ("gpu-ecc", {"ecc": 2}, "2 errors that could not be corrected"),
-        ("gpu-remap-pending", {"remap_pending": 1}, "bad memory is replaced at the next reset"),
-        ("gpu-remap-pending", {"remap_pending": None, "retired": 1}, "pages are retired at the next reset"),
-        ("gpu-remap-failed", {"remap_failed": 1}, "bad memory could not be replaced"),
-        ("gpu-clock", {"throttle": 0x40}, "much too hot"),
-        ("gpu-nvlink", {"links": 17}, "17 NVLinks, before 18"),
-        ("gpu-pcie", {"width": 8}, "8 lanes, before 16"),
-        ("gpu-persistence", {"persistence": 0}, "its persistence mode is off"),
-    ],
+@cases(
+    "check, change, evidence",
+    ("gpu-recovery", {"recovery": 4}, "the driver asks to end its jobs, then reset the GPU"),
+    ("gpu-recovery", {"recovery": 9}, "the driver asks to take action 9"),
+    ("gpu-ecc", {"ecc": 2}, "2 errors that could not be corrected"),
+    ("gpu-remap-pending", {"remap_pending": 1}, "bad memory is replaced at the next reset"),
+    ("gpu-remap-pending", {"remap_pending": None, "retired": 1}, "pages are retired at the next reset"),
+    ("gpu-remap-failed", {"remap_failed": 1}, "bad memory could not be replaced"),
+    ("gpu-clock", {"throttle": 0x40}, "much too hot"),
+    ("gpu-nvlink", {"links": 17}, "17 NVLinks, before 18"),
+    ("gpu-pcie", {"width": 8}, "8 lanes, before 16"),
+    ("gpu-persistence", {"persistence": 0}, "its persistence mode is off"),
 )
 def test_fault_of_a_gpu_is_found(examine: Examine, check: str, change: dict[str, object], evidence: str) -> None:
     assert examine({}, {}) == {}
@@ -92,7 +91,7 @@ def test_errors_of_nvlinks_are_found_when_they_rise(examine: Examine) -> None:
     assert examine({"link_errors": 208}) == {}
 
 
-@pytest.mark.parametrize(("program", "count"), [("nv-fabricmanager", 0), ("python", 1)])
+@cases("program, count", ("nv-fabricmanager", 0), ("python", 1))
 def test_switches_without_their_manager_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, count: int
 ) -> None:
@@ -117,16 +116,14 @@ def test_library_of_another_release_is_found(examine: Examine) -> None:
     assert examine({}, init=18) == {"gpu-driver-mismatch": ["Driver/library version mismatch"]}
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(79, "fell off the bus: reboot"), (119, "has stopped: reset"), (54, "cable")]
-)
+@cases("number, words", (79, "fell off the bus: reboot"), (119, "has stopped: reset"), (54, "cable"))
 def test_xid_that_needs_an_action_is_found(examine: Examine, number: int, words: str) -> None:
     [text] = examine({"recovery": None}, log=xid(number))["gpu-xid"]
     assert text.startswith(f"0000:41:00: XID {number}, ") and words in text and "pid=7" in text
     assert examine({"recovery": None}, log=xid(number, age_s=3 * 3600)) == {}
 
 
-@pytest.mark.parametrize("number", [13, 31, 43, 45, 63, 94])
+@cases("number", 13, 31, 43, 45, 63, 94)
 def test_xid_of_a_program_is_no_finding(examine: Examine, number: int) -> None:
     assert examine({"recovery": None}, log=xid(number)) == {}
 

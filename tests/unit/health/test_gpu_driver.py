@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Item, Packages
@@ -93,7 +94,7 @@ def test_installed_driver_asks_for_one_reboot(bus: Path) -> None:
     assert look(check_reboot, memory, driver="nvidia") == ([], []) and memory == {}
 
 
-@pytest.mark.parametrize("mode", ["warn", "drain"])
+@cases("mode", "warn", "drain")
 def test_reboot_drains_in_every_mode_and_on_the_first_day(
     bus: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,13 +176,11 @@ def test_working_driver_is_left_alone() -> None:
     assert driver_items(REEF.replace("DRIVER", ", driver: nvidia"), gpus=(gpu,)) == []
 
 
-@pytest.mark.parametrize(
-    ("driver", "change", "level", "words"),
-    [
-        ("", {}, "warning", f"write `driver: nvidia` in nodeset lab: `shoal up` then installs {' '.join(DEBIAN)}"),
-        ("", {"os_id": "arch", "os_version": ""}, "warning", "install the driver by hand"),
-        (", driver: nvidia", {}, "info", "the node is drained, and reboots when it is idle"),
-    ],
+@cases(
+    "driver, change, level, words",
+    ("", {}, "warning", f"write `driver: nvidia` in nodeset lab: `shoal up` then installs {' '.join(DEBIAN)}"),
+    ("", {"os_id": "arch", "os_version": ""}, "warning", "install the driver by hand"),
+    (", driver: nvidia", {}, "info", "the node is drained, and reboots when it is idle"),
 )
 def test_device_without_a_driver_is_told_before_up(driver: str, change: Any, level: str, words: str) -> None:
     findings = [entry for entry in component_findings(cluster_of(REEF.replace("DRIVER", driver), **change))
@@ -195,12 +194,10 @@ def test_finding_that_is_not_wanted_is_left_out() -> None:
     assert not [entry for entry in component_findings(cluster_of(text)) if "NVIDIA" in entry.what]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (REEF.replace("DRIVER", ", driver: amd"), "unknown driver"),
-        (REEF.replace("DRIVER", "").replace("controller: {", "controller: {driver: nvidia, "), "runs no jobs"),
-    ],
+@cases(
+    "text, problem",
+    (REEF.replace("DRIVER", ", driver: amd"), "unknown driver"),
+    (REEF.replace("DRIVER", "").replace("controller: {", "controller: {driver: nvidia, "), "runs no jobs"),
 )
 def test_driver_in_a_wrong_place_is_refused(text: str, problem: str) -> None:
     with pytest.raises(Exception, match=problem):

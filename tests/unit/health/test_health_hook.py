@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote import program_text
 
@@ -88,15 +89,13 @@ def order(hook: Hook, text: str) -> None:
         program.chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("state", "reason", "reboots"),
-    [
-        ("drained", WANTED, True),
-        ("draining", WANTED, False),
-        ("drained*", WANTED, False),
-        ("drained", "kernel update by anna", False),
-        ("", "", False),
-    ],
+@cases(
+    "state, reason, reboots",
+    ("drained", WANTED, True),
+    ("draining", WANTED, False),
+    ("drained*", WANTED, False),
+    ("drained", "kernel update by anna", False),
+    ("", "", False),
 )
 def test_reboot_waits_until_its_own_drain_is_over(hook: Hook, state: str, reason: str, reboots: bool) -> None:
     hook.run(WANTED)
@@ -131,13 +130,13 @@ def test_new_finding_changes_the_reason_of_its_own_drain(hook: Hook) -> None:
     assert hook.run() == ["update nodename=n1 state=resume"]
 
 
-@pytest.mark.parametrize("reason", ["fan broken", "Kill task failed", f"{WANTED}; Anna looks at it"])
+@cases("reason", "fan broken", "Kill task failed", f"{WANTED}; Anna looks at it")
 def test_drain_of_others_is_never_changed(hook: Hook, reason: str) -> None:
     hook.reason = reason
     assert hook.run(WANTED) == [] and hook.run() == [] and hook.reason == reason
 
 
-@pytest.mark.parametrize("reason", ["fan broken", "Kill task failed", f"{WANTED}; Anna looks at it"])
+@cases("reason", "fan broken", "Kill task failed", f"{WANTED}; Anna looks at it")
 def test_reason_that_others_wrote_over_its_own_stays(hook: Hook, reason: str) -> None:
     hook.run(WANTED)
     hook.reason = reason
@@ -152,7 +151,7 @@ def test_node_that_a_person_resumed_is_not_drained_for_the_same_again(hook: Hook
     assert hook.run(WANTED) != [], "when it was well in between"
 
 
-@pytest.mark.parametrize("state", ["idle", "idle*", "mixed", "allocated", "completing"])
+@cases("state", "idle", "idle*", "mixed", "allocated", "completing")
 def test_reason_that_slurm_kept_after_a_resume_does_not_prevent_a_drain(hook: Hook, state: str) -> None:
     hook.reason, hook.state = "shoal: health: disk-full: /tmp", state
     assert hook.run(WANTED) == [f"update nodename=n1 state=drain reason={WANTED}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote import health_probe, python_command
 
@@ -21,15 +22,13 @@ def ask(**request: list[str]) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("state", "restarts", "age_s", "expected"),
-    [
-        ("active", "0", 1, "active"),
-        ("active", "7", 1, "activating"),
-        ("active", "7", 60, "active"),
-        ("failed", "7", 1, "failed"),
-        ("inactive", "0", 0, "inactive"),
-    ],
+@cases(
+    "state, restarts, age_s, expected",
+    ("active", "0", 1, "active"),
+    ("active", "7", 1, "activating"),
+    ("active", "7", 60, "active"),
+    ("failed", "7", 1, "failed"),
+    ("inactive", "0", 0, "inactive"),
 )
 def test_service_that_fails_over_and_over_does_not_run(state: str, restarts: str, age_s: float, expected: str) -> None:
     begin = f"{(time.monotonic() - age_s) * 1e6:.0f}"

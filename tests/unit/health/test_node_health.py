@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote import node_health
 from shoal.remote.node_health import host_checks, main, node
@@ -60,7 +61,7 @@ def test_serious_fault_asks_for_a_drain_until_it_is_gone(place: Place) -> None:
     assert place.run()["findings"] == [] and place.drain == ""
 
 
-@pytest.mark.parametrize(("mode", "age_s"), [("warn", 2 * DAY), ("drain", WARN_ONLY_S - 60)])
+@cases("mode, age_s", ("warn", 2 * DAY), ("drain", WARN_ONLY_S - 60))
 def test_node_is_not_drained_in_warn_mode_and_on_its_first_day(place: Place, mode: str, age_s: float) -> None:
     place.checks["gpu-lost"] = ["GPU-1 is gone"]
     assert len(place.run(mode, age_s=age_s)["findings"]) == 1
@@ -112,7 +113,7 @@ def test_baseline_keeps_the_best_and_is_learned_again_on_demand(place: Place, mo
     assert place.run(forget=True)["findings"] == place.run()["findings"] == []
 
 
-@pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"findings": null}'])
+@cases("text", "", "no JSON", "[]", '{"findings": null}')
 def test_files_that_cannot_be_read_are_written_anew(place: Place, text: str) -> None:
     place.run()
     (place.state / "result.json").write_text(text)
@@ -224,12 +225,10 @@ def test_links_are_compared_with_the_baseline(tmp_path: Path, monkeypatch: pytes
         assert looked(host_checks.check_links, baseline=baseline) == expected
 
 
-@pytest.mark.parametrize(
-    ("check", "path", "first", "then"),
-    [
-        (host_checks.check_clock_source, "current_clocksource", "tsc", "hpet"),
-        (host_checks.check_governor, "scaling_governor", "performance", "powersave"),
-    ],
+@cases(
+    "check, path, first, then",
+    (host_checks.check_clock_source, "current_clocksource", "tsc", "hpet"),
+    (host_checks.check_governor, "scaling_governor", "performance", "powersave"),
 )
 def test_settings_are_compared_with_the_first(
     monkeypatch: pytest.MonkeyPatch, check: Any, path: str, first: str, then: str

@@ -3,8 +3,8 @@
 The texts are those of the format strings in the sources of slurm-22-05-8-1, slurm-24-11-5-1 and slurm-26-05-3-1.
 """
 
-import pytest
 from tests.documents import ROOT
+from tests.support.cases import cases
 
 from shoal.cloud.service.slurm import format_reason
 from shoal.health.docs import doctor_markdown
@@ -73,7 +73,7 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "reason", "releases"), WRITTEN)
+@cases("fault, reason, releases", *WRITTEN)
 def test_reason_leads_to_its_fault_alone(fault: str, reason: str, releases: tuple[str, ...]) -> None:
     assert [one.id for one in faults_in(reason)] == [fault], releases
     assert not is_written_by_person(reason)
@@ -84,7 +84,7 @@ def test_every_fault_of_a_reason_has_a_text_in_this_test() -> None:
     assert {release for _, _, releases in WRITTEN for release in releases} >= {*ALL}
 
 
-@pytest.mark.parametrize("separator", [", ", " : "])
+@cases("separator", ", ", " : ")
 def test_reasons_that_slurm_joins_lead_to_all_their_faults(separator: str) -> None:
     texts = ["Low socket*core*thread count", "Low CPUs", "Low RealMemory (reported:1 < 100.00% of configured:2)"]
     joined = separator.join(texts)
@@ -92,21 +92,19 @@ def test_reasons_that_slurm_joins_lead_to_all_their_faults(separator: str) -> No
     assert not is_written_by_person(joined)
 
 
-@pytest.mark.parametrize(
+@cases(
     "reason",
-    [
-        "fan broken",
-        "Kill task failed, I look at it: Anna",
-        "drained by hand",
-        "new DIMM comes on Monday : Low RealMemory (reported:1 < 100.00% of configured:2)",
-        "not shoal: leaving the cluster",
-    ],
+    "fan broken",
+    "Kill task failed, I look at it: Anna",
+    "drained by hand",
+    "new DIMM comes on Monday : Low RealMemory (reported:1 < 100.00% of configured:2)",
+    "not shoal: leaving the cluster",
 )
 def test_reason_with_other_words_is_a_persons(reason: str) -> None:
     assert is_written_by_person(reason)
 
 
-@pytest.mark.parametrize("reason", ["", format_reason("no capacity", 1000.0), LEAVING_REASON])
+@cases("reason", "", format_reason("no capacity", 1000.0), LEAVING_REASON)
 def test_reason_of_shoal_is_no_persons(reason: str) -> None:
     assert not is_written_by_person(reason)
 

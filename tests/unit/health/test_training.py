@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal import contract
 from shoal.remote.node_health import hung_job, job_stacks, leftovers, training
@@ -140,19 +141,17 @@ BACKWARD = ("_engine_run_backward (torch/autograd/graph.py:1)", "main (train.py:
 STUCK = ("read_shard (data.py:3)", "main (train.py:4)")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "behind"),
-    [
-        ([rank_of(0, *WAIT), rank_of(1, *STUCK)], [1]),
-        ([rank_of(0, *BACKWARD), rank_of(1, *STUCK)], [1]),
-        ([rank_of(0, *STUCK), rank_of(1, *STUCK)], []),
-        ([rank_of(0, *WAIT), rank_of(1, *WAIT)], []),
-        ([rank_of(0, step=9), rank_of(1, step=7)], [1]),
-        ([rank_of(0, step=9), rank_of(1, step=8)], []),
-        ([rank_of(0, "f (a.py:1)"), rank_of(1, "f (a.py:1)"), rank_of(2, "g (a.py:2)")], [2]),
-        ([rank_of(0, "f (a.py:1)"), rank_of(1, "g (a.py:2)"), rank_of(2, "h (a.py:3)")], []),
-        ([], []),
-    ],
+@cases(
+    "ranks, behind",
+    ([rank_of(0, *WAIT), rank_of(1, *STUCK)], [1]),
+    ([rank_of(0, *BACKWARD), rank_of(1, *STUCK)], [1]),
+    ([rank_of(0, *STUCK), rank_of(1, *STUCK)], []),
+    ([rank_of(0, *WAIT), rank_of(1, *WAIT)], []),
+    ([rank_of(0, step=9), rank_of(1, step=7)], [1]),
+    ([rank_of(0, step=9), rank_of(1, step=8)], []),
+    ([rank_of(0, "f (a.py:1)"), rank_of(1, "f (a.py:1)"), rank_of(2, "g (a.py:2)")], [2]),
+    ([rank_of(0, "f (a.py:1)"), rank_of(1, "g (a.py:2)"), rank_of(2, "h (a.py:3)")], []),
+    ([], []),
 )
 def test_rank_behind(ranks: list[dict[str, Any]], behind: list[int]) -> None:
     assert [rank["rank"] for rank in ranks_behind(ranks)] == behind
@@ -168,14 +167,12 @@ def test_nothing_is_done_while_a_rank_goes_on_or_says_nothing() -> None:
     assert nodes_behind([{**rank, "node": "n0"} for rank in ranks], 600) == {}, "both are on the only node"
 
 
-@pytest.mark.parametrize(
-    ("change", "states", "obstacle"),
-    [
-        ({}, "n0 alloc\nn1 alloc\nn2 idle", ""),
-        ({}, "n0 alloc\nn1 alloc\nn2 drain", "partition main has too few other nodes"),
-        ({"Requeue": "0"}, "n0 alloc\nn1 alloc\nn2 idle", "it was submitted with --no-requeue"),
-        ({"ReqNodeList": "n[0-1]"}, "n0 alloc\nn1 alloc\nn2 idle", "it asks for this node by name"),
-    ],
+@cases(
+    "change, states, obstacle",
+    ({}, "n0 alloc\nn1 alloc\nn2 idle", ""),
+    ({}, "n0 alloc\nn1 alloc\nn2 drain", "partition main has too few other nodes"),
+    ({"Requeue": "0"}, "n0 alloc\nn1 alloc\nn2 idle", "it was submitted with --no-requeue"),
+    ({"ReqNodeList": "n[0-1]"}, "n0 alloc\nn1 alloc\nn2 idle", "it asks for this node by name"),
 )
 def test_job_that_could_not_run_is_not_queued_again(
     change: dict[str, str], states: str, obstacle: str, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +231,7 @@ def test_job_is_released_when_the_run_is_ended(tmp_path: Path) -> None:
     assert lines[0] == f"requeuehold {JOB}" and lines[-1] == f"release {JOB}"
 
 
-@pytest.mark.parametrize("mode", ["warn", "requeue"])
+@cases("mode", "warn", "requeue")
 def test_rank_without_a_step_is_found(rank: subprocess.Popen[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LOWEST_USER", 0)
     monkeypatch.setattr(training, "running_jobs", lambda node: {JOB})

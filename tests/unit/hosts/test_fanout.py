@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import SlurmError, Unreachable
 from shoal.hosts.api import Target
@@ -56,7 +57,7 @@ async def test_each_outcome_is_reported_at_once() -> None:
     assert set(seen) == set(outcomes.values())
 
 
-@pytest.mark.parametrize("error", [SlurmError("slurmctld is down"), ZeroDivisionError("a bug")])
+@cases("error", SlurmError("slurmctld is down"), ZeroDivisionError("a bug"))
 async def test_other_errors_cancel_the_rest_and_are_raised(error: Exception) -> None:
     cancelled = []
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -90,7 +91,7 @@ async def test_key_of_the_provider_counts_without_a_file(sshd: Sshd, tmp_path: P
         assert isinstance(host, OpenSshHost)
 
 
-@pytest.mark.parametrize("change", [{"host_key": "ssh-ed25519 AAAA"}, {"port": 1}, {"user": "nobody-here"}])
+@cases("change", {"host_key": "ssh-ed25519 AAAA"}, {"port": 1}, {"user": "nobody-here"})
 async def test_other_client_connects_and_explains_where_the_login_fails(
     sshd: Sshd, known_hosts: Path, change: dict[str, object]
 ) -> None:
@@ -150,7 +151,7 @@ async def test_connection_that_was_lost_between_commands_is_made_anew(sshd: Sshd
     assert await client_port(target, known_hosts) != port
 
 
-@pytest.mark.parametrize("squat", ["open", "link", "file"])
+@cases("squat", "open", "link", "file")
 async def test_directory_that_others_can_write_is_not_used(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squat: str
 ) -> None:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import pytest
+from tests.support.cases import cases
 
 COUNT = """
 import sys
@@ -15,7 +15,7 @@ print(list(started), ctypes.util.find_library("c") is not None)
 """
 
 
-@pytest.mark.parametrize("module", ["shoal.hosts.ssh", "shoal.cli, shoal.verbs.up", "shoal.verbs.exec"])
+@cases("module", "shoal.hosts.ssh", "shoal.cli, shoal.verbs.up", "shoal.verbs.exec")
 def test_import_starts_no_program_and_library_lookup_still_works(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", COUNT.format(module=module)], capture_output=True, text=True)
     assert done.stdout == "[] True\n", done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running_sshd
+from tests.support.cases import cases
 
 from shoal.errors import AuthenticationFailed, CommandTimeout, ConnectionLost, HostError, HostKeyChanged, Unreachable
 from shoal.hosts.api import Target
@@ -136,14 +137,12 @@ async def test_rejected_key_is_reported_with_user_and_tried_keys(sshd: Sshd, kno
     assert caught.value.hint.startswith(f"put your public key there: ssh-copy-id -p {sshd.port} root@127.0.0.1")
 
 
-@pytest.mark.parametrize(
-    ("make", "found"),
-    [
-        (lambda path: None, "does not exist"),
-        (lambda path: path.mkdir(), "cannot be read: Is a directory"),
-        (lambda path: path.write_text("hello"), "is not a private key"),
-        (lambda path: (make_key(path), lock_key(path)), "is protected by a passphrase and no ssh-agent is running"),
-    ],
+@cases(
+    "make, found",
+    (lambda path: None, "does not exist"),
+    (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+    (lambda path: path.write_text("hello"), "is not a private key"),
+    (lambda path: (make_key(path), lock_key(path)), "is protected by a passphrase and no ssh-agent is running"),
 )
 async def test_unusable_identity_is_named(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, make: object, found: str
@@ -198,15 +197,13 @@ async def test_alias_is_resolved_in_the_ssh_config(sshd: Sshd, known_hosts: Path
     assert known_hosts.read_text().startswith(f"gpu07,[127.0.0.1]:{sshd.port} ")
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("Host gpu01\n Port many\n", "line 2: Invalid Port integer value: many"),
-        ("Host gpu01\n Port\n", "cannot understand the SSH config"),
-        ('Host "gpu01\n', "cannot understand the SSH config"),
-        ("Host gpu01\n ProxyJump user@:x\n", "cannot understand ProxyJump 'user@:x'"),
-        ("Host gpu01\n ProxyCommand nc 'a\n", "line 2: No closing quotation"),
-    ],
+@cases(
+    "text, found",
+    ("Host gpu01\n Port many\n", "line 2: Invalid Port integer value: many"),
+    ("Host gpu01\n Port\n", "cannot understand the SSH config"),
+    ('Host "gpu01\n', "cannot understand the SSH config"),
+    ("Host gpu01\n ProxyJump user@:x\n", "cannot understand ProxyJump 'user@:x'"),
+    ("Host gpu01\n ProxyCommand nc 'a\n", "line 2: No closing quotation"),
 )
 async def test_invalid_ssh_config_is_reported_with_its_path(
     known_hosts: Path, tmp_path: Path, text: str, found: str
@@ -336,14 +333,12 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plain_shell")
-@pytest.mark.parametrize(
-    ("command", "seconds", "found"),
-    [
-        ("sh -c 'exit 3'", 60, "`sh` ended before the login"),
-        ("sh -c 'echo no such tunnel >&2; exit 3'", 60, "`sh` ended before the login: no such tunnel"),
-        ("/no/such %h", 60, "`/no/such` ended before the login: /bin/sh: 1: exec: /no/such: not found"),
-        ("sleep 61", 0.5, "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
-    ],
+@cases(
+    "command, seconds, found",
+    ("sh -c 'exit 3'", 60, "`sh` ended before the login"),
+    ("sh -c 'echo no such tunnel >&2; exit 3'", 60, "`sh` ended before the login: no such tunnel"),
+    ("/no/such %h", 60, "`/no/such` ended before the login: /bin/sh: 1: exec: /no/such: not found"),
+    ("sleep 61", 0.5, "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
 )
 async def test_failed_proxy_command_is_reported(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, command: str, seconds: float, found: str
@@ -378,13 +373,11 @@ async def test_silent_host_times_out(known_hosts: Path, no_config: Path) -> None
             await SshConnector(known_hosts, ssh_config=no_config, connect_timeout=0.2).connect(slow)
 
 
-@pytest.mark.parametrize(
-    ("greeting", "found"),
-    [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection before the login"),
-        (b"SSH-1.5-ancient\r\n", "does not speak SSH"),
-        (b"", "closed the connection before the login"),
-    ],
+@cases(
+    "greeting, found",
+    (b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection before the login"),
+    (b"SSH-1.5-ancient\r\n", "does not speak SSH"),
+    (b"", "closed the connection before the login"),
 )
 async def test_port_without_ssh_is_reported(known_hosts: Path, no_config: Path, greeting: bytes, found: str) -> None:
     done = asyncio.Event()
@@ -446,7 +439,7 @@ async def test_cancelled_connection_attempt_leaves_no_task(known_hosts: Path, no
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
-@pytest.mark.parametrize("how", ["timeout", "kill", "close"])
+@cases("how", "timeout", "kill", "close")
 async def test_stopped_program_ends_with_its_children(sshd: Sshd, known_hosts: Path, how: str) -> None:
     script = "sleep 3601 & echo $$ $!; wait"
     connector = SshConnector(known_hosts)

@@ -4,7 +4,7 @@ import errno
 import socket
 
 import asyncssh
-import pytest
+from tests.support.cases import cases
 
 from shoal.errors import AuthenticationFailed, ConnectionLost, HostError, Unreachable
 from shoal.hosts.ssh_config import Route
@@ -35,7 +35,7 @@ CASES: list[tuple[BaseException, type[HostError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "kind", "text"), CASES, ids=lambda value: str(value)[:40])
+@cases("error, kind, text", *CASES, ids=lambda value: str(value)[:40])
 def test_failed_connection_has_cause_and_fix(error: BaseException, kind: type[HostError], text: str) -> None:
     error = cannot_connect(ROUTE, error, tried=[], timeout=10, via="")
     assert type(error) is kind

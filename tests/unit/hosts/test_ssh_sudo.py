@@ -9,6 +9,7 @@ from pathlib import Path
 
 import asyncssh
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import SudoDenied
 from shoal.hosts import sudo
@@ -95,7 +96,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("says", "told"), REFUSALS)
+@cases("says, told", *REFUSALS)
 async def test_denial_has_the_cause_and_the_sudoers_line(host: SshHost, programs: Path, says: str, told: str) -> None:
     _install(programs, f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
     with pytest.raises(SudoDenied) as caught:

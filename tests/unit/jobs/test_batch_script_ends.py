@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from job_clusters import SHIPPED, resolved
+from tests.support.cases import cases
 
 from shoal.contract import EXIT_REQUEUE
 from shoal.jobs.script import sbatch_script
@@ -52,7 +52,7 @@ def _run(
     return script.returncode, asked.replace("-o show node gpu1\n", "")
 
 
-@pytest.mark.parametrize(("number", "taken", "then"), [("41", 10041, "17960"), ("19999", 29999, "17918")])
+@cases("number, taken, then", ("41", 10041, "17960"), ("19999", 29999, "17918"))
 def test_taken_port_is_skipped_and_the_next_is_below_the_ephemeral_range(number: str, taken: int, then: str) -> None:
     lines = sbatch_script(resolved("train.py"), SHIPPED).splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("export MASTER_PORT="))
@@ -73,7 +73,7 @@ def test_failed_job_has_the_status_of_srun(tmp_path: Path) -> None:
     assert _run(tmp_path, f"{ENDED}; exit 3") == (3, "")
 
 
-@pytest.mark.parametrize("requeue", [True, False])
+@cases("requeue", True, False)
 def test_srun_that_starts_no_rank_and_exits_0_is_a_failure(tmp_path: Path, requeue: bool) -> None:
     earlier = 'touch "$SHOAL_JOB_DIR/rank-0.1.end"'  # of the turn before
     assert _run(tmp_path, f"{earlier}; exit 0", requeue=requeue) == (1, "")
@@ -94,9 +94,7 @@ def test_stopped_job_with_no_requeue_exits_with_the_requeue_status(tmp_path: Pat
     assert _run(tmp_path, STOPPED, requeue=False) == (EXIT_REQUEUE, "")
 
 
-@pytest.mark.parametrize(
-    ("number", "option"), [(signal.SIGUSR1, "USR1@60"), (signal.SIGUSR1, "HUP@9"), (signal.SIGHUP, "HUP@9")]
-)
+@cases("number, option", (signal.SIGUSR1, "USR1@60"), (signal.SIGUSR1, "HUP@9"), (signal.SIGHUP, "HUP@9"))
 def test_warning_goes_to_the_ranks_and_the_script_waits_for_them(
     tmp_path: Path, number: signal.Signals, option: str
 ) -> None:
@@ -108,6 +106,6 @@ def test_warning_goes_to_the_ranks_and_the_script_waits_for_them(
 LOST = f'touch "$SHOAL_JOB_DIR/lost.2"; {ENDED}; exit 137'
 
 
-@pytest.mark.parametrize(("requeue", "ends"), [(True, (0, "requeue 7\n")), (False, (1, ""))])
+@cases("requeue, ends", (True, (0, "requeue 7\n")), (False, (1, "")))
 def test_job_that_lost_ranks_is_requeued_or_fails(tmp_path: Path, requeue: bool, ends: tuple[int, str]) -> None:
     assert _run(tmp_path, LOST, requeue=requeue) == ends

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.jobs.script import sbatch_script
@@ -20,14 +20,12 @@ def test_job_without_shares_has_no_copy_step() -> None:
     assert PROGRAM not in script(copies=False)
 
 
-@pytest.mark.parametrize(
-    ("failing", "status", "steps"),
-    [
-        ("", 0, ["in", "rank", "out"]),
-        ("in", 1, ["in"]),
-        ("out", 1, ["in", "rank", "out"]),
-        ("rank", 3, ["in", "rank", "out"]),
-    ],
+@cases(
+    "failing, status, steps",
+    ("", 0, ["in", "rank", "out"]),
+    ("in", 1, ["in"]),
+    ("out", 1, ["in", "rank", "out"]),
+    ("rank", 3, ["in", "rank", "out"]),
 )
 def test_shares_are_copied_around_the_ranks(tmp_path: Path, failing: str, status: int, steps: list[str]) -> None:
     """The lines from the first step on, with a stand-in for srun that writes down what it is to start."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
 from shoal.jobs.failure import explain_failure, last_traceback
@@ -42,34 +42,30 @@ def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
     return RankEnd(rank, f"fish{rank // 2 + 1}", more.pop("restart", 0), 0.0, at, status, **more)
 
 
-@pytest.mark.parametrize(
-    ("said", "status", "text", "fix"),
-    [
-        (
-            "shoal: cannot start nsys: No such file or directory",
-            127,
-            "rank 0 on fish1: cannot start nsys: No such file or directory",
-            "install NVIDIA Nsight Systems on the nodes, or leave out --profile",
-        ),
-        (
-            "/usr/bin/python3: No module named kernprof",
-            1,
-            "rank 0 on fish1 could not be profiled: /usr/bin/python3: No module named kernprof",
-            "install line_profiler for the Python of the job, or leave out --profile",
-        ),
-    ],
+@cases(
+    "said, status, text, fix",
+    (
+        "shoal: cannot start nsys: No such file or directory",
+        127,
+        "rank 0 on fish1: cannot start nsys: No such file or directory",
+        "install NVIDIA Nsight Systems on the nodes, or leave out --profile",
+    ),
+    (
+        "/usr/bin/python3: No module named kernprof",
+        1,
+        "rank 0 on fish1 could not be profiled: /usr/bin/python3: No module named kernprof",
+        "install line_profiler for the Python of the job, or leave out --profile",
+    ),
 )
 def test_missing_profiler_is_reported_with_the_fix(said: str, status: int, text: str, fix: str) -> None:
     reason = explain_failure(FAILED, JobLogs(tuple(printed(0, said)), (ended(0, status, 1.0),)))
     assert reason is not None and (reason.kind, reason.text, reason.fix) == ("start", text, fix)
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"),
-        (-6, "[rank1]:[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
-    ],
+@cases(
+    "status, said",
+    (1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"),
+    (-6, "[rank1]:[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
 )
 def test_rank_timeout_is_reported_with_a_hint_to_other_ranks(status: int, said: str) -> None:
     reason = explain_failure(FAILED, JobLogs(tuple(printed(1, said)), (ended(1, status, 1.0), ended(0, 143, 1.1))))
@@ -91,19 +87,17 @@ def test_rank_killed_without_a_warning_is_the_first_failure() -> None:
 FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No space left on device"
 
 
-@pytest.mark.parametrize(
-    ("record", "ends", "lines", "text"),
-    [
-        (
-            JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED),
-            (ended(0, EXIT_UNSAVED, 1.0),),
-            printed(0, f"{FULL} (failure 2 of this process)", "training is done, and its last state ...", "bye"),
-            "its last state could not be saved: rank 0: OSError: [Errno 28] No space left on device",
-        ),
-        # torchrun has its own status; on a full disk a rank may not be able to record how it ended.
-        (FAILED, (ended(0, EXIT_UNSAVED, 1.0),), [], "its last state could not be saved"),
-        (JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED), (), [], "its last state could not be saved"),
-    ],
+@cases(
+    "record, ends, lines, text",
+    (
+        JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED),
+        (ended(0, EXIT_UNSAVED, 1.0),),
+        printed(0, f"{FULL} (failure 2 of this process)", "training is done, and its last state ...", "bye"),
+        "its last state could not be saved: rank 0: OSError: [Errno 28] No space left on device",
+    ),
+    # torchrun has its own status; on a full disk a rank may not be able to record how it ended.
+    (FAILED, (ended(0, EXIT_UNSAVED, 1.0),), [], "its last state could not be saved"),
+    (JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED), (), [], "its last state could not be saved"),
 )
 def test_failed_final_checkpoint_is_reported_with_the_fix(
     record: JobRecord, ends: tuple[RankEnd, ...], lines: list[LogLine], text: str
@@ -121,7 +115,7 @@ def test_stopped_job_without_requeue_is_reported_with_the_fix() -> None:
     assert reason.fix.endswith("without --no-requeue it does so by itself")
 
 
-@pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])
+@cases("comment", "(null)", "mine", "shoal:", "shoal:../x/y")
 def test_foreign_comment_is_not_parsed(comment: str) -> None:
     [record] = parse_records(f"JobId=7 JobState=RUNNING WorkDir=/jobs Comment={comment}\n")
     assert (record.note, record.traces) == (None, "")
@@ -173,7 +167,7 @@ RECORD = "JobId={} JobName={} UserId={} GroupId=x(1) JobState=RUNNING NodeList=f
 OWNERS = {"7": "1001", "8": "0"}
 
 
-@pytest.mark.parametrize("free", ["name", "comment"])
+@cases("free", "name", "comment")
 def test_newline_in_a_job_is_no_record_of_another_job(free: str) -> None:
     name, comment = (FORGED.format(99), "c") if free == "name" else ("a", FORGED.format(99))
     text = RECORD.format(7, name, "ann(1001)", comment) + RECORD.format(8, "b", "root(0)", "c")
@@ -472,7 +466,7 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", *CASES)
 def test_reason_matches_the_case(case: str) -> None:
     record, logs, kind, rank, text = CASES[case]
     reason = explain_failure(record, logs)

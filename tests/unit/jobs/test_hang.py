@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.jobs.hang import RankStack, describe_stacks, hung_text, parse_stacks
 from shoal.remote import python_command
@@ -29,18 +30,16 @@ Thread 7 (active): \\"MainThread\\"
 """
 
 
-@pytest.mark.parametrize(
-    ("change", "now", "text"),
-    [
-        ({}, 1399.0, ""),
-        ({}, 1420.0, "no step for 7 min, and one takes 20 s; the last was 120"),
-        ({"steps_per_second": 10}, 1200.0, ""),
-        ({"steps_per_second": 10}, 1301.0, "no step for 5 min, and one takes 0.1 s; the last was 120"),
-        ({"steps_per_second": None}, 9000.0, ""),
-        ({"steps_per_second": 0}, 9000.0, ""),
-        ({"state": "done"}, 9000.0, ""),
-        ({"updated": "now"}, 9000.0, ""),
-    ],
+@cases(
+    "change, now, text",
+    ({}, 1399.0, ""),
+    ({}, 1420.0, "no step for 7 min, and one takes 20 s; the last was 120"),
+    ({"steps_per_second": 10}, 1200.0, ""),
+    ({"steps_per_second": 10}, 1301.0, "no step for 5 min, and one takes 0.1 s; the last was 120"),
+    ({"steps_per_second": None}, 9000.0, ""),
+    ({"steps_per_second": 0}, 9000.0, ""),
+    ({"state": "done"}, 9000.0, ""),
+    ({"updated": "now"}, 9000.0, ""),
 )
 def test_training_without_a_step_hangs(change: dict[str, Any], now: float, text: str) -> None:
     assert hung_text({**PROGRESS, **change}, now) == text

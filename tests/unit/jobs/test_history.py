@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.jobs.failure import NO_OUTPUT_SIGNAL, explain_failure
 from shoal.jobs.logs import JobLogs
@@ -47,14 +47,14 @@ def test_jobcomp_file_is_parsed_under_any_job_name() -> None:
     assert (cancelled.run_time, cancelled.start) == ("00:00:00", "")
 
 
-@pytest.mark.parametrize("word", ["REQUEUED", "PENDING", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"])
+@cases("word", "REQUEUED", "PENDING", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 def test_requeued_job_is_listed_once(word: str) -> None:
     again = FILE.splitlines()[0]
     requeued = again.replace("COMPLETED", word).replace("T09:54", "T08:54")
     assert [record.state for record in parse_jobcomp(f"{requeued}\n{again}\n")] == ["COMPLETED"]
 
 
-@pytest.mark.parametrize("word", ["PREEMPTED", "NODE_FAIL"])
+@cases("word", "PREEMPTED", "NODE_FAIL")
 def test_earlier_run_of_a_current_job_is_not_listed(word: str) -> None:
     turn = JobRecord("3", word, start="2026-11-15T08:54:03", end="2026-11-15T08:55:00")
     assert exclude_known([turn], [JobRecord("3", "PENDING", restarts=1)]) == []

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote import log_reader
 from shoal.remote.runner.node import verified_archive
@@ -75,7 +76,7 @@ SQUASHED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-c
 
 
 @as_root
-@pytest.mark.parametrize("owner", [str(ALICE), ""], ids=["known", "found"])
+@cases("owner", str(ALICE), "", ids=["known", "found"])
 def test_files_on_a_share_that_squashes_root_are_read_as_their_owner(job: Path, place: Path, owner: str) -> None:
     """A job that Slurm has forgotten has no known owner."""
     os.chown(place, ALICE, ALICE)
@@ -109,7 +110,7 @@ def test_symbolic_links_are_not_followed(job: Path, place: Path) -> None:
     assert read("progress", "", job, "progress.json").stdout == b""
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device"])
+@cases("kind", "fifo", "device")
 def test_pipe_or_device_does_not_block_the_reader(job: Path, kind: str, place: Path) -> None:
     if kind == "fifo":
         paths = [job / "rank-1.0.log", job / "progress.json", place / "17.out"]

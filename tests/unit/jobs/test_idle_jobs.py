@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.jobs.test_job_verbs import Reef
 
 from shoal.cli.job_screens import show_jobs
@@ -42,21 +42,17 @@ def test_steps_with_a_number_count_and_those_that_read_files_do_not() -> None:
     assert parse_steps(text) == {"17", "19_3", "20"}
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("1-02:03:04", DAY_S), ("00:01:00", 60), ("02:05", 125), ("", 0), ("INVALID", 0)]
-)
+@cases("text, seconds", ("1-02:03:04", DAY_S), ("00:01:00", 60), ("02:05", 125), ("", 0), ("INVALID", 0))
 def test_run_time_is_read_in_seconds(text: str, seconds: int) -> None:
     assert JobRecord("17", "RUNNING", run_time=text).run_seconds == seconds
 
 
-@pytest.mark.parametrize(
-    ("steps", "comment", "idle"),
-    [
-        (b"17.batch batch\n", "shoal:c0de/11b", DAY_S),
-        (b"17.batch batch\n17.0 python3\n", "shoal:c0de/11b", None),
-        (b"17.batch batch\n17.3 shoal-logs\n", "shoal:c0de/11b", DAY_S),
-        (b"17.batch batch\n", "(null)", None),  # an sbatch script may need none
-    ],
+@cases(
+    "steps, comment, idle",
+    (b"17.batch batch\n", "shoal:c0de/11b", DAY_S),
+    (b"17.batch batch\n17.0 python3\n", "shoal:c0de/11b", None),
+    (b"17.batch batch\n17.3 shoal-logs\n", "shoal:c0de/11b", DAY_S),
+    (b"17.batch batch\n", "(null)", None),  # an sbatch script may need none
 )
 async def test_running_job_without_a_step_is_idle(steps: bytes, comment: str, idle: int | None) -> None:
     [view] = (await jobs(reef_with_steps(steps, comment).context)).jobs
@@ -72,9 +68,7 @@ async def test_job_is_idle_since_its_last_rank_ended() -> None:
     assert view.no_step_seconds == 300 and view.progress == {}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(59, "step 3"), (60, "no step for 1 minute"), (150, "no step for 2 minutes")]
-)
+@cases("seconds, text", (59, "step 3"), (60, "no step for 1 minute"), (150, "no step for 2 minutes"))
 def test_idle_job_shows_for_how_long(seconds: float, text: str) -> None:
     out = io.StringIO()
     view = JobView(JobRecord("17", "RUNNING"), {"step": 3}, no_step_seconds=seconds)
@@ -100,7 +94,7 @@ def test_reader_prints_progress_and_when_a_rank_last_ran(tmp_path: Path) -> None
     assert printed_progress(tmp_path).splitlines()[1] == '{"last_end_seconds": 0}'
 
 
-@pytest.mark.parametrize("ended", [False, True])
+@cases("ended", False, True)
 async def test_short_job_is_cancelled_when_its_srun_is_killed(ended: bool) -> None:
     async def srun(program: Any) -> int:
         await program.print(b"rank-0.0.log\t1.0 a\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.errors import UsageError
@@ -23,7 +24,7 @@ USER, OTHER = 65534, 65533
 CARRIED = replace(SHIPPED, root="/var/lib/shoal/user-jobs/alice", carried=True)
 
 
-@pytest.mark.parametrize(("name", "nodes", "staged"), [("carried", 1, False), ("carried-far", 2, True)])
+@cases("name, nodes, staged", ("carried", 1, False), ("carried-far", 2, True))
 def test_script_matches_its_golden(name: str, nodes: int, staged: bool) -> None:
     assert_golden(f"jobs/{name}.sbatch", sbatch_script(resolved(nodes=nodes), replace(CARRIED, staged=staged)))
 
@@ -80,7 +81,7 @@ def test_what_was_changed_on_the_node_is_replaced(node: Node) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("kind", ["content", "cut", "owner"])
+@cases("kind", "content", "cut", "owner")
 def test_nothing_starts_with_other_code_or_in_a_place_of_somebody_else(node: Node, kind: str) -> None:
     code = encode_code(node.tree, node.lib)
     if kind == "content":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.jobs.bundle import runtime
 from shoal.remote import job_directory
@@ -53,7 +54,7 @@ def test_directory_of_all_users_has_one_for_each(share: Path) -> None:
     assert (jobs / "nobody").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("kind", ["directory", "parent", "link", "open parent"])
+@cases("kind", "directory", "parent", "link", "open parent")
 def test_place_that_somebody_else_made_first_is_rejected(share: Path, kind: str) -> None:
     if kind == "directory":
         own(own(share / "jobs", 0) / "nobody", BOB, 0o777)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import job
 
 from shoal.errors import SpecError
@@ -75,7 +76,7 @@ def test_former_name_of_export_is_rejected_with_the_new_name() -> None:
     assert fix in str(caught.value)
 
 
-@pytest.mark.parametrize("time", ["90", "1:30", "0:01", "01:30:00", "1-12:00:00"])
+@cases("time", "90", "1:30", "0:01", "01:30:00", "1-12:00:00")
 def test_time_limit_means_what_it_means_to_sbatch(time: str) -> None:
     assert job(time=time).time == time
 
@@ -114,7 +115,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@cases("name", *WRONG)
 def test_invalid_value_is_rejected_in_plain_words(name: str) -> None:
     value, text = WRONG[name]
     with pytest.raises(SpecError) as caught:
@@ -122,13 +123,11 @@ def test_invalid_value_is_rejected_in_plain_words(name: str) -> None:
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("signal", "said"),
-    [
-        ("R:USR1@60", "`R:` is about a reservation, and `shoal run` asks for none"),
-        ("B:USR1@60", "`B:` sends the signal to the batch shell alone"),
-        ("RB:USR1@60", "`B:` sends the signal to the batch shell alone"),
-    ],
+@cases(
+    "signal, said",
+    ("R:USR1@60", "`R:` is about a reservation, and `shoal run` asks for none"),
+    ("B:USR1@60", "`B:` sends the signal to the batch shell alone"),
+    ("RB:USR1@60", "`B:` sends the signal to the batch shell alone"),
 )
 def test_signal_prefix_is_rejected_with_its_effect(signal: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
@@ -136,7 +135,7 @@ def test_signal_prefix_is_rejected_with_its_effect(signal: str, said: str) -> No
     assert str(caught.value) == f'--signal: {said}, found "{signal}", leave it out: USR1@60'
 
 
-@pytest.mark.parametrize("signal", ["SIGKILL@60", "9@60", "stop@60"])
+@cases("signal", "SIGKILL@60", "9@60", "stop@60")
 def test_signal_that_cannot_be_handled_is_rejected(signal: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(signal=signal)
@@ -144,16 +143,14 @@ def test_signal_that_cannot_be_handled_is_rejected(signal: str) -> None:
     assert str(caught.value) == f'--signal: {reason}, found "{signal}", use USR1@60'
 
 
-@pytest.mark.parametrize(
-    "name", ["job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array"]
-)
-@pytest.mark.parametrize("text", ["a b", "a\nb", "a#b", 'a"b', "a'b", "a\\b", "$(id)", "`id`", ""])
+@cases("name", "job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array")
+@cases("text", "a b", "a\nb", "a#b", 'a"b', "a'b", "a\\b", "$(id)", "`id`", "")
 def test_text_that_ends_a_line_or_word_is_rejected_in_sbatch_options(name: str, text: str) -> None:
     with pytest.raises(SpecError):
         job(**{name: text})
 
 
-@pytest.mark.parametrize("uri", ["http://ann:hunter2@mlflow:5000", "ann:hunter2@mlflow", "http://hunter2@mlflow/x"])
+@cases("uri", "http://ann:hunter2@mlflow:5000", "ann:hunter2@mlflow", "http://hunter2@mlflow/x")
 def test_password_in_the_tracking_uri_is_rejected_and_not_shown(uri: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(tracking_uri=uri)
@@ -163,7 +160,7 @@ def test_password_in_the_tracking_uri_is_rejected_and_not_shown(uri: str) -> Non
     assert "the address has a password in it" in str(caught.value) and "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"])
+@cases("name", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME")
 def test_secret_in_export_is_rejected_and_not_shown(name: str) -> None:
     for refused in (
         lambda: job(export={name: "hunter2"}),

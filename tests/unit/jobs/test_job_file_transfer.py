@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.service.processes import ProcessResult, run_connected
 from shoal.remote import job_file_transfer
@@ -194,9 +195,7 @@ def test_interrupted_stream_fails_without_a_partial_file(ends: Ends) -> None:
     assert "x" not in files(ends.controller / "7")
 
 
-@pytest.mark.parametrize(
-    "name", ["../etc/passwd", "/etc/passwd", "8/checkpoints/step-1/x", "7/../8/x", "7", "8.out", "code/c0de.tar"]
-)
+@cases("name", "../etc/passwd", "/etc/passwd", "8/checkpoints/step-1/x", "7/../8/x", "7", "8.out", "code/c0de.tar")
 def test_container_can_write_only_the_files_of_its_job(ends: Ends, name: str) -> None:
     before = files(ends.controller.parent)
     done = took(ends, {"name": name, "mode": 0o644, "time": 0})

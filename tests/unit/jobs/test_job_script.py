@@ -4,10 +4,10 @@ import shlex
 import subprocess
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.jobs.launchers import LAUNCHERS
@@ -44,13 +44,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", *CASES)
 def test_script_matches_its_golden(case: str) -> None:
     options = dict(CASES[case])
     assert_golden(f"jobs/{case}.sbatch", sbatch_script(resolved(options.pop("script", "train.py"), **options), SHIPPED))
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", *CASES)
 def test_bash_can_parse_the_script(case: str) -> None:
     options = dict(CASES[case])
     text = sbatch_script(resolved(options.pop("script", "train.py"), **options), SHIPPED)

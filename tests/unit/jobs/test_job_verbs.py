@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import job
 
 import shoal
@@ -160,7 +161,7 @@ async def test_submitted_script_equals_the_dry_run(tree: Path) -> None:
     assert (submitted.id, submitted.world_size, submitted.code) == ("17", 4, shown.tree.hash)
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@cases("shares", False, True)
 async def test_job_needs_only_the_cached_spec(tree: Path, shares: bool) -> None:
     reef = Reef()
     members = reef.context.members
@@ -213,13 +214,11 @@ async def test_sbatch_error_is_reported(tree: Path) -> None:
     assert str(caught.value) == ("sbatch rejected the job: Invalid qos\n  fix: `shoal run --dry-run` shows the script")
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"qos": "high"}, "--qos"),
-        ({"account": "lab"}, "--account"),
-        ({"account": "a", "qos": "b"}, "--account and --qos"),
-    ],
+@cases(
+    "options, told",
+    ({"qos": "high"}, "--qos"),
+    ({"account": "lab"}, "--account"),
+    ({"account": "a", "qos": "b"}, "--account and --qos"),
 )
 async def test_option_that_needs_accounting_is_rejected_with_the_fix(
     tree: Path, options: dict[str, str], told: str
@@ -282,7 +281,7 @@ def test_secrets_reach_sbatch_and_its_job(tmp_path: Path) -> None:
     assert "MLFLOW_TRACKING_PASSWORD=p'w $x\\\n" in (tmp_path / "sbatch.env").read_text()
 
 
-@pytest.mark.parametrize("verb", ["run", "dry_run", "jobs", "logs", "follow", "cancel"])
+@cases("verb", "run", "dry_run", "jobs", "logs", "follow", "cancel")
 async def test_stopped_slurmctld_is_reported_at_once(tree: Path, verb: str) -> None:
     """Slurm's commands would wait for it; here they would do so for ever."""
     reef = Reef()
@@ -324,7 +323,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("profiler", MISSING)
+@cases("profiler", *MISSING)
 async def test_missing_profiler_is_reported_before_submission(tree: Path, profiler: str) -> None:
     reef = Reef()
     for name, answer in (("n1", b""), ("n2", b"missing\n")):
@@ -489,7 +488,7 @@ async def test_named_jobs_are_listed_alone_whether_slurmctld_knows_them_or_not()
         await jobs(reef.context, ["3", "99"])
 
 
-@pytest.mark.parametrize("dependency", ["afterok:99", "afterany:17:99", "afterok:17,afterany:99+5"])
+@cases("dependency", "afterok:99", "afterany:17:99", "afterok:17,afterany:99+5")
 async def test_dependency_on_an_unknown_job_is_rejected_before_anything_is_sent(tree: Path, dependency: str) -> None:
     reef = Reef()
     with pytest.raises(UsageError, match=f"--dependency {re.escape(dependency)}: there is no job 99\n"):
@@ -497,7 +496,7 @@ async def test_dependency_on_an_unknown_job_is_rejected_before_anything_is_sent(
     assert not reef.submitted
 
 
-@pytest.mark.parametrize("dependency", ["afterok:17", "afterany:3:17", "singleton", "after:17+5"])
+@cases("dependency", "afterok:17", "afterany:3:17", "singleton", "after:17+5")
 async def test_dependency_on_jobs_that_wait_run_or_have_ended_is_accepted(tree: Path, dependency: str) -> None:
     reef = Reef()
     reef.ended = noted(3, "COMPLETED", day="2026-10-01")
@@ -558,7 +557,7 @@ async def test_follow_gets_the_final_state_of_a_job_purged_meanwhile() -> None:
     assert result.record is not None and result.record.state == "COMPLETED"
 
 
-@pytest.mark.parametrize("number", ["", "x", "17;id", "../17", "17_", "1 2"])
+@cases("number", "", "x", "17;id", "../17", "17_", "1 2")
 async def test_invalid_job_id_is_rejected_before_any_connection(number: str) -> None:
     reef = Reef()
     with pytest.raises(UsageError, match="is not a job"):

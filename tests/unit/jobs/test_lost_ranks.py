@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.jobs.failure import explain_failure
 from shoal.jobs.logs import BATCH, JobLogs, LogLine
@@ -93,7 +94,7 @@ def test_silent_connection_is_not_alive() -> None:
     assert not _is_alive(row("00000000").replace(" 01 ", " 08 ", 1).split())
 
 
-@pytest.mark.parametrize("restarted", [True, False])
+@cases("restarted", True, False)
 def test_failure_after_the_restart_of_a_host_is_reported(tmp_path: Path, restarted: bool) -> None:
     """Of a rank that was killed on a host that still runs, only srun knows why."""
     ranks(tmp_path / "17", "rank-0.0.node", "rank-1.0.node")
@@ -160,7 +161,7 @@ def test_warning_beside_mpirun_reaches_the_ranks_of_the_node(tmp_path: Path) -> 
                 beside.kill()
 
 
-@pytest.mark.parametrize("gone", [True, False])
+@cases("gone", True, False)
 def test_srun_is_ended_only_when_a_node_misses_ranks(tmp_path: Path, gone: bool) -> None:
     job = tmp_path / "17"
     ranks(job, "rank-0.0.node", *([] if gone else ["rank-0.0.end"]))

@@ -1,6 +1,6 @@
 """MPI that does not start: the words of Open MPI 4.1 and PMIx lead to their cause, and others to none."""
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
@@ -47,21 +47,19 @@ def explain(lines: tuple[str, ...], *, rank: int) -> FailureReason:
     return reason
 
 
-@pytest.mark.parametrize("rank", [0, BATCH])
-@pytest.mark.parametrize("cause", CASES)
+@cases("rank", 0, BATCH)
+@cases("cause", *CASES)
 def test_words_of_mpi_lead_to_their_cause(cause: str, rank: int) -> None:
     reason = explain(CASES[cause], rank=rank)
     assert reason.kind == "start" and reason.text.startswith("MPI did not start: ") and cause in reason.text
     assert reason.fix and 0 < len(reason.details) <= 10 and reason.node == "fish1"
 
 
-@pytest.mark.parametrize(
+@cases(
     "lines",
-    [
-        ("Traceback (most recent call last):", "  File 'a.py'", "RuntimeError: the MPI_Init of my library timed out"),
-        ("mpirun noticed that process rank 1 with PID 9 on node fish2 exited on signal 9 (Killed).",),
-        ("the results are in orte.txt",),
-    ],
+    ("Traceback (most recent call last):", "  File 'a.py'", "RuntimeError: the MPI_Init of my library timed out"),
+    ("mpirun noticed that process rank 1 with PID 9 on node fish2 exited on signal 9 (Killed).",),
+    ("the results are in orte.txt",),
 )
 def test_other_failures_are_not_taken_for_it(lines: tuple[str, ...]) -> None:
     assert "MPI did not start" not in explain(lines, rank=0).text

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.jobs.test_runner import Node
 
 from shoal.cli.job_screens import BarArea
@@ -26,17 +27,15 @@ sys.stderr.write("tail\\rend")
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "state"),
-    [
-        (b"plain", b"plain"),
-        (b"", b""),
-        (b"\r 10%\r 20%", b" 20%"),
-        (b" 10%\r 20%\r", b" 20%\r"),
-        (b"line\r", b"line\r"),
-        (b"\r\r", b"\r\r"),
-        (b"a\r\r\r", b"a\r\r\r"),
-    ],
+@cases(
+    "line, state",
+    (b"plain", b"plain"),
+    (b"", b""),
+    (b"\r 10%\r 20%", b" 20%"),
+    (b" 10%\r 20%\r", b" 20%\r"),
+    (b"line\r", b"line\r"),
+    (b"\r\r", b"\r\r"),
+    (b"a\r\r\r", b"a\r\r\r"),
 )
 def test_last_state_of_a_line_is_kept(line: bytes, state: bytes) -> None:
     assert last_state(line) == state

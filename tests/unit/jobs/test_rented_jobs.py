@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, job
 
 from shoal.errors import UsageError
@@ -166,7 +167,7 @@ async def test_bundle_for_rented_containers_stays_on_the_controller(tree: Path) 
     assert "SHOAL_SENT=$SHOAL_JOB_DIR/sent" in script and "--exclude" not in script
 
 
-@pytest.mark.parametrize(("option", "value"), [("directory", "/data/jobs"), ("output", "/data/out")])
+@cases("option, value", ("directory", "/data/jobs"), ("output", "/data/out"))
 async def test_paths_lost_with_a_container_are_rejected(tree: Path, option: str, value: str) -> None:
     pods = Pods(SHARE, c1="share")
     with pytest.raises(UsageError) as caught:

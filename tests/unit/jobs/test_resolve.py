@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, job, resolved
 
 from shoal.errors import UsageError
@@ -143,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@cases("case", *REFUSED)
 def test_impossible_request_is_rejected_with_the_fix(case: str) -> None:
     options, message, hint = REFUSED[case]
     with pytest.raises(UsageError) as caught:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import SHIPPED, job, resolved
 from tests.unit.jobs.test_job_verbs import Reef
 from tests.unit.jobs.test_runner import Node
@@ -64,12 +65,10 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "paths"),
-    [
-        ("now", {"nodes": 2, "sbatch": ("--reservation=a b",), "export": {"LEVEL": "2"}}, {"copies": True}),
-        ("now-carried", {"nodes": 2, "launcher": "torchrun"}, {"carried": True, "code_root": "/var/lib/code"}),
-    ],
+@cases(
+    "name, options, paths",
+    ("now", {"nodes": 2, "sbatch": ("--reservation=a b",), "export": {"LEVEL": "2"}}, {"copies": True}),
+    ("now-carried", {"nodes": 2, "launcher": "torchrun"}, {"carried": True, "code_root": "/var/lib/code"}),
 )
 def test_command_matches_its_golden(name: str, options: dict[str, Any], paths: dict[str, Any]) -> None:
     *words, text = srun_command(resolved(**options), replace(SHIPPED, **paths))
@@ -84,17 +83,15 @@ def test_own_rendezvous_of_the_user_is_left_alone() -> None:
     assert text.count("export MASTER_PORT=") == 2 and text.rindex("MASTER_PORT=1234") > text.index("MASTER_PORT=$((")
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"array": "0-3"}, "--now cannot have --array"),
-        ({"dependency": "afterok:17"}, "--now cannot have --dependency"),
-        ({"requeue": True}, "--now cannot have --requeue"),
-        ({"signal": "USR1@120"}, "--now cannot have --signal"),
-        ({"output": "x.log"}, "--now cannot have --output"),
-        ({"error": "x.log"}, "--now cannot have --error"),
-        ({"launcher": "mpirun"}, "--now cannot have --launcher mpirun"),
-    ],
+@cases(
+    "options, expected",
+    ({"array": "0-3"}, "--now cannot have --array"),
+    ({"dependency": "afterok:17"}, "--now cannot have --dependency"),
+    ({"requeue": True}, "--now cannot have --requeue"),
+    ({"signal": "USR1@120"}, "--now cannot have --signal"),
+    ({"output": "x.log"}, "--now cannot have --output"),
+    ({"error": "x.log"}, "--now cannot have --error"),
+    ({"launcher": "mpirun"}, "--now cannot have --launcher mpirun"),
 )
 async def test_options_of_batch_jobs_are_rejected_before_anything_is_asked(
     tree: Path, options: dict[str, Any], expected: str
@@ -152,7 +149,7 @@ async def test_job_that_srun_rejects_is_an_error_with_its_words(tree: Path) -> N
         await run_on(reef, tree, Screen())
 
 
-@pytest.mark.parametrize("started", [True, False])
+@cases("started", True, False)
 async def test_ctrl_c_cancels_the_job(tree: Path, started: bool) -> None:
     reef, screen, waits = Reef(), Screen(), asyncio.Event()
 

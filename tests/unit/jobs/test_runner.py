@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.contract import EXIT_REQUEUE
 from shoal.jobs.launchers import LAUNCHERS, LaunchParameters, ShellText
@@ -160,7 +161,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM"])
+@cases("name", "SIGUSR1", "SIGUSR2", "SIGTERM")
 def test_signal_reaches_a_script_that_handles_signals(node: MakeNode, name: str) -> None:
     made = node(HANDLES.format(name))
     process = made.start()
@@ -199,7 +200,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("mode", [(), ("spawn", "--nproc", "2")])
+@cases("mode", (), ("spawn", "--nproc", "2"))
 def test_warning_reaches_a_script_that_sets_a_handler_only_over_the_default(
     node: MakeNode, mode: tuple[str, ...]
 ) -> None:
@@ -212,7 +213,7 @@ def test_warning_reaches_a_script_that_sets_a_handler_only_over_the_default(
     assert made.end()["signals"] == ["SIGUSR1"]
 
 
-@pytest.mark.parametrize("name", ["USR1", "TERM", "HUP", "12", "NONSENSE"])
+@cases("name", "USR1", "TERM", "HUP", "12", "NONSENSE")
 def test_warning_leaves_a_script_alone_that_does_not_handle_it(node: MakeNode, name: str) -> None:
     made = node("import sys, time, pathlib\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
     process = made.start()
@@ -359,7 +360,7 @@ def test_nsys_wraps_the_rank_and_its_report_is_named(node: MakeNode, tmp_path: P
     ]
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+@cases("name", "SIGUSR1", "SIGTERM")
 def test_signal_reaches_the_script_under_nsys(node: MakeNode, tmp_path: Path, name: str) -> None:
     """As the real one does, the stand-in keeps signals to itself and starts the script in another session."""
     (tmp_path / "nsys").write_text(
@@ -446,7 +447,7 @@ sys.exit(max(worker.wait() for worker in workers))
 """
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+@cases("name", "SIGUSR1", "SIGTERM")
 def test_signal_reaches_the_ranks_but_not_torchrun(node: MakeNode, name: str, tmp_path: Path) -> None:
     made = node(HANDLES.format(name).replace("sys.exit(5)", "sys.exit(0)"))
     launcher = tmp_path / "torchrun.py"

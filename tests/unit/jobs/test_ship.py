@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import CommandFailed
 from shoal.hosts.api import Result, Target
@@ -80,7 +81,7 @@ async def test_links_that_a_user_made_lead_root_nowhere(tmp_path: Path, tree: Bu
     assert not elsewhere.exists() and (root / ".shared").is_file()
 
 
-@pytest.mark.parametrize("place", ["code", "lib"])
+@cases("place", "code", "lib")
 async def test_bundle_directory_made_by_a_user_is_rejected(tmp_path: Path, tree: Bundle, place: str) -> None:
     root, theirs = tmp_path / "jobs", tmp_path / "theirs"
     theirs.mkdir()
@@ -110,7 +111,7 @@ class Cut(LocalHost):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to somebody else")
-@pytest.mark.parametrize("kind", ["root", "parent", "link", "open"])
+@cases("kind", "root", "parent", "link", "open")
 async def test_directory_in_the_hands_of_a_user_is_rejected(tmp_path: Path, tree: Bundle, kind: str) -> None:
     share = tmp_path / "share"
     share.mkdir()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.jobs import staging
@@ -142,7 +143,7 @@ def test_fetched_job_leaves_no_files(tmp_path: Path) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("why", ["plain", "it's $(odd) `text`\nof two lines"])
+@cases("why", "plain", "it's $(odd) `text`\nof two lines")
 def test_failure_reason_is_written_unchanged(tmp_path: Path, why: str) -> None:
     command = staging.fail(os.getuid(), os.getgid(), str(tmp_path / "7"), why)
     subprocess.run(["sh", "-c", command], check=True)

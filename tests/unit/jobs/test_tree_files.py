@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import UsageError
 from shoal.jobs.bundle import working_tree
@@ -47,17 +48,15 @@ def test_ignored_data_is_counted_without_caches(tree: Path) -> None:
     assert list_tree(tree / "data").left_out.names == ("words/train.bin", "words/val.bin", "../out/a/ckpt.pt")
 
 
-@pytest.mark.parametrize(
-    ("here", "pattern", "added"),
-    [
-        (".", "*.bin", ["data/words/train.bin", "data/words/val.bin"]),
-        (".", "data", ["data/words/train.bin", "data/words/val.bin"]),
-        (".", "./data/words/", ["data/words/train.bin", "data/words/val.bin"]),
-        (".", "data/*/val.bin", ["data/words/val.bin"]),
-        ("data", "words/train.bin", ["data/words/train.bin"]),
-        ("data", "../out", ["out/a/ckpt.pt"]),
-        (".", ".venv", [".venv/lib/b.py"]),
-    ],
+@cases(
+    "here, pattern, added",
+    (".", "*.bin", ["data/words/train.bin", "data/words/val.bin"]),
+    (".", "data", ["data/words/train.bin", "data/words/val.bin"]),
+    (".", "./data/words/", ["data/words/train.bin", "data/words/val.bin"]),
+    (".", "data/*/val.bin", ["data/words/val.bin"]),
+    ("data", "words/train.bin", ["data/words/train.bin"]),
+    ("data", "../out", ["out/a/ckpt.pt"]),
+    (".", ".venv", [".venv/lib/b.py"]),
 )
 def test_included_files_are_sent(tree: Path, here: str, pattern: str, added: list[str]) -> None:
     before, after = list_tree(tree / here), list_tree(tree / here, [pattern])
@@ -125,7 +124,7 @@ def context(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cont
     return context
 
 
-@pytest.mark.parametrize("path", ["data/words/train.bin", "/jobs/17/tree/data/words/train.bin"])
+@cases("path", "data/words/train.bin", "/jobs/17/tree/data/words/train.bin")
 def test_missing_file_that_was_ignored_is_explained(context: Context, tree: Path, path: str) -> None:
     reason = explain_job(context, *failed(path))
     assert reason is not None and reason.kind == "script"
@@ -150,7 +149,7 @@ def test_file_written_after_the_submission_is_explained(context: Context, tree: 
     assert reason is not None and "it was written after the job was sent" in reason.text
 
 
-@pytest.mark.parametrize("path", ["nowhere.bin", "/etc/passwd", "../../etc", "train.py/x"])
+@cases("path", "nowhere.bin", "/etc/passwd", "../../etc", "train.py/x")
 def test_other_missing_files_are_left_as_they_are(context: Context, path: str) -> None:
     reason = explain_job(context, *failed(path))
     assert reason is not None and " here: " not in reason.text and reason.fix == ""

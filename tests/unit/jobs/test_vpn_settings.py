@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.jobs.script import sbatch_script
@@ -25,7 +25,7 @@ def variables(folder: Path, address_line: str, **options: object) -> dict[str, s
     return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("interface", [wireguard.INTERFACE, tailscale.INTERFACE])
+@cases("interface", wireguard.INTERFACE, tailscale.INTERFACE)
 def test_vpn_interface_is_used_with_many_sockets_and_without_infiniband(tmp_path: Path, interface: str) -> None:
     line = f"7: {interface}    inet 100.64.0.7/32 scope global {interface}\\       valid_lft forever"
     assert variables(tmp_path, line) == {
@@ -46,9 +46,7 @@ def test_vpn_interface_is_used_with_many_sockets_and_without_infiniband(tmp_path
     }
 
 
-@pytest.mark.parametrize(
-    "line", ["2: eth0    inet 100.64.0.7/24 scope global eth0", "3: shoal01    inet 100.64.0.7", ""]
-)
+@cases("line", "2: eth0    inet 100.64.0.7/24 scope global eth0", "3: shoal01    inet 100.64.0.7", "")
 def test_nccl_is_not_configured_on_a_plain_network(tmp_path: Path, line: str) -> None:
     assert variables(tmp_path, line) == {}
 

@@ -2,9 +2,9 @@
 
 from itertools import combinations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cases import cases
 
 from shoal.network.links import (
     PARALLEL_CONNECTIONS,
@@ -55,13 +55,11 @@ def test_fast_links_form_groups_separated_by_slow_links() -> None:
     assert switches(links_text(links), "abcd") == {"a": "near-a", "b": "near-a", "c": "near-c", "d": "near-c"}
 
 
-@pytest.mark.parametrize(
+@cases(
     "speeds",
-    [
-        {"ab": 900, "ac": 700, "bc": 300},  # noise
-        {"ab": 40000, "ac": 9000, "bc": 9000},  # all of them are fast
-        {"ab": 1000, "bc": 1000, "ac": 10},  # b is near both, and they are far from each other
-    ],
+    {"ab": 900, "ac": 700, "bc": 300},  # noise
+    {"ab": 40000, "ac": 9000, "bc": 9000},  # all of them are fast
+    {"ab": 1000, "bc": 1000, "ac": 10},  # b is near both, and they are far from each other
 )
 def test_similar_links_form_a_single_group(speeds: dict[str, float]) -> None:
     links = mesh(speeds)
@@ -96,21 +94,19 @@ def test_new_measurement_replaces_old_values_and_drops_departed_hosts() -> None:
     assert read_links(links_text(after)) == after
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"links": [{"from": "a"}]}', '{"links": 3}', "no json"])
+@cases("text", "", "[]", "{}", '{"links": [{"from": "a"}]}', '{"links": 3}', "no json")
 def test_invalid_file_gives_no_links(text: str) -> None:
     assert read_links(text) == ()
     assert switches(text, "ab") == {}
 
 
-@pytest.mark.parametrize(
-    ("speeds", "connections"),
-    [
-        ({"b": (900.0, 905.0)}, 1),
-        ({"b": (90.0, 700.0)}, PARALLEL_CONNECTIONS),
-        ({"b": (9000.0, 9000.0), "c": (50.0, 400.0)}, PARALLEL_CONNECTIONS),  # the others wait for the slowest
-        ({"b": (50.0, 51.0), "c": (9000.0, 20000.0)}, 1),
-        ({"elsewhere": (50.0, 400.0)}, None),
-    ],
+@cases(
+    "speeds, connections",
+    ({"b": (900.0, 905.0)}, 1),
+    ({"b": (90.0, 700.0)}, PARALLEL_CONNECTIONS),
+    ({"b": (9000.0, 9000.0), "c": (50.0, 400.0)}, PARALLEL_CONNECTIONS),  # the others wait for the slowest
+    ({"b": (50.0, 51.0), "c": (9000.0, 20000.0)}, 1),
+    ({"elsewhere": (50.0, 400.0)}, None),
 )
 def test_slowest_link_sets_the_number_of_nccl_sockets(
     speeds: dict[str, tuple[float, float]], connections: int | None

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.agent.facts import Address, Facts
 from shoal.network.wireguard import (
@@ -96,14 +96,12 @@ def test_mtu_fits_the_path() -> None:
     assert member_config("n", ENDS, "c", PORT, {}).mtu == 1420
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("10.0.0.1", "10.0.0.1:51820"),
-        ("lab.example.org:99", "lab.example.org:99"),
-        ("2001:db8::1", "[2001:db8::1]:51820"),
-        ("[2001:db8::1]:99", "[2001:db8::1]:99"),
-    ],
+@cases(
+    "text, wanted",
+    ("10.0.0.1", "10.0.0.1:51820"),
+    ("lab.example.org:99", "lab.example.org:99"),
+    ("2001:db8::1", "[2001:db8::1]:51820"),
+    ("[2001:db8::1]:99", "[2001:db8::1]:99"),
 )
 def test_endpoint_gets_a_default_port(text: str, wanted: str) -> None:
     assert with_port(text, PORT) == wanted

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote import program_text
 
@@ -49,15 +50,13 @@ def join(tmp_path: Path, server: str, script: str, key: str = "tskey-auth-abc", 
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("key", "ephemeral", "used"),
-    [
-        ("tskey-auth-abc", "true", "tskey-auth-abc"),
-        ("tskey-client-abc", "false", "tskey-client-abc?ephemeral=false&preauthorized=true"),
-        ("tskey-client-abc", "true", "tskey-client-abc?ephemeral=true&preauthorized=true"),
-        ("tskey-client-abc?ephemeral=true", "false", "tskey-client-abc?ephemeral=true"),
-        ("8a7b6c", "true", "8a7b6c"),
-    ],
+@cases(
+    "key, ephemeral, used",
+    ("tskey-auth-abc", "true", "tskey-auth-abc"),
+    ("tskey-client-abc", "false", "tskey-client-abc?ephemeral=false&preauthorized=true"),
+    ("tskey-client-abc", "true", "tskey-client-abc?ephemeral=true&preauthorized=true"),
+    ("tskey-client-abc?ephemeral=true", "false", "tskey-client-abc?ephemeral=true"),
+    ("8a7b6c", "true", "8a7b6c"),
 )
 def test_secret_of_an_oauth_client_gets_options(
     tmp_path: Path, server: str, key: str, ephemeral: str, used: str
@@ -68,16 +67,14 @@ def test_secret_of_an_oauth_client_gets_options(
     assert (mode, secret) == ("600", used)
 
 
-@pytest.mark.parametrize(
-    ("text", "fix"),
-    [
-        ("backend error: authkey already used", "this one is for a single host"),
-        ("backend error: authkey expired", "this one has expired or was revoked"),
-        ("requested tags [tag:x] are invalid or not permitted", "`tagOwners`"),
-        ("backend error: invalid pre auth key", "which does not know this one"),
-        ("invalid key: unable to validate API key", "which does not know this one"),
-        ("something else", "or log the host in by hand"),
-    ],
+@cases(
+    "text, fix",
+    ("backend error: authkey already used", "this one is for a single host"),
+    ("backend error: authkey expired", "this one has expired or was revoked"),
+    ("requested tags [tag:x] are invalid or not permitted", "`tagOwners`"),
+    ("backend error: invalid pre auth key", "which does not know this one"),
+    ("invalid key: unable to validate API key", "which does not know this one"),
+    ("something else", "or log the host in by hand"),
 )
 def test_each_cause_has_its_fix(tmp_path: Path, server: str, text: str, fix: str) -> None:
     shown, last = join(tmp_path, server, f"echo '{text}'").splitlines()
@@ -130,7 +127,7 @@ def packages(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("updates", ["exit 0", "exit 100"])
+@cases("updates", "exit 0", "exit 100")
 def test_package_source_is_added_with_its_key(tmp_path: Path, packages: str, updates: str) -> None:
     done = add_source(tmp_path, packages, updates)
     assert done.returncode == 0, done.stdout + done.stderr

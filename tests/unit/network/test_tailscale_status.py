@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.agent.facts import Facts
 from shoal.network.tailscale import Tailnet, read_status, tailnet_name, tailscale_addresses, up_flags
@@ -68,15 +68,13 @@ def test_peer_relay_counts_as_a_relay() -> None:
     assert node.way == "relayed" and node.relay == "198.51.100.1:7777"
 
 
-@pytest.mark.parametrize(
+@cases(
     "found",
-    [
-        {},
-        {"problem": "failed to connect to local tailscaled"},
-        {"BackendState": "NeedsLogin", "TailscaleIPs": None, "Self": {}, "Peer": None},
-        {**STATUS, "BackendState": "Stopped"},
-        {**STATUS, "Self": {**STATUS["Self"], "Expired": True}},
-    ],
+    {},
+    {"problem": "failed to connect to local tailscaled"},
+    {"BackendState": "NeedsLogin", "TailscaleIPs": None, "Self": {}, "Peer": None},
+    {**STATUS, "BackendState": "Stopped"},
+    {**STATUS, "Self": {**STATUS["Self"], "Expired": True}},
 )
 def test_host_outside_the_tailnet_has_no_tailnet_address(found: dict[str, Any]) -> None:
     assert not read_status(found).running
@@ -92,13 +90,11 @@ def test_trimmed_agent_status_is_read_like_the_full_status() -> None:
     assert read_status(trimmed) == read_status(STATUS)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "member", "name"),
-    [
-        ("reef", "gpu01", "reef-gpu01"),
-        ("reef", "Big.lab.example", "reef-big-lab-example"),
-        ("r" * 24, "n" * 60, "r" * 24 + "-" + "n" * 38),
-    ],
+@cases(
+    "cluster, member, name",
+    ("reef", "gpu01", "reef-gpu01"),
+    ("reef", "Big.lab.example", "reef-big-lab-example"),
+    ("r" * 24, "n" * 60, "r" * 24 + "-" + "n" * 38),
 )
 def test_names_in_the_tailnet_are_dns_labels(cluster: str, member: str, name: str) -> None:
     assert tailnet_name(cluster, member) == name

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 
 from shoal.network.addresses import hosts_block
 from shoal.network.firewall import firewall_rules, firewall_unit, open_commands
@@ -38,38 +39,34 @@ BOTH = ["10.0.0.20", "10.0.0.3", "2001:db8::1"]
 ACCEPT = "tcp dport { 6817, 6818, 60001-63000 } accept'"
 
 
-@pytest.mark.parametrize(
-    ("firewall", "commands"),
-    [
-        ("ufw", [f"ufw allow proto tcp from {a} to any port 6817,6818,60001:63000" for a in sorted(BOTH, key=len)]),
-        (
-            "firewalld",
-            [
-                *(f"firewall-cmd --permanent --zone=trusted --add-source={a}" for a in sorted(BOTH, key=len)),
-                "firewall-cmd --reload",
-            ],
-        ),
-        (
-            "nft inet filter input",
-            [
-                f"nft 'insert rule inet filter input ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}",
-                f"nft 'insert rule inet filter input ip6 saddr {{ 2001:db8::1 }} {ACCEPT}",
-            ],
-        ),
-        ("nft ip filter INPUT", [f"nft 'insert rule ip filter INPUT ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}"]),
-    ],
+@cases(
+    "firewall, commands",
+    ("ufw", [f"ufw allow proto tcp from {a} to any port 6817,6818,60001:63000" for a in sorted(BOTH, key=len)]),
+    (
+        "firewalld",
+        [
+            *(f"firewall-cmd --permanent --zone=trusted --add-source={a}" for a in sorted(BOTH, key=len)),
+            "firewall-cmd --reload",
+        ],
+    ),
+    (
+        "nft inet filter input",
+        [
+            f"nft 'insert rule inet filter input ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}",
+            f"nft 'insert rule inet filter input ip6 saddr {{ 2001:db8::1 }} {ACCEPT}",
+        ],
+    ),
+    ("nft ip filter INPUT", [f"nft 'insert rule ip filter INPUT ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}"]),
 )
 def test_foreign_firewall_has_its_own_commands(firewall: str, commands: list[str]) -> None:
     assert open_commands(firewall, BOTH, PORTS) == " && ".join(commands)
 
 
-@pytest.mark.parametrize(
-    ("firewall", "command"),
-    [
-        ("ufw", "ufw allow 51820/udp"),
-        ("firewalld", "firewall-cmd --permanent --add-port=51820/udp && firewall-cmd --reload"),
-        ("nft inet filter input", "nft 'insert rule inet filter input udp dport 51820 accept'"),
-    ],
+@cases(
+    "firewall, command",
+    ("ufw", "ufw allow 51820/udp"),
+    ("firewalld", "firewall-cmd --permanent --add-port=51820/udp && firewall-cmd --reload"),
+    ("nft inet filter input", "nft 'insert rule inet filter input udp dport 51820 accept'"),
 )
 def test_foreign_firewall_also_opens_wireguard(firewall: str, command: str) -> None:
     assert open_commands(firewall, ["10.77.0.1"], PORTS, 51820).endswith(command)

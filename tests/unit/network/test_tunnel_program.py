@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.network.tunnel import program
 
@@ -35,7 +35,7 @@ def test_running_container_is_connected_at_once(tmp_path: Path) -> None:
     assert played(tmp_path, "IDLE+CLOUD") == ["ssh clear", "ssh hold"]
 
 
-@pytest.mark.parametrize("coming", ["ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP", "IDLE+CLOUD+POWERING_UP"])
+@cases("coming", "ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP", "IDLE+CLOUD+POWERING_UP")
 def test_released_container_is_polled_and_reconnected_before_registration(tmp_path: Path, coming: str) -> None:
     *waited, clear, hold = played(tmp_path, *["IDLE+CLOUD+POWERED_DOWN"] * 3, coming)
     assert (clear, hold) == ("ssh clear", "ssh hold")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 
 from shoal.network.addresses import own_names
 from shoal.network.firewall import firewall_rules
@@ -66,7 +67,7 @@ def test_knock_script_pings_only_peers_that_cannot_initiate() -> None:
     subprocess.run(["bash", "-n"], input=knock_script(PEERS), text=True, check=True)
 
 
-@pytest.mark.parametrize("text", [apply_script(MemberConfig("10.77.0.1", PEERS, 1420, relays=True), SUBNET), MAKE_KEYS])
+@cases("text", apply_script(MemberConfig("10.77.0.1", PEERS, 1420, relays=True), SUBNET), MAKE_KEYS)
 def test_scripts_are_valid_shell(text: str) -> None:
     subprocess.run(["sh", "-n"], input=text, text=True, check=True)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 
 from shoal.errors import AgentFailed, ControllerFailed, HostError, SlurmError
@@ -305,15 +306,13 @@ async def test_slurm_is_queried_on_the_controller() -> None:
         await jobs_on(host, "n1")
 
 
-@pytest.mark.parametrize(
-    ("state", "holds", "loses"),
-    [
-        ("RUNNING", True, True),
-        ("SUSPENDED", True, True),
-        ("CONFIGURING", True, True),
-        ("COMPLETING", True, False),
-        ("PENDING", False, False),
-    ],
+@cases(
+    "state, holds, loses",
+    ("RUNNING", True, True),
+    ("SUSPENDED", True, True),
+    ("CONFIGURING", True, True),
+    ("COMPLETING", True, False),
+    ("PENDING", False, False),
 )
 async def test_job_holds_its_node_until_completion_and_is_active_until_its_end(
     state: str, holds: bool, loses: bool

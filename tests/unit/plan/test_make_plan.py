@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab, slurm_package, spec_of
 
 from shoal.agent.facts import Facts, FileFact
@@ -239,9 +240,7 @@ def test_plan_of_hosts_to_create_shows_their_shape() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("offset", "level"), [(0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error")]
-)
+@cases("offset, level", (0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error"))
 def test_clock_offset_is_reported_before_munge_rejects_messages(offset: float, level: str | None) -> None:
     found = clock_findings({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)})
     assert [finding.level for finding in found] == ([level] if level else [])

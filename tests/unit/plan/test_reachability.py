@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab, spec_of
 
 from shoal.agent.facts import Address, Facts, FileFact
@@ -204,14 +204,12 @@ async def test_chosen_address_stays_while_reachable() -> None:
 SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
 
 
-@pytest.mark.parametrize(
-    ("shakes", "stays"),
-    [
-        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S + 1}\n".encode(), True),
-        (Result(1), True),  # WireGuard itself does not answer: the other host may still be reachable
-        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S}\n".encode(), False),
-        (b"9000\nkey-of-c1\t0\n", False),
-    ],
+@cases(
+    "shakes, stays",
+    (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S + 1}\n".encode(), True),
+    (Result(1), True),  # WireGuard itself does not answer: the other host may still be reachable
+    (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S}\n".encode(), False),
+    (b"9000\nkey-of-c1\t0\n", False),
 )
 async def test_link_ends_only_when_silent_and_without_a_recent_handshake(shakes: Result | bytes, stays: bool) -> None:
     found = await second_look(slow={}, shakes=shakes, f1=SILENT)

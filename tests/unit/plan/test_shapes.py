@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.plan.model import describe_shape, shape_findings
@@ -38,7 +38,7 @@ def test_hosts_with_another_shape_are_grouped_with_the_fix() -> None:
     ]
 
 
-@pytest.mark.parametrize("field", ["image", "cpus", "memory_mb", "disk_mb", "gpus", "site", "cgroups"])
+@cases("field", "image", "cpus", "memory_mb", "disk_mb", "gpus", "site", "cgroups")
 def test_change_of_any_field_is_detected(field: str) -> None:
     other = Shape("sid", 7, 777, 7777, 7, "z", cgroups=True)
     made = {**AS_ASKED, "fish1": replace(AS_ASKED["fish1"], **{field: getattr(other, field)})}

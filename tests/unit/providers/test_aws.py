@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, account, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import aws, rental_provider
 from shoal.cloud.providers.api import FailureKind, Market, Offer, Query, RentalOrder
@@ -51,18 +52,16 @@ def test_session_token_is_signed() -> None:
     assert ";x-amz-security-token," in headers["authorization"]
 
 
-@pytest.mark.parametrize(
-    ("name", "market", "code"),
-    [
-        ("g6.xlarge", "on-demand", "L-DB2E81BA"),
-        ("gr6.4xlarge", "spot", "L-3819A6DF"),
-        ("p4d.24xlarge", "on-demand", "L-417A185B"),
-        ("p4d.24xlarge", "spot", "L-7212CCBC"),
-        ("p5.48xlarge", "spot", "L-C4BD4855"),
-        ("p6-b200.48xlarge", "spot", "L-C4BD4855"),
-        ("c7i.large", "on-demand", "L-1216C47A"),
-        ("trn1.2xlarge", "on-demand", None),
-    ],
+@cases(
+    "name, market, code",
+    ("g6.xlarge", "on-demand", "L-DB2E81BA"),
+    ("gr6.4xlarge", "spot", "L-3819A6DF"),
+    ("p4d.24xlarge", "on-demand", "L-417A185B"),
+    ("p4d.24xlarge", "spot", "L-7212CCBC"),
+    ("p5.48xlarge", "spot", "L-C4BD4855"),
+    ("p6-b200.48xlarge", "spot", "L-C4BD4855"),
+    ("c7i.large", "on-demand", "L-1216C47A"),
+    ("trn1.2xlarge", "on-demand", None),
 )
 def test_family_and_market_decide_on_the_quota(name: str, market: Market, code: str | None) -> None:
     quota = quota_of(name, market)
@@ -83,24 +82,22 @@ async def test_machines_that_run_count_against_the_quota(it: Trial) -> None:
     assert (before.usage, after.usage, other.usage, before.machines - after.machines) == (0, 4, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "profile", "expected"),
-    [
-        ("AKID:s3cret/+", "default", Credentials("AKID", "s3cret/+")),
-        ("AKID:s3cret:session==\n", "default", Credentials("AKID", "s3cret", "session==")),
-        ("[default]\naws_access_key_id = A\naws_secret_access_key = %b\n", "default", Credentials("A", "%b")),
-        (
-            "[default]\nx = 1\n[lab]\naws_access_key_id=A\naws_secret_access_key=b\naws_session_token=c\n",
-            "lab",
-            Credentials("A", "b", "c"),
-        ),
-        ('{"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "b"}', "default", Credentials("A", "b")),
-        ("[other]\naws_access_key_id = A\n", "default", None),
-        ("no key", "default", None),
-        ("{", "default", None),
-        ("[broken", "default", None),
-        ("", "default", None),
-    ],
+@cases(
+    "text, profile, expected",
+    ("AKID:s3cret/+", "default", Credentials("AKID", "s3cret/+")),
+    ("AKID:s3cret:session==\n", "default", Credentials("AKID", "s3cret", "session==")),
+    ("[default]\naws_access_key_id = A\naws_secret_access_key = %b\n", "default", Credentials("A", "%b")),
+    (
+        "[default]\nx = 1\n[lab]\naws_access_key_id=A\naws_secret_access_key=b\naws_session_token=c\n",
+        "lab",
+        Credentials("A", "b", "c"),
+    ),
+    ('{"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "b"}', "default", Credentials("A", "b")),
+    ("[other]\naws_access_key_id = A\n", "default", None),
+    ("no key", "default", None),
+    ("{", "default", None),
+    ("[broken", "default", None),
+    ("", "default", None),
 )
 def test_key_may_be_a_pair_a_file_or_json(text: str, profile: str, expected: Credentials | None) -> None:
     assert parse_credentials(text, profile) == expected
@@ -119,16 +116,14 @@ def test_xml_is_read_without_its_namespace() -> None:
     assert read_xml(ElementTree.fromstring(text)) == expected
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "failure", "scope"),
-    [
-        (500, "InsufficientInstanceCapacity", FailureKind.CAPACITY, "zone"),
-        (503, "RequestLimitExceeded", FailureKind.RATE, "provider"),
-        (400, "VcpuLimitExceeded", FailureKind.QUOTA, "region"),
-        (401, "AuthFailure", FailureKind.AUTH, "provider"),
-        (400, "AuthFailure", FailureKind.INVALID, "offer"),
-        (500, "InternalError", None, "offer"),
-    ],
+@cases(
+    "status, code, failure, scope",
+    (500, "InsufficientInstanceCapacity", FailureKind.CAPACITY, "zone"),
+    (503, "RequestLimitExceeded", FailureKind.RATE, "provider"),
+    (400, "VcpuLimitExceeded", FailureKind.QUOTA, "region"),
+    (401, "AuthFailure", FailureKind.AUTH, "provider"),
+    (400, "AuthFailure", FailureKind.INVALID, "offer"),
+    (500, "InternalError", None, "offer"),
 )
 def test_code_decides_and_not_the_status(status: int, code: str, failure: FailureKind | None, scope: str) -> None:
     error = {"Errors": {"Error": {"Code": code, "Message": "m"}}, "RequestID": "1"}
@@ -161,13 +156,11 @@ def test_capacity_block_is_named_by_its_reservation() -> None:
     assert not any("Spot" in name for name in order)
 
 
-@pytest.mark.parametrize(
-    ("offer", "image"),
-    [
-        (Offer("a", "g6.xlarge", "r", gpus=1), "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-"),
-        (Offer("a", "g5g.xlarge", "r", gpus=1, arch="arm64"), "/aws/service/deeplearning/ami/arm64/"),
-        (Offer("a", "c7i.large", "r"), "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/"),
-    ],
+@cases(
+    "offer, image",
+    (Offer("a", "g6.xlarge", "r", gpus=1), "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-"),
+    (Offer("a", "g5g.xlarge", "r", gpus=1, arch="arm64"), "/aws/service/deeplearning/ami/arm64/"),
+    (Offer("a", "c7i.large", "r"), "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/"),
 )
 def test_default_image_is_ubuntu_of_the_architecture(offer: Offer, image: str) -> None:
     assert aws.default_image(offer).startswith(image)

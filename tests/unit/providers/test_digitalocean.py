@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import digitalocean, rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
@@ -33,7 +34,7 @@ def test_order_has_marks_in_name_and_tag() -> None:
     }
 
 
-@pytest.mark.parametrize(("gpus", "image"), [(0, "ubuntu-24-04-x64"), (1, "gpu-h100x1-base"), (8, "gpu-h100x8-base")])
+@cases("gpus, image", (0, "ubuntu-24-04-x64"), (1, "gpu-h100x1-base"), (8, "gpu-h100x8-base"))
 def test_image_suits_the_number_of_gpus(gpus: int, image: str) -> None:
     order = replace(ORDER, offer=Offer("a", "t", "r", gpus=gpus))
     assert digitalocean.droplet_order(order, "", None)["image"] == image

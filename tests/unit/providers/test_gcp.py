@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import gcp, google_operations, google_orders
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder, RentedInstance
@@ -65,40 +66,33 @@ def test_internal_address_is_used_without_an_external_address() -> None:
     assert gcp.instance_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [({"labels": {}}, "without our label"), ({"name": "web-1"}, "with a name that is not ours")],
-)
+@cases("more, why", ({"labels": {}}, "without our label"), ({"name": "web-1"}, "with a name that is not ours"))
 def test_instance_without_a_label_belongs_to_no_cluster(more: dict[str, Any], why: str) -> None:
     found = gcp.instance_of(instance(**more))
     assert (found.cluster, found.node, found.token) == ("", "", ""), why
 
 
-@pytest.mark.parametrize(
-    ("status", "state", "ending"),
-    [
-        ("PROVISIONING", "pending", False),
-        ("STAGING", "pending", False),
-        ("STOPPING", "stopping", True),
-        ("TERMINATED", "stopped", False),
-        ("SUSPENDED", "stopped", False),
-        ("REPAIRING", "error", False),
-        ("BRAND_NEW", "pending", False),
-    ],
+@cases(
+    "status, state, ending",
+    ("PROVISIONING", "pending", False),
+    ("STAGING", "pending", False),
+    ("STOPPING", "stopping", True),
+    ("TERMINATED", "stopped", False),
+    ("SUSPENDED", "stopped", False),
+    ("REPAIRING", "error", False),
+    ("BRAND_NEW", "pending", False),
 )
 def test_states_are_mapped(status: str, state: str, ending: bool) -> None:
     found = gcp.instance_of(instance(status=status))
     assert (found.state, found.ending, found.raw_state) == (state, ending, status)
 
 
-@pytest.mark.parametrize(
-    ("reason", "message", "expected", "scope"),
-    [
-        ("rateLimitExceeded", "Queries per minute", FailureKind.RATE, "provider"),
-        ("quotaExceeded", "Quota 'NVIDIA_L4_GPUS' exceeded in region", FailureKind.QUOTA, "region"),
-        ("quotaExceeded", "Quota 'GPUS_ALL_REGIONS' exceeded", FailureKind.QUOTA, "provider"),
-        ("forbidden", "Required 'compute.instances.create' permission", FailureKind.AUTH, "provider"),
-    ],
+@cases(
+    "reason, message, expected, scope",
+    ("rateLimitExceeded", "Queries per minute", FailureKind.RATE, "provider"),
+    ("quotaExceeded", "Quota 'NVIDIA_L4_GPUS' exceeded in region", FailureKind.QUOTA, "region"),
+    ("quotaExceeded", "Quota 'GPUS_ALL_REGIONS' exceeded", FailureKind.QUOTA, "provider"),
+    ("forbidden", "Required 'compute.instances.create' permission", FailureKind.AUTH, "provider"),
 )
 def test_http_403_is_mapped_by_its_reason(reason: str, message: str, expected: FailureKind, scope: str) -> None:
     refusal = read_refusal(
@@ -115,21 +109,19 @@ def test_disabled_billing_is_a_balance_failure() -> None:
     assert read_refusal(google_operations.read_error, 403, {"error": error}).failure is FailureKind.BALANCE
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"error": "text"}, {"error": {"errors": [None]}}])
+@cases("data", None, [], {}, {"error": "text"}, {"error": {"errors": [None]}})
 def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
     assert read_refusal(google_operations.read_error, 500, data) == Refusal()
 
 
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [
-        (["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"], FailureKind.QUOTA),
-        (["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"], FailureKind.CAPACITY),
-        (["VM_MIN_COUNT_NOT_REACHED"], FailureKind.CAPACITY),
-        (["RESOURCE_OPERATION_RATE_EXCEEDED"], FailureKind.RATE),
-        (["INTERNAL_ERROR"], FailureKind.AMBIGUOUS),
-        ([], FailureKind.AMBIGUOUS),
-    ],
+@cases(
+    "codes, expected",
+    (["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"], FailureKind.QUOTA),
+    (["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"], FailureKind.CAPACITY),
+    (["VM_MIN_COUNT_NOT_REACHED"], FailureKind.CAPACITY),
+    (["RESOURCE_OPERATION_RATE_EXCEEDED"], FailureKind.RATE),
+    (["INTERNAL_ERROR"], FailureKind.AMBIGUOUS),
+    ([], FailureKind.AMBIGUOUS),
 )
 def test_most_specific_error_is_reported(codes: list[str], expected: FailureKind) -> None:
     outcome = google_operations.outcome_of([(code, f"words of {code}") for code in codes])
@@ -197,7 +189,7 @@ async def test_unreadable_operation_is_ambiguous(it: Trial) -> None:
     assert [one.token for one in await it.listed()] == [SPOT.token]
 
 
-@pytest.mark.parametrize(("lag", "expected"), [(0.0, None), (600.0, FailureKind.AMBIGUOUS)])
+@cases("lag, expected", (0.0, None), (600.0, FailureKind.AMBIGUOUS))
 async def test_unfinished_order_counts_listed_machines_and_leaves_the_rest_ambiguous(
     it: Trial, monkeypatch: pytest.MonkeyPatch, lag: float, expected: FailureKind | None
 ) -> None:

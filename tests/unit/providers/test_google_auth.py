@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import jwt
 from tests.contract.rental_providers import http, saying
+from tests.support.cases import cases
 
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.cloud.providers.google_auth import AUDIENCE, GoogleTokens
@@ -48,14 +49,12 @@ def test_missing_google_auth_is_reported_with_the_fix(monkeypatch: pytest.Monkey
     assert caught.value.hint == f"run `{install_command('gcp')}`" and "'google-auth>=2.35'" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("secret", "told"),
-    [
-        ("AIza-plain-text", "the key of google is not the JSON of a service account"),
-        ('{"client_email": "x"}', "it lacks private_key, token_uri"),
-        ('{"client_email": "s3cret', "it lacks everything: it is not JSON"),
-        (json.dumps({**KEY, "private_key": "s3cret"}), "the private key in the service account's JSON of google"),
-    ],
+@cases(
+    "secret, told",
+    ("AIza-plain-text", "the key of google is not the JSON of a service account"),
+    ('{"client_email": "x"}', "it lacks private_key, token_uri"),
+    ('{"client_email": "s3cret', "it lacks everything: it is not JSON"),
+    (json.dumps({**KEY, "private_key": "s3cret"}), "the private key in the service account's JSON of google"),
 )
 def test_invalid_key_is_reported_without_its_value(secret: str, told: str) -> None:
     with pytest.raises(ProviderError) as caught:
@@ -76,7 +75,7 @@ async def test_simulator_accepts_any_bearer() -> None:
     assert await GoogleTokens(account("", "http://127.0.0.1:1", project="p")).bearer()
 
 
-@pytest.mark.parametrize(("program", "token"), [("echo ya29.mine", "ya29.mine"), ("exit 1", "ya29.x")])
+@cases("program, token", ("echo ya29.mine", "ya29.mine"), ("exit 1", "ya29.x"))
 async def test_command_without_a_key_uses_the_login_of_gcloud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, token: str
 ) -> None:
@@ -94,9 +93,7 @@ async def test_metadata_token_is_cached_while_valid() -> None:
     assert await login.bearer() == "ya29.x"
 
 
-@pytest.mark.parametrize(
-    "answer", [http("404 Not Found", b"{}"), http("200 OK", b"{}"), b"", http("200 OK", b"<html>")]
-)
+@cases("answer", http("404 Not Found", b"{}"), http("200 OK", b"{}"), b"", http("200 OK", b"<html>"))
 async def test_machine_outside_google_needs_a_key(answer: bytes) -> None:
     async with saying(answer) as url:
         login = GoogleTokens(account(project="p"), metadata=url)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, Trial, account, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.capabilities import FirewallFix, HasFirewall
@@ -125,14 +126,12 @@ async def test_other_port_and_disabled_rule_are_corrected(it: Trial) -> None:
     assert await fixes(it, ("tcp:22", "udp:51000")) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"network": f"{NETWORK}old"}, "its network: old, not default"),
-        ({"direction": "EGRESS"}, "its other conditions: EGRESS, not none"),
-        ({"sourceTags": ["web"]}, "its sources: 0.0.0.0/0, web, not 0.0.0.0/0"),
-        ({"allowed": None, "denied": [{"IPProtocol": "tcp"}]}, "its ports: none, not tcp:22, udp:51820"),
-    ],
+@cases(
+    "change, reason",
+    ({"network": f"{NETWORK}old"}, "its network: old, not default"),
+    ({"direction": "EGRESS"}, "its other conditions: EGRESS, not none"),
+    ({"sourceTags": ["web"]}, "its sources: 0.0.0.0/0, web, not 0.0.0.0/0"),
+    ({"allowed": None, "denied": [{"IPProtocol": "tcp"}]}, "its ports: none, not tcp:22, udp:51820"),
 )
 async def test_rule_that_no_patch_corrects_is_made_anew(it: Trial, change: dict[str, Any], reason: str) -> None:
     await order(it)
@@ -146,13 +145,11 @@ async def test_rule_that_no_patch_corrects_is_made_anew(it: Trial, change: dict[
     assert await fixes(it) == []
 
 
-@pytest.mark.parametrize(
-    ("subnetwork", "project"),
-    [
-        ("regions/us-central1/subnetworks/lab", "reefs"),
-        ("projects/host/regions/us-central1/subnetworks/lab", "host"),
-        ("https://www.googleapis.com/compute/v1/projects/host/regions/us-central1/subnetworks/lab", "host"),
-    ],
+@cases(
+    "subnetwork, project",
+    ("regions/us-central1/subnetworks/lab", "reefs"),
+    ("projects/host/regions/us-central1/subnetworks/lab", "host"),
+    ("https://www.googleapis.com/compute/v1/projects/host/regions/us-central1/subnetworks/lab", "host"),
 )
 async def test_rules_are_in_the_network_of_the_subnetwork(it: Trial, subnetwork: str, project: str) -> None:
     await order(it)
@@ -173,7 +170,7 @@ async def test_subnetwork_that_is_not_there_is_an_error_of_check(it: Trial, capl
     assert caplog.messages[0].startswith("cannot make firewall rules of cluster reef: acme: GET /projects/reefs/")
 
 
-@pytest.mark.parametrize("right", ["get", "create", "update"])
+@cases("right", "get", "create", "update")
 async def test_key_that_may_not_is_told_the_command_and_the_reason(
     it: Trial, caplog: pytest.LogCaptureFixture, right: str
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, PUBLIC_KEY, Trial, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import google_orders
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
@@ -101,13 +102,11 @@ def test_settings_choose_network_address_and_image() -> None:
     assert own["disks"][0]["initializeParams"]["sourceImage"] == "global/images/own"
 
 
-@pytest.mark.parametrize(
-    ("image", "path"),
-    [
-        ("debian-cloud/debian-12", "projects/debian-cloud/global/images/family/debian-12"),
-        ("my-family", "global/images/family/my-family"),
-        ("projects/p/global/images/one", "projects/p/global/images/one"),
-    ],
+@cases(
+    "image, path",
+    ("debian-cloud/debian-12", "projects/debian-cloud/global/images/family/debian-12"),
+    ("my-family", "global/images/family/my-family"),
+    ("projects/p/global/images/one", "projects/p/global/images/one"),
 )
 def test_image_is_a_family_or_a_path(image: str, path: str) -> None:
     disk = ordered(replace(SPOT, image=image), {})["disks"][0]
@@ -154,13 +153,11 @@ def test_gpus_are_attached_to_machines_without_gpus() -> None:
     assert properties["scheduling"]["onHostMaintenance"] == "TERMINATE"
 
 
-@pytest.mark.parametrize(
-    ("type_", "disk"),
-    [
-        ("a2-highgpu-1g", "pd-balanced"),
-        ("a3-ultragpu-8g", "hyperdisk-balanced"),
-        ("a4-highgpu-8g", "hyperdisk-balanced"),
-    ],
+@cases(
+    "type_, disk",
+    ("a2-highgpu-1g", "pd-balanced"),
+    ("a3-ultragpu-8g", "hyperdisk-balanced"),
+    ("a4-highgpu-8g", "hyperdisk-balanced"),
 )
 def test_newer_families_boot_from_a_hyperdisk(type_: str, disk: str) -> None:
     properties = ordered(replace(SPOT, offer=replace(SPOT.offer, type=type_)), {})

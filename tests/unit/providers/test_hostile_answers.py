@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from tests.contract.rental_providers import http, saying
+from tests.support.cases import cases
 
 from shoal.cloud.providers import response_limits
 from shoal.cloud.providers.api import FailureKind, ProviderLogin
@@ -64,7 +65,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
+@cases("status", "200 OK", "500 Internal Server Error")
 async def test_endless_body_ends_at_the_limit(status: str) -> None:
     sent = 0
 
@@ -84,7 +85,7 @@ async def test_endless_body_ends_at_the_limit(status: str) -> None:
     assert peak_memory() - before < 300 * MiB
 
 
-@pytest.mark.parametrize("kind", ["gzip", "x-gzip", "deflate"])
+@cases("kind", "gzip", "x-gzip", "deflate")
 async def test_gzip_bomb_ends_at_the_limit(kind: str) -> None:
     packer = zlib.compressobj(1, wbits=15 if kind == "deflate" else 31)
     bomb = b"".join(packer.compress(b" " * MiB) for _ in range(400)) + packer.flush()
@@ -101,14 +102,12 @@ async def test_gzip_bomb_ends_at_the_limit(kind: str) -> None:
     assert peak_memory() - before < 300 * MiB
 
 
-@pytest.mark.parametrize(
-    ("encoding", "body", "told"),
-    [
-        ("br", b"\x0b\x02\x80{}\x03", "the answer is compressed as 'br'"),
-        ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), "the answer is compressed as 'gzip, gzip'"),
-        ("gzip", b"no gzip", "the answer is not valid gzip"),
-        ("gzip", gzip.compress(b'{"a": 1}')[:-9], "the answer is not valid gzip"),
-    ],
+@cases(
+    "encoding, body, told",
+    ("br", b"\x0b\x02\x80{}\x03", "the answer is compressed as 'br'"),
+    ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), "the answer is compressed as 'gzip, gzip'"),
+    ("gzip", b"no gzip", "the answer is not valid gzip"),
+    ("gzip", gzip.compress(b'{"a": 1}')[:-9], "the answer is not valid gzip"),
     ids=["brotli", "twice", "not gzip", "truncated"],
 )
 async def test_unknown_compression_is_the_providers_error(encoding: str, body: bytes, told: str) -> None:
@@ -126,8 +125,8 @@ async def test_compressed_answer_is_read() -> None:
         await api.close()
 
 
-@pytest.mark.parametrize("where", ["head", "body"])
-@pytest.mark.parametrize(("creates", "kind"), [(False, FailureKind.TRANSIENT), (True, FailureKind.AMBIGUOUS)])
+@cases("where", "head", "body")
+@cases("creates, kind", (False, FailureKind.TRANSIENT), (True, FailureKind.AMBIGUOUS))
 async def test_a_byte_now_and_then_ends_at_the_time_limit(where: str, creates: bool, kind: FailureKind) -> None:
     async def slow() -> AsyncIterator[bytes]:
         whole = HEAD + b"Content-Length: 42\r\n\r\n" + b'{"id": "m1"}'.ljust(42)
@@ -142,19 +141,17 @@ async def test_a_byte_now_and_then_ends_at_the_time_limit(where: str, creates: b
     assert (error.failure, error.message) == (kind, "acme: GET /machines: no complete answer within 0.5 s")
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        (b'{"price": NaN}', "the answer is not JSON: NaN is no number in JSON"),
-        (b'{"price": -Infinity}', "the answer is not JSON: -Infinity is no number in JSON"),
-        (b'{"price": 1e999}', "the answer has a number that is too large"),
-        (b'{"price": ' + b"9" * 5000 + b"}", "the answer has a number that is too large"),
-        (b'{"price": ' + b"9" * 400 + b"}", "the answer has a number that is too large"),
-        (b"[" * 100_000 + b"]" * 100_000, "the answer is nested more than 64 deep"),
-        (b'{"a":' * 100 + b"1" + b"}" * 100, "the answer is nested more than 64 deep"),
-        (b"[" + b"[]," * 5_000_000 + b"1]", "the answer has more than 1000000 values"),
-        (b'{"a": "\xff"}', "the answer is broken JSON, 10 bytes long"),
-    ],
+@cases(
+    "body, told",
+    (b'{"price": NaN}', "the answer is not JSON: NaN is no number in JSON"),
+    (b'{"price": -Infinity}', "the answer is not JSON: -Infinity is no number in JSON"),
+    (b'{"price": 1e999}', "the answer has a number that is too large"),
+    (b'{"price": ' + b"9" * 5000 + b"}", "the answer has a number that is too large"),
+    (b'{"price": ' + b"9" * 400 + b"}", "the answer has a number that is too large"),
+    (b"[" * 100_000 + b"]" * 100_000, "the answer is nested more than 64 deep"),
+    (b'{"a":' * 100 + b"1" + b"}" * 100, "the answer is nested more than 64 deep"),
+    (b"[" + b"[]," * 5_000_000 + b"1]", "the answer has more than 1000000 values"),
+    (b'{"a": "\xff"}', "the answer is broken JSON, 10 bytes long"),
     ids=["nan", "infinity", "overflow", "5000 digits", "400 digits", "100000 deep", "100 deep", "values", "not utf-8"],
 )
 async def test_broken_json_is_the_providers_error(body: bytes, told: str) -> None:
@@ -172,7 +169,7 @@ async def test_escapes_do_not_hide_nesting_and_text_does_not_count() -> None:
     assert response_limits.parse_json(deep)
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "1e9", "999999999999"])
+@cases("value", "inf", "nan", "1e9", "999999999999")
 async def test_retry_after_is_bounded(value: str) -> None:
     reply = http("429 Too Many Requests", b"slow").replace(b"\r\n\r\n", f"\r\nRetry-After: {value}\r\n\r\n".encode())
     async with saying(reply) as url:
@@ -230,9 +227,7 @@ def test_numbers_of_an_answer_that_fit_nowhere() -> None:
         assert caught.value.message == f"acme: GET /x: {told}"
 
 
-@pytest.mark.parametrize(
-    "epoch", ["\u00b2", "9" * 400, "1e9", "-5"], ids=["superscript", "400 digits", "exponent", "sign"]
-)
+@cases("epoch", "\u00b2", "9" * 400, "1e9", "-5", ids=["superscript", "400 digits", "exponent", "sign"])
 async def test_invalid_time_of_a_machine_is_unknown(epoch: str) -> None:
     tags = {"shoal-cluster": "reef", "shoal-node": "n1", "shoal-token": "t1", "shoal-epoch": epoch}
     one = {"id": "m1", "status": "active", "tags": [{"key": key, "value": value} for key, value in tags.items()]}
@@ -243,14 +238,12 @@ async def test_invalid_time_of_a_machine_is_unknown(epoch: str) -> None:
     assert [machine.created for machine in machines] == [None]
 
 
-@pytest.mark.parametrize(
+@cases(
     "body",
-    [
-        b'{"access_token": "t", "expires_in": NaN}',
-        b'{"access_token": "t", "expires_in": 1e999}',
-        b"[" * 100_000,
-        b'{"access_token": "' + b"x" * 40 * MiB + b'", "expires_in": 1}',
-    ],
+    b'{"access_token": "t", "expires_in": NaN}',
+    b'{"access_token": "t", "expires_in": 1e999}',
+    b"[" * 100_000,
+    b'{"access_token": "' + b"x" * 40 * MiB + b'", "expires_in": 1}',
     ids=["nan", "infinite", "nested", "long"],
 )
 async def test_hostile_metadata_server(body: bytes) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import http, saying
+from tests.support.cases import cases
 
 from shoal.cloud.providers.api import FailureKind, ProviderLogin
 from shoal.cloud.providers.http import ApiClient, map_concurrently
@@ -25,21 +26,19 @@ async def failure(reply: bytes, *, creates: bool = False, **more: Any) -> ApiErr
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("status", "read", "create", "scope"),
-    [
-        ("400 Bad Request", FailureKind.INVALID, FailureKind.INVALID, "offer"),
-        ("401 Unauthorized", FailureKind.AUTH, FailureKind.AUTH, "provider"),
-        ("402 Payment Required", FailureKind.BALANCE, FailureKind.BALANCE, "provider"),
-        ("403 Forbidden", FailureKind.AUTH, FailureKind.AUTH, "provider"),
-        ("404 Not Found", FailureKind.INVALID, FailureKind.INVALID, "offer"),
-        ("408 Request Timeout", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
-        ("409 Conflict", FailureKind.CONFLICT, FailureKind.CONFLICT, "offer"),
-        ("422 Unprocessable", FailureKind.INVALID, FailureKind.INVALID, "offer"),
-        ("429 Too Many Requests", FailureKind.RATE, FailureKind.RATE, "provider"),
-        ("500 Internal Server Error", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
-        ("503 Service Unavailable", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
-    ],
+@cases(
+    "status, read, create, scope",
+    ("400 Bad Request", FailureKind.INVALID, FailureKind.INVALID, "offer"),
+    ("401 Unauthorized", FailureKind.AUTH, FailureKind.AUTH, "provider"),
+    ("402 Payment Required", FailureKind.BALANCE, FailureKind.BALANCE, "provider"),
+    ("403 Forbidden", FailureKind.AUTH, FailureKind.AUTH, "provider"),
+    ("404 Not Found", FailureKind.INVALID, FailureKind.INVALID, "offer"),
+    ("408 Request Timeout", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
+    ("409 Conflict", FailureKind.CONFLICT, FailureKind.CONFLICT, "offer"),
+    ("422 Unprocessable", FailureKind.INVALID, FailureKind.INVALID, "offer"),
+    ("429 Too Many Requests", FailureKind.RATE, FailureKind.RATE, "provider"),
+    ("500 Internal Server Error", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
+    ("503 Service Unavailable", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
 )
 async def test_status_decides_when_the_body_is_silent(
     status: str, read: FailureKind, create: FailureKind, scope: str
@@ -94,14 +93,12 @@ async def test_timeout_leaves_an_order_ambiguous() -> None:
     assert caught.value.failure is FailureKind.AMBIGUOUS
 
 
-@pytest.mark.parametrize(
-    ("given", "base"),
-    [
-        ("", "https://cloud.example/api/v1"),
-        ("http://10.0.0.1:8080", "http://10.0.0.1:8080/api/v1"),
-        ("http://10.0.0.1:8080/", "http://10.0.0.1:8080/api/v1"),
-        ("http://10.0.0.1:8080/other/v2/", "http://10.0.0.1:8080/other/v2"),
-    ],
+@cases(
+    "given, base",
+    ("", "https://cloud.example/api/v1"),
+    ("http://10.0.0.1:8080", "http://10.0.0.1:8080/api/v1"),
+    ("http://10.0.0.1:8080/", "http://10.0.0.1:8080/api/v1"),
+    ("http://10.0.0.1:8080/other/v2/", "http://10.0.0.1:8080/other/v2"),
 )
 async def test_url_without_a_path_gets_the_default_path(given: str, base: str) -> None:
     api = ApiClient(ProviderLogin("acme", "example", url=given), "https://cloud.example/api/v1")
@@ -159,14 +156,12 @@ async def test_every_page_is_read_and_a_repeated_page_is_an_error() -> None:
     assert caught.value.message == "acme: GET /machines: the list repeats the same page"
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [
-        ("200 OK", None),
-        ("404 Not Found", None),
-        ("429 Too Many", FailureKind.RATE),
-        ("500 Oops", FailureKind.TRANSIENT),
-    ],
+@cases(
+    "status, expected",
+    ("200 OK", None),
+    ("404 Not Found", None),
+    ("429 Too Many", FailureKind.RATE),
+    ("500 Oops", FailureKind.TRANSIENT),
 )
 async def test_removal_of_a_missing_machine_succeeds(status: str, expected: FailureKind | None) -> None:
     async with saying(http(status, b"{}")) as url:
@@ -177,7 +172,7 @@ async def test_removal_of_a_missing_machine_succeeds(status: str, expected: Fail
     assert outcome.retry_after == (10.0 if expected is FailureKind.RATE else 0.0)
 
 
-@pytest.mark.parametrize("reply", [http("500 Oops", b"{}"), http("200 OK", b"{}"), http("429 Too Many", b"{}")])
+@cases("reply", http("500 Oops", b"{}"), http("200 OK", b"{}"), http("429 Too Many", b"{}"))
 async def test_unreadable_order_status_is_ambiguous(reply: bytes) -> None:
     async with saying(reply) as url:
         api = ApiClient(ACCOUNT, url)
@@ -203,7 +198,7 @@ async def test_error_message_without_a_kind_falls_back_to_the_status() -> None:
     assert error.message == "acme: POST /machines: 402: no money"
 
 
-@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one\rx", "schlüssel"])
+@cases("key", "sk-one\nsk-two", "sk-one\rx", "schlüssel")
 async def test_key_with_invalid_characters_is_rejected_without_its_value(key: str) -> None:
     api = ApiClient(ProviderLogin("acme", "example", key, "http://127.0.0.1:9"), "http://127.0.0.1:9/v1")
     with pytest.raises(ApiError) as caught:

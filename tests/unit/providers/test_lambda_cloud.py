@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers.api import FailureKind, Query
 from shoal.cloud.providers.lambda_cloud import read_error
@@ -88,12 +89,10 @@ async def test_filesystems_of_the_account_are_attached() -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message", "scope"),
-    [
-        ("data", "acme has no filesystem data in us-west-1", "region"),
-        ("there:/etc", "Lambda mounts nothing at /etc", "provider"),
-    ],
+@cases(
+    "setting, message, scope",
+    ("data", "acme has no filesystem data in us-west-1", "region"),
+    ("there:/etc", "Lambda mounts nothing at /etc", "provider"),
 )
 async def test_filesystem_that_cannot_be_attached_is_named_before_renting(
     setting: str, message: str, scope: str
@@ -106,13 +105,11 @@ async def test_filesystem_that_cannot_be_attached_is_named_before_renting(
         assert message in outcome.message
 
 
-@pytest.mark.parametrize(
-    ("image", "sent"),
-    [
-        ("", "lambda-stack-24-04"),
-        ("lambda-stack-22-04", "lambda-stack-22-04"),
-        (image_id("gpu-base-24-04", "us-west-1"), "gpu-base-24-04"),
-    ],
+@cases(
+    "image, sent",
+    ("", "lambda-stack-24-04"),
+    ("lambda-stack-22-04", "lambda-stack-22-04"),
+    (image_id("gpu-base-24-04", "us-west-1"), "gpu-base-24-04"),
 )
 async def test_image_is_a_family_or_an_id(it: Trial, image: str, sent: str) -> None:
     [outcome] = await it.renter.create([replace(await it.order(), image=image)])
@@ -264,24 +261,22 @@ async def test_simulator_enforces_the_rate_limits_of_lambda() -> None:
         assert outcomes[1].retry_after == 12.0
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({"quantity": 2}, (400, "global/invalid-parameters", "Requested too many instances.")),
-        ({"region_name": None}, (400, "global/invalid-parameters", "region_name: Missing data for required field.")),
-        ({"ssh_key_names": ["a", "b"]}, (400, "global/invalid-parameters", "ssh_key_names: exactly one")),
-        ({"ssh_key_names": ["nobody's"]}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
-        ({"instance_type_name": "x"}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
-        ({"image": {"family": "x"}}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
-        ({"name": "x" * 65}, (400, "global/invalid-parameters", "name: Longer than maximum length 64.")),
-        ({"hostname": "Up"}, (400, "global/invalid-parameters", "hostname: String does not match expected pattern.")),
-        ({"tags": [{"key": "A", "value": ""}]}, (400, "global/invalid-parameters", "tags: Invalid key.")),
-        ({"tags": [{"key": "ab", "value": "x" * 129}]}, (400, "global/invalid-parameters", "tags: Invalid value.")),
-        (
-            {"user_data": "x" * (1 << 20) + "x"},
-            (400, "global/invalid-parameters", "user_data: Longer than maximum length."),
-        ),
-    ],
+@cases(
+    "more, told",
+    ({"quantity": 2}, (400, "global/invalid-parameters", "Requested too many instances.")),
+    ({"region_name": None}, (400, "global/invalid-parameters", "region_name: Missing data for required field.")),
+    ({"ssh_key_names": ["a", "b"]}, (400, "global/invalid-parameters", "ssh_key_names: exactly one")),
+    ({"ssh_key_names": ["nobody's"]}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
+    ({"instance_type_name": "x"}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
+    ({"image": {"family": "x"}}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
+    ({"name": "x" * 65}, (400, "global/invalid-parameters", "name: Longer than maximum length 64.")),
+    ({"hostname": "Up"}, (400, "global/invalid-parameters", "hostname: String does not match expected pattern.")),
+    ({"tags": [{"key": "A", "value": ""}]}, (400, "global/invalid-parameters", "tags: Invalid key.")),
+    ({"tags": [{"key": "ab", "value": "x" * 129}]}, (400, "global/invalid-parameters", "tags: Invalid value.")),
+    (
+        {"user_data": "x" * (1 << 20) + "x"},
+        (400, "global/invalid-parameters", "user_data: Longer than maximum length."),
+    ),
 )
 async def test_invalid_order_is_rejected_with_the_code_of_lambda(
     it: Trial, more: dict[str, Any], told: tuple[int, str, str]
@@ -343,7 +338,7 @@ async def test_images_contain_the_default_family(it: Trial) -> None:
     assert "lambda-stack-24-04" in {image["family"] for image in answer["data"]}
 
 
-@pytest.mark.parametrize(("user", "status"), [("k", 200), ("", 401)])
+@cases("user, status", ("k", 200), ("", 401))
 async def test_key_is_accepted_as_basic_auth_user(it: Trial, user: str, status: int) -> None:
     async with httpx.AsyncClient(auth=(user, "")) as client:
         assert (await client.get(it.url + "/instances")).status_code == status

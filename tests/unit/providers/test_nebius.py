@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, KEY, PUBLIC_KEY, Trial, account, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, ProviderLogin, Query, RentalOrder
@@ -31,12 +32,10 @@ def calls(it: Trial, method: str) -> int:
     return sum(one["path"].endswith(f"/{method}") for one in it.simulation.requests)
 
 
-@pytest.mark.parametrize(
-    ("fault", "failure", "words"),
-    [
-        ("stockout", FailureKind.CAPACITY, "RESOURCE_EXHAUSTED: VM schedule timeout; no host has room"),
-        ("quota", FailureKind.QUOTA, "RESOURCE_EXHAUSTED: Quota limit exceeded; 0 left"),
-    ],
+@cases(
+    "fault, failure, words",
+    ("stockout", FailureKind.CAPACITY, "RESOURCE_EXHAUSTED: VM schedule timeout; no host has room"),
+    ("quota", FailureKind.QUOTA, "RESOURCE_EXHAUSTED: Quota limit exceeded; 0 left"),
 )
 async def test_accepted_order_that_fails_leaves_no_machine(
     it: Trial, fault: str, failure: FailureKind, words: str
@@ -165,7 +164,7 @@ async def test_wrong_key_of_a_service_account_is_an_error_at_once(it: Trial, pri
     assert "PRIVATE KEY" not in str(caught.value)
 
 
-@pytest.mark.parametrize("secret", ["", "{}", "{", '{"subject-credentials": {"alg": "none"}}', "tok\nen"])
+@cases("secret", "", "{}", "{", '{"subject-credentials": {"alg": "none"}}', "tok\nen")
 async def test_unusable_key_is_an_error_with_a_fix(secret: str) -> None:
     renter = rental_provider(ProviderLogin("acme", "nebius", secret))
     with pytest.raises(ProviderError) as caught:
@@ -284,23 +283,21 @@ async def test_boot_script_that_is_too_long_is_not_sent(it: Trial) -> None:
     assert calls(it, "Create") == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "message", "errors", "failure"),
-    [
-        ("RESOURCE_EXHAUSTED", "x", [{"notEnoughResources": {}}], FailureKind.CAPACITY),
-        ("RESOURCE_EXHAUSTED", "x", [{"quotaFailure": {}}], FailureKind.QUOTA),
-        ("RESOURCE_EXHAUSTED", "x", [{"tooManyRequests": {}}], FailureKind.RATE),
-        ("RESOURCE_EXHAUSTED", "VM schedule timeout", [], FailureKind.CAPACITY),
-        ("RESOURCE_EXHAUSTED", "Quota exceeded", [], FailureKind.QUOTA),
-        ("ABORTED", "x", [{"operationConflict": {}}], FailureKind.TRANSIENT),
-        ("FAILED_PRECONDITION", "project is suspended", [], FailureKind.BALANCE),
-        ("FAILED_PRECONDITION", "x", [], FailureKind.INVALID),
-        ("INVALID_ARGUMENT", "x", [{"badRequest": {}}], FailureKind.INVALID),
-        ("PERMISSION_DENIED", "x", [], FailureKind.AUTH),
-        ("UNAUTHENTICATED", "x", [], FailureKind.AUTH),
-        ("ALREADY_EXISTS", "x", [], FailureKind.CONFLICT),
-        *((code, "x", [], FailureKind.AMBIGUOUS) for code in ("DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE")),
-    ],
+@cases(
+    "code, message, errors, failure",
+    ("RESOURCE_EXHAUSTED", "x", [{"notEnoughResources": {}}], FailureKind.CAPACITY),
+    ("RESOURCE_EXHAUSTED", "x", [{"quotaFailure": {}}], FailureKind.QUOTA),
+    ("RESOURCE_EXHAUSTED", "x", [{"tooManyRequests": {}}], FailureKind.RATE),
+    ("RESOURCE_EXHAUSTED", "VM schedule timeout", [], FailureKind.CAPACITY),
+    ("RESOURCE_EXHAUSTED", "Quota exceeded", [], FailureKind.QUOTA),
+    ("ABORTED", "x", [{"operationConflict": {}}], FailureKind.TRANSIENT),
+    ("FAILED_PRECONDITION", "project is suspended", [], FailureKind.BALANCE),
+    ("FAILED_PRECONDITION", "x", [], FailureKind.INVALID),
+    ("INVALID_ARGUMENT", "x", [{"badRequest": {}}], FailureKind.INVALID),
+    ("PERMISSION_DENIED", "x", [], FailureKind.AUTH),
+    ("UNAUTHENTICATED", "x", [], FailureKind.AUTH),
+    ("ALREADY_EXISTS", "x", [], FailureKind.CONFLICT),
+    *((code, "x", [], FailureKind.AMBIGUOUS) for code in ("DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE")),
 )
 def test_errors_are_mapped(code: str, message: str, errors: list[dict[str, Any]], failure: FailureKind) -> None:
     assert read_refusal(code, message, errors, FailureKind.AMBIGUOUS).failure is failure

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import paperspace, rental_provider
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
@@ -34,7 +35,7 @@ def test_name_contains_cluster_node_token_and_time() -> None:
     assert paperspace.read_name("c-my-reef--gpu-1--1800000000-ab12") == ("my-reef", "gpu-1", "ab12", 1800000000.0)
 
 
-@pytest.mark.parametrize("name", ["", "my machine", "c-reef", "c-reef--gpu1", "c-reef--gpu1--then-ab12", "c---1-a"])
+@cases("name", "", "my machine", "c-reef", "c-reef--gpu1", "c-reef--gpu1--then-ab12", "c---1-a")
 def test_foreign_name_is_ignored(name: str) -> None:
     assert paperspace.read_name(name) == ("", "", "", None)
 
@@ -55,38 +56,34 @@ async def test_field_that_breaks_the_name_is_rejected_before_any_request(it: Tri
     assert it.simulation.requests == []
 
 
-@pytest.mark.parametrize(("written", "code"), [("NY2", "NY2"), ("East Coast (NY2)", "NY2"), ("Mars", "Mars")])
+@cases("written, code", ("NY2", "NY2"), ("East Coast (NY2)", "NY2"), ("Mars", "Mars"))
 def test_region_has_two_spellings(written: str, code: str) -> None:
     assert paperspace.code_of(written) == code
 
 
-@pytest.mark.parametrize(
-    ("type_", "template"),
-    [
-        ("H100", "tilqt47t"),
-        ("H100x8", "t7vp562h"),
-        ("A100-80G", "tqqsxr6b"),
-        ("A100-80Gx8", "tvimtol9"),
-        ("A4000", "twnlo3zj"),
-        ("C5", "t0nspur5"),
-    ],
+@cases(
+    "type_, template",
+    ("H100", "tilqt47t"),
+    ("H100x8", "t7vp562h"),
+    ("A100-80G", "tqqsxr6b"),
+    ("A100-80Gx8", "tvimtol9"),
+    ("A4000", "twnlo3zj"),
+    ("C5", "t0nspur5"),
 )
 def test_template_fits_the_gpu(type_: str, template: str) -> None:
     assert paperspace.template_of(Offer("p", type_, "NY2")) == template
 
 
-@pytest.mark.parametrize(
-    ("status", "data", "expected", "scope"),
-    [
-        (
-            400,
-            {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"},
-            FailureKind.CAPACITY,
-            "offer",
-        ),
-        (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, FailureKind.QUOTA, "provider"),
-        (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, FailureKind.BALANCE, "provider"),
-    ],
+@cases(
+    "status, data, expected, scope",
+    (
+        400,
+        {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"},
+        FailureKind.CAPACITY,
+        "offer",
+    ),
+    (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, FailureKind.QUOTA, "provider"),
+    (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, FailureKind.BALANCE, "provider"),
 )
 def test_errors_are_mapped(status: int, data: dict[str, str], expected: FailureKind, scope: str) -> None:
     refusal = read_refusal(paperspace.read_error, status, data)
@@ -95,21 +92,19 @@ def test_errors_are_mapped(status: int, data: dict[str, str], expected: FailureK
     assert data["message"] in refusal.message
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"message": 7}])
+@cases("data", None, [], {}, {"message": 7})
 def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
     assert read_refusal(paperspace.read_error, 500, data) == Refusal()
 
 
-@pytest.mark.parametrize(
-    ("status", "data"),
-    [
-        (500, {"code": "TIMEOUT", "message": "out of capacity"}),
-        (403, {"code": "FORBIDDEN", "message": "Not for you"}),
-        (401, {"code": "UNAUTHORIZED", "message": "No"}),
-        (429, {"code": "TOO_MANY_REQUESTS", "message": "Rate limit reached"}),
-        (400, {"code": "BAD_REQUEST", "message": "diskSize: Required"}),
-        (409, {"code": "CONFLICT", "message": "taken"}),
-    ],
+@cases(
+    "status, data",
+    (500, {"code": "TIMEOUT", "message": "out of capacity"}),
+    (403, {"code": "FORBIDDEN", "message": "Not for you"}),
+    (401, {"code": "UNAUTHORIZED", "message": "No"}),
+    (429, {"code": "TOO_MANY_REQUESTS", "message": "Rate limit reached"}),
+    (400, {"code": "BAD_REQUEST", "message": "diskSize: Required"}),
+    (409, {"code": "CONFLICT", "message": "taken"}),
 )
 def test_unspecific_error_is_quoted_and_falls_back_to_the_status(status: int, data: dict[str, str]) -> None:
     assert read_refusal(paperspace.read_error, status, data) == Refusal(
@@ -163,7 +158,7 @@ def test_paperspace_ends_the_machine_at_its_lifetime() -> None:
     assert (found["autoShutdownEnabled"], found["autoShutdownTimeout"]) == (True, 2)
 
 
-@pytest.mark.parametrize(("type_", "nvlink"), [("H100x8", True), ("A100-80Gx8", True), ("H100", None)])
+@cases("type_, nvlink", ("H100x8", True), ("A100-80Gx8", True), ("H100", None))
 def test_nvlink_is_asked_for_where_there_is_one(type_: str, nvlink: bool | None) -> None:
     order = replace(ORDER, offer=replace(ORDER.offer, type=type_))
     assert paperspace.machine_order(order, "a name", "ss1", "t1").get("enableNvlink") is nvlink
@@ -192,7 +187,7 @@ async def test_startup_script_is_deleted_with_its_machine(it: Trial) -> None:
     assert [paperspace.read_name(name)[2] for name in scripts(it)] == ["t2"]
 
 
-@pytest.mark.parametrize("fault", ["stockout", "quota", "balance"])
+@cases("fault", "stockout", "quota", "balance")
 async def test_rejected_order_leaves_no_startup_script(it: Trial, fault: str) -> None:
     it.fault(fault)
     assert not (await it.create()).ok
@@ -299,7 +294,7 @@ async def test_offers_come_from_the_price_table_with_current_availability(it: Tr
     assert await it.renter.offers(Query(regions=("us-west-1",))) == []
 
 
-@pytest.mark.parametrize("written", ["NY2", "East Coast (NY2)"])
+@cases("written", "NY2", "East Coast (NY2)")
 async def test_region_can_be_ordered_under_both_names(it: Trial, written: str) -> None:
     """The names in a nodeset are compared with those of the offers, letter by letter."""
     [offer] = await it.renter.offers(Query(types=("A4000",), regions=(written,)))
@@ -315,7 +310,7 @@ async def test_released_machine_is_not_a_preempted_machine(it: Trial) -> None:
     assert [(one.state, one.ending) for one in await it.listed()] == [("stopping", False)]
 
 
-@pytest.mark.parametrize("answer", ["empty object", "bad gateway", "cut off", "no answer"])
+@cases("answer", "empty object", "bad gateway", "cut off", "no answer")
 async def test_failed_script_upload_orders_no_machine(it: Trial, answer: str) -> None:
     async with saying(BAD_ANSWERS[answer], r"POST /v1/startup-scripts", it.url) as url:
         bad = rental_provider(account(CASE, url))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.providers import prices as table
 from shoal.cloud.providers.api import Offer
@@ -78,7 +79,7 @@ def test_zones_are_regions_and_the_cheapest_counts_without_types_to_which_gpus_a
     assert (row.region, row.usd_hour) == ("us-central1", 0.70)
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", archive("other", AWS)])
+@cases("content", b"", b"<html>", archive("other", AWS))
 def test_broken_catalog_is_an_error(content: bytes) -> None:
     with pytest.raises(ProviderError, match="the catalog of aws cannot be read"):
         read_catalog("aws", content, "2026-11-01")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.providers import RENTAL_PROVIDERS
 from shoal.cloud.providers.api import Offer
@@ -105,7 +105,7 @@ def test_table_price_is_not_stored_as_new(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", ",".join(COLUMNS) + "\nlambda,t,,moon,1,,0,0,0,0,,\n", "\0\xff"])
+@cases("text", "", "nonsense", ",".join(COLUMNS) + "\nlambda,t,,moon,1,,0,0,0,0,,\n", "\0\xff")
 def test_invalid_cache_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "prices.csv").write_text(text, encoding="latin-1")
     assert list(prices(tmp_path)) == list(Prices(shipped()))

@@ -3,6 +3,7 @@
 from importlib.metadata import EntryPoint
 
 import pytest
+from tests.support.cases import cases
 
 from shoal import registry as table
 from shoal.cloud.providers import abilities
@@ -11,7 +12,7 @@ from shoal.hosts.provider import PROVIDERS, names, provider
 from shoal_simulators.fake_provider import FakeProvider
 
 
-@pytest.mark.parametrize("name", sorted(PROVIDERS))
+@cases("name", *sorted(PROVIDERS))
 def test_every_name_in_the_table_gives_a_provider(name: str) -> None:
     assert type(provider(name)).__name__ == PROVIDERS[name].partition(":")[2]
 
@@ -54,12 +55,10 @@ class Choosy:
 WHY: Exception = ValueError("no luck")
 
 
-@pytest.mark.parametrize(
-    ("why", "told"),
-    [
-        (ValueError("no luck"), f"cannot load provider mine: no luck\n  fix: correct or remove {__name__}:Choosy"),
-        (ProviderError("no key", hint="give one"), "no key\n  fix: give one"),
-    ],
+@cases(
+    "why, told",
+    (ValueError("no luck"), f"cannot load provider mine: no luck\n  fix: correct or remove {__name__}:Choosy"),
+    (ProviderError("no key", hint="give one"), "no key\n  fix: give one"),
 )
 def test_shoal_error_of_a_package_is_kept_and_other_errors_name_the_package(
     monkeypatch: pytest.MonkeyPatch, why: Exception, told: str

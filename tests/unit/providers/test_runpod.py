@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, Trial, account, http, renting, saying, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, Query
@@ -27,10 +28,9 @@ def problem(detail: str, **more: Any) -> dict[str, Any]:
     return {"title": "…", "status": 0, "detail": detail, **more}
 
 
-@pytest.mark.parametrize(
-    ("status", "detail", "expected", "scope"),
-    [
-        (400, "There are no longer any instances available with the requested specifications. Please refresh and try "
+@cases(
+"status, detail, expected, scope",
+(400, "There are no longer any instances available with the requested specifications. Please refresh and try "
          "again.", FailureKind.CAPACITY, "offer"),
         (400, "This machine does not have the resources to deploy your pod. Please try a different machine",
          FailureKind.CAPACITY, "offer"),
@@ -41,9 +41,7 @@ def problem(detail: str, **more: Any) -> dict[str, Any]:
         (403, "pool AMPERE_80 is not allowed", FailureKind.QUOTA, "offer"),
         (404, "resource not found", FailureKind.INVALID, "offer"),
         (410, "gone", FailureKind.INVALID, "provider"),
-        (422, "Request validation failed.", FailureKind.INVALID, "offer"),
-    ],
-)  # fmt: skip
+        (422, "Request validation failed.", FailureKind.INVALID, "offer"),)  # fmt: skip
 def test_error_is_mapped_by_status_and_text(status: int, detail: str, expected: FailureKind, scope: str) -> None:
     found = read_refusal(read_error, status, problem(detail))
     assert found is not None
@@ -51,9 +49,7 @@ def test_error_is_mapped_by_status_and_text(status: int, detail: str, expected: 
     assert status == 410 or detail in found.message
 
 
-@pytest.mark.parametrize(
-    ("status", "data"), [(500, problem("x")), (429, problem("x")), (400, {"error": "v1"}), (400, 7)]
-)
+@cases("status, data", (500, problem("x")), (429, problem("x")), (400, {"error": "v1"}), (400, 7))
 def test_unspecific_text_falls_back_to_the_status(status: int, data: Any) -> None:
     assert read_refusal(read_error, status, data) == Refusal()
 
@@ -95,10 +91,7 @@ async def test_retired_api_is_reported_and_creates_nothing() -> None:
     assert (outcome.failure, outcome.scope) == (FailureKind.INVALID, "provider")
 
 
-@pytest.mark.parametrize(
-    ("type", "gpu", "count"),
-    [("NVIDIA A40", "NVIDIA A40", 1), ("8x NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", 8)],
-)
+@cases("type, gpu, count", ("NVIDIA A40", "NVIDIA A40", 1), ("8x NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", 8))
 def test_type_is_a_gpu_and_its_count(type: str, gpu: str, count: int) -> None:
     assert split_type(type) == (gpu, count)
     assert joined_type(gpu, count) == type
@@ -130,7 +123,7 @@ async def test_pod_that_got_less_than_requested_is_removed() -> None:
         assert not any(pod.live for pod in it.market.instances.values())
 
 
-@pytest.mark.parametrize(("cloud", "seconds"), [("secure", 0), ("community", 180)])
+@cases("cloud, seconds", ("secure", 0), ("community", 180))
 def test_only_pods_of_the_community_cloud_are_not_waited_for_without_an_address(cloud: str, seconds: int) -> None:
     assert rental_provider(account(CASE, "http://x", cloud=cloud)).abilities.address_timeout_s == seconds
 
@@ -217,7 +210,7 @@ def without_direct(line: str, data: Any) -> Any:
     return data
 
 
-@pytest.mark.parametrize("page", [3, 50])
+@cases("page", 3, 50)
 async def test_pods_on_all_pages_are_listed(page: int) -> None:
     async with trial(CASE) as it:
         it.simulation.simulator.page = page  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import gpus, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Address, Cgroup, Facts, FileFact, Package
@@ -66,7 +66,7 @@ def without(*names: str) -> dict[str, Facts]:
     return {name: fact for name, fact in FACTS.items() if name not in names}
 
 
-@pytest.mark.parametrize("silent", [("h1",), ("n1",), ("door",), ("n1", "n2", "h1", "door")])
+@cases("silent", ("h1",), ("n1",), ("door",), ("n1", "n2", "h1", "door"))
 def test_silent_hosts_change_nothing(silent: Sequence[str]) -> None:
     whole = assemble(SPEC, FACTS, {})
     again = assemble(SPEC, without(*silent), {}, read_current_conf(put_in_force(whole)))
@@ -124,16 +124,14 @@ def test_features_are_the_nodeset_name_and_the_configured_features() -> None:
     assert node.features == ("big", "h100", "nvlink")
 
 
-@pytest.mark.parametrize(
-    ("packages", "os", "version"),
-    [
-        ({"slurm-client": Package("24.11.5-1", "26.05.1-1")}, ("debian", "13"), "24.11.5"),
-        ({"slurmd": Package(None, "23.11.4-1.2ubuntu5")}, ("ubuntu", "24.04"), "23.11.4"),
-        ({"slurmctld": Package(None, "22.05.8-4"), "slurmd": Package("24.11.5-4", None)}, ("debian", "12"), "24.11.5"),
-        ({}, ("debian", "12"), "22.05.8"),
-        ({"slurmctld": Package(None, None)}, ("ubuntu", "24.04"), "23.11.4"),
-        ({"slurmd": Package("not-a-version", None)}, ("debian", "13"), "24.11.5"),
-    ],
+@cases(
+    "packages, os, version",
+    ({"slurm-client": Package("24.11.5-1", "26.05.1-1")}, ("debian", "13"), "24.11.5"),
+    ({"slurmd": Package(None, "23.11.4-1.2ubuntu5")}, ("ubuntu", "24.04"), "23.11.4"),
+    ({"slurmctld": Package(None, "22.05.8-4"), "slurmd": Package("24.11.5-4", None)}, ("debian", "12"), "24.11.5"),
+    ({}, ("debian", "12"), "22.05.8"),
+    ({"slurmctld": Package(None, None)}, ("ubuntu", "24.04"), "23.11.4"),
+    ({"slurmd": Package("not-a-version", None)}, ("debian", "13"), "24.11.5"),
 )
 def test_version_is_installed_else_candidate_else_of_the_distribution(
     packages: dict[str, Package], os: tuple[str, str], version: str
@@ -169,20 +167,18 @@ TABLE: list[tuple[list[Cgroup], str, Confinement]] = [
 ]
 
 
-@pytest.mark.parametrize(("cgroups", "version", "expected"), TABLE)
+@cases("cgroups, version, expected", *TABLE)
 def test_weakest_host_limits_confinement(cgroups: list[Cgroup], version: str, expected: Confinement) -> None:
     assert confinement([Facts(cgroup=one) for one in cgroups], [Version.parse(version)]) == expected
 
 
-@pytest.mark.parametrize(
-    ("found", "before", "expected"),
-    [
-        (STRONG, STRONG, STRONG),
-        (STRONG, NONE, NONE),
-        (NONE, STRONG, NONE),
-        (replace(STRONG, devices=False), STRONG, replace(STRONG, devices=False)),
-        (STRONG, replace(STRONG, memory=False), replace(STRONG, memory=False)),
-    ],
+@cases(
+    "found, before, expected",
+    (STRONG, STRONG, STRONG),
+    (STRONG, NONE, NONE),
+    (NONE, STRONG, NONE),
+    (replace(STRONG, devices=False), STRONG, replace(STRONG, devices=False)),
+    (STRONG, replace(STRONG, memory=False), replace(STRONG, memory=False)),
 )
 def test_silent_host_limits_new_confinement(found: Confinement, before: Confinement, expected: Confinement) -> None:
     assert limit_confinement(found, before) == expected
@@ -258,14 +254,12 @@ def test_pmix_is_the_default_when_every_member_gets_the_package() -> None:
     assert default_mpi({name: replace(fact, **TRIXIE) for name, fact in REAL.items()})
 
 
-@pytest.mark.parametrize(
+@cases(
     "lacks",
-    [
-        {"os_version": "", "os_codename": "sid", "packages": slurm_package("26.05.5-1")},
-        {"os_id": "ubuntu", "os_version": "24.04", "packages": slurm_package("23.11.4-1")},
-        {"packages": slurm_package("23.11.4-1")},
-        {"arch": "riscv64"},
-    ],
+    {"os_version": "", "os_codename": "sid", "packages": slurm_package("26.05.5-1")},
+    {"os_id": "ubuntu", "os_version": "24.04", "packages": slurm_package("23.11.4-1")},
+    {"packages": slurm_package("23.11.4-1")},
+    {"arch": "riscv64"},
     ids=["another system", "another distribution", "a Slurm that Debian did not build", "another architecture"],
 )
 def test_member_that_may_lack_pmix_prevents_the_default(lacks: dict[str, Any]) -> None:
@@ -289,26 +283,24 @@ def test_silent_member_keeps_the_default() -> None:
     assert default_mpi(answered, replace(running, pmix=True))
 
 
-@pytest.mark.parametrize(
-    ("changes", "found", "fix"),
-    [
-        (
-            {"firewall": "ufw"},
-            "ufw",
-            "ufw allow proto tcp from 10.0.0.1 to any port 6817,6818,60001:63000 && ",
-        ),
-        (
-            {"services": {"firewalld": "active"}},
-            "firewalld",
-            "firewall-cmd --permanent --zone=trusted --add-source=10.0.0.1 && ",
-        ),
-        (
-            {"firewall": "nft inet filter input"},
-            "nft inet filter input",
-            "nft 'insert rule inet filter input ip saddr { 10.0.0.1, 10.0.0.2, 10.0.0.11, 10.0.0.12, 10.0.0.21 } "
-            "tcp dport { 6817, 6818, 60001-63000 } accept'",
-        ),
-    ],
+@cases(
+    "changes, found, fix",
+    (
+        {"firewall": "ufw"},
+        "ufw",
+        "ufw allow proto tcp from 10.0.0.1 to any port 6817,6818,60001:63000 && ",
+    ),
+    (
+        {"services": {"firewalld": "active"}},
+        "firewalld",
+        "firewall-cmd --permanent --zone=trusted --add-source=10.0.0.1 && ",
+    ),
+    (
+        {"firewall": "nft inet filter input"},
+        "nft inet filter input",
+        "nft 'insert rule inet filter input ip saddr { 10.0.0.1, 10.0.0.2, 10.0.0.11, 10.0.0.12, 10.0.0.21 } "
+        "tcp dport { 6817, 6818, 60001-63000 } accept'",
+    ),
 )
 def test_foreign_firewall_is_reported_with_the_commands(changes: dict[str, Any], found: str, fix: str) -> None:
     facts = {**FACTS, "n1": replace(FACTS["n1"], **changes)}

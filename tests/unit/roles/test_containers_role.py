@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.support.item_text import document_text
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 from tests.unit.roles.test_role_documents import document_of, roles
@@ -59,17 +59,15 @@ def world(
     return assemble(spec_of(spec), {name: facts[name] for name in facts if name in names}, reached, before, leaving)
 
 
-@pytest.mark.parametrize(
-    ("network", "change", "needed"),
-    [
-        ("lan", {}, True),
-        ("wireguard", {}, True),
-        ("lan", {"init": "systemd"}, False),
-        ("lan", {"tun": True}, False),
-        ("lan", {"connected_at": None}, False),
-        ("lan", {"connected_at": ConnectedAddress("172.17.0.2")}, False),
-        ("wireguard", {"connected_at": ConnectedAddress("172.17.0.2")}, True),
-    ],
+@cases(
+    "network, change, needed",
+    ("lan", {}, True),
+    ("wireguard", {}, True),
+    ("lan", {"init": "systemd"}, False),
+    ("lan", {"tun": True}, False),
+    ("lan", {"connected_at": None}, False),
+    ("lan", {"connected_at": ConnectedAddress("172.17.0.2")}, False),
+    ("wireguard", {"connected_at": ConnectedAddress("172.17.0.2")}, True),
 )
 def test_container_is_detected_by_init_and_address(network: str, change: dict[str, Any], needed: bool) -> None:
     facts = Facts(
@@ -255,7 +253,7 @@ def test_running_rented_container_gets_its_tunnel_and_node_name() -> None:
     assert "NodeName=pods2 NodeAddr=127.0.0.1 " in conf and "pods1" not in conf
 
 
-@pytest.mark.parametrize("network", ["wireguard", "lan"])
+@cases("network", "wireguard", "lan")
 def test_membership_change_leaves_a_rented_container_alone(network: str) -> None:
     pod = replace(container("x7f3", ConnectedAddress("203.0.113.9", 10400)), hostname="x7f3")
     cluster = rented(RENTED.replace("wireguard", network), pods1=pod)

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.agent.document import Command, Service
@@ -80,7 +81,7 @@ def installed(tmp_path: Path, place: Path, *packages: str, status: int = 0) -> i
     return subprocess.run(words, env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}).returncode
 
 
-@pytest.mark.parametrize("packages", [(), ("reef-renter>=1",)])
+@cases("packages", (), ("reef-renter>=1",))
 def test_completion_mark_matches_the_guard(tmp_path: Path, packages: tuple[str, ...]) -> None:
     place = tmp_path / "opt" / "shoal-1"
     place.mkdir(parents=True)
@@ -118,7 +119,7 @@ def test_older_installations_are_removed_after_the_service_starts(tmp_path: Path
     assert subprocess.run(here(forget.unless)).returncode == 0
 
 
-@pytest.mark.parametrize("package", ["-e .", "--index-url=x", "reef renter", "../reef", "reef @ file:///x", "reef;x"])
+@cases("package", "-e .", "--index-url=x", "reef renter", "../reef", "reef @ file:///x", "reef;x")
 def test_invalid_package_name_is_rejected(package: str) -> None:
     with pytest.raises(SpecError, match=r"not a package.*name it as pip does, without blanks: shoal-mine>=1\.2"):
         install(package)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import HERE
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts
 
 from shoal.agent.document import File, to_wire
@@ -47,24 +48,22 @@ def errors(place: Path, text: str) -> list[Finding]:
     return [finding for finding in caught.value.findings if isinstance(finding, Finding)]
 
 
-@pytest.mark.parametrize(
-    ("entry", "what"),
-    [
-        ("/etc/slurm/a.sh: nowhere.sh", "cannot read the source, found nowhere.sh: No such file or directory"),
-        ("/etc/slurm/a.sh: .", "cannot read the source, found .: not a regular file"),
-        ("/etc/slurm/a.sh: large", "cannot read the source, found large: longer than 1024 KiB"),
-        ("/etc/shadow: prolog.sh", "a place that Shoal or the system manages"),
-        ("/etc/slurm/slurm.conf: prolog.sh", "a place that Shoal or the system manages"),
-        ("/tmp/a.sh: prolog.sh", "a place that Shoal or the system manages"),
-        ("/etc/shoal/x: prolog.sh", "a place that Shoal or the system manages"),
-        ("/etc/slurm/../shadow: prolog.sh", "not a path for a file"),
-        ("etc/a.sh: prolog.sh", "not a path for a file"),
-        ("/etc/a.sh: {source: prolog.sh, mode: 0777}", "others could write to a file that root executes"),
-        ("/etc/a.sh: {source: prolog.sh, mode: rwx}", "not a mode of a file"),
-        ("/etc/a.sh: {source: prolog.sh, hosts: [labb]}", "unknown nodeset"),
-        ("/etc/a.sh: [prolog.sh]", "not a file to copy"),
-        ("/etc/slurm/job_submit.lua: prolog.sh", "no plugin reads it"),
-    ],
+@cases(
+    "entry, what",
+    ("/etc/slurm/a.sh: nowhere.sh", "cannot read the source, found nowhere.sh: No such file or directory"),
+    ("/etc/slurm/a.sh: .", "cannot read the source, found .: not a regular file"),
+    ("/etc/slurm/a.sh: large", "cannot read the source, found large: longer than 1024 KiB"),
+    ("/etc/shadow: prolog.sh", "a place that Shoal or the system manages"),
+    ("/etc/slurm/slurm.conf: prolog.sh", "a place that Shoal or the system manages"),
+    ("/tmp/a.sh: prolog.sh", "a place that Shoal or the system manages"),
+    ("/etc/shoal/x: prolog.sh", "a place that Shoal or the system manages"),
+    ("/etc/slurm/../shadow: prolog.sh", "not a path for a file"),
+    ("etc/a.sh: prolog.sh", "not a path for a file"),
+    ("/etc/a.sh: {source: prolog.sh, mode: 0777}", "others could write to a file that root executes"),
+    ("/etc/a.sh: {source: prolog.sh, mode: rwx}", "not a mode of a file"),
+    ("/etc/a.sh: {source: prolog.sh, hosts: [labb]}", "unknown nodeset"),
+    ("/etc/a.sh: [prolog.sh]", "not a file to copy"),
+    ("/etc/slurm/job_submit.lua: prolog.sh", "no plugin reads it"),
 )
 def test_bad_entry_is_an_error_with_line_and_fix(place: Path, entry: str, what: str) -> None:
     (place / "large").write_bytes(bytes(1024 * 1024 + 1))

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import gpus, host_facts
 
 from shoal.agent.document import Command, Document, File, Packages
@@ -60,7 +60,7 @@ def test_other_package_manager_is_a_finding() -> None:
     assert finding.host == "n1" and "dnf" in finding.found and PACKAGE in finding.fix
 
 
-@pytest.mark.parametrize("name", ["nvidia.list", "nvidia.sources", ""])
+@cases("name", "nvidia.list", "nvidia.sources", "")
 def test_source_of_an_administrator_is_used(name: str, tmp_path: Path) -> None:
     """The real check, with the directory of apt replaced and no package known."""
     if name:

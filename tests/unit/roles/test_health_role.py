@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Directory, File, Item, Service
@@ -63,7 +64,7 @@ def test_host_without_systemd_runs_it_under_the_supervisor() -> None:
     assert not [item for item in files if isinstance(item, File) and item.path.startswith("/etc/systemd")]
 
 
-@pytest.mark.parametrize("mode", ["warn", "drain"])
+@cases("mode", "warn", "drain")
 def test_modes_and_switches_reach_the_program(mode: str) -> None:
     found = items(f"{REEF}health: {{mode: {mode}, skip: [gpu-clock, disk-full]}}\n")[Stage.BASE]
     [config] = [item for item in found if isinstance(item, File) and item.path == CONFIG]
@@ -104,13 +105,11 @@ def test_directories_exist_before_their_files() -> None:
             assert folder in places or folder == "/usr/local/lib/shoal"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("health: loud", "unknown mode"),
-        ("health: 3", "not a mode of the health program"),
-        ("health: {skip: [gpu-clok]}", "no check has this name"),
-    ],
+@cases(
+    "text, problem",
+    ("health: loud", "unknown mode"),
+    ("health: 3", "not a mode of the health program"),
+    ("health: {skip: [gpu-clok]}", "no check has this name"),
 )
 def test_wrong_values_are_refused(text: str, problem: str) -> None:
     with pytest.raises(Exception, match=problem):

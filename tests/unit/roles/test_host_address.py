@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, Command, File, Item
@@ -104,21 +105,19 @@ def test_new_address_changes_the_unit_and_restarts_the_daemon() -> None:
     assert "address show to 10.0.0.99 " in str(item.content)
 
 
-@pytest.mark.parametrize(
-    ("changes", "found", "fix"),
-    [
-        (
-            {"addresses": (Address("docker0", "172.17.0.1", 16),)},
-            "it has no address that others can reach",
-            "connect it to the network of the others",
-        ),
-        ({"hostname": "localhost"}, "its host name is localhost", "give it a name: `hostnamectl set-hostname NAME`"),
-        (
-            {"hostname": "C1"},
-            "its host name is c1, which is another member's",
-            "give each host its own name in the file",
-        ),
-    ],
+@cases(
+    "changes, found, fix",
+    (
+        {"addresses": (Address("docker0", "172.17.0.1", 16),)},
+        "it has no address that others can reach",
+        "connect it to the network of the others",
+    ),
+    ({"hostname": "localhost"}, "its host name is localhost", "give it a name: `hostnamectl set-hostname NAME`"),
+    (
+        {"hostname": "C1"},
+        "its host name is c1, which is another member's",
+        "give each host its own name in the file",
+    ),
 )
 def test_host_without_a_usable_name_or_address_makes_slurm_listen_everywhere(
     changes: dict[str, object], found: str, fix: str
@@ -252,7 +251,7 @@ HOSTS_FILES = {
 }
 
 
-@pytest.mark.parametrize(("before", "after"), HOSTS_FILES.items())
+@cases("before, after", *HOSTS_FILES.items())
 def test_conflicting_hosts_lines_are_commented_out_and_restored(tmp_path: Path, before: str, after: str) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text(before)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Document, File, Service, User
@@ -61,8 +61,8 @@ def packages_of(cluster: Cluster, host: str) -> tuple[str, ...]:
 WITHOUT_CGROUPS = {"n1": {"cgroup": Cgroup()}}
 
 
-@pytest.mark.parametrize("changes", [{}, WITHOUT_CGROUPS], ids=["guard", "no cgroups"])
-@pytest.mark.parametrize("host", ADDRESSES)
+@cases("changes", {}, WITHOUT_CGROUPS, ids=["guard", "no cgroups"])
+@cases("host", *ADDRESSES)
 def test_nobody_is_in_the_group_of_docker_beside_the_guard(host: str, changes: dict[str, Any]) -> None:
     """Its members are as good as root where Docker's own daemon runs, and jobs have the groups of the controller."""
     users = users_of(cluster_of(**changes), host)
@@ -70,15 +70,13 @@ def test_nobody_is_in_the_group_of_docker_beside_the_guard(host: str, changes: d
         assert "docker" not in user.groups and user.not_in == ("docker",)
 
 
-@pytest.mark.parametrize(
-    ("host", "changes", "has_guard", "is_off"),
-    [
-        ("n1", {}, True, True),
-        ("n1", WITHOUT_CGROUPS, False, True),
-        ("cloud1", {}, False, True),
-        ("door", {}, False, False),
-        ("c1", {}, False, False),
-    ],
+@cases(
+    "host, changes, has_guard, is_off",
+    ("n1", {}, True, True),
+    ("n1", WITHOUT_CGROUPS, False, True),
+    ("cloud1", {}, False, True),
+    ("door", {}, False, False),
+    ("c1", {}, False, False),
     ids=["node", "no cgroups", "rented", "login", "controller"],
 )
 def test_docker_of_nodes_is_behind_the_guard_or_off(

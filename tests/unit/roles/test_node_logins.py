@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, File, Item
@@ -101,7 +101,7 @@ def test_clients_use_it_to_nodes_only() -> None:
         )
 
 
-@pytest.mark.parametrize("host", ["c1", "door"])
+@cases("host", "c1", "door")
 def test_controller_and_login_host_accept_no_such_login(host: str) -> None:
     there = items(reef(), host)
     assert text_of(there, EQUIV) == "" and text_of(there, SSHD_CONF) is None and text_of(there, PAM) == ""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.roles.controller import CHECK_INTERVAL_S, program
 from shoal.slurm.conf import SLURMD_PORT
@@ -68,20 +68,18 @@ def test_container_is_probed_on_its_own_port(tmp_path: Path) -> None:
     assert asked(tmp_path, given_up.format("1")) == ""
 
 
-@pytest.mark.parametrize("slurmd", ["stopped", "off"])
+@cases("slurmd", "stopped", "off")
 def test_silent_node_stays_down(tmp_path: Path, slurmd: str) -> None:
     assert asked(tmp_path, node(GIVEN_UP, "Not responding"), slurmd) == ""
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ("State=DOWN+DRAIN+NOT_RESPONDING", "Not responding"),
-        ("State=DOWN+CLOUD+NOT_RESPONDING", "Not responding"),
-        ("State=IDLE+NOT_RESPONDING", "Not responding"),
-        (GIVEN_UP, "its disk is broken"),
-        ("State=DOWN", "Low RealMemory"),
-    ],
+@cases(
+    "state, reason",
+    ("State=DOWN+DRAIN+NOT_RESPONDING", "Not responding"),
+    ("State=DOWN+CLOUD+NOT_RESPONDING", "Not responding"),
+    ("State=IDLE+NOT_RESPONDING", "Not responding"),
+    (GIVEN_UP, "its disk is broken"),
+    ("State=DOWN", "Low RealMemory"),
 )
 def test_node_set_down_by_the_operator_stays_down(tmp_path: Path, state: str, reason: str) -> None:
     assert asked(tmp_path, node(state, reason)) == ""

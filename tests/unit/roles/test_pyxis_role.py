@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts
 
 from shoal.agent.document import Command, File
@@ -156,15 +157,13 @@ def test_pmix_of_an_image_meets_the_one_of_the_node(tmp_path: Path) -> None:
         assert environ.read_text() == lines
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("containers: pyxis\n", "the engine pyxis needs your file of enroot"),
-        ("containers: {engine: oci, plugin: x.so}\n", "the engine oci needs no such file"),
-        ("containers: {engine: pyxis, enroot: enroot.deb, plugin: absent.so}\n", "cannot read the source"),
-        (SECTION.replace("}", ", disk: 50G}"), "only the engine oci has a limit on disks"),
-        (f"{SECTION}files: {{/etc/slurm/plugstack.conf: enroot.deb}}\n", "the engine pyxis writes this file"),
-    ],
+@cases(
+    "section, message",
+    ("containers: pyxis\n", "the engine pyxis needs your file of enroot"),
+    ("containers: {engine: oci, plugin: x.so}\n", "the engine oci needs no such file"),
+    ("containers: {engine: pyxis, enroot: enroot.deb, plugin: absent.so}\n", "cannot read the source"),
+    (SECTION.replace("}", ", disk: 50G}"), "only the engine oci has a limit on disks"),
+    (f"{SECTION}files: {{/etc/slurm/plugstack.conf: enroot.deb}}\n", "the engine pyxis writes this file"),
 )
 def test_files_must_be_there(tmp_path: Path, section: str, message: str) -> None:
     with pytest.raises(ShoalError) as error:

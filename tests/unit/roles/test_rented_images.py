@@ -1,6 +1,6 @@
 """Which offers can join is known before one is rented: by provider, image and the controller's Slurm."""
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.cloud.providers.api import System
@@ -39,8 +39,8 @@ def findings(offers: str, controller: Version) -> list[str]:
     return [f"{one.level}: {one}" for one in offer_findings(spec_of(REEF.replace("OFFERS", offers)), controller)]
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("provider", ["lambda", "gcp", "runpod", "paperspace"])
+@cases("controller", *CONTROLLERS)
+@cases("provider", "lambda", "gcp", "runpod", "paperspace")
 def test_every_pair_of_controller_and_default_image_joins_or_is_rejected(controller: str, provider: str) -> None:
     rejected = findings(f"provider: {provider}, type: t", CONTROLLERS[controller])
     assert bool(rejected) is (provider not in CAN_JOIN[controller])
@@ -97,22 +97,20 @@ def test_service_rents_no_offer_that_cannot_join() -> None:
     assert block.why.startswith("lambda rents Ubuntu 24.04 with Slurm 23.11.4")
 
 
-@pytest.mark.parametrize(
-    ("image", "system"),
-    [
-        ("lambda-stack-22-04", System("ubuntu", "22.04")),
-        ("gpu-base-24-04", System("ubuntu", "24.04")),
-        ("projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64", System("ubuntu", "24.04")),
-        ("common-cu129-ubuntu-2404-nvidia-580", System("ubuntu", "24.04")),
-        ("debian-cloud/debian-12", System("debian", "12")),
-        ("debian:13-slim", System("debian", "13")),
-        ("runpod/pytorch:2.4.0-py3.11-cuda12.4.1-devel-ubuntu22.04", System("ubuntu", "22.04")),
-        ("nvidia/cuda:12.8.1-base-ubuntu24.04@sha256:00", System("ubuntu", "24.04")),
-        ("python:3.12-bookworm", System("debian", "12")),
-        ("ML-in-a-Box Ubuntu 22.04", System("ubuntu", "22.04")),
-        ("0920582c7ff041399e34823a0be62549", None),
-        ("rockylinux:9", None),
-    ],
+@cases(
+    "image, system",
+    ("lambda-stack-22-04", System("ubuntu", "22.04")),
+    ("gpu-base-24-04", System("ubuntu", "24.04")),
+    ("projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64", System("ubuntu", "24.04")),
+    ("common-cu129-ubuntu-2404-nvidia-580", System("ubuntu", "24.04")),
+    ("debian-cloud/debian-12", System("debian", "12")),
+    ("debian:13-slim", System("debian", "13")),
+    ("runpod/pytorch:2.4.0-py3.11-cuda12.4.1-devel-ubuntu22.04", System("ubuntu", "22.04")),
+    ("nvidia/cuda:12.8.1-base-ubuntu24.04@sha256:00", System("ubuntu", "24.04")),
+    ("python:3.12-bookworm", System("debian", "12")),
+    ("ML-in-a-Box Ubuntu 22.04", System("ubuntu", "22.04")),
+    ("0920582c7ff041399e34823a0be62549", None),
+    ("rockylinux:9", None),
 )
 def test_name_of_an_image_tells_its_system(image: str, system: System | None) -> None:
     assert image_system(image) == system

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
@@ -126,33 +127,31 @@ def test_findings_cover_unknown_shapes_and_different_idle_times() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("provider", "type", "told"),
-    [
-        ("lambda", "gpu_1x_a10", ""),
-        ("lambda", "gpu_1x_a1O", "found gpu_1x_a1O of acme, did you mean `gpu_1x_a10`? `shoal offers --provider acme`"),
-        ("lambda", "gpu-8x-h100-sxm5", "did you mean `gpu_8x_h100_sxm5`?"),
-        ("lambda", "zzz", ""),
-        ("runpod", "8x NVIDIA H200", ""),
-        ("runpod", "8x NVIDIA H20O", "did you mean `NVIDIA H200`?"),
-        ("runpod", "8x NVIDA H100 NVL", "did you mean `NVIDIA H100 NVL`?"),
-        ("gcp", "a2-higgpu-1g", "did you mean `a2-highgpu-1g`?"),
-        # These are real, and not in the table.
-        ("lambda", "gpu_1x_a100", ""),
-        ("lambda", "gpu_2x_h100_sxm5", ""),
-        ("lambda", "gpu_1x_a6000", ""),
-        ("runpod", "NVIDIA L40", ""),
-        ("runpod", "NVIDIA A40", ""),
-        ("runpod", "NVIDIA L4", ""),
-        ("runpod", "NVIDIA GeForce RTX 5090", ""),
-        ("gcp", "a3-edgegpu-8g", ""),
-        ("gcp", "a2-megagpu-16g", ""),
-        ("gcp", "n1-standard-8+nvidia-tesla-t4:2", ""),
-        ("paperspace", "P4000", ""),
-        ("paperspace", "A100", ""),
-        ("gcp", "a2-highgpu-1g+nvidia-tesla-t4:2", ""),
-        ("sandbox", "whatever", ""),
-    ],
+@cases(
+    "provider, type, told",
+    ("lambda", "gpu_1x_a10", ""),
+    ("lambda", "gpu_1x_a1O", "found gpu_1x_a1O of acme, did you mean `gpu_1x_a10`? `shoal offers --provider acme`"),
+    ("lambda", "gpu-8x-h100-sxm5", "did you mean `gpu_8x_h100_sxm5`?"),
+    ("lambda", "zzz", ""),
+    ("runpod", "8x NVIDIA H200", ""),
+    ("runpod", "8x NVIDIA H20O", "did you mean `NVIDIA H200`?"),
+    ("runpod", "8x NVIDA H100 NVL", "did you mean `NVIDIA H100 NVL`?"),
+    ("gcp", "a2-higgpu-1g", "did you mean `a2-highgpu-1g`?"),
+    # These are real, and not in the table.
+    ("lambda", "gpu_1x_a100", ""),
+    ("lambda", "gpu_2x_h100_sxm5", ""),
+    ("lambda", "gpu_1x_a6000", ""),
+    ("runpod", "NVIDIA L40", ""),
+    ("runpod", "NVIDIA A40", ""),
+    ("runpod", "NVIDIA L4", ""),
+    ("runpod", "NVIDIA GeForce RTX 5090", ""),
+    ("gcp", "a3-edgegpu-8g", ""),
+    ("gcp", "a2-megagpu-16g", ""),
+    ("gcp", "n1-standard-8+nvidia-tesla-t4:2", ""),
+    ("paperspace", "P4000", ""),
+    ("paperspace", "A100", ""),
+    ("gcp", "a2-highgpu-1g+nvidia-tesla-t4:2", ""),
+    ("sandbox", "whatever", ""),
 )
 def test_probably_misspelled_type_is_reported_and_unknown_type_is_not(provider: str, type: str, told: str) -> None:
     nodeset = f"cloud: {{provider: acme, type: '{type}', max: 3, cpus: 2, memory: 3G}}"
@@ -277,7 +276,7 @@ def test_cluster_without_rentals_gets_no_service_and_removes_an_old_service() ->
     assert Service("shoal-elastic", enabled=False, running=False) in service_removal()
 
 
-@pytest.mark.parametrize(("python", "refused"), [("3.10.12", True), ("3.11.2", False), ("3.13.5", False), ("", False)])
+@cases("python, refused", ("3.10.12", True), ("3.11.2", False), ("3.13.5", False), ("", False))
 def test_old_python_on_the_controller_is_reported(python: str, refused: bool) -> None:
     facts = {**FACTS, "c1": replace(FACTS["c1"], python=python)}
     findings = ElasticComponent().findings(assemble(SPEC_LAN, facts, ADDRESSES))

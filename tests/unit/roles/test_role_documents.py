@@ -3,8 +3,8 @@
 from functools import cache
 from typing import Any
 
-import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.support.item_text import defaults_text, document_text
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
@@ -54,17 +54,15 @@ def roles(text: str = REEF) -> dict[str, dict[Stage, Document]]:
     return {role: document_of(cluster, name) for role, name in ROLES.items()}
 
 
-@pytest.mark.parametrize("role", list(ROLES))
+@cases("role", *list(ROLES))
 def test_document_of_a_role_matches_its_golden(role: str) -> None:
     assert_golden(f"roles/{role}.txt", document_text(roles()[role]))
 
 
-@pytest.mark.parametrize(
-    ("golden", "name", "text"),
-    [
-        ("controller+compute", "c1", REEF.replace("controller: {", "controller: {compute: true, ")),
-        ("compute-without-firewall", "n1", REEF + "firewall: false\n"),
-    ],
+@cases(
+    "golden, name, text",
+    ("controller+compute", "c1", REEF.replace("controller: {", "controller: {compute: true, ")),
+    ("compute-without-firewall", "n1", REEF + "firewall: false\n"),
 )
 def test_host_document_matches_its_golden(golden: str, name: str, text: str) -> None:
     document = document_of(reef(text, n1={"gpus": gpus(2)}), name)

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 from tests.documents import ROOT
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.support.item_text import document_text
 from tests.unit.plan.fake_world import host_facts, spec_of
 from tests.unit.roles.test_role_documents import REEF, document_of, reef
@@ -75,7 +76,7 @@ def cluster(text: str = TEXT, **files: FileFact) -> Cluster:
     return assemble(spec_of(text), {name: facts_of(name, text, **files) for name in ADDRESSES}, ADDRESSES)
 
 
-@pytest.mark.parametrize(("name", "role"), [("c1", "accounting"), ("door", "login"), ("n1", "compute")])
+@cases("name, role", ("c1", "accounting"), ("door", "login"), ("n1", "compute"))
 def test_host_with_the_tree_matches_its_golden(name: str, role: str) -> None:
     bases = {role: document_of(reef(REEF + "accounting: true\n"), name)}
     if name != "c1":

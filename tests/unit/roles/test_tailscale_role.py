@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.network.test_tailscale_status import STATUS
 from tests.unit.plan.fake_world import host_facts, spec_of
 
@@ -98,14 +98,12 @@ def test_joined_host_is_unchanged() -> None:
     assert prepared(facts(mark="")) == (), "somebody did it by hand"
 
 
-@pytest.mark.parametrize(
-    ("fact", "forced"),
-    [
-        (facts(mark=MARK, tailscale={**STATUS, "BackendState": "NeedsLogin"}), False),
-        (facts(mark=MARK, tailscale={"problem": "no daemon"}), False),
-        (facts(mark=MARK.replace("slurm", "old")), True),
-        (facts(mark=MARK, tailscale={**STATUS, "Self": {**STATUS["Self"], "Expired": True}}), True),
-    ],
+@cases(
+    "fact, forced",
+    (facts(mark=MARK, tailscale={**STATUS, "BackendState": "NeedsLogin"}), False),
+    (facts(mark=MARK, tailscale={"problem": "no daemon"}), False),
+    (facts(mark=MARK.replace("slurm", "old")), True),
+    (facts(mark=MARK, tailscale={**STATUS, "Self": {**STATUS["Self"], "Expired": True}}), True),
     ids=["logged out", "no daemon", "other flags", "expired"],
 )
 def test_logged_out_host_or_changed_flags_join_again(fact: Facts, forced: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, Command, File, Item, Secret, SecretRef
@@ -135,13 +136,11 @@ def test_the_program_that_makes_accounts_gets_files_and_no_password() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("create", "status", "said"),
-    [
-        (200, 0, ""),
-        (400, 0, ""),  # they were there already, and get the password
-        (401, 1, "its accounts are those of another one"),
-    ],
+@cases(
+    "create, status, said",
+    (200, 0, ""),
+    (400, 0, ""),  # they were there already, and get the password
+    (401, 1, "its accounts are those of another one"),
 )
 def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int, status: int, said: str) -> None:
     requests: list[tuple[str, str, dict[str, str]]] = []
@@ -209,8 +208,8 @@ def test_accounts_are_created_or_get_their_passwords(tmp_path: Path, create: int
     assert not any(word in done.stdout + done.stderr for word in ("crew", "boss", "hers"))
 
 
-@pytest.mark.parametrize("granted", ["MANAGE", "READ"])
-@pytest.mark.parametrize("stage", ["active", "deleted"])
+@cases("granted", "MANAGE", "READ")
+@cases("stage", "active", "deleted")
 def test_experiment_of_others_with_the_name_of_a_user_is_renamed(stage: str, granted: str) -> None:
     calls: list[tuple[str, Any, str]] = []
 

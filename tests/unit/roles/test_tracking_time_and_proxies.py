@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, SecretRef, Service
@@ -66,7 +66,7 @@ def test_server_is_on_the_controller_and_its_port_is_firewalled() -> None:
     assert asked(part, cluster, "n1") == ()
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@cases("database", "sqlite", "postgresql")
 def test_service_document_matches_its_golden(database: str) -> None:
     document = asked(TrackingComponent(), cluster_of(f"tracking: {{database: {database}}}\n"), "c1")
     files = [item for item in document if isinstance(item, File) and isinstance(item.content, str)]
@@ -141,15 +141,13 @@ def artifacts(cluster: Cluster, host: str = "c1") -> str:
     return path
 
 
-@pytest.mark.parametrize(
-    ("more", "host", "expected"),
-    [
-        ("tracking: mlflow\n", "c1", OWN_DISK),
-        ("tracking: mlflow\n" + SHARES, "c1", ON_THE_SHARE),
-        ("tracking: {host: n1}\n" + SHARES, "n1", "/far/shoal-mlflow"),
-        ("tracking: {artifacts: /disk/files}\n" + SHARES, "c1", "/disk/files"),
-        ("tracking: mlflow\nstorage: {/home: {}, /far: {host: n1}}\n", "c1", OWN_DISK),
-    ],
+@cases(
+    "more, host, expected",
+    ("tracking: mlflow\n", "c1", OWN_DISK),
+    ("tracking: mlflow\n" + SHARES, "c1", ON_THE_SHARE),
+    ("tracking: {host: n1}\n" + SHARES, "n1", "/far/shoal-mlflow"),
+    ("tracking: {artifacts: /disk/files}\n" + SHARES, "c1", "/disk/files"),
+    ("tracking: mlflow\nstorage: {/home: {}, /far: {host: n1}}\n", "c1", OWN_DISK),
 )
 def test_artifacts_of_a_new_server_use_the_first_local_writable_share(more: str, host: str, expected: str) -> None:
     cluster = cluster_of(more)
@@ -157,14 +155,12 @@ def test_artifacts_of_a_new_server_use_the_first_local_writable_share(more: str,
     assert TrackingComponent().findings(cluster) == ()
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({OWN_DISK: FileFact(there=True)}, OWN_DISK),
-        ({OWN_DISK: FileFact(there=True), RECORD: FileFact(text=f"{OWN_DISK}\n")}, OWN_DISK),
-        ({OWN_DISK: FileFact(there=True), RECORD: FileFact(text="/old/files\n")}, "/old/files"),
-        ({OWN_DISK: FileFact(there=False), RECORD: FileFact()}, ON_THE_SHARE),
-    ],
+@cases(
+    "files, expected",
+    ({OWN_DISK: FileFact(there=True)}, OWN_DISK),
+    ({OWN_DISK: FileFact(there=True), RECORD: FileFact(text=f"{OWN_DISK}\n")}, OWN_DISK),
+    ({OWN_DISK: FileFact(there=True), RECORD: FileFact(text="/old/files\n")}, "/old/files"),
+    ({OWN_DISK: FileFact(there=False), RECORD: FileFact()}, ON_THE_SHARE),
 )
 def test_artifacts_stay_in_place_when_a_share_is_added(files: dict[str, FileFact], expected: str) -> None:
     assert artifacts(cluster_of("tracking: mlflow\n" + SHARES, c1={"files": files})) == expected
@@ -228,7 +224,7 @@ def test_packages_are_installed_through_the_proxy() -> None:
 # Time
 
 
-@pytest.mark.parametrize("name", ["c1", "n1"])
+@cases("name", "c1", "n1")
 def test_container_runs_no_time_service(name: str) -> None:
     cluster = cluster_of(**{name: {"files": CONTAINER}})
     assert asked(ClockComponent(), cluster, name, Stage.BASE) == ()
@@ -250,7 +246,7 @@ def test_controller_serves_time_only_to_members() -> None:
     )
 
 
-@pytest.mark.parametrize("daemon", ["ntpsec", "ntp", "openntpd"])
+@cases("daemon", "ntpsec", "ntp", "openntpd")
 def test_existing_time_daemon_is_kept_and_reported(daemon: str) -> None:
     cluster = cluster_of(n1={"services": {daemon: "active"}})
     assert asked(ClockComponent(), cluster, "n1", Stage.BASE) == ()
@@ -320,14 +316,12 @@ def test_only_the_controller_of_a_cluster_with_environments_needs_venv() -> None
     assert EnvironmentsComponent().packages(with_git, node, None) == ()
 
 
-@pytest.mark.parametrize(
-    ("storage", "directory", "builder"),
-    [
-        ("", "/shared/environments", "c1"),
-        ("storage: {/apps: {read_only: true}}\n", "/apps/environments", "c1"),
-        ("storage: {/home: {}, /scratch: {kind: stage}, /apps: {host: n1}}\n", "/apps/environments", "n1"),
-        ("storage: {/home: {}}\n", "/shared/environments", "c1"),
-    ],
+@cases(
+    "storage, directory, builder",
+    ("", "/shared/environments", "c1"),
+    ("storage: {/apps: {read_only: true}}\n", "/apps/environments", "c1"),
+    ("storage: {/home: {}, /scratch: {kind: stage}, /apps: {host: n1}}\n", "/apps/environments", "n1"),
+    ("storage: {/home: {}}\n", "/shared/environments", "c1"),
 )
 def test_environment_is_on_the_first_share_and_built_by_its_host(storage: str, directory: str, builder: str) -> None:
     spec = spec_of(REEF + "environments: {torch: {requirements: r.txt}}\n" + storage)

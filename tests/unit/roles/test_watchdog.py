@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.agent.document import Document, File, Service
@@ -76,7 +77,7 @@ def test_machine_past_its_lifetime_powers_off(machine: Machine) -> None:
     assert machine.look(1001, IDLE, until=1001) == "poweroff"
 
 
-@pytest.mark.parametrize("answer", [ASLEEP, GOING, UNKNOWN])
+@cases("answer", ASLEEP, GOING, UNKNOWN)
 def test_node_removed_from_slurm_powers_off_after_the_release_timeout(machine: Machine, answer: str) -> None:
     assert machine.look(1000, answer) == ""
     assert machine.look(1000 + RELEASE_TIMEOUT_S - 1, answer) == ""
@@ -111,7 +112,7 @@ def test_watchdog_runs_every_minute() -> None:
 # The end of a pod
 
 
-@pytest.mark.parametrize(("status", "ended"), [(204, 0), (403, 1)])
+@cases("status, ended", (204, 0), (403, 1))
 def test_pod_ends_its_bill_with_its_own_key_where_it_may(tmp_path: Path, status: int, ended: int) -> None:
     asked: list[tuple[str, str | None]] = []
 
@@ -181,13 +182,11 @@ def test_spot_machine_learns_that_it_is_taken_away_as_its_provider_says_it() -> 
     assert spot_notice(spec, "pods", "cloud1") == (), "it gives no notice"
 
 
-@pytest.mark.parametrize(
-    ("system", "answers", "asked"),
-    [
-        ("running", [], ""),
-        ("stopping", [""], "squeue -h -o %i -w cloud1"),
-        ("stopping", ["-", "7", "7", "7", ""], "squeue squeue scontrol squeue scontrol squeue squeue"),
-    ],
+@cases(
+    "system, answers, asked",
+    ("running", [], ""),
+    ("stopping", [""], "squeue -h -o %i -w cloud1"),
+    ("stopping", ["-", "7", "7", "7", ""], "squeue squeue scontrol squeue scontrol squeue squeue"),
     ids=["the service alone is stopped", "no job", "a job that saves, and slurmctld silent for a while"],
 )
 def test_shutdown_waits_for_the_jobs_of_the_machine(
@@ -270,20 +269,18 @@ def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, error
     return done.stderr.strip()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "answer", "status", "errors", "said"),
-    [
-        (2, TWO, 0, None, ""),
-        (1, TWO, 0, None, ""),
-        (0, None, 0, None, ""),
-        (2, TWO, 0, "0, 0\n1, 0\n", ""),
-        (2, TWO, 0, "0, [N/A]\n1, [N/A]\n", ""),
-        (3, TWO, 0, None, "3 GPUs were promised, and there are 2"),
-        (2, TWO, 0, "0, 0\n1, 4\n", "GPU 1 has 4 uncorrected memory errors"),
-        (1, "0, NVIDIA A10, [Unknown Error]\n", 0, None, "GPU 0 (NVIDIA A10) tells no memory: [Unknown Error]"),
-        (1, "0, NVIDIA A10, 0\n", 0, None, "GPU 0 (NVIDIA A10) tells no memory: 0"),
-        (1, "Unable to determine\nthe device handle", 15, None, "nvidia-smi: Unable to determine the device handle"),
-    ],
+@cases(
+    "gpus, answer, status, errors, said",
+    (2, TWO, 0, None, ""),
+    (1, TWO, 0, None, ""),
+    (0, None, 0, None, ""),
+    (2, TWO, 0, "0, 0\n1, 0\n", ""),
+    (2, TWO, 0, "0, [N/A]\n1, [N/A]\n", ""),
+    (3, TWO, 0, None, "3 GPUs were promised, and there are 2"),
+    (2, TWO, 0, "0, 0\n1, 4\n", "GPU 1 has 4 uncorrected memory errors"),
+    (1, "0, NVIDIA A10, [Unknown Error]\n", 0, None, "GPU 0 (NVIDIA A10) tells no memory: [Unknown Error]"),
+    (1, "0, NVIDIA A10, 0\n", 0, None, "GPU 0 (NVIDIA A10) tells no memory: 0"),
+    (1, "Unable to determine\nthe device handle", 15, None, "nvidia-smi: Unable to determine the device handle"),
 )
 def test_machine_with_broken_gpus_is_reported(
     tmp_path: Path, gpus: int, answer: str | None, status: int, errors: str | None, said: str
@@ -311,15 +308,13 @@ WELL(cuCtxDestroy_v2)
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler to make a driver that fails as wanted")
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({}, ""),
-        ({"INIT": 802}, "cuInit: CUDA error 802, system not yet initialized"),
-        ({"COUNT": 0}, "1 GPUs were promised, and CUDA sees 0"),
-        ({"CREATE": 2}, "cuCtxCreate_v2: CUDA error 2, system not yet initialized"),
-        ({"FREE": 3}, "GPU 0 has only 3072 of 24576 MiB free"),
-    ],
+@cases(
+    "values, said",
+    ({}, ""),
+    ({"INIT": 802}, "cuInit: CUDA error 802, system not yet initialized"),
+    ({"COUNT": 0}, "1 GPUs were promised, and CUDA sees 0"),
+    ({"CREATE": 2}, "cuCtxCreate_v2: CUDA error 2, system not yet initialized"),
+    ({"FREE": 3}, "GPU 0 has only 3072 of 24576 MiB free"),
 )
 def test_gpu_unusable_by_cuda_is_reported(tmp_path: Path, values: dict[str, int], said: str) -> None:
     all_well = {"INIT": 0, "COUNT": 1, "CREATE": 0, "FREE": 24}

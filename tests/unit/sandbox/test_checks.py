@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.hosts.provider import Request
 from shoal.sandbox.checks import PROGRAMS, MachineFacts, find_problems
@@ -51,21 +51,19 @@ def test_debootstrap_replaces_mmdebstrap() -> None:
     assert texts(replace(GOOD, programs=frozenset({*PROGRAMS, "debootstrap"}))) == []
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        (Shape(cpus=3), "n0: `cpus` out of range, found 3, ask for 1 to 2: this machine has 2"),
-        (Shape(cpus=0), "n0: `cpus` out of range, found 0, ask for 1 to 2: this machine has 2"),
-        (Shape(memory_mb=24001), "n0: `memory` out of range, found 24001M, ask for 60M to 24000M"),
-        (Shape(disk_mb=1), "n0: `disk` too small for a host, found 1M, ask for at least 16M"),
-        (Shape(gpus=65), "n0: `gpus` out of range, found 65, ask for 0 to 64"),
-        (Shape(image="arch"), "n0: unknown image, found 'arch', use one of: debian11, debian12, debian13, sid"),
-        (Shape(site="B c"), "n0: not a site name, found 'B c', use lower-case letters"),
-        (
-            Shape(image="debian13", cgroups=True),
-            "n0: `cgroups` on a machine with cgroup v1, found image debian13, use `image: debian12`",
-        ),
-    ],
+@cases(
+    "shape, expected",
+    (Shape(cpus=3), "n0: `cpus` out of range, found 3, ask for 1 to 2: this machine has 2"),
+    (Shape(cpus=0), "n0: `cpus` out of range, found 0, ask for 1 to 2: this machine has 2"),
+    (Shape(memory_mb=24001), "n0: `memory` out of range, found 24001M, ask for 60M to 24000M"),
+    (Shape(disk_mb=1), "n0: `disk` too small for a host, found 1M, ask for at least 16M"),
+    (Shape(gpus=65), "n0: `gpus` out of range, found 65, ask for 0 to 64"),
+    (Shape(image="arch"), "n0: unknown image, found 'arch', use one of: debian11, debian12, debian13, sid"),
+    (Shape(site="B c"), "n0: not a site name, found 'B c', use lower-case letters"),
+    (
+        Shape(image="debian13", cgroups=True),
+        "n0: `cgroups` on a machine with cgroup v1, found image debian13, use `image: debian12`",
+    ),
 )
 def test_shape_too_large_for_this_machine_is_an_error(shape: Shape, expected: str) -> None:
     found = texts(replace(GOOD, images=frozenset({"debian12", "debian13"})), shape)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
@@ -25,7 +26,7 @@ HOST = HostRecord(
 GOOD = EngineFacts(programs=frozenset(PACKAGES))
 
 
-@pytest.mark.parametrize("name", ["podman", "docker"])
+@cases("name", "podman", "docker")
 def test_command_that_makes_a_host_matches_its_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
@@ -134,15 +135,13 @@ def test_docker_without_its_daemon_is_an_error() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "text"),
-    [
-        (Shape(engine="podman", site="b"), "podman has one site, found site b"),
-        (Shape(engine="podman", disk_mb=500), "podman cannot limit a disk, found 500M"),
-        (Shape(engine="podman", cgroups=True), "podman has no cgroups for Slurm, found cgroups: true"),
-        (Shape(), "not of kind podman as other hosts, use one kind for all hosts"),
-        (Shape(engine="podman", image="arch"), "unknown image, found 'arch'"),
-    ],
+@cases(
+    "shape, text",
+    (Shape(engine="podman", site="b"), "podman has one site, found site b"),
+    (Shape(engine="podman", disk_mb=500), "podman cannot limit a disk, found 500M"),
+    (Shape(engine="podman", cgroups=True), "podman has no cgroups for Slurm, found cgroups: true"),
+    (Shape(), "not of kind podman as other hosts, use one kind for all hosts"),
+    (Shape(engine="podman", image="arch"), "unknown image, found 'arch'"),
 )
 def test_host_that_an_engine_cannot_run_is_an_error(shape: Shape, text: str) -> None:
     [found] = texts("podman", GOOD, shape)
@@ -183,7 +182,7 @@ echo "$*" >> log
 """
 
 
-@pytest.mark.parametrize("images", ["localhost/shoal-sandbox-debian12:1\nlocalhost/shoal-sandbox-sid:2\n", ""])
+@cases("images", "localhost/shoal-sandbox-debian12:1\nlocalhost/shoal-sandbox-sid:2\n", "")
 async def test_files_of_jobs_are_removed_when_all_hosts_are_gone(
     images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.local_files import cache_dir, locked, write_atomic
@@ -29,7 +30,7 @@ def test_names_of_clusters_with_a_common_prefix_differ(tmp_path: Path) -> None:
     assert Layout(tmp_path / "other", "reef").id != one.id
 
 
-@pytest.mark.parametrize("name", ["", "Reef", "a/b", "..", "-a", "a-", "a" * 41, "a b", "a;b"])
+@cases("name", "", "Reef", "a/b", "..", "-a", "a-", "a" * 41, "a b", "a;b")
 def test_unsafe_name_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(ProviderError, match="use lower-case letters, digits and hyphens, at most 40 of them"):
         Layout(tmp_path, name)

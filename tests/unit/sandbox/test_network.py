@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.sandbox.layout import HostRecord, Layout, Site
@@ -65,7 +66,7 @@ def test_full_site_is_an_error() -> None:
         free_address(SITES[0], taken)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@cases("count", 1, 2)
 def test_firewall_matches_its_golden(count: int) -> None:
     assert_golden(f"sandbox/{count}-sites.nft", render_table(LAYOUT, reversed(SITES[:count])))
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.remote import nvidia_smi
 
@@ -26,14 +26,12 @@ def test_gpus_are_listed_in_the_nvidia_format(tmp_path: Path) -> None:
     assert ask(tmp_path, "-L").stdout == "GPU 0: Simulated GPU (UUID: GPU-aa)\nGPU 1: Simulated GPU (UUID: GPU-bb)\n"
 
 
-@pytest.mark.parametrize(
-    ("query", "form", "expected"),
-    [
-        ("index,uuid,name,memory.total", "csv,noheader,nounits", "0, GPU-aa, Simulated GPU, 16384"),
-        ("uuid,index", "csv,noheader", "GPU-aa, 0"),
-        ("memory.total", "csv,noheader", "16384 MiB"),
-        ("index, memory.total", "csv", "index, memory.total [MiB]"),
-    ],
+@cases(
+    "query, form, expected",
+    ("index,uuid,name,memory.total", "csv,noheader,nounits", "0, GPU-aa, Simulated GPU, 16384"),
+    ("uuid,index", "csv,noheader", "GPU-aa, 0"),
+    ("memory.total", "csv,noheader", "16384 MiB"),
+    ("index, memory.total", "csv", "index, memory.total [MiB]"),
 )
 def test_query_answers_in_field_order(tmp_path: Path, query: str, form: str, expected: str) -> None:
     done = ask(tmp_path, f"--query-gpu={query}", f"--format={form}")

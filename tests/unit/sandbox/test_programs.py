@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.sandbox.programs import call, call_logged, last_lines
@@ -40,7 +41,7 @@ def test_last_lines_returns_fifteen_lines() -> None:
     assert last_lines("") == "(it printed nothing)"
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@cases("apart", False, True)
 async def test_program_apart_gets_no_signals_of_our_group(apart: bool) -> None:
     group = await call("sh", "-c", "cut -d' ' -f5 /proc/$$/stat", apart=apart)
     assert (int(group) != os.getpgrp()) == apart

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.unit.sandbox.test_checks import GOOD, texts
 
 from shoal.sandbox import qemu, vm, vm_disk
@@ -23,7 +24,7 @@ MACHINE = replace(GOOD, programs=GOOD.programs | {*qemu.PACKAGES})
 VM = Shape(vm=True)
 
 
-@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+@cases("architecture", "x86_64", "aarch64")
 def test_command_line_matches_its_golden(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qemu.os, "uname", lambda: type("uname", (), {"machine": architecture}))
     host = HostRecord("n1", 3, "10.70.1.2", "/image", "", Shape(cpus=1, memory_mb=2048, vm=True))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.sandbox import vm, vm_snapshot
@@ -69,7 +70,7 @@ async def test_failed_snapshot_is_not_made_again_the_same_day(tmp_path: Path, mo
     assert len(attempts) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "lost", "unfinished", "disk"])
+@cases("damage", "cut", "changed", "lost", "unfinished", "disk")
 async def test_damaged_snapshot_is_made_anew_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:

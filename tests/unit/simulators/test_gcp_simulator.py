@@ -10,6 +10,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 from tests.contract.rental_providers import Clock
+from tests.support.cases import cases
 
 from shoal_simulators.backend import NoHosts
 from shoal_simulators.gcp import GoogleComputeSimulator
@@ -130,25 +131,23 @@ async def test_existing_name_is_a_conflict(google: Google) -> None:
     assert error["message"] == "The resource 'projects/p/zones/us-central1-b/instances/a' already exists"
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        (changed("count", to="3"), "resource.count"),
-        (changed("namePattern", to="n-#"), "Exactly one of namePattern"),
-        (changed("perInstanceProperties", to={"A_": {}, "b": {}}), "'A_'"),
-        (changed("perInstanceProperties", to={"a": {"labels": {}}, "b": {}}), "Unknown name 'labels'"),
-        (changed("instanceProperties", "scheduling", "onHostMaintenance", to="MIGRATE"), "live migration"),
-        (changed("instanceProperties", "scheduling", "maxRunDuration", to={"seconds": "60"}), "termination action"),
-        (
-            changed(
-                "instanceProperties",
-                "scheduling",
-                to={"provisioningModel": "SPOT", "onHostMaintenance": "TERMINATE", "automaticRestart": True},
-            ),
-            "automaticRestart",
+@cases(
+    "body, told",
+    (changed("count", to="3"), "resource.count"),
+    (changed("namePattern", to="n-#"), "Exactly one of namePattern"),
+    (changed("perInstanceProperties", to={"A_": {}, "b": {}}), "'A_'"),
+    (changed("perInstanceProperties", to={"a": {"labels": {}}, "b": {}}), "Unknown name 'labels'"),
+    (changed("instanceProperties", "scheduling", "onHostMaintenance", to="MIGRATE"), "live migration"),
+    (changed("instanceProperties", "scheduling", "maxRunDuration", to={"seconds": "60"}), "termination action"),
+    (
+        changed(
+            "instanceProperties",
+            "scheduling",
+            to={"provisioningModel": "SPOT", "onHostMaintenance": "TERMINATE", "automaticRestart": True},
         ),
-        (changed("instanceProperties", "machineType", to="z9-huge"), "z9-huge"),
-    ],
+        "automaticRestart",
+    ),
+    (changed("instanceProperties", "machineType", to="z9-huge"), "z9-huge"),
 )
 async def test_invalid_order_is_rejected(google: Google, body: dict[str, Any], told: str) -> None:
     answer = await google.insert(body)
@@ -206,7 +205,7 @@ async def test_aggregated_list_warns_of_empty_zones(google: Google) -> None:
     assert items["zones/us-east1-b"]["warning"]["code"] == "NO_RESULTS_ON_PAGE"
 
 
-@pytest.mark.parametrize(("action", "left"), [("STOP", ["TERMINATED"]), ("DELETE", [])])
+@cases("action, left", ("STOP", ["TERMINATED"]), ("DELETE", []))
 async def test_preempted_spot_machine_follows_its_termination_action(
     google: Google, action: str, left: list[str]
 ) -> None:
@@ -246,15 +245,13 @@ async def test_billing_starts_when_running_with_a_minimum_of_a_minute(google: Go
     assert [one["seconds"] for one in google.market.bill()] == [60]
 
 
-@pytest.mark.parametrize(
-    ("fault", "status", "reason"),
-    [
-        ("auth", 401, "authError"),
-        ("rate", 403, "rateLimitExceeded"),
-        ("balance", 403, "BILLING_DISABLED"),
-        ("error-before-create", 503, "backendError"),
-        ("error-after-create", 503, "backendError"),
-    ],
+@cases(
+    "fault, status, reason",
+    ("auth", 401, "authError"),
+    ("rate", 403, "rateLimitExceeded"),
+    ("balance", 403, "BILLING_DISABLED"),
+    ("error-before-create", 503, "backendError"),
+    ("error-after-create", 503, "backendError"),
 )
 async def test_errors_have_the_google_format(google: Google, fault: str, status: int, reason: str) -> None:
     google.market.faults = [Fault(fault)]
@@ -269,13 +266,11 @@ async def test_ssh_keys_of_an_order_reach_the_machine(google: Google) -> None:
     assert google.market.instances["a"].order.public_keys == ("ssh-ed25519 AAAA me",)
 
 
-@pytest.mark.parametrize(
-    ("path", "flavor", "status", "told"),
-    [
-        ("/computeMetadata/v1/instance/preempted", "Google", 200, "TRUE"),
-        ("/computeMetadata/v1/instance/name", "Google", 200, "a"),
-        ("/computeMetadata/v1/instance/preempted", "", 403, "Missing Metadata-Flavor:Google header."),
-    ],
+@cases(
+    "path, flavor, status, told",
+    ("/computeMetadata/v1/instance/preempted", "Google", 200, "TRUE"),
+    ("/computeMetadata/v1/instance/name", "Google", 200, "a"),
+    ("/computeMetadata/v1/instance/preempted", "", 403, "Missing Metadata-Flavor:Google header."),
 )
 async def test_preempted_machine_reads_the_notice_in_its_metadata(
     google: Google, path: str, flavor: str, status: int, told: str

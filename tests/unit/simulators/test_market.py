@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud.providers.api import Billing
 from shoal_simulators import SIMULATORS, find_simulator
@@ -54,14 +55,12 @@ def test_machine_passes_its_phases_in_order() -> None:
         it.delete("m1")
 
 
-@pytest.mark.parametrize(
-    ("billing", "seconds", "usd"),
-    [
-        (Billing(1), 190, 190 * 20 / 3600),
-        (Billing(60, from_up=True), 180, 1.0),
-        (Billing(3600), 3600, 20.0),
-        (Billing(1, least=600), 600, 600 * 20 / 3600),
-    ],
+@cases(
+    "billing, seconds, usd",
+    (Billing(1), 190, 190 * 20 / 3600),
+    (Billing(60, from_up=True), 180, 1.0),
+    (Billing(3600), 3600, 20.0),
+    (Billing(1, least=600), 600, 600 * 20 / 3600),
     ids=["by the second", "by the minute from up", "by the hour", "at least ten minutes"],
 )
 def test_machine_cost_follows_the_billing_rule(billing: Billing, seconds: int, usd: float) -> None:
@@ -109,7 +108,7 @@ def test_capacity_of_a_region_is_limited() -> None:
     assert it.free("big", "nowhere") == 0
 
 
-@pytest.mark.parametrize("why", ["stockout", "quota", "balance", "error-before-create"])
+@cases("why", "stockout", "quota", "balance", "error-before-create")
 def test_rejection_creates_nothing_and_is_used_up(why: str) -> None:
     it = market()
     it.faults = [Fault(why)]
@@ -261,22 +260,20 @@ def test_faults_are_read_from_json() -> None:
     assert Fault("slow-boot").after == 600
 
 
-@pytest.mark.parametrize(
-    ("data", "told"),
-    [
-        ({}, "faults must be a list of objects"),
-        (["stockout"], "fault 0: kind must be one of stockout, quota"),
-        ([{"kind": "auth"}, {"kind": "meteor"}], "fault 1: kind must be one of"),
-        ([{"kind": "auth", "time": 2}], "fault 0: .*other keys are times, type, region, seconds"),
-        ([{"kind": "auth", "times": "often"}], "fault 0: times must be a whole number"),
-    ],
+@cases(
+    "data, told",
+    ({}, "faults must be a list of objects"),
+    (["stockout"], "fault 0: kind must be one of stockout, quota"),
+    ([{"kind": "auth"}, {"kind": "meteor"}], "fault 1: kind must be one of"),
+    ([{"kind": "auth", "time": 2}], "fault 0: .*other keys are times, type, region, seconds"),
+    ([{"kind": "auth", "times": "often"}], "fault 0: times must be a whole number"),
 )
 def test_invalid_fault_is_rejected(data: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_faults(data)
 
 
-@pytest.mark.parametrize("kind", sorted(SIMULATORS))
+@cases("kind", *sorted(SIMULATORS))
 def test_every_simulator_has_its_own_generic_errors(kind: str) -> None:
     made = find_simulator(kind)
     it = made(Market(made.profile, made.types, NoHosts()))

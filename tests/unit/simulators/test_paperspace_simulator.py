@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.contract.rental_providers import Clock
+from tests.support.cases import cases
 
 from shoal_simulators.backend import NoHosts
 from shoal_simulators.instances import Fault
@@ -70,9 +71,8 @@ async def test_machine_is_created_ready_and_deleted_with_events(space: Space) ->
     assert (await space.get("/machines"))["items"] == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [("stockout", "We are currently out of capacity"), ("quota", "You have reached your machine limit")],
+@cases(
+    "fault, words", ("stockout", "We are currently out of capacity"), ("quota", "You have reached your machine limit")
 )
 async def test_unavailable_machine_is_reported_by_its_event_and_never_listed(
     space: Space, fault: str, words: str
@@ -88,16 +88,14 @@ async def test_unavailable_machine_is_reported_by_its_event_and_never_listed(
     assert space.market.bill() == []
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({"name": None}, "name: Required"),
-        ({"diskSize": "100"}, "diskSize: Required"),
-        ({"diskSize": 120}, "diskSize: one of"),
-        ({"region": "NY2"}, "No such region"),
-        ({"machineType": "Z1"}, "No such region or machine type"),
-        ({"templateId": "tilqt47t"}, "The template is not available"),
-    ],
+@cases(
+    "more, told",
+    ({"name": None}, "name: Required"),
+    ({"diskSize": "100"}, "diskSize: Required"),
+    ({"diskSize": 120}, "diskSize: one of"),
+    ({"region": "NY2"}, "No such region"),
+    ({"machineType": "Z1"}, "No such region or machine type"),
+    ({"templateId": "tilqt47t"}, "The template is not available"),
 )
 async def test_invalid_order_is_rejected_with_the_reason(space: Space, more: dict[str, Any], told: str) -> None:
     answer = await space.client.post("/machines", json=ORDER | more)
@@ -152,15 +150,13 @@ async def test_every_started_hour_is_billed(space: Space) -> None:
     assert [(one["seconds"], one["usd"]) for one in space.market.bill()] == [(7200, 1.52)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "status", "code"),
-    [
-        ("auth", 401, "UNAUTHORIZED"),
-        ("rate", 429, "TOO_MANY_REQUESTS"),
-        ("balance", 412, "PRECONDITION_FAILED"),
-        ("error-before-create", 500, "INTERNAL_SERVER_ERROR"),
-        ("error-after-create", 500, "INTERNAL_SERVER_ERROR"),
-    ],
+@cases(
+    "fault, status, code",
+    ("auth", 401, "UNAUTHORIZED"),
+    ("rate", 429, "TOO_MANY_REQUESTS"),
+    ("balance", 412, "PRECONDITION_FAILED"),
+    ("error-before-create", 500, "INTERNAL_SERVER_ERROR"),
+    ("error-after-create", 500, "INTERNAL_SERVER_ERROR"),
 )
 async def test_errors_have_the_paperspace_format(space: Space, fault: str, status: int, code: str) -> None:
     space.market.faults = [Fault(fault)]

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.contract.rental_providers import CASES, Trial, trial
+from tests.support.cases import cases
 
 ORDER: dict[str, Any] = {"name": "n", "image": "debian:12", "gpu": {"id": "NVIDIA A40"}, "ports": ["22/tcp"]}
 
@@ -26,19 +27,17 @@ def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in ORDER.items() if key != name}
 
 
-@pytest.mark.parametrize(
-    ("order", "told"),
-    [
-        ({**ORDER, "interruptible": True}, "$: additional properties 'interruptible' not allowed"),
-        ({**ORDER, "gpu": {"id": "NVIDIA A40", "type": 1}}, "$.gpu: additional properties 'type' not allowed"),
-        (without("name"), "$: missing property 'name'"),
-        (without("image"), "$: missing property 'image'"),
-        (without("gpu"), "$: exactly one of 'gpu' and 'cpu' is required"),
-        ({**ORDER, "cpu": {"id": "cpu3c"}}, "$: exactly one of 'gpu' and 'cpu' is required"),
-        ({**ORDER, "args": ["sleep"]}, "$.args: got array, want string"),
-        ({**ORDER, "env": {f"K{n}": "v" for n in range(51)}}, "$.env: at most 50 strings"),
-        ({**ORDER, "cloud": "SPOT"}, "$.cloud: value must be one of 'SECURE', 'COMMUNITY'"),
-    ],
+@cases(
+    "order, told",
+    ({**ORDER, "interruptible": True}, "$: additional properties 'interruptible' not allowed"),
+    ({**ORDER, "gpu": {"id": "NVIDIA A40", "type": 1}}, "$.gpu: additional properties 'type' not allowed"),
+    (without("name"), "$: missing property 'name'"),
+    (without("image"), "$: missing property 'image'"),
+    (without("gpu"), "$: exactly one of 'gpu' and 'cpu' is required"),
+    ({**ORDER, "cpu": {"id": "cpu3c"}}, "$: exactly one of 'gpu' and 'cpu' is required"),
+    ({**ORDER, "args": ["sleep"]}, "$.args: got array, want string"),
+    ({**ORDER, "env": {f"K{n}": "v" for n in range(51)}}, "$.env: at most 50 strings"),
+    ({**ORDER, "cloud": "SPOT"}, "$.cloud: value must be one of 'SECURE', 'COMMUNITY'"),
 )
 async def test_invalid_body_is_422_and_creates_nothing(
     it: Trial, client: httpx.AsyncClient, order: dict[str, Any], told: str
@@ -50,13 +49,11 @@ async def test_invalid_body_is_422_and_creates_nothing(
     assert it.made == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"gpu": {"id": "NVIDIA NONE"}}, "gpu 'NVIDIA NONE' cannot be had 1 at a time"),
-        ({"gpu": {"id": "NVIDIA A40", "count": 9}}, "gpu 'NVIDIA A40' cannot be had 9 at a time"),
-        ({"dataCenterIds": ["MOON-1"]}, "unknown data center MOON-1"),
-    ],
+@cases(
+    "change, told",
+    ({"gpu": {"id": "NVIDIA NONE"}}, "gpu 'NVIDIA NONE' cannot be had 1 at a time"),
+    ({"gpu": {"id": "NVIDIA A40", "count": 9}}, "gpu 'NVIDIA A40' cannot be had 9 at a time"),
+    ({"dataCenterIds": ["MOON-1"]}, "unknown data center MOON-1"),
 )
 async def test_order_against_the_rules_is_400(
     it: Trial, client: httpx.AsyncClient, change: dict[str, Any], told: str

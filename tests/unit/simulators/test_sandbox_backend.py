@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.sandbox.layout import Layout, Site
@@ -66,16 +67,14 @@ async def test_unopened_backend_removes_nothing_at_close(tmp_path: Path) -> None
     assert backend.store.exists()
 
 
-@pytest.mark.parametrize(
-    ("image", "system"),
-    [
-        ("", "debian12"),
-        ("lambda-stack-24-04", "debian13"),
-        ("projects/debian-cloud/global/images/family/debian-12", "debian12"),
-        ("debian:13", "debian13"),
-        ("Ubuntu 22.04", "debian12"),
-        ("ami-0123456789abcdef0", "debian12"),
-    ],
+@cases(
+    "image, system",
+    ("", "debian12"),
+    ("lambda-stack-24-04", "debian13"),
+    ("projects/debian-cloud/global/images/family/debian-12", "debian12"),
+    ("debian:13", "debian13"),
+    ("Ubuntu 22.04", "debian12"),
+    ("ami-0123456789abcdef0", "debian12"),
 )
 def test_machine_runs_the_system_of_its_image(image: str, system: str) -> None:
     assert host_image(image) == system

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import ProviderError, ShoalError, UsageError
 from shoal.registry import install_command
@@ -137,13 +138,11 @@ async def test_simulate_reports_its_url_and_ends_when_cancelled(tmp_path: Path) 
         await httpx.AsyncClient().get(simulated.url)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "faults.json: Expecting"),
-        ('[{"kind": "x"}]', "faults.json: fault 0: kind must be one of"),
-        (None, "cannot read"),
-    ],
+@cases(
+    "text, message",
+    ("{", "faults.json: Expecting"),
+    ('[{"kind": "x"}]', "faults.json: fault 0: kind must be one of"),
+    (None, "cannot read"),
 )
 async def test_unreadable_fault_file_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "faults.json"
@@ -184,7 +183,7 @@ def test_command_prints_how_to_use_the_simulator() -> None:
     assert second.endswith("/_simulator/bill\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@cases("number", signal.SIGINT, signal.SIGTERM)
 def test_command_prints_its_url_and_ends_cleanly_on_a_signal(number: signal.Signals) -> None:
     words = [sys.executable, "-m", "shoal", "simulate", "sandbox", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
@@ -199,7 +198,7 @@ def test_command_prints_its_url_and_ends_cleanly_on_a_signal(number: signal.Sign
         assert running.wait(timeout=30) == 0
 
 
-@pytest.mark.parametrize("module", ["shoal_simulators", "uvicorn", "starlette"])
+@cases("module", "shoal_simulators", "uvicorn", "starlette")
 async def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("shoal_simulators", module)]:
         monkeypatch.delitem(sys.modules, name)

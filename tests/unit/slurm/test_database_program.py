@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.slurm.accounting import BACKUPS, database_program
 
@@ -104,13 +105,11 @@ def test_restore_replaces_the_tables_in_a_single_statement(program: Program, tmp
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("CREATE TABLE reef_job_table\n", "old.sql.gz breaks off before its end"),
-        ("CREATE TABLE pond_job_table\n-- Dump completed\n", "old.sql.gz has no records of the cluster reef"),
-        ("CREATE TABLE pets\n-- Dump completed\n", "old.sql.gz has no records of the cluster reef"),
-    ],
+@cases(
+    "text, told",
+    ("CREATE TABLE reef_job_table\n", "old.sql.gz breaks off before its end"),
+    ("CREATE TABLE pond_job_table\n-- Dump completed\n", "old.sql.gz has no records of the cluster reef"),
+    ("CREATE TABLE pets\n-- Dump completed\n", "old.sql.gz has no records of the cluster reef"),
 )
 def test_invalid_backup_is_rejected_while_slurmdbd_keeps_running(
     program: Program, tmp_path: Path, text: str, told: str
@@ -128,7 +127,7 @@ def test_restore_needs_a_backup_of_the_current_records(program: Program, tmp_pat
     assert "start slurmdbd" in heard(tmp_path) and not any("RENAME" in line for line in heard(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["../shadow.gz", "", ".lock", "none.sql.gz"])
+@cases("name", "../shadow.gz", "", ".lock", "none.sql.gz")
 def test_invalid_backup_name_is_rejected(program: Program, tmp_path: Path, name: str) -> None:
     assert program("restore", name).returncode == 2
     assert heard(tmp_path) == []

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.goldens import assert_golden
+from tests.support.cases import cases
 from tests.support.item_text import document_text
 from tests.unit.plan.fake_world import host_facts, spec_of
 from tests.unit.roles.test_role_documents import REEF, document_of, reef, roles
@@ -133,16 +134,14 @@ MOVES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts", "told"),
-    [
-        ("accounting: {host: n2}\n", ["c1"], [MOVES]),
-        ("accounting: {host: n2}\n", ["c1", "n2"], []),  # an earlier run had begun with it
-        ("accounting: {host: n2}\n", ["n2"], []),
-        ("accounting: {host: n2}\n", [], []),
-        ("accounting: true\n", ["c1"], []),
-        ("", ["c1"], []),
-    ],
+@cases(
+    "text, hosts, told",
+    ("accounting: {host: n2}\n", ["c1"], [MOVES]),
+    ("accounting: {host: n2}\n", ["c1", "n2"], []),  # an earlier run had begun with it
+    ("accounting: {host: n2}\n", ["n2"], []),
+    ("accounting: {host: n2}\n", [], []),
+    ("accounting: true\n", ["c1"], []),
+    ("", ["c1"], []),
 )
 def test_moved_database_that_leaves_its_records_is_reported(text: str, hosts: list[str], told: list[str]) -> None:
     found = reef(REEF + text, **{name: {"files": HAD} for name in hosts})
@@ -160,9 +159,7 @@ def test_slurmdbd_older_than_slurmctld_is_rejected() -> None:
     assert "delete `accounting.host`, so that c1 has the database" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("memory", "buffer"), [(512, 256), (1024, 256), (3900, 512), (15900, 2048), (64000, 8192), (2_000_000, 8192)]
-)
+@cases("memory, buffer", (512, 256), (1024, 256), (3900, 512), (15900, 2048), (64000, 8192), (2_000_000, 8192))
 def test_mariadb_buffer_is_about_an_eighth_of_the_memory(memory: int, buffer: int) -> None:
     assert buffer_mb(memory) == buffer
 
@@ -278,6 +275,6 @@ def test_built_in_qos_is_never_deleted() -> None:
     assert diff_commands(want("accounting: {accounts: {lab: {}}}\n"), ours, found())[-1][:2] != ["delete", "qos"]
 
 
-@pytest.mark.parametrize(("text", "value"), [("01:30:00", 90), ("1-00:00:00", 1440), ("", None), ("00:00:30", 0.5)])
+@cases("text, value", ("01:30:00", 90), ("1-00:00:00", 1440), ("", None), ("00:00:30", 0.5))
 def test_sacctmgr_times_are_parsed(text: str, value: float | None) -> None:
     assert minutes(text) == value

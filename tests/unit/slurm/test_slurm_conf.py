@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, MOTLEY, files
+from tests.support.cases import cases
 
 from shoal.hostlist import expand
 from shoal.slurm.conf import (
@@ -27,43 +28,41 @@ def _with_node(**values: object) -> ClusterConf:
     return replace(BASE, nodes=(replace(CONTROLLER, **values),), partitions=())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", INJECTIONS)
-@pytest.mark.parametrize(
+@cases("text", *INJECTIONS)
+@cases(
     "build",
-    [
-        lambda text: _with_node(name=text),
-        lambda text: _with_node(features=(text,)),
-        lambda text: _with_node(gpus=(NodeGpu(text or "a b", "/dev/nvidia0"),)),
-        lambda text: _with_node(gpus=(NodeGpu("h100", text),)),
-        lambda text: replace(BASE, partitions=(PartitionConf(text, ()),)),
-        lambda text: replace(BASE, partitions=(PartitionConf("p", (), max_time=text or "a b"),)),
-        lambda text: replace(BASE, partitions=(PartitionConf("p", (), default_time=text),)),
-        lambda text: replace(BASE, partitions=(PartitionConf("p", ("n1", text)),)),
-        lambda text: replace(BASE, switches=(Switch(text, ("n1",)),)),
-        lambda text: replace(BASE, switches=(Switch("s", (text,)),)),
-        lambda text: replace(BASE, options={text: "1"}),
-    ],
+    lambda text: _with_node(name=text),
+    lambda text: _with_node(features=(text,)),
+    lambda text: _with_node(gpus=(NodeGpu(text or "a b", "/dev/nvidia0"),)),
+    lambda text: _with_node(gpus=(NodeGpu("h100", text),)),
+    lambda text: replace(BASE, partitions=(PartitionConf(text, ()),)),
+    lambda text: replace(BASE, partitions=(PartitionConf("p", (), max_time=text or "a b"),)),
+    lambda text: replace(BASE, partitions=(PartitionConf("p", (), default_time=text),)),
+    lambda text: replace(BASE, partitions=(PartitionConf("p", ("n1", text)),)),
+    lambda text: replace(BASE, switches=(Switch(text, ("n1",)),)),
+    lambda text: replace(BASE, switches=(Switch("s", (text,)),)),
+    lambda text: replace(BASE, options={text: "1"}),
 )
 def test_text_cannot_start_a_line_a_key_or_a_comment(build: object, text: str) -> None:
     with pytest.raises(ValueError):
         files(build(text))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("text", [text for text in INJECTIONS if text != "a=b"])
-@pytest.mark.parametrize("field", ["name", "slurm_user", "controller"])
+@cases("text", *[text for text in INJECTIONS if text != "a=b"])
+@cases("field", "name", "slurm_user", "controller")
 def test_settings_reject_blanks_and_comments(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=r"slurm\.conf takes no blanks"):
         slurm_conf(replace(BASE, controller_address=None, **{field: text}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", [text for text in INJECTIONS if text])
-@pytest.mark.parametrize("field", ["hostname", "address"])
+@cases("text", *[text for text in INJECTIONS if text])
+@cases("field", "hostname", "address")
 def test_host_names_and_addresses_are_validated(field: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"the {'host name' if field == 'hostname' else field} of a node may not be"):
         slurm_conf(_with_node(**{field: text}))
 
 
-@pytest.mark.parametrize("key", ["NodeName", "partitionname", "Include", "Kill Wait", "X\nY", ""])
+@cases("key", "NodeName", "partitionname", "Include", "Kill Wait", "X\nY", "")
 def test_invalid_option_name_is_rejected(key: str) -> None:
     with pytest.raises(ValueError, match=r"is not a setting of slurm\.conf"):
         slurm_conf(replace(BASE, options={key: "x"}))
@@ -154,24 +153,22 @@ def test_parsed_node_keeps_its_memory() -> None:
     assert "RealMemory=777 " in slurm_conf(_with_node(real_memory=777))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("NVIDIA GeForce RTX 4090", "rtx_4090"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx_4070_ti_super"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx_6000_ada"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GH200 480GB", "gh200"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("Simulated GPU", "sim"),
-        ("4090", "gpu_4090"),
-        ("", "unknown"),
-        ("NVIDIA", "unknown"),
-    ],
+@cases(
+    "name, kind",
+    ("NVIDIA H100 80GB HBM3", "h100"),
+    ("NVIDIA H100 PCIe", "h100"),
+    ("NVIDIA A100-SXM4-80GB", "a100"),
+    ("Tesla V100-SXM2-16GB", "v100"),
+    ("NVIDIA GeForce RTX 4090", "rtx_4090"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx_4070_ti_super"),
+    ("NVIDIA RTX 6000 Ada Generation", "rtx_6000_ada"),
+    ("NVIDIA L40S", "l40s"),
+    ("NVIDIA GH200 480GB", "gh200"),
+    ("AMD Instinct MI300X", "mi300x"),
+    ("Simulated GPU", "sim"),
+    ("4090", "gpu_4090"),
+    ("", "unknown"),
+    ("NVIDIA", "unknown"),
 )
 def test_gpu_names_become_short_types(name: str, kind: str) -> None:
     assert gpu_type(name) == kind
@@ -227,29 +224,25 @@ def test_changed_partition_costs_a_reconfigure() -> None:
     assert change_cost(TEXT, slurm_conf(replace(BASE, partitions=BASE.partitions[:1]))) == "reconfigure"
 
 
-@pytest.mark.parametrize(
+@cases(
     "new",
-    [
-        replace(BASE, nodes=(*BASE.nodes, MOTLEY[0])),
-        replace(BASE, nodes=(replace(CONTROLLER, cpus=1), *BASE.nodes[1:])),
-        replace(BASE, options={"KillWait": "10"}),
-        replace(BASE, confinement=Confinement(tracked=True)),
-        CLUSTERS["23.11+22.05"],
-    ],
+    replace(BASE, nodes=(*BASE.nodes, MOTLEY[0])),
+    replace(BASE, nodes=(replace(CONTROLLER, cpus=1), *BASE.nodes[1:])),
+    replace(BASE, options={"KillWait": "10"}),
+    replace(BASE, confinement=Confinement(tracked=True)),
+    CLUSTERS["23.11+22.05"],
 )
 def test_changed_nodes_or_settings_cost_a_restart_and_no_job(new: ClusterConf) -> None:
     assert change_cost(TEXT, slurm_conf(new)) == "restart"
     assert not loses_jobs(TEXT, slurm_conf(new))
 
 
-@pytest.mark.parametrize(
+@cases(
     "new",
-    [
-        replace(BASE, nodes=BASE.nodes[:-1], partitions=()),
-        replace(BASE, name="other"),
-        replace(BASE, options={"SelectType": "select/linear"}),
-        replace(BASE, options={"StateSaveLocation": "/tmp"}),
-    ],
+    replace(BASE, nodes=BASE.nodes[:-1], partitions=()),
+    replace(BASE, name="other"),
+    replace(BASE, options={"SelectType": "select/linear"}),
+    replace(BASE, options={"StateSaveLocation": "/tmp"}),
 )
 def test_removed_node_or_lost_state_costs_jobs(new: ClusterConf) -> None:
     assert loses_jobs(TEXT, slurm_conf(new))

@@ -1,11 +1,11 @@
 """Every file that Slurm reads, for clusters of many kinds, as whole-file goldens."""
 
-import pytest
 from slurm_clusters import CLUSTERS, files
 from tests.goldens import HERE, assert_golden
+from tests.support.cases import cases
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@cases("name", *CLUSTERS)
 def test_every_file_of_a_cluster_matches_its_golden(name: str) -> None:
     texts = files(CLUSTERS[name])
     for file, text in texts.items():

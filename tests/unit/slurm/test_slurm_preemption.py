@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
 from slurm_clusters import CLUSTERS
+from tests.support.cases import cases
 
 from shoal import contract
 from shoal.jobs.model import job_from_options
@@ -17,7 +17,7 @@ def _settings(name: str = "22.05", **options: str) -> dict[str, str]:
     return dict(parse_conf(slurm_conf(replace(CLUSTERS[name], options=options))).settings)
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@cases("name", *CLUSTERS)
 def test_rendered_configuration_satisfies_the_contract(name: str) -> None:
     text = slurm_conf(CLUSTERS[name])
     assert contract_violations(parse_conf(text).settings) == []
@@ -45,37 +45,37 @@ def test_user_parameters_are_appended_to_the_defaults() -> None:
     assert contract_violations(settings) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "finding"),
-    [
-        (
-            {"killwait": "5"},
-            "slurm.options.killwait: jobs have less time to save after SIGTERM than they count on, found 5 s, "
-            "delete it, or say 30",
-        ),
-        (
-            {"PreemptMode": "CANCEL"},
-            "slurm.options.PreemptMode: a preempted job does not save its work and start again, found CANCEL, "
-            "delete it, or say REQUEUE",
-        ),
-        (
-            {"PreemptMode": "SUSPEND,GANG"},
-            "slurm.options.PreemptMode: a preempted job does not save its work and start again, found SUSPEND,GANG, "
-            "delete it, or say REQUEUE",
-        ),
-        (
-            {"JobRequeue": "0"},
-            "slurm.options.JobRequeue: a job that loses its node does not start again, found 0, delete it, or say 1",
-        ),
-    ],
+@cases(
+    "options, finding",
+    (
+        {"killwait": "5"},
+        "slurm.options.killwait: jobs have less time to save after SIGTERM than they count on, found 5 s, "
+        "delete it, or say 30",
+    ),
+    (
+        {"PreemptMode": "CANCEL"},
+        "slurm.options.PreemptMode: a preempted job does not save its work and start again, found CANCEL, "
+        "delete it, or say REQUEUE",
+    ),
+    (
+        {"PreemptMode": "SUSPEND,GANG"},
+        "slurm.options.PreemptMode: a preempted job does not save its work and start again, found SUSPEND,GANG, "
+        "delete it, or say REQUEUE",
+    ),
+    (
+        {"JobRequeue": "0"},
+        "slurm.options.JobRequeue: a job that loses its node does not start again, found 0, delete it, or say 1",
+    ),
 )
 def test_option_that_breaks_the_contract_is_reported_with_the_fix(options: dict[str, str], finding: str) -> None:
     assert [str(breach.finding(options, "c1")) for breach in contract_violations(_settings(**options))] == [finding]
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
-    [{"KillWait": "300"}, {"PreemptMode": "REQUEUE,GANG"}, {"PreemptType": "preempt/none", "PreemptMode": "OFF"}],
+    {"KillWait": "300"},
+    {"PreemptMode": "REQUEUE,GANG"},
+    {"PreemptType": "preempt/none", "PreemptMode": "OFF"},
 )
 def test_harmless_option_is_not_reported(options: dict[str, str]) -> None:
     assert contract_violations(_settings(**options)) == []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.slurm.state import JOB_RECORD, JOBS_COMMAND, parse_jobs, parse_nodes, parse_partitions, parse_state
 
@@ -10,7 +10,7 @@ ANSWERS = Path(__file__).parent / "answers"
 RELEASES = {"22.05": "22.05.8", "24.11": "24.11.5", "26.05": "26.05.5"}
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@cases("release", *RELEASES)
 def test_nodes_of_every_release_are_parsed(release: str) -> None:
     nodes = {node.name: node for node in parse_nodes((ANSWERS / release / "nodes.txt").read_text())}
     assert {name: node.state for name, node in nodes.items()} == {
@@ -29,7 +29,7 @@ def test_nodes_of_every_release_are_parsed(release: str) -> None:
     assert n1.boot_time.startswith("20") and n1.slurmd_start_time.startswith("20")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@cases("release", *RELEASES)
 def test_reason_that_looks_like_keys_stays_a_reason(release: str) -> None:
     n2 = parse_nodes((ANSWERS / release / "nodes.txt").read_text())[1]
     assert n2.reason == "disk full=yes; call bob State=IDLE"
@@ -38,7 +38,7 @@ def test_reason_that_looks_like_keys_stays_a_reason(release: str) -> None:
     assert (n2.version, n2.boot_time) == ("", "")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@cases("release", *RELEASES)
 def test_jobs_of_every_release_are_parsed(release: str) -> None:
     text = (ANSWERS / release / "jobs.txt").read_text().replace("\x1e", JOB_RECORD)
     jobs = {job.id: job for job in parse_jobs(text)}
@@ -54,7 +54,7 @@ def test_jobs_of_every_release_are_parsed(release: str) -> None:
     assert jobs["3"].reason.startswith("Nodes required for job are DOWN")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@cases("release", *RELEASES)
 def test_partitions_of_every_release_are_parsed(release: str) -> None:
     main, everything = parse_partitions((ANSWERS / release / "partitions.txt").read_text())
     assert (main.name, main.state, main.default, main.nodes) == ("main", "UP", True, "n[1-3]")
@@ -63,7 +63,7 @@ def test_partitions_of_every_release_are_parsed(release: str) -> None:
     assert (everything.grace, everything.preempt_mode) == (0, "OFF")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@cases("release", *RELEASES)
 def test_sinfo_and_scontrol_states_agree(release: str) -> None:
     nodes = {node.name: node for node in parse_nodes((ANSWERS / release / "nodes.txt").read_text())}
     for line in (ANSWERS / release / "sinfo.txt").read_text().splitlines():
@@ -73,23 +73,21 @@ def test_sinfo_and_scontrol_states_agree(release: str) -> None:
         assert set(parse_state(long)) - {"IDLE"} <= said, line
 
 
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ("IDLE", ("IDLE",)),
-        ("IDLE+CLOUD+POWERED_DOWN", ("IDLE", "CLOUD", "POWERED_DOWN")),
-        ("down*", ("DOWN", "NOT_RESPONDING")),
-        ("DOWN*+DRAIN", ("DOWN", "NOT_RESPONDING", "DRAIN")),
-        ("alloc", ("ALLOCATED",)),
-        ("mix-", ("MIXED", "PLANNED")),
-        ("idle~", ("IDLE", "POWERED_DOWN")),
-        ("mixed#", ("MIXED", "POWERING_UP")),
-        ("drng", ("ALLOCATED", "DRAIN")),
-        ("drained*", ("IDLE", "DRAIN", "NOT_RESPONDING")),
-        ("inval", ("INVALID_REG",)),
-        ("idle^*", ("IDLE", "REBOOT_ISSUED", "NOT_RESPONDING")),
-        ("", ()),
-    ],
+@cases(
+    "text, state",
+    ("IDLE", ("IDLE",)),
+    ("IDLE+CLOUD+POWERED_DOWN", ("IDLE", "CLOUD", "POWERED_DOWN")),
+    ("down*", ("DOWN", "NOT_RESPONDING")),
+    ("DOWN*+DRAIN", ("DOWN", "NOT_RESPONDING", "DRAIN")),
+    ("alloc", ("ALLOCATED",)),
+    ("mix-", ("MIXED", "PLANNED")),
+    ("idle~", ("IDLE", "POWERED_DOWN")),
+    ("mixed#", ("MIXED", "POWERING_UP")),
+    ("drng", ("ALLOCATED", "DRAIN")),
+    ("drained*", ("IDLE", "DRAIN", "NOT_RESPONDING")),
+    ("inval", ("INVALID_REG",)),
+    ("idle^*", ("IDLE", "REBOOT_ISSUED", "NOT_RESPONDING")),
+    ("", ()),
 )
 def test_state_words_and_suffixes_are_translated(text: str, state: tuple[str, ...]) -> None:
     assert parse_state(text) == state
@@ -112,22 +110,19 @@ def test_job_name_is_the_last_queried_field() -> None:
     assert JOBS_COMMAND[-1].endswith("\x1f%j")
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        *((state, "") for state in ("IDLE", "MIXED+PLANNED", "IDLE*", "IDLE+CLOUD", "IDLE+NOT_RESPONDING")),
-        *((state, "fan") for state in ("IDLE+DRAIN", "DOWN+NOT_RESPONDING", "IDLE+INVALID_REG", "UNKNOWN")),
-        *((state, "fan") for state in ("FUTURE", "ALLOCATED+REBOOT_REQUESTED", "IDLE+CLOUD+POWERED_DOWN")),
-    ],
+@cases(
+    "state, reason",
+    *((state, "") for state in ("IDLE", "MIXED+PLANNED", "IDLE*", "IDLE+CLOUD", "IDLE+NOT_RESPONDING")),
+    *((state, "fan") for state in ("IDLE+DRAIN", "DOWN+NOT_RESPONDING", "IDLE+INVALID_REG", "UNKNOWN")),
+    *((state, "fan") for state in ("FUTURE", "ALLOCATED+REBOOT_REQUESTED", "IDLE+CLOUD+POWERED_DOWN")),
 )
 def test_reason_that_slurm_kept_after_a_resume_is_left_out(state: str, reason: str) -> None:
     [node] = parse_nodes(f"NodeName=n1 CPUTot=4 State={state} Reason=fan [root@2026-01-01T00:00:00]\n")
     assert (node.reason, node.reason_by) == (reason, "root" if reason else "")
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [("DOWN+NOT_RESPONDING", "Not responding"), ("DOWN+DRAIN+NOT_RESPONDING", "fan : Not responding")],
+@cases(
+    "state, reason", ("DOWN+NOT_RESPONDING", "Not responding"), ("DOWN+DRAIN+NOT_RESPONDING", "fan : Not responding")
 )
 def test_silence_of_a_node_is_read_behind_a_reason_that_slurm_kept(state: str, reason: str) -> None:
     text = f"NodeName=n1 CPUTot=4 State={state} Reason=fan : Not responding [slurm@2026-01-01T00:00:00]\n"

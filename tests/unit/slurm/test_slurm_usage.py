@@ -1,6 +1,7 @@
 """Usage: sacct's output parsed, and summed by user, account, job and nodeset."""
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import UsageError
 from shoal.slurm.state import JOB_RECORD
@@ -47,14 +48,12 @@ def test_unstarted_jobs_use_nothing_and_running_jobs_count_until_now() -> None:
     assert runs()[0].name == "train | me"
 
 
-@pytest.mark.parametrize(
-    ("by", "expected"),
-    [
-        ("user", [("ann", 1, 4.0, 8.0), ("bob", 1, 2.0, None)]),
-        ("account", [("lab", 1, 4.0, 8.0), ("bio", 1, 2.0, None)]),
-        ("job", [("1", 1, 4.0, 8.0), ("4_1", 1, 2.0, None)]),
-        ("nodeset", [("gpu", 1, 4.0, 8.0), ("far", 1, 2.0, None)]),
-    ],
+@cases(
+    "by, expected",
+    ("user", [("ann", 1, 4.0, 8.0), ("bob", 1, 2.0, None)]),
+    ("account", [("lab", 1, 4.0, 8.0), ("bio", 1, 2.0, None)]),
+    ("job", [("1", 1, 4.0, 8.0), ("4_1", 1, 2.0, None)]),
+    ("nodeset", [("gpu", 1, 4.0, 8.0), ("far", 1, 2.0, None)]),
 )
 def test_gpu_hours_are_summed_and_priced_where_a_price_exists(by: str, expected: object) -> None:
     rows = summarize_usage(runs(), by, 0, 4 * HOUR, NODESETS, {"gpu": 2.0})  # type: ignore[arg-type]
@@ -78,7 +77,7 @@ def test_job_over_two_nodesets_is_divided_by_its_nodes() -> None:
     ]
 
 
-@pytest.mark.parametrize(("text", "value"), [("12h", 1e6 - 12 * HOUR), ("7d", 1e6 - 168 * HOUR), ("1w", 1e6 - 604800)])
+@cases("text, value", ("12h", 1e6 - 12 * HOUR), ("7d", 1e6 - 168 * HOUR), ("1w", 1e6 - 604800))
 def test_time_can_be_relative(text: str, value: float) -> None:
     assert parse_when("--since", text, 1e6) == value
 
@@ -88,7 +87,7 @@ def test_time_can_be_a_day_or_a_minute() -> None:
     assert parse_when("--since", "2026-11-01T01:30", 0) - day == 1.5 * HOUR
 
 
-@pytest.mark.parametrize("text", ["yesterday", "2026-13-01", "7", "-3d", "d", "", "99999999999d"])
+@cases("text", "yesterday", "2026-13-01", "7", "-3d", "d", "", "99999999999d")
 def test_invalid_time_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_when("--until", text, 1e9)

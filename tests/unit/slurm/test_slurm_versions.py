@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.slurm.versions import (
     ONE_SLURM,
@@ -17,23 +18,21 @@ from shoal.slurm.versions import (
 V = Version.parse
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("slurm 22.05.8", Version(22, 5, 8)),
-        ("slurm-wlm 24.11.5\n", Version(24, 11, 5)),
-        ("22.05.8-4+deb12u3", Version(22, 5, 8)),
-        ("1:23.11.4-1.2ubuntu5", Version(23, 11, 4)),
-        ("26.05.5-1", Version(26, 5, 5)),
-        ("slurm 23.11.0rc1", Version(23, 11, 0)),
-        ("24.11", Version(24, 11, 0)),
-    ],
+@cases(
+    "text, version",
+    ("slurm 22.05.8", Version(22, 5, 8)),
+    ("slurm-wlm 24.11.5\n", Version(24, 11, 5)),
+    ("22.05.8-4+deb12u3", Version(22, 5, 8)),
+    ("1:23.11.4-1.2ubuntu5", Version(23, 11, 4)),
+    ("26.05.5-1", Version(26, 5, 5)),
+    ("slurm 23.11.0rc1", Version(23, 11, 0)),
+    ("24.11", Version(24, 11, 0)),
 )
 def test_versions_are_parsed_from_commands_and_packages(text: str, version: Version) -> None:
     assert V(text) == version
 
 
-@pytest.mark.parametrize("text", ["", "slurm", "slurm 2.6.5", "122.05.8", "22.5.8", "bash: slurmd: not found"])
+@cases("text", "", "slurm", "slurm 2.6.5", "122.05.8", "22.5.8", "bash: slurmd: not found")
 def test_text_without_a_version_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"no Slurm version in .*; expected text like 'slurm 22\.05\.8'"):
         V(text)
@@ -68,7 +67,7 @@ TALKS = [
 ]
 
 
-@pytest.mark.parametrize(("controller", "node", "answer"), TALKS)
+@cases("controller, node, answer", *TALKS)
 def test_compatibility_of_controller_and_node(controller: str, node: str, answer: bool) -> None:
     assert is_compatible(V(controller), V(node)) is answer
 
@@ -117,17 +116,15 @@ def test_oldest_member_decides_about_a_feature() -> None:
     assert not all_support("cgroup_disabled", [*mixed, V("23.11.4")])
 
 
-@pytest.mark.parametrize(
-    ("os_id", "os_version", "version"),
-    [
-        ("debian", "12", "22.05.8"),
-        ("debian", "13", "24.11.5"),
-        ("debian", "", "26.05.5"),
-        ("debian", "sid", "26.05.5"),
-        ("ubuntu", "22.04", "21.08.5"),
-        ("ubuntu", "24.04", "23.11.4"),
-        ("ubuntu", "26.04", "25.11.2"),
-    ],
+@cases(
+    "os_id, os_version, version",
+    ("debian", "12", "22.05.8"),
+    ("debian", "13", "24.11.5"),
+    ("debian", "", "26.05.5"),
+    ("debian", "sid", "26.05.5"),
+    ("ubuntu", "22.04", "21.08.5"),
+    ("ubuntu", "24.04", "23.11.4"),
+    ("ubuntu", "26.04", "25.11.2"),
 )
 def test_packaged_version_of_a_distribution(os_id: str, os_version: str, version: str) -> None:
     assert packaged_version(os_id, os_version) == V(version)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.environments import requirements
 from shoal.errors import SpecError, UsageError
@@ -41,7 +42,7 @@ def special_file(kind: str, directory: Path) -> tuple[str, str]:
 KINDS = ["device", "fifo", "directory", "huge", "link"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", *KINDS)
 def test_public_key_is_read_from_a_regular_file(tmp_path: Path, kind: str) -> None:
     path, cause = special_file(kind, tmp_path)
     (found,) = problems(f"users: {{alice: {{uid: 2001, keys: ['file:{path}']}}}}\n")
@@ -49,7 +50,7 @@ def test_public_key_is_read_from_a_regular_file(tmp_path: Path, kind: str) -> No
     assert "give the path of a public key on your machine" in found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", *KINDS)
 def test_secret_is_read_from_a_regular_file(tmp_path: Path, kind: str) -> None:
     path, cause = special_file(kind, tmp_path)
     with pytest.raises(UsageError) as caught:
@@ -58,7 +59,7 @@ def test_secret_is_read_from_a_regular_file(tmp_path: Path, kind: str) -> None:
     assert caught.value.hint == "write the secret into a file of its own, readable by you alone"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", *KINDS)
 def test_requirements_are_read_from_a_regular_file(tmp_path: Path, kind: str) -> None:
     path, cause = special_file(kind, tmp_path)
     with pytest.raises(UsageError, match=cause.replace("64", "16384")):
@@ -70,14 +71,12 @@ def test_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
     assert len(read_regular_file(tmp_path / "key", MAX_KEY_BYTES)) == MAX_KEY_BYTES
 
 
-@pytest.mark.parametrize(
+@cases(
     "path",
-    [
-        *("/var/lib/slurm", "/var/lib/shoal", "/var/lib", "/var", "/var/spool/slurmd", "/var/log/jobs", "/var/run/x"),
-        *("/opt", "/opt/shoal", "/opt/shoal/lib", "/usr", "/usr/local", "/usr/local/lib/shoal", "/usr/local/bin"),
-        *("/usr/lib/data", "/usr/share/data", "/etc", "/etc/slurm", "/boot", "/proc/self", "/root", "/root/data"),
-        *("/dev/shm", "/sys/fs", "/run/user", "/tmp", "/tmp/data", "/lib/x", "/nix/store", "/sbin"),
-    ],
+    *("/var/lib/slurm", "/var/lib/shoal", "/var/lib", "/var", "/var/spool/slurmd", "/var/log/jobs", "/var/run/x"),
+    *("/opt", "/opt/shoal", "/opt/shoal/lib", "/usr", "/usr/local", "/usr/local/lib/shoal", "/usr/local/bin"),
+    *("/usr/lib/data", "/usr/share/data", "/etc", "/etc/slurm", "/boot", "/proc/self", "/root", "/root/data"),
+    *("/dev/shm", "/sys/fs", "/run/user", "/tmp", "/tmp/data", "/lib/x", "/nix/store", "/sbin"),
 )
 def test_share_leaves_the_hosts_own_directories_alone(path: str) -> None:
     for text in (f"storage: {{{path}: {{}}}}\n", f"storage: {{/data: {{path: {path}}}}}\n"):
@@ -86,19 +85,15 @@ def test_share_leaves_the_hosts_own_directories_alone(path: str) -> None:
         assert "choose another, such as /data or /srv/data" in found
 
 
-@pytest.mark.parametrize(
-    "path", ["/data", "/srv/data", "/home", "/mnt/nvme0", "/opt/models", "/usr/local/data", "/var/data", "/variants"]
-)
+@cases("path", "/data", "/srv/data", "/home", "/mnt/nvme0", "/opt/models", "/usr/local/data", "/var/data", "/variants")
 def test_other_directories_can_be_shared(path: str) -> None:
     assert problems(f"storage: {{{path}: {{}}}}\n") == []
 
 
-@pytest.mark.parametrize(
+@cases(
     "group",
-    [
-        *("sudo", "wheel", "admin", "adm", "disk", "shadow", "kmem", "lxd", "libvirt", "staff", "input", "tape"),
-        *("slurm", "munge", "mysql", "systemd-journal", "shoal-copy", "_ssh"),
-    ],
+    *("sudo", "wheel", "admin", "adm", "disk", "shadow", "kmem", "lxd", "libvirt", "staff", "input", "tape"),
+    *("slurm", "munge", "mysql", "systemd-journal", "shoal-copy", "_ssh"),
 )
 def test_group_with_rights_over_the_host_is_rejected(group: str) -> None:
     (found,) = problems(f"users: {{alice: {{uid: 2001, groups: [{group}]}}}}\n")
@@ -106,18 +101,18 @@ def test_group_with_rights_over_the_host_is_rejected(group: str) -> None:
     assert "name a group of your own" in found
 
 
-@pytest.mark.parametrize("group", ["root", "docker"])
+@cases("group", "root", "docker")
 def test_root_and_docker_keep_their_own_messages(group: str) -> None:
     (found,) = problems(f"users: {{alice: {{uid: 2001, groups: [{group}]}}}}\n")
     assert "this group is not given by name" in found
 
 
-@pytest.mark.parametrize("group", ["vision", "video", "render", "audio", "users", "plugdev", "kvm"])
+@cases("group", "vision", "video", "render", "audio", "users", "plugdev", "kvm")
 def test_other_groups_are_accepted(group: str) -> None:
     assert problems(f"users: {{alice: {{uid: 2001, groups: [{group}]}}}}\n") == []
 
 
-@pytest.mark.parametrize("name", ["sudo", "disk", "shadow", "docker", "root", "mysql"])
+@cases("name", "sudo", "disk", "shadow", "docker", "root", "mysql")
 def test_user_of_such_a_name_would_own_that_group(name: str) -> None:
     (found,) = problems(f"users: {{{name}: {{uid: 2001}}}}\n")
     assert "this account is not a person's" in found

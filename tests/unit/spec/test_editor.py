@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.cases import cases
 
 from shoal.errors import UsageError
 from shoal.spec.editor import without_host, write
@@ -58,8 +59,8 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("name", EDITS)
+@cases("newline", "\n", "\r\n")
+@cases("name", *EDITS)
 def test_only_the_host_is_removed(name: str, newline: str, tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_bytes(TEXT.replace("\n", newline).encode())
@@ -84,7 +85,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@cases("name", *REFUSALS)
 def test_impossible_removal_is_rejected_and_nothing_written(name: str, tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_text(TEXT)

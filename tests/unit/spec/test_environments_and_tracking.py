@@ -1,6 +1,7 @@
 """`environments`, `proxy`, `tracking` and `time`: valid values, and the findings about invalid ones."""
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import SpecError
 from shoal.spec.loader import load_text
@@ -32,48 +33,44 @@ def test_python_version_selects_the_versioned_program() -> None:
     assert spec("environments: {t: {lock: a.txt, python: /opt/p/bin/python3}}").environments["t"].python[0] == "/"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("environments: {torch: {}}", "nothing says what is in it, add one of `requirements`, `lock` and `pyproject`"),
-        ("environments: {torch: {lock: a, pyproject: b}}", "both `lock` and `pyproject`, keep one, delete the other"),
-        ("environments: {Torch: {lock: a}}", "not a name for an environment"),
-        ("environments: {torch: {lock: a, place: there}}", "unknown place"),
-        ("environments: {torch: {lock: a, python: 3.11}}", 'put it in quotes: "3.11"'),
-        ("environments: {torch: {lock: a, python: rm -rf}}", "not a Python"),
-        ("environments: {torch: {lock: a, directory: apps}}", "not a directory on the hosts"),
-        ("environments: {torch: {lock: a, directory: /a/../b}}", "not a directory on the hosts"),
-        ("proxy: {}", "neither `http` nor `https`"),
-        ("proxy: {http: proxy:3128}", "not the address of a proxy"),
-        ("proxy: {http: 'http://p:99999999'}", "not the address of a proxy"),
-        ("proxy: {http: 'http://p:1', no_proxy: 'a b'}", "not a list of hosts"),
-        ("tracking: wandb", "unknown tracking server"),
-        ("tracking: [mlflow]", "not a tracking server"),
-        ("tracking: {database: oracle}", "unknown database"),
-        ("tracking: {url: ftp://x}", "not the address of a tracking server"),
-        ("tracking: {url: https://x.org, database: postgresql}", "`database` for a server that is there already"),
-        (
-            "tracking: {host: desktp}",
-            'the server\'s host is not in the cluster, found "desktp", did you mean `desktop`?',
-        ),
-        (
-            LAB + "storage: {/apps: {host: n1, read_only: true}}\ntracking: {artifacts: /apps/mlflow}",
-            '/apps is read-only on the server\'s host, found "/apps/mlflow", name another directory, or `host: n1`',
-        ),
-        (
-            LAB + "storage: {/data: {kind: stage}}\ntracking: {host: n1, artifacts: /data}",
-            '/data is a copy on the server\'s host, found "/data", name another directory, or `host: desktop`',
-        ),
-        ("time: ntp", "unknown time service"),
-    ],
+@cases(
+    "text, words",
+    ("environments: {torch: {}}", "nothing says what is in it, add one of `requirements`, `lock` and `pyproject`"),
+    ("environments: {torch: {lock: a, pyproject: b}}", "both `lock` and `pyproject`, keep one, delete the other"),
+    ("environments: {Torch: {lock: a}}", "not a name for an environment"),
+    ("environments: {torch: {lock: a, place: there}}", "unknown place"),
+    ("environments: {torch: {lock: a, python: 3.11}}", 'put it in quotes: "3.11"'),
+    ("environments: {torch: {lock: a, python: rm -rf}}", "not a Python"),
+    ("environments: {torch: {lock: a, directory: apps}}", "not a directory on the hosts"),
+    ("environments: {torch: {lock: a, directory: /a/../b}}", "not a directory on the hosts"),
+    ("proxy: {}", "neither `http` nor `https`"),
+    ("proxy: {http: proxy:3128}", "not the address of a proxy"),
+    ("proxy: {http: 'http://p:99999999'}", "not the address of a proxy"),
+    ("proxy: {http: 'http://p:1', no_proxy: 'a b'}", "not a list of hosts"),
+    ("tracking: wandb", "unknown tracking server"),
+    ("tracking: [mlflow]", "not a tracking server"),
+    ("tracking: {database: oracle}", "unknown database"),
+    ("tracking: {url: ftp://x}", "not the address of a tracking server"),
+    ("tracking: {url: https://x.org, database: postgresql}", "`database` for a server that is there already"),
+    (
+        "tracking: {host: desktp}",
+        'the server\'s host is not in the cluster, found "desktp", did you mean `desktop`?',
+    ),
+    (
+        LAB + "storage: {/apps: {host: n1, read_only: true}}\ntracking: {artifacts: /apps/mlflow}",
+        '/apps is read-only on the server\'s host, found "/apps/mlflow", name another directory, or `host: n1`',
+    ),
+    (
+        LAB + "storage: {/data: {kind: stage}}\ntracking: {host: n1, artifacts: /data}",
+        '/data is a copy on the server\'s host, found "/data", name another directory, or `host: desktop`',
+    ),
+    ("time: ntp", "unknown time service"),
 )
 def test_invalid_value_is_reported_with_the_fix(text: str, words: str) -> None:
     assert words in said(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["proxy: {http: 'http://me:hunter2@p:1'}", "tracking: {url: 'https://me:hunter2@t.org'}"]
-)
+@cases("text", "proxy: {http: 'http://me:hunter2@p:1'}", "tracking: {url: 'https://me:hunter2@t.org'}")
 def test_password_is_rejected_and_not_shown(text: str) -> None:
     words = said(text)
     assert "password" in words and "hunter2" not in words

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import SpecError
 from shoal.spec.loader import load_all, load_text, load_text_all
@@ -481,7 +482,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", *CASES)
 def test_invalid_file_has_exactly_the_expected_findings(name: str) -> None:
     text, expected = CASES[name]
     with pytest.raises(SpecError) as caught:
@@ -539,7 +540,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@cases("name", *FILES)
 def test_file_that_is_not_text_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(FILES[name][0])

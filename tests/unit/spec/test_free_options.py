@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.slurm.slurm_clusters import CLUSTERS
 
 from shoal.errors import SpecError
@@ -45,37 +46,35 @@ def test_all_stands_for_every_nodeset_and_the_controller() -> None:
         assert partitions(again) == partitions(spec)
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "what", "fix"),
-    [
-        (partition("MaxTime: 60"), "partitions.main.options.MaxTime", "writes this key", "use `max_time`"),
-        (partition("nodes: n1"), "partitions.main.options.nodes", "writes this key", "use `nodesets`"),
-        (partition("Priority: 3"), "partitions.main.options.Priority", "writes this key", "use `priority`"),
-        (partition("LLN: true"), "partitions.main.options.LLN", "not a value of Slurm's", "YES or NO"),
-        (partition("QOS: night"), "partitions.main.options.QOS", "QOS without `accounting`", "add `accounting`"),
-        (partition("LLN: YES, lln: NO"), "partitions.main.options.lln", "duplicate key", "`LLN` is the same key"),
-        (
-            partition("AllowAccounts: boi") + qos(""),
-            "partitions.main.options.AllowAccounts",
-            "unknown account",
-            "did you mean `bio`?",
-        ),
-        (
-            "partitions: {main: {nodesets: ALL, preemptable: false, options: {PreemptMode: CANCEL}}}\n",
-            "partitions.main.options.PreemptMode",
-            "`preemptable: false` writes this key",
-            "delete one",
-        ),
-        (qos("MaxWall: 60"), "accounting.qos.night.options.MaxWall", "writes this key", "use `max_time`"),
-        (qos("UsageFaktor: 2"), "accounting.qos.night.options.UsageFaktor", "not an option", "`UsageFactor`?"),
-        (qos("UsageFactor: half"), "accounting.qos.night.options.UsageFactor", "not a value", "such as 0.5"),
-        (qos('GrpTRES: "cpu=4"'), "accounting.qos.night.options.GrpTRES", "has a field", "use `group_cpus`"),
-        (qos("Preempt: nigth"), "accounting.qos.night.options.Preempt", "unknown QOS", "did you mean `night`?"),
-        (qos("GrpWall: soon"), "accounting.qos.night.options.GrpWall", "not a value", "write minutes"),
-        ("slurm: {options: {GresTypes: shard}}\n", "slurm.options.GresTypes", "writes this key", "use `shards`"),
-        ("slurm: {options: {TaskPlugin: task/none}}\n", "slurm.options.TaskPlugin", "confinement", "delete it"),
-        ('slurm: {options: {MailProg: "a # b"}}\n', "slurm.options.MailProg", "not a value", "without quotes"),
-    ],
+@cases(
+    "text, path, what, fix",
+    (partition("MaxTime: 60"), "partitions.main.options.MaxTime", "writes this key", "use `max_time`"),
+    (partition("nodes: n1"), "partitions.main.options.nodes", "writes this key", "use `nodesets`"),
+    (partition("Priority: 3"), "partitions.main.options.Priority", "writes this key", "use `priority`"),
+    (partition("LLN: true"), "partitions.main.options.LLN", "not a value of Slurm's", "YES or NO"),
+    (partition("QOS: night"), "partitions.main.options.QOS", "QOS without `accounting`", "add `accounting`"),
+    (partition("LLN: YES, lln: NO"), "partitions.main.options.lln", "duplicate key", "`LLN` is the same key"),
+    (
+        partition("AllowAccounts: boi") + qos(""),
+        "partitions.main.options.AllowAccounts",
+        "unknown account",
+        "did you mean `bio`?",
+    ),
+    (
+        "partitions: {main: {nodesets: ALL, preemptable: false, options: {PreemptMode: CANCEL}}}\n",
+        "partitions.main.options.PreemptMode",
+        "`preemptable: false` writes this key",
+        "delete one",
+    ),
+    (qos("MaxWall: 60"), "accounting.qos.night.options.MaxWall", "writes this key", "use `max_time`"),
+    (qos("UsageFaktor: 2"), "accounting.qos.night.options.UsageFaktor", "not an option", "`UsageFactor`?"),
+    (qos("UsageFactor: half"), "accounting.qos.night.options.UsageFactor", "not a value", "such as 0.5"),
+    (qos('GrpTRES: "cpu=4"'), "accounting.qos.night.options.GrpTRES", "has a field", "use `group_cpus`"),
+    (qos("Preempt: nigth"), "accounting.qos.night.options.Preempt", "unknown QOS", "did you mean `night`?"),
+    (qos("GrpWall: soon"), "accounting.qos.night.options.GrpWall", "not a value", "write minutes"),
+    ("slurm: {options: {GresTypes: shard}}\n", "slurm.options.GresTypes", "writes this key", "use `shards`"),
+    ("slurm: {options: {TaskPlugin: task/none}}\n", "slurm.options.TaskPlugin", "confinement", "delete it"),
+    ('slurm: {options: {MailProg: "a # b"}}\n', "slurm.options.MailProg", "not a value", "without quotes"),
 )
 def test_option_that_shoal_sets_or_slurm_rejects_is_an_error_with_its_place(
     text: str, path: str, what: str, fix: str

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import lab, slurm_package
 from tests.unit.verbs.fake_clusters import context_of
 
@@ -52,7 +53,7 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@cases("name", *HOSTS)
 def test_spec_for_hosts_loads_without_findings(name: str) -> None:
     hosts, expected = HOSTS[name]
     spec, findings = load_text_all(init_text(hosts, None, "reef"), "s.yaml")

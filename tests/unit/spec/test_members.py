@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from tests.support.cases import cases
 
 from shoal.spec.hosts import Controller, NodeSet
 from shoal.spec.loader import load_text
@@ -67,9 +68,13 @@ def test_first_partition_is_the_default_unless_configured() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [("90", "90"), ("01:30:00", "01:30:00"), ("1-12:00:00", "1-12:00:00"), ("infinite", "INFINITE"), ("2-0", "2-0")],
+@cases(
+    "written, read",
+    ("90", "90"),
+    ("01:30:00", "01:30:00"),
+    ("1-12:00:00", "1-12:00:00"),
+    ("infinite", "INFINITE"),
+    ("2-0", "2-0"),
 )
 def test_times_keep_the_slurm_spelling(written: str, read: str) -> None:
     text = TEXT + f"partitions: {{a: {{nodesets: [lab, fish, controller], max_time: {written}}}}}\n"
@@ -81,7 +86,7 @@ def test_options_of_slurm_conf_become_text() -> None:
     assert spec.slurm.options == {"KillWait": "60", "MailProg": "/bin/true"}
 
 
-@pytest.mark.parametrize("key", MANAGED_SLURM_KEYS)
+@cases("key", *MANAGED_SLURM_KEYS)
 def test_key_written_by_shoal_is_rejected_in_any_case(key: str) -> None:
     with pytest.raises(ValidationError, match="Shoal writes this key itself"):
         default_spec().slurm.model_validate({"options": {key.upper(): "x"}})

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.spec.docs import EXAMPLE, schema, spec_markdown
 from shoal.spec.hosts import Controller, HostEntry, Login, NodeSet
@@ -30,7 +30,7 @@ def test_example_on_the_page_loads_without_findings() -> None:
     assert load_text_all(block, "example")[1] == []
 
 
-@pytest.mark.parametrize("model", MODELS)
+@cases("model", *MODELS)
 def test_every_field_is_documented_on_the_page_and_in_the_schema(model: type[SpecModel]) -> None:
     entry: dict[str, Any] = schema() if model is Spec else schema()["$defs"][model.__name__]
     entry = entry["anyOf"][1] if "anyOf" in entry else entry

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.cloud import providers
 from shoal.cloud.providers import RENTAL_PROVIDERS, abilities
@@ -265,7 +266,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", *CASES)
 def test_invalid_file_has_exactly_the_expected_findings(name: str) -> None:
     text, expected = CASES[name]
     with pytest.raises(SpecError) as caught:
@@ -320,7 +321,7 @@ def lan_findings(text: str) -> list[str]:
     return [str(finding) for finding in findings]
 
 
-@pytest.mark.parametrize("provider", PRIVATE_NETWORKS)
+@cases("provider", *PRIVATE_NETWORKS)
 def test_rented_machines_in_a_lan_are_a_warning_with_the_line_that_helps(provider: str) -> None:
     text = LAN.replace("PROVIDER", provider).replace(
         "env:KEY", "env:KEY, project: p" if provider == "gcp" else "env:KEY"
@@ -334,14 +335,12 @@ def test_rented_machines_in_a_lan_are_a_warning_with_the_line_that_helps(provide
     assert lan_findings(text + WIREGUARD) == lan_findings(text + "network: {kind: tailscale, auth_key: env:K}\n") == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("{key: env:KEY}", "{key: env:KEY, url: 'http://10.0.0.1:8080'}"),
-        ("{key: env:KEY}", "{key: env:KEY, settings: {subnets: subnet-1}}"),
-        ("{key: env:KEY}", "{key: env:KEY, kind: runpod}"),
-        ("host: desktop}\nnodesets: {cloud: {", "host: desktop, site: b}\nnodesets: {cloud: {site: b, "),
-    ],
+@cases(
+    "old, new",
+    ("{key: env:KEY}", "{key: env:KEY, url: 'http://10.0.0.1:8080'}"),
+    ("{key: env:KEY}", "{key: env:KEY, settings: {subnets: subnet-1}}"),
+    ("{key: env:KEY}", "{key: env:KEY, kind: runpod}"),
+    ("host: desktop}\nnodesets: {cloud: {", "host: desktop, site: b}\nnodesets: {cloud: {site: b, "),
     ids=["a simulator", "a subnet of ours", "containers", "one site"],
 )
 def test_rented_machines_that_meet_the_controller_in_a_lan_are_no_warning(old: str, new: str) -> None:
@@ -371,14 +370,12 @@ def test_hourly_limit_with_end_is_a_warning() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("budget", "seconds"),
-    [
-        ("{per_day: 5}", None),
-        ("{per_day: 5, then: refuse}", None),
-        ("{per_day: 5, then: end}", 0),
-        ("{per_day: 5, then: end, after: 30m}", 1800),
-    ],
+@cases(
+    "budget, seconds",
+    ("{per_day: 5}", None),
+    ("{per_day: 5, then: refuse}", None),
+    ("{per_day: 5, then: end}", 0),
+    ("{per_day: 5, then: end, after: 30m}", 1800),
 )
 def test_budget_sets_the_delay_before_the_end(budget: str, seconds: int | None) -> None:
     text = HEAD + LAMBDA + f"nodesets: {{l: {{provider: lambda, type: a, max: 2}}}}\nbudget: {budget}\n"

@@ -3,18 +3,19 @@
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import UsageError
 from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.local_files import resolve_secret
 
 
-@pytest.mark.parametrize("text", ["env:TS_KEY", "file:~/.ts", "file:/etc/a b"])
+@cases("text", "env:TS_KEY", "file:~/.ts", "file:/etc/a b")
 def test_reference_names_a_variable_or_a_file(text: str) -> None:
     assert secret_reference(text) == text
 
 
-@pytest.mark.parametrize("value", ["tskey-auth-123", "env:", "env:1A", "file:", 5, None, "file:a\nb"])
+@cases("value", "tskey-auth-123", "env:", "env:1A", "file:", 5, None, "file:a\nb")
 def test_literal_secret_is_rejected_and_not_shown(value: object) -> None:
     with pytest.raises(InvalidValue) as refused:
         secret_reference(value)

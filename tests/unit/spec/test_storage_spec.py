@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import SpecError
 from shoal.spec.loader import load_text
@@ -115,7 +116,7 @@ CASES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", *CASES)
 def test_invalid_share_or_user_is_reported_at_its_place(case: str) -> None:
     lines, expected = CASES[case]
     with pytest.raises(SpecError) as caught:

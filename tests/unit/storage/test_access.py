@@ -1,6 +1,7 @@
 """How each host accesses a share, and what prevents better access."""
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.agent.facts import Facts
 from shoal.spec.storage import SharedDirectory
@@ -12,16 +13,14 @@ FUSE = Facts(fuse=True)
 POD = Facts()
 
 
-@pytest.mark.parametrize(
-    ("share", "facts", "expected"),
-    [
-        pytest.param(NFS, WHOLE, ShareAccess("nfs"), id="a whole host"),
-        pytest.param(NFS, FUSE, ShareAccess("sshfs", "its kernel has no NFS"), id="no NFS"),
-        pytest.param(NFS, POD, ShareAccess("stage", "its kernel has no NFS; it has no FUSE"), id="neither"),
-        pytest.param(SSHFS, WHOLE, ShareAccess("sshfs"), id="SSH as asked"),
-        pytest.param(SSHFS, POD, ShareAccess("stage", "it has no FUSE"), id="SSH and no FUSE"),
-        pytest.param(STAGE, WHOLE, ShareAccess("stage"), id="a copy as asked"),
-    ],
+@cases(
+    "share, facts, expected",
+    pytest.param(NFS, WHOLE, ShareAccess("nfs"), id="a whole host"),
+    pytest.param(NFS, FUSE, ShareAccess("sshfs", "its kernel has no NFS"), id="no NFS"),
+    pytest.param(NFS, POD, ShareAccess("stage", "its kernel has no NFS; it has no FUSE"), id="neither"),
+    pytest.param(SSHFS, WHOLE, ShareAccess("sshfs"), id="SSH as asked"),
+    pytest.param(SSHFS, POD, ShareAccess("stage", "it has no FUSE"), id="SSH and no FUSE"),
+    pytest.param(STAGE, WHOLE, ShareAccess("stage"), id="a copy as asked"),
 )
 def test_host_uses_the_best_supported_access(share: SharedDirectory, facts: Facts, expected: ShareAccess) -> None:
     assert choose_access(share, "c1", "n1", facts) == expected

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote import sftp_proxy as sftp
 from shoal.storage import sshfs
@@ -181,7 +182,7 @@ def test_repeated_exclusive_open_accepts_an_existing_file() -> None:
     assert struct.unpack_from(">I", sftp.reopen_body(sftp.OpenFile(request, b"")), 6)[0] == WRITE
 
 
-@pytest.mark.parametrize(("asked", "made"), [(0o644, 0o666), (0o755, 0o777), (0o600, 0o600), (0o640, 0o640)])
+@cases("asked, made", (0o644, 0o666), (0o755, 0o777), (0o600, 0o600), (0o640, 0o640))
 def test_files_readable_by_others_are_writable_by_them_on_the_server(tmp_path: Path, asked: int, made: int) -> None:
     flags = struct.pack(">II", WRITE | CREATE, sftp.MODE | sftp.SIZE) + struct.pack(">QI", 0, asked)
     opening = sftp.string(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/data/file") + flags)
@@ -205,7 +206,7 @@ def test_appended_data_is_written_once_and_in_place(share: Share, tmp_path: Path
     assert (tmp_path / "log").read_bytes() == whole
 
 
-@pytest.mark.parametrize("kind", [sftp.RENAME, sftp.EXTENDED])
+@cases("kind", sftp.RENAME, sftp.EXTENDED)
 def test_file_renamed_while_open_continues_under_its_new_name(share: Share, tmp_path: Path, kind: int) -> None:
     handle = share.open(tmp_path / "new", WRITE | CREATE)
     assert share.write(handle, 0, b"one\n") == sftp.OK

@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.storage import sshfs, stage
 from shoal.storage.stage import StagedShare
@@ -49,7 +49,7 @@ def test_failed_share_is_reported_and_the_others_copied(tmp_path: Path) -> None:
     assert status == 1 and len(calls) == 2
 
 
-@pytest.mark.parametrize("word", ["", "on", "in out"])
+@cases("word", "", "on", "in out")
 def test_other_arguments_are_rejected(tmp_path: Path, word: str) -> None:
     assert run(tmp_path, word) == (2, [])
 

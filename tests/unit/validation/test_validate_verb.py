@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.jobs.test_job_verbs import NODE, SPEC, Reef
 from typer.testing import CliRunner
 
@@ -191,14 +192,12 @@ class Screen:
         return self.console.export_text()
 
 
-@pytest.mark.parametrize(
-    ("rows", "findings", "status"),
-    [
-        ([ROW], [], 0),
-        ([ROW, replace(ROW, status="not run", package="fio")], [], 3),
-        ([ROW, replace(ROW, status="failed"), replace(ROW, status="not run")], [], 1),
-        ([ROW], [Finding("warning", "slower than its peers", host="n1")], 1),
-    ],
+@cases(
+    "rows, findings, status",
+    ([ROW], [], 0),
+    ([ROW, replace(ROW, status="not run", package="fio")], [], 3),
+    ([ROW, replace(ROW, status="failed"), replace(ROW, status="not run")], [], 1),
+    ([ROW], [Finding("warning", "slower than its peers", host="n1")], 1),
 )
 def test_exit_status(rows: list[ValidationRow], findings: list[Finding], status: int) -> None:
     screen = Screen()
@@ -256,13 +255,11 @@ def test_history_shows_what_failed_and_the_values() -> None:
     assert "no result since" in screen.text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--launcher", "spawn"], "--launcher names spawn"),
-        (["--env", "torch", "--python", "python3"], "--env brings its own Python"),
-        (["--export", "PATH"], "--export PATH has no value"),
-    ],
+@cases(
+    "words, message",
+    (["--launcher", "spawn"], "--launcher names spawn"),
+    (["--env", "torch", "--python", "python3"], "--env brings its own Python"),
+    (["--export", "PATH"], "--export PATH has no value"),
 )
 def test_wrong_command_line(words: list[str], message: str) -> None:
     done = CliRunner().invoke(make_app("validate"), ["validate", "--json", *words])
@@ -276,7 +273,7 @@ def test_exports_keep_their_equals_signs() -> None:
 TOOLS = {"openmpi-bin", "hpcc", "libopenblas0-pthread", "fio"}
 
 
-@pytest.mark.parametrize(("line", "packages"), [("", set()), ("mpi: openmpi\n", TOOLS)])
+@cases("line, packages", ("", set()), ("mpi: openmpi\n", TOOLS))
 def test_file_installs_open_mpi_and_the_tools_on_nodes_alone(line: str, packages: set[str]) -> None:
     spec = load_text(SPEC + line, "shoal.yaml")
     needed = {member.name: {*component_packages(spec, member)} & TOOLS for member in members(spec)}

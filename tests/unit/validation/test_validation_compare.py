@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.spec.finding import Finding
 from shoal.validation.compare import (
@@ -85,19 +86,17 @@ def test_node_is_compared_with_its_last_good_run() -> None:
     assert regression_findings(now, [result(replace(good, ranks=8))]) == []
 
 
-@pytest.mark.parametrize(
-    ("gpu", "ranks", "vendor", "limit"),
-    [
-        ("NVIDIA H100 80GB HBM3", 8, "Microsoft Corporation", 460),
-        ("NVIDIA H100 80GB HBM3", 8, "Supermicro", 440),
-        ("NVIDIA H200", 8, "OracleCloud.com", 440),
-        ("NVIDIA H200", 8, "", 431),
-        ("NVIDIA H200", 4, "", None),
-        ("NVIDIA H100 NVL", 2, "", 208),
-        ("NVIDIA A100-SXM4-80GB", 8, "", 185),
-        ("NVIDIA B300 SXM6", 8, "", 800),
-        ("NVIDIA GeForce RTX 4090", 8, "", None),
-    ],
+@cases(
+    "gpu, ranks, vendor, limit",
+    ("NVIDIA H100 80GB HBM3", 8, "Microsoft Corporation", 460),
+    ("NVIDIA H100 80GB HBM3", 8, "Supermicro", 440),
+    ("NVIDIA H200", 8, "OracleCloud.com", 440),
+    ("NVIDIA H200", 8, "", 431),
+    ("NVIDIA H200", 4, "", None),
+    ("NVIDIA H100 NVL", 2, "", 208),
+    ("NVIDIA A100-SXM4-80GB", 8, "", 185),
+    ("NVIDIA B300 SXM6", 8, "", 800),
+    ("NVIDIA GeForce RTX 4090", 8, "", None),
 )
 def test_published_limit_of_a_machine(gpu: str, ranks: int, vendor: str, limit: float | None) -> None:
     found = find_limit(row(test="all-reduce nccl in a node", gpu=gpu, ranks=ranks, vendor=vendor, by_node={"n1": 1.0}))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.remote.validation import links, main, node_tests, place
 from shoal.remote.validation.place import PREFIX, MissingTool, Rank
@@ -65,7 +66,7 @@ def test_wrong_hpl_result_is_counted() -> None:
     assert node_tests.parse_hpcc(failed)["wrong"] == 1
 
 
-@pytest.mark.parametrize("text", ["", HPCC.replace("Success=1", "Success=0"), HPCC.partition("HPL_Tflops")[0]])
+@cases("text", "", HPCC.replace("Success=1", "Success=0"), HPCC.partition("HPL_Tflops")[0])
 def test_unfinished_hpcc_is_a_failure(text: str) -> None:
     with pytest.raises(RuntimeError, match="hpcc did not finish"):
         node_tests.parse_hpcc(text)
@@ -89,13 +90,11 @@ def test_fio_report_is_read() -> None:
     assert node_tests.parse_fio("note: both\n" + json.dumps(FIO), "write")["bw_bytes"] == 500_000_000
 
 
-@pytest.mark.parametrize(
-    ("text", "errors", "cause"),
-    [
-        ("", "fio: pid=7, err=30/file:filesetup.c, Read-only file system\n", "Read-only file system"),
-        ("", "", "no output"),
-        (json.dumps({"jobs": [{**FIO["jobs"][0], "error": 5}]}), "", "Input/output error"),  # type: ignore[index]
-    ],
+@cases(
+    "text, errors, cause",
+    ("", "fio: pid=7, err=30/file:filesetup.c, Read-only file system\n", "Read-only file system"),
+    ("", "", "no output"),
+    (json.dumps({"jobs": [{**FIO["jobs"][0], "error": 5}]}), "", "Input/output error"),  # type: ignore[index]
 )
 def test_failed_fio_is_a_failure(text: str, errors: str, cause: str) -> None:
     with pytest.raises(RuntimeError, match=cause):
@@ -152,7 +151,7 @@ def test_mpirun_of_another_mpi_is_reported_as_such(programs: Path, capsys: pytes
     assert (record["kind"], record["version"]) == ("other", "Version:       4.1")
 
 
-@pytest.mark.parametrize(("test", "package"), [("mpirun", "openmpi-bin"), ("hpcc", "hpcc"), ("fio", "fio")])
+@cases("test, package", ("mpirun", "openmpi-bin"), ("hpcc", "hpcc"), ("fio", "fio"))
 def test_missing_program_is_reported_with_its_package(
     programs: Path, capsys: pytest.CaptureFixture[str], test: str, package: str
 ) -> None:

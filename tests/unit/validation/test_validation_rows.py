@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.remote.validation.place import PREFIX, size_row
 from shoal.validation.rows import ROW_NAMES, read_environments, read_mpiruns, read_rows, size_text
@@ -83,35 +83,33 @@ def changed(test: str, place: int = 0, **more: Any) -> list[dict[str, Any]]:
     return [{**value, **more} if number == place else value for number, value in enumerate(VALUES[test])]
 
 
-@pytest.mark.parametrize("test", VALUES)
+@cases("test", *VALUES)
 def test_good_results_pass(test: str) -> None:
     assert {row.status for row in rows(test).values()} == {"passed"}
     assert all(row.job == "17" and row.nodes == "fish[1-2]" for row in rows(test).values())
 
 
-@pytest.mark.parametrize("test", VALUES)
+@cases("test", *VALUES)
 def test_test_without_a_result_has_failed_with_the_reason_of_its_job(test: str) -> None:
     result = rows(test, [], failed=True, reason="the job reached its time limit", fix="give it more with --time")
     assert tuple(result) == ROW_NAMES[test]
     assert all(row.status == "failed" and row.detail == "the job reached its time limit" for row in result.values())
 
 
-@pytest.mark.parametrize("test", VALUES)
+@cases("test", *VALUES)
 def test_job_that_ended_well_without_a_result_has_failed(test: str) -> None:
     for row in rows(test, []).values():
         assert (row.status, row.detail, row.fix) == ("failed", "it left no result", "look at `shoal logs 17`")
 
 
-@pytest.mark.parametrize("test", VALUES)
+@cases("test", *VALUES)
 def test_rank_with_a_problem_is_named(test: str) -> None:
     problem = {"test": test, "node": "fish2", "rank": 1, "problem": "RuntimeError: no route to host"}
     for row in rows(test, [*VALUES[test], problem]).values():
         assert (row.status, row.detail) == ("failed", "rank 1 on fish2: RuntimeError: no route to host")
 
 
-@pytest.mark.parametrize(
-    ("test", "package"), [("mpirun", "openmpi-bin"), ("torch", "torch"), ("hpcc", "hpcc"), ("fio", "fio")]
-)
+@cases("test, package", ("mpirun", "openmpi-bin"), ("torch", "torch"), ("hpcc", "hpcc"), ("fio", "fio"))
 def test_missing_tool_is_not_run_and_names_the_package(test: str, package: str) -> None:
     missing = {"test": test, "node": "fish2", "rank": 1, "problem": "it is not installed", "missing": package}
     for row in rows(test, [*VALUES[test][:1], missing]).values():
@@ -125,12 +123,10 @@ def test_missing_tool_of_an_image_is_to_be_installed_there() -> None:
     assert row.fix == "install torch in image mini"
 
 
-@pytest.mark.parametrize(
-    ("lines", "package"),
-    [
-        (["shoal: no mpirun of Open MPI on fish1,fish2"], "openmpi-bin"),
-        (["/usr/bin/python3: Error while finding module: No module named 'torch'"], "torch"),
-    ],
+@cases(
+    "lines, package",
+    (["shoal: no mpirun of Open MPI on fish1,fish2"], "openmpi-bin"),
+    (["/usr/bin/python3: Error while finding module: No module named 'torch'"], "torch"),
 )
 def test_missing_launcher_leaves_all_its_tests_out(lines: list[str], package: str) -> None:
     job = ValidationJob("mpirun", "mpirun", ("cpu", "mpi"), NODES)
@@ -155,13 +151,11 @@ def test_binding_to_one_core_fails_the_cpu_row() -> None:
     assert "OMPI_MCA_hwloc_base_binding_policy" in row.fix
 
 
-@pytest.mark.parametrize(
-    ("values", "detail"),
-    [
-        (changed("mpirun", 0, kind="other", version="Version: 4.1"), "/usr/bin/mpirun on fish1 is not Open MPI"),
-        (changed("mpirun", 1, version="mpirun (Open MPI) 5.0.7"), "nodes have different releases: fish1: mpirun"),
-        (changed("mpirun", 1, pmix=""), "/usr/bin/mpirun on fish2 was built without PMIx"),
-    ],
+@cases(
+    "values, detail",
+    (changed("mpirun", 0, kind="other", version="Version: 4.1"), "/usr/bin/mpirun on fish1 is not Open MPI"),
+    (changed("mpirun", 1, version="mpirun (Open MPI) 5.0.7"), "nodes have different releases: fish1: mpirun"),
+    (changed("mpirun", 1, pmix=""), "/usr/bin/mpirun on fish2 was built without PMIx"),
 )
 def test_unfit_mpirun_fails_its_row(values: list[dict[str, Any]], detail: str) -> None:
     row = rows("mpirun", values)["mpirun"]
@@ -178,7 +172,7 @@ def test_wrong_product_of_a_gpu_fails_the_gpu_row() -> None:
     assert (row.status, row.detail) == ("failed", "fish2: a matrix product has 3 wrong values")
 
 
-@pytest.mark.parametrize(("test", "name"), [("torch", "all-reduce gloo"), ("mpi", "mpi all-reduce")])
+@cases("test, name", ("torch", "all-reduce gloo"), ("mpi", "mpi all-reduce"))
 def test_wrong_sum_fails_the_all_reduce_row(test: str, name: str) -> None:
     wrong = [*SIZES[:1], {**SIZES[1], "wrong": 7}]
     row = rows(test, changed(test, 0, sizes=wrong))[name]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, Trial, account, saying, trial
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import spec_of
 
 from shoal.cloud.providers import rental_provider
@@ -103,10 +104,9 @@ async def test_provider_that_does_not_answer_is_a_warning() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({"NVIDIA_A100_GPUS": 4}, []),
+@cases(
+"limits, expected",
+({"NVIDIA_A100_GPUS": 4}, []),
         (
             {"NVIDIA_A100_GPUS": 2},
             ["warning: nodesets.pool: the quota NVIDIA_A100_GPUS in us-central1 of gcp allows 2 more a2-highgpu-1g, "
@@ -118,19 +118,16 @@ async def test_provider_that_does_not_answer_is_a_warning() -> None:
             ["error: nodesets.pool: the quota GPUS_ALL_REGIONS in all regions of gcp allows 0 more a2-highgpu-1g, "
              "found limit 0, in use 0; one needs 1, and `max` is 4, ask the provider for a higher quota, or name "
              "another type or place"],
-        ),
-    ],
-)  # fmt: skip
+        ),)  # fmt: skip
 async def test_quota_that_does_not_cover_the_nodeset_is_named(limits: dict[str, float], expected: list[str]) -> None:
     async with trial(CASES["gcp"]) as it:
         it.simulation.simulator.quota_limits |= limits  # type: ignore[attr-defined]
         assert await findings(it, "type: a2-highgpu-1g, zone: us-central1-a") == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "limits", "expected"),
-    [
-        ("type: p5.48xlarge, region: us-east-1", {"L-417A185B": 768}, []),
+@cases(
+"line, limits, expected",
+("type: p5.48xlarge, region: us-east-1", {"L-417A185B": 768}, []),
         (
             "type: p5.48xlarge, region: us-east-1",
             {},  # the default of a new account
@@ -144,9 +141,7 @@ async def test_quota_that_does_not_cover_the_nodeset_is_named(limits: dict[str, 
             ["warning: nodesets.pool: the quota “All G and VT Spot Instance Requests” (L-3819A6DF, vCPUs) in us-east-1 "
              "of aws allows 2 more g4dn.xlarge, found limit 9, in use 0; one needs 4, and `max` is 4, ask the provider "
              "for a higher quota, or name another type or place"],
-        ),
-    ],
-)  # fmt: skip
+        ),)  # fmt: skip
 async def test_amazons_quota_of_vcpus_is_named(line: str, limits: dict[str, float], expected: list[str]) -> None:
     async with trial(CASES["aws"]) as it:
         it.simulation.simulator.quotas = limits  # type: ignore[attr-defined]

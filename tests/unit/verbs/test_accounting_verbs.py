@@ -6,6 +6,7 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE
 from tests.unit.verbs.fake_clusters import context_of as context_for
@@ -190,7 +191,7 @@ async def test_unreadable_backup_is_reported_with_the_state_of_the_records() -> 
     assert "try another backup (`shoal restore` lists them); the records are unchanged" in str(caught.value)
 
 
-@pytest.mark.parametrize(("said", "asked"), [(b"activating\n", 3), (b"active\n", 20)], ids=["it ends", "it hangs"])
+@cases("said, asked", (b"activating\n", 3), (b"active\n", 20), ids=["it ends", "it hangs"])
 async def test_backup_rejected_by_slurmdbd_is_reported_with_the_fix(said: bytes, asked: int) -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST)
@@ -218,7 +219,7 @@ async def test_missing_backup_differs_from_missing_database() -> None:
 # ---- jobs that ended
 
 
-@pytest.mark.parametrize("text", [LAB, BOOKS])
+@cases("text", LAB, BOOKS)
 async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str) -> None:
     made = world(text)
     answer(made, *JOBCOMP_COMMAND, with_=OLD)

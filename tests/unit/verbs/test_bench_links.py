@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import World, lab
 
 from shoal.cli.bench_commands import HEAT, heat, show_links, speed_text
@@ -203,8 +204,6 @@ def test_slowest_link_is_hottest_and_similar_links_are_all_good() -> None:
     assert heat(30, 30, 0.1) == 0, "of round trips the longest is the worst"
 
 
-@pytest.mark.parametrize(
-    ("mbit", "text"), [(0.5, "0.50M"), (9.412, "9.41M"), (94.2, "94.2M"), (941, "941M"), (9412, "9.41G"), (1e5, "100G")]
-)
+@cases("mbit, text", (0.5, "0.50M"), (9.412, "9.41M"), (94.2, "94.2M"), (941, "941M"), (9412, "9.41G"), (1e5, "100G"))
 def test_speeds_have_short_units(mbit: float, text: str) -> None:
     assert speed_text(mbit) == text

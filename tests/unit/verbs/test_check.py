@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, lab, spec_of
 from tests.unit.verbs.fake_clusters import Sandbox, context_of, raised
 
@@ -68,10 +69,7 @@ async def test_images_with_versions_that_cannot_talk_are_errors_before_hosts_are
     assert await provider.instances("reef") == []
 
 
-@pytest.mark.parametrize(
-    ("state", "what"),
-    [("failed", "slurmctld does not run (failed)"), ("active", "slurmctld does not answer")],
-)
+@cases("state, what", ("failed", "slurmctld does not run (failed)"), ("active", "slurmctld does not answer"))
 async def test_dead_slurmctld_is_an_error(state: str, what: str) -> None:
     world = lab()
     context = await raised(world)
@@ -138,16 +136,13 @@ def beside(*addresses: str, interface: str = "eth0") -> dict[str, Any]:
     return {"neighbours": tuple(Neighbour(interface, address) for address in addresses)}
 
 
-@pytest.mark.parametrize(
-    ("network", "neighbours", "found"),
-    [
-        ("lan", {"n1": beside("10.0.0.1", "10.0.0.12")}, None),
+@cases(
+"network, neighbours, found",
+("lan", {"n1": beside("10.0.0.1", "10.0.0.12")}, None),
         ("lan", {"n1": beside("10.0.0.99", "10.0.0.7"), "n2": beside("10.0.0.7")}, "10.0.0.7, 10.0.0.99 beside n[1-2]"),
         ("lan", {"n1": beside(*MANY)}, "10.0.0.5, 10.0.0.6, 10.0.0.7, 10.0.0.8, ... beside n1"),
         ("lan", {"n1": beside("172.17.0.3", interface="docker0")}, None),
-        ("wireguard", {"n1": beside("10.0.0.99")}, None),
-    ],
-)  # fmt: skip
+        ("wireguard", {"n1": beside("10.0.0.99")}, None),)  # fmt: skip
 async def test_strangers_on_the_segment_are_a_warning_only_in_a_lan(
     network: str, neighbours: dict[str, dict[str, Any]], found: str | None
 ) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, spec_of
 
 from shoal.errors import ProviderError, SpecError, UsageError
@@ -29,14 +30,12 @@ def test_hosts_are_chosen_by_hostlist_and_nodeset() -> None:
     assert LAB_CONTEXT.choose_one("n1").name == "n1"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "nodeset", "text"),
-    [
-        ("n3,n1,x", None, "cluster reef has no host n3, x\n  fix: use one of c1, n1, n2"),
-        ("c1", "lab", "cluster reef has no host c1\n  fix: use one of n1, n2"),
-        (None, "lob", "there is no nodeset 'lob' in cluster reef\n  fix: use one of controller, lab"),
-        ("", None, "no host is named\n  fix: use one of c1, n1, n2"),
-    ],
+@cases(
+    "hosts, nodeset, text",
+    ("n3,n1,x", None, "cluster reef has no host n3, x\n  fix: use one of c1, n1, n2"),
+    ("c1", "lab", "cluster reef has no host c1\n  fix: use one of n1, n2"),
+    (None, "lob", "there is no nodeset 'lob' in cluster reef\n  fix: use one of controller, lab"),
+    ("", None, "no host is named\n  fix: use one of c1, n1, n2"),
 )
 def test_unknown_hosts_are_reported_with_the_existing_hosts(hosts: str | None, nodeset: str | None, text: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -128,7 +127,7 @@ def test_missing_explicit_file_does_not_fall_back_to_the_sandbox(tmp_path: Path)
         open_context(tmp_path / "other.yaml")
 
 
-@pytest.mark.parametrize("name", ["a b", "../up", "Reef", "x" * 60])
+@cases("name", "a b", "../up", "Reef", "x" * 60)
 def test_invalid_cluster_name_is_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:

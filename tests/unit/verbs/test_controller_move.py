@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.contract.rental_providers import KEY
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import World, host_facts, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
 from tests.unit.verbs.fake_renters import READ_LEDGER, ledger_row
@@ -104,7 +105,7 @@ def remember(name: str = "c1", address: str = "10.0.0.1") -> None:
     place.write_text(json.dumps({**asdict(Target(name, address)), "identity": None}))
 
 
-@pytest.mark.parametrize("text", [STAYS, MOVED], ids=["stays in the cluster", "left the file"])
+@cases("text", STAYS, MOVED, ids=["stays in the cluster", "left the file"])
 async def test_old_service_stops_and_its_ledger_moves_before_the_new_service_starts(text: str) -> None:
     world = moving(text)
     old = Old(world)
@@ -119,7 +120,7 @@ async def test_old_service_stops_and_its_ledger_moves_before_the_new_service_sta
     assert json.loads((state_directory("reef") / RECORD).read_text())["name"] == "c2"
 
 
-@pytest.mark.parametrize("text", [STAYS, MOVED], ids=["stays in the cluster", "left the file"])
+@cases("text", STAYS, MOVED, ids=["stays in the cluster", "left the file"])
 async def test_controller_move_is_rejected_while_machines_are_rented(text: str) -> None:
     world = moving(text)
     old = Old(world, machines=(UP, ORDERED))
@@ -185,7 +186,7 @@ async def test_host_of_another_cluster_is_unchanged() -> None:
     assert (old.did, taken(world), old.agent.items) == ([], [], {})
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "c1"}', '{"name": "c2", "address": "10.0.0.2"}'])
+@cases("text", "", "{}", "[1]", '{"name": "c1"}', '{"name": "c2", "address": "10.0.0.2"}')
 async def test_invalid_or_current_record_does_not_block_up(text: str) -> None:
     world = moving(MOVED)
     (state_directory("reef")).mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from tests.contract.rental_providers import CASES, trial
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 from tests.unit.verbs.fake_renters import RENTING
 
@@ -76,7 +77,7 @@ async def test_month_is_passed_to_the_controller() -> None:
     assert made.hosts["c1"].calls[-1].argv[-2:] == ("--month", "2026-10")
 
 
-@pytest.mark.parametrize("month", ["2026", "2026-13", "10-2026", "last; rm -rf /"])
+@cases("month", "2026", "2026-13", "10-2026", "last; rm -rf /")
 async def test_invalid_month_is_rejected(month: str) -> None:
     with pytest.raises(UsageError) as caught:
         await asked(b"", month)
@@ -89,20 +90,18 @@ async def test_cluster_without_rentals_is_reported() -> None:
     assert str(caught.value) == ("cluster reef rents no machines\n  fix: `shoal usage` shows what your own GPUs cost")
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (Result(127, b"", b"sh: not found"), "c1 has no Shoal of its own yet\n  fix: run `shoal up`"),
-        (
-            Result(1, json.dumps({"error": "the ledger is broken", "fix": "keep a copy"}).encode()),
-            "c1: the ledger is broken\n  fix: keep a copy",
-        ),
-        (
-            Result(1, b"", b"Traceback\nImportError: no module"),
-            "cannot read the costs on c1: ImportError: no module\n  fix: run `shoal up`",
-        ),
-        (Result(0, b""), "cannot read the costs on c1: no output\n  fix: run `shoal up`"),
-    ],
+@cases(
+    "answer, said",
+    (Result(127, b"", b"sh: not found"), "c1 has no Shoal of its own yet\n  fix: run `shoal up`"),
+    (
+        Result(1, json.dumps({"error": "the ledger is broken", "fix": "keep a copy"}).encode()),
+        "c1: the ledger is broken\n  fix: keep a copy",
+    ),
+    (
+        Result(1, b"", b"Traceback\nImportError: no module"),
+        "cannot read the costs on c1: ImportError: no module\n  fix: run `shoal up`",
+    ),
+    (Result(0, b""), "cannot read the costs on c1: no output\n  fix: run `shoal up`"),
 )
 async def test_controller_error_is_reported(answer: Result, said: str) -> None:
     with pytest.raises(LedgerError) as caught:
@@ -181,24 +180,22 @@ async def test_final_cost_is_the_sum_of_the_ledger() -> None:
     assert tuple(call.argv) == (*COMMAND, "--total") and call.root
 
 
-@pytest.mark.parametrize("answer", [b"", b"{}", b'{"nodes": "x"}', b"no ledger"])
+@cases("answer", b"", b"{}", b'{"nodes": "x"}', b"no ledger")
 async def test_final_cost_that_cannot_be_read_is_an_error(answer: bytes) -> None:
     made = world(Result(0, answer, b""))
     with pytest.raises(LedgerError, match="cannot read the costs on c1"):
         await final_cost(Context(made.spec, connector=made.connector))
 
 
-@pytest.mark.parametrize(
-    ("spent", "line"),
-    [
-        (RentedCost(1.37, 1.02, 0.35), "what was rented cost $1.37: hosts $1.02, nodes $0.35"),
-        (RentedCost(0.0, 0.0, 0.0), "what was rented cost $0.00"),
-        (
-            RentedCost(None, 0.0, 0.35, ("a1", "a2")),
-            "what was rented cost at least $0.35: nodes $0.35; a[1-2]: price unknown",
-        ),
-        (RentedCost(None, 0.0, 0.0, ("a1",)), "what was rented: a1: price unknown"),
-    ],
+@cases(
+    "spent, line",
+    (RentedCost(1.37, 1.02, 0.35), "what was rented cost $1.37: hosts $1.02, nodes $0.35"),
+    (RentedCost(0.0, 0.0, 0.0), "what was rented cost $0.00"),
+    (
+        RentedCost(None, 0.0, 0.35, ("a1", "a2")),
+        "what was rented cost at least $0.35: nodes $0.35; a[1-2]: price unknown",
+    ),
+    (RentedCost(None, 0.0, 0.0, ("a1",)), "what was rented: a1: price unknown"),
 )
 def test_down_prints_what_was_rented(spent: RentedCost, line: str) -> None:
     out = StringIO()

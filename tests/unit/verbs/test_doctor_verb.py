@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import World, lab
 from tests.unit.verbs.fake_clusters import raised
 
@@ -127,7 +128,7 @@ async def test_hosts_that_do_not_answer_are_findings() -> None:
     assert (result.checked, result.unchecked) == (("c1",), ("n1", "n2"))
 
 
-@pytest.mark.parametrize("output", [b"no JSON", b"[]", b'{"unfinished": 3}'])
+@cases("output", b"no JSON", b"[]", b'{"unfinished": 3}')
 async def test_answer_that_cannot_be_read_is_a_finding_of_its_host(output: bytes) -> None:
     reef = Lab()
     context = await reef.up()
@@ -286,7 +287,7 @@ async def test_persons_drain_is_never_resumed() -> None:
         choose_fixes(result, ["disk-full"])
 
 
-@pytest.mark.parametrize("state", ["IDLE+DRAIN", "DOWN"])
+@cases("state", "IDLE+DRAIN", "DOWN")
 async def test_reason_that_changes_meanwhile_keeps_the_node(state: str) -> None:
     reef = Lab()
     context = await reef.up()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 
 from shoal.cli.env_commands import _own_environment, show_list
 from shoal.contract import VERSION
@@ -185,15 +186,13 @@ def job(number: int, user: str, comment: str = "") -> str:
     return f"JobId={number} JobName=x UserId={user}(2000) JobState=RUNNING Comment={comment}\n"
 
 
-@pytest.mark.parametrize(
-    ("jobs", "kept"),
-    [
-        ("", {}),
-        (job(17, "alice", f"shoal:c0de/11b@{'b' * 16}"), {"b" * 16: "job 17 uses it"}),
-        (job(17, "alice", f"shoal:c0de/11b@{'a' * 16}"), {}),
-        (job(18, "alice"), {"b" * 16: "job 18 uses it"}),
-        (job(18, "bob"), {}),
-    ],
+@cases(
+    "jobs, kept",
+    ("", {}),
+    (job(17, "alice", f"shoal:c0de/11b@{'b' * 16}"), {"b" * 16: "job 17 uses it"}),
+    (job(17, "alice", f"shoal:c0de/11b@{'a' * 16}"), {}),
+    (job(18, "alice"), {"b" * 16: "job 18 uses it"}),
+    (job(18, "bob"), {}),
 )
 async def test_removed_environment_stays_while_a_job_may_use_it(
     desktop: Desktop, jobs: str, kept: dict[str, str]
@@ -214,28 +213,24 @@ async def test_clean_removes_what_has_no_name(desktop: Desktop) -> None:
     assert ("remove", OWN, "d" * 16) in desktop.commands
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("torch", "environment torch belongs to the cluster"), ("x", "you have no environment 'x'")]
-)
+@cases("name, words", ("torch", "environment torch belongs to the cluster"), ("x", "you have no environment 'x'"))
 async def test_only_ones_own_environment_can_be_removed(desktop: Desktop, name: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         await remove_own(desktop.context, name)
     assert desktop.commands == []
 
 
-@pytest.mark.parametrize(
-    ("names", "given", "words"),
-    [
-        ([], {"requirements": "r.txt"}, "and 0 names are given"),
-        (["a", "b"], {"requirements": "r.txt"}, "and 2 names are given"),
-        (["a"], {}, "and no file is given"),
-        (["a"], {"requirements": "r.txt", "lock": "l.txt"}, "and several files are given"),
-        (["A"], {"lock": "l.txt"}, "'A': not a name for an environment"),
-        (["names"], {"lock": "l.txt"}, "'names': a name that Shoal uses itself"),
-        (["0123456789abcdef"], {"lock": "l.txt"}, "not a name for an environment"),
-        (["a123456789abcdef"], {"lock": "l.txt"}, "a name that Shoal uses itself"),
-        (["a"], {"lock": "l.txt", "python": "2.7"}, "--python '2.7': not a Python"),
-    ],
+@cases(
+    "names, given, words",
+    ([], {"requirements": "r.txt"}, "and 0 names are given"),
+    (["a", "b"], {"requirements": "r.txt"}, "and 2 names are given"),
+    (["a"], {}, "and no file is given"),
+    (["a"], {"requirements": "r.txt", "lock": "l.txt"}, "and several files are given"),
+    (["A"], {"lock": "l.txt"}, "'A': not a name for an environment"),
+    (["names"], {"lock": "l.txt"}, "'names': a name that Shoal uses itself"),
+    (["0123456789abcdef"], {"lock": "l.txt"}, "not a name for an environment"),
+    (["a123456789abcdef"], {"lock": "l.txt"}, "a name that Shoal uses itself"),
+    (["a"], {"lock": "l.txt", "python": "2.7"}, "--python '2.7': not a Python"),
 )
 def test_wrong_description_of_ones_own_is_rejected(names: list[str], given: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError) as error:
@@ -243,14 +238,12 @@ def test_wrong_description_of_ones_own_is_rejected(names: list[str], given: dict
     assert words in error.value.message and error.value.hint
 
 
-@pytest.mark.parametrize(
-    ("line", "needed"),
-    [
-        ("perch @ git+https://git.example.org/perch.git@v1", True),
-        ("git+ssh://git.example.org/perch.git", True),
-        ("perch-git==1.0", False),
-        ("perch @ https://example.org/git+perch.whl", False),
-    ],
+@cases(
+    "line, needed",
+    ("perch @ git+https://git.example.org/perch.git@v1", True),
+    ("git+ssh://git.example.org/perch.git", True),
+    ("perch-git==1.0", False),
+    ("perch @ https://example.org/git+perch.whl", False),
 )
 def test_requirement_of_a_git_repository_is_noticed(tmp_path: Path, line: str, needed: bool) -> None:
     (tmp_path / "reqs.txt").write_text("-r more.txt\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import FileFact
@@ -140,14 +141,12 @@ async def test_environment_follows_its_directory(tmp_path: Path) -> None:
     assert (listed.state, listed.made and listed.made.path) == ("built", "/data/environments/ab12")
 
 
-@pytest.mark.parametrize(
-    ("looks", "level", "words"),
-    [
-        ({"n1": "env missing\n", "n2": "env missing\n"}, "error", "the nodes do not see /shared/environments"),
-        ({"n1": "env 3.11\n", "n2": "env missing\n"}, "warning", "the nodes do not see /shared/environments"),
-        (dict.fromkeys(("n1", "n2"), "env broken\nwhy not there\n"), "error", "does not start, found not there"),
-        ({"n1": "env 3.11\n", "n2": "env 3.13\n"}, "warning", "have no Python 3.11 to run it, found Python 3.13"),
-    ],
+@cases(
+    "looks, level, words",
+    ({"n1": "env missing\n", "n2": "env missing\n"}, "error", "the nodes do not see /shared/environments"),
+    ({"n1": "env 3.11\n", "n2": "env missing\n"}, "warning", "the nodes do not see /shared/environments"),
+    (dict.fromkeys(("n1", "n2"), "env broken\nwhy not there\n"), "error", "does not start, found not there"),
+    ({"n1": "env 3.11\n", "n2": "env 3.13\n"}, "warning", "have no Python 3.11 to run it, found Python 3.13"),
 )
 async def test_incompatible_nodes_are_named_and_nothing_is_published_if_all_are(
     tmp_path: Path, looks: dict[str, str], level: str, words: str
@@ -174,7 +173,7 @@ def test_node_reports_why_the_environment_python_does_not_start(tmp_path: Path) 
     assert look() == NodeEnvironment(f"{sys.version_info[0]}.{sys.version_info[1]}")
 
 
-@pytest.mark.parametrize(("name", "words"), [("tor", "did you mean `torch`?"), ("xyz", "known: torch")])
+@cases("name, words", ("tor", "did you mean `torch`?"), ("xyz", "known: torch"))
 async def test_unknown_environment_is_rejected(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(UsageError, match="has no environment") as error:
         await build(Hosts(tmp_path).context, [name])

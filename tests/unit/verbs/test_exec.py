@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import World, host_facts, lab, spec_of
 from tests.unit.verbs.fake_clusters import context_of
 
@@ -71,13 +72,11 @@ async def test_exec_timeout_names_the_timeout_option() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "hint"),
-    [
-        (["echo $HOME | cat"], "shoal exec -- sh -c 'echo $HOME | cat'"),
-        (["no-such-program"], ""),
-        (["no-such-program", "a b"], ""),
-    ],
+@cases(
+    "argv, hint",
+    (["echo $HOME | cat"], "shoal exec -- sh -c 'echo $HOME | cat'"),
+    (["no-such-program"], ""),
+    (["no-such-program", "a b"], ""),
 )
 async def test_shell_line_as_a_single_argument_gets_a_hint(argv: list[str], hint: str) -> None:
     result = await execute(context_of(lab()), argv, "n1", None, root=True, timeout=None)
@@ -104,16 +103,14 @@ async def test_ssh_command_has_the_configured_options_and_the_cluster_keys(state
     assert world.hosts["c1"].connects == 4
 
 
-@pytest.mark.parametrize(
-    ("word", "text"),
-    [
-        ("--json", "--json is after the host, where the command begins\n  fix: put --json before the host"),
-        (
-            "-L8080:c1:80",
-            "-L8080:c1:80 is after the host, where the command begins\n"
-            "  fix: for options of ssh, run ssh itself: `shoal ssh --json c1` prints its command line",
-        ),
-    ],
+@cases(
+    "word, text",
+    ("--json", "--json is after the host, where the command begins\n  fix: put --json before the host"),
+    (
+        "-L8080:c1:80",
+        "-L8080:c1:80 is after the host, where the command begins\n"
+        "  fix: for options of ssh, run ssh itself: `shoal ssh --json c1` prints its command line",
+    ),
 )
 async def test_option_after_the_ssh_host_is_rejected(word: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:

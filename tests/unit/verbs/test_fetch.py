@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import CommandFailed, UsageError
 from shoal.hosts.api import Host, Result, Target
@@ -133,15 +134,13 @@ async def test_second_run_copies_only_what_has_changed(reef: Reef) -> None:
     assert (result.files, result.unchanged) == (1, 1) and reef.got() == {"a": b"new", "b": b"same"}
 
 
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
-        ("out/loss.txt", {"loss.txt"}),
-        ("out", {"out/loss.txt", "out/more"}),
-        ("tree/out/", {"out/loss.txt", "out/more"}),
-        ("/jobs/17/tree/out/more", {"more"}),
-        ("train.py", {"train.py"}),
-    ],
+@cases(
+    "path, names",
+    ("out/loss.txt", {"loss.txt"}),
+    ("out", {"out/loss.txt", "out/more"}),
+    ("tree/out/", {"out/loss.txt", "out/more"}),
+    ("/jobs/17/tree/out/more", {"more"}),
+    ("train.py", {"train.py"}),
 )
 async def test_path_is_below_the_jobs_directory_or_its_working_tree(reef: Reef, path: str, names: set[str]) -> None:
     for name in ("out/loss.txt", "out/more", "train.py"):
@@ -192,7 +191,7 @@ async def test_odd_names_are_copied_or_named(reef: Reef) -> None:
     assert {skipped.name for skipped in result.skipped} == {"bell\x07", "x" * 250}
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", ".", "a/../../b", "", "a\nb", "link/x", "file/x", "dir"])
+@cases("name", "../x", "/etc/x", "a//b", ".", "a/../../b", "", "a\nb", "link/x", "file/x", "dir")
 def test_names_that_leave_the_directory_or_replace_others_are_unsafe(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to("/tmp")
     (tmp_path / "file").touch()

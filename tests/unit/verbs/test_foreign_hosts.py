@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 
@@ -64,7 +65,7 @@ def set_file(world: World, name: str, path: str, file: FileFact) -> None:
     agent.facts = replace(agent.facts, files={**agent.facts.files, path: file})
 
 
-@pytest.mark.parametrize("cluster", ["atoll", "reef"], ids=["another name", "the same name"])
+@cases("cluster", "atoll", "reef", ids=["another name", "the same name"])
 async def test_host_of_a_live_cluster_is_refused_with_its_jobs(cluster: str) -> None:
     world = lab()
     occupy(world, cluster)
@@ -105,7 +106,7 @@ async def test_silent_cluster_keeps_its_hosts_unless_it_has_this_name() -> None:
     assert (await up(context_of(world), AT_ONCE)).whole
 
 
-@pytest.mark.parametrize(("path", "file", "service"), SERVICES)
+@cases("path, file, service", *SERVICES)
 async def test_host_that_a_live_cluster_needs_is_never_taken_over(path: str, file: FileFact, service: str) -> None:
     world = lab()
     occupy(world, "atoll")
@@ -169,7 +170,7 @@ async def test_another_clusters_controller_is_never_taken_over() -> None:
     assert other.applied() == []
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["with a record", "made by an earlier Shoal"])
+@cases("recorded", True, False, ids=["with a record", "made by an earlier Shoal"])
 async def test_rename_is_rejected_before_anything_changes(recorded: bool) -> None:
     world = lab()
     await raised(world)
@@ -205,7 +206,7 @@ async def test_cluster_without_records_is_adopted() -> None:
     assert (await up(context_of(world), AT_ONCE)).changed == ("c1", "n1", "n2")
 
 
-@pytest.mark.parametrize("owner", ["reef", "reef|536\n"])
+@cases("owner", "reef", "reef|536\n")
 async def test_state_of_the_cluster_itself_stays(owner: str) -> None:
     world = lab()
     await raised(world)
@@ -213,7 +214,7 @@ async def test_state_of_the_cluster_itself_stays(owner: str) -> None:
     assert (await up(context_of(world), AT_ONCE)).unchanged
 
 
-@pytest.mark.parametrize("owner", ["reef", "reef|536\n"])
+@cases("owner", "reef", "reef|536\n")
 async def test_released_hosts_are_free_and_old_state_is_kept_aside(owner: str) -> None:
     world = lab()
     await raised(world)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.contract import VERSION
 from shoal.errors import CommandFailed, UsageError
@@ -101,15 +102,13 @@ async def test_input_of_an_interrupted_save_ends_so_that_its_job_does() -> None:
     assert {word for word in options_of(c1) if word.startswith("--job-name=shoal-image-save-")}
 
 
-@pytest.mark.parametrize(
-    ("limits", "options"),
-    [
-        ({}, {"--time=60", "--cpus-per-task=1", "--partition=main"}),
-        (
-            {"time": "2:00:00", "cpus_per_task": 4, "mem": "16G", "partition": "big"},
-            {"--time=2:00:00", "--cpus-per-task=4", "--mem=16G", "--partition=big"},
-        ),
-    ],
+@cases(
+    "limits, options",
+    ({}, {"--time=60", "--cpus-per-task=1", "--partition=main"}),
+    (
+        {"time": "2:00:00", "cpus_per_task": 4, "mem": "16G", "partition": "big"},
+        {"--time=2:00:00", "--cpus-per-task=4", "--mem=16G", "--partition=big"},
+    ),
 )
 async def test_build_has_an_hour_or_what_is_asked_for(
     tmp_path: Path, limits: dict[str, object], options: set[str]
@@ -148,7 +147,7 @@ async def test_what_a_build_waits_for_is_shown_until_it_runs(tmp_path: Path, mon
     assert shown.texts == ["waits in the queue: Resources", "ends its job"]
 
 
-@pytest.mark.parametrize(("status", "words"), [(3, "fix: correct it and try again"), (1, "a fault of Shoal")])
+@cases("status, words", (3, "fix: correct it and try again"), (1, "a fault of Shoal"))
 async def test_failure_of_the_program_is_not_the_persons(status: int, words: str) -> None:
     c1 = Controller()
     c1.answers = {**c1.answers, ("python3",): Result(status, stderr=b"Traceback\n  line 1\nKeyError: 'x'\n")}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.contract import VERSION
 from shoal.errors import UsageError
@@ -160,7 +161,7 @@ def test_controller_itself_needs_no_join(config: Path, tmp_path: Path) -> None:
     assert find_joined("other", here) is None
 
 
-@pytest.mark.parametrize("text", ["", "@desktop", "alice@", "-oProxyCommand=x", "a b@c"])
+@cases("text", "", "@desktop", "alice@", "-oProxyCommand=x", "a b@c")
 def test_login_that_is_none_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="is not a login"):
         parse_login(text)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
@@ -108,7 +109,7 @@ async def test_no_job_starts_during_a_rotation() -> None:
     assert rotation.PAUSE_COMMAND in world.hosts["c1"].argvs
 
 
-@pytest.mark.parametrize("done", [(), ("n1",), ("n1", "c1")])
+@cases("done", (), ("n1",), ("n1", "c1"))
 async def test_killed_rotation_continues_with_its_key(done: tuple[str, ...]) -> None:
     world = cluster(**dict.fromkeys(done, b"begun"))
     world.agents["c1"].secrets[MUNGE_KEY_NEXT] = b"begun"
@@ -193,7 +194,7 @@ def renting(*states: str, text: str = RENTING) -> World:
     return world
 
 
-@pytest.mark.parametrize("key", ["munge", "all"])
+@cases("key", "munge", "all")
 async def test_nothing_changes_while_a_rented_node_is_up_or_starting(key: str) -> None:
     world = renting("IDLE+CLOUD", "IDLE+CLOUD+POWERED_DOWN", "ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP")
     with pytest.raises(ShoalError) as caught:
@@ -207,9 +208,7 @@ async def test_nothing_changes_while_a_rented_node_is_up_or_starting(key: str) -
     assert not any(MUNGE_KEY_NEXT in agent.secrets for agent in world.agents.values())
 
 
-@pytest.mark.parametrize(
-    "state", ["IDLE+CLOUD", "MIXED+CLOUD+POWERED_DOWN", "DOWN+CLOUD+NOT_RESPONDING", "IDLE+CLOUD+POWER_DOWN"]
-)
+@cases("state", "IDLE+CLOUD", "MIXED+CLOUD+POWERED_DOWN", "DOWN+CLOUD+NOT_RESPONDING", "IDLE+CLOUD+POWER_DOWN")
 async def test_rented_node_counts_as_up_unless_released_and_without_jobs(state: str) -> None:
     with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(renting(state)), "munge")
@@ -285,9 +284,14 @@ def probes(*answered: int) -> list[Probe]:
     return [Probe(float(at), at + 0.5, bool(good)) for at, good in enumerate(answered)]
 
 
-@pytest.mark.parametrize(
-    ("answered", "seconds"),
-    [((1, 1, 1), 0.0), ((1, 0, 1), 0.5), ((1, 0, 0, 1), 1.5), ((0, 1, 0, 0), 2.0), ((), 0.0), ((0,), 0.5)],
+@cases(
+    "answered, seconds",
+    ((1, 1, 1), 0.0),
+    ((1, 0, 1), 0.5),
+    ((1, 0, 0, 1), 1.5),
+    ((0, 1, 0, 0), 2.0),
+    ((), 0.0),
+    ((0,), 0.5),
 )
 def test_failure_time_counts_between_probes(answered: tuple[int, ...], seconds: float) -> None:
     assert failed_seconds(probes(*answered)) == seconds
@@ -298,7 +302,7 @@ def test_longest_failure_counts() -> None:
     assert Probes().failed_seconds == 0.0
 
 
-@pytest.mark.parametrize("line", ["", "Welcome to n1", "1.0 2.0", "a b c"])
+@cases("line", "", "Welcome to n1", "1.0 2.0", "a b c")
 def test_output_of_login_scripts_is_not_a_probe(line: str) -> None:
     assert parse_probe(line) is None
 
@@ -357,7 +361,7 @@ async def test_new_slurm_key_verifies_first_then_signs_then_replaces() -> None:
     assert not any(NEXT_KEY in agent.secrets for agent in world.agents.values())
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@cases("committed", False, True)
 async def test_killed_slurm_key_rotation_continues_with_its_key(committed: bool) -> None:
     world, given = slurm_cluster(**({"c1": b"begun\n"} if committed else {}))
     world.agents["c1"].secrets[NEXT_KEY] = b"begun\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised
 
@@ -72,7 +73,7 @@ class KilledIn(NoProgress):
         return super().phase(title, total)
 
 
-@pytest.mark.parametrize("moment", ["connect and read facts", "jobs on leaving nodes", "controller", "hosts released"])
+@cases("moment", "connect and read facts", "jobs on leaving nodes", "controller", "hosts released")
 async def test_next_run_removes_the_node_after_a_kill_at_any_time(moment: str, tmp_path: Path) -> None:
     world, context, file = await lab_with_file(tmp_path)
     with pytest.raises(Killed):
@@ -309,7 +310,7 @@ async def test_down_needs_no_force_without_slurm() -> None:
     assert (await down(context_of(world))).released == ("c1", "n1", "n2")
 
 
-@pytest.mark.parametrize("state", ["SUSPENDED", "CONFIGURING"])
+@cases("state", "SUSPENDED", "CONFIGURING")
 async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(state: str) -> None:
     world = lab()
     context = await raised(world)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
@@ -33,12 +34,10 @@ async def brought(text: str, world: World | None = None) -> World:
     return made
 
 
-@pytest.mark.parametrize(
-    ("share", "told"),
-    [
-        ("{kind: sshfs, host: n2}", "the file has /data of n2"),
-        ("{kind: sshfs, host: n1, path: /srv/data}", "the file has /srv/data of n1"),
-    ],
+@cases(
+    "share, told",
+    ("{kind: sshfs, host: n2}", "the file has /data of n2"),
+    ("{kind: sshfs, host: n1, path: /srv/data}", "the file has /srv/data of n1"),
 )
 async def test_moved_share_is_rejected_before_any_change(share: str, told: str) -> None:
     world = await brought(KEPT)

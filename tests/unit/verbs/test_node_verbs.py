@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 
@@ -69,12 +70,10 @@ async def test_remove_needs_a_file() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("host", "text"),
-    [
-        ("n[1-2]", "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"),
-        ("c1", "not a compute node: c1\n  fix: name a node that `shoal status` lists"),
-    ],
+@cases(
+    "host, text",
+    ("n[1-2]", "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"),
+    ("c1", "not a compute node: c1\n  fix: name a node that `shoal status` lists"),
 )
 async def test_only_a_single_node_is_removed_at_a_time(host: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "shoal.yaml"

@@ -1,6 +1,6 @@
 """Whom the controller takes the operator for, and where code of their jobs may run from."""
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.spec.cluster_record import ClusterRecord, RecordShare
 from shoal.verbs.operator_login import OperatorLogin, parse_login
@@ -18,7 +18,7 @@ def test_user_of_the_cluster_is_recognized_and_root_is_none() -> None:
     assert not parse_login(f"login 1000 ubuntu /home/ubuntu\n{RECORD.as_json()}").is_user
 
 
-@pytest.mark.parametrize("text", ["", "login", "login x alice /home/alice\n", "motd\nlogin 0 root /root\n"])
+@cases("text", "", "login", "login x alice /home/alice\n", "motd\nlogin 0 root /root\n")
 def test_unusual_answers_count_as_root_without_a_record(text: str) -> None:
     assert parse_login(text) == OperatorLogin()
 
@@ -32,9 +32,7 @@ def test_code_is_kept_where_root_or_the_login_alone_can_write() -> None:
     assert OperatorLogin(1000, "ubuntu", "/home/ubuntu").code_directory == "/home/ubuntu/.shoal/code"
 
 
-@pytest.mark.parametrize(
-    ("directory", "kind"), [("/data/jobs", "sshfs"), ("/data", "sshfs"), ("/database", None), ("", None)]
-)
+@cases("directory, kind", ("/data/jobs", "sshfs"), ("/data", "sshfs"), ("/database", None), ("", None))
 def test_directory_on_a_share_is_recognized(directory: str, kind: str | None) -> None:
     share = OperatorLogin(record=RECORD).share_of(directory)
     assert (share.kind if share else None) == kind

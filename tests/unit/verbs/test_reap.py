@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 
-import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
 
 from shoal.cli.rental_commands import show_preview, show_reap
@@ -162,18 +162,16 @@ async def test_key_without_delete_permission_is_reported_at_once() -> None:
 # ---- lists lag
 
 
-@pytest.mark.parametrize(
-    ("known", "seconds"),
-    [
-        ((), 5),
-        (None, 300),
-        ([held("a", "intended")], 300),
-        ([held("a", "made")], 300),
-        ([held("a", "failed", age=200)], 100),
-        ([held("a", "failed", age=4000)], 5),
-        ([held("a", "releasing", age=86400)], 5),
-        ([replace(held("a"), account="another")], 5),
-    ],
+@cases(
+    "known, seconds",
+    ((), 5),
+    (None, 300),
+    ([held("a", "intended")], 300),
+    ([held("a", "made")], 300),
+    ([held("a", "failed", age=200)], 100),
+    ([held("a", "failed", age=4000)], 5),
+    ([held("a", "releasing", age=86400)], 5),
+    ([replace(held("a"), account="another")], 5),
 )
 async def test_empty_list_is_accepted_without_recent_orders(known: list[LedgerRental] | None, seconds: float) -> None:
     for verb in (preview, reap):
@@ -243,14 +241,14 @@ async def test_only_proved_releases_are_ended_in_the_ledger() -> None:
 # ---- what only the ledger has
 
 
-@pytest.mark.parametrize("state", ["intended", "made", "joined"])
+@cases("state", "intended", "made", "joined")
 async def test_preview_does_not_change_the_ledger(state: str) -> None:
     host = controller([held("a", state)])
     seen = await preview(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
     assert (seen.found, struck(host)) == ((), [])
 
 
-@pytest.mark.parametrize("state", ["made", "joined", "releasing"])
+@cases("state", "made", "joined", "releasing")
 async def test_machine_only_in_the_ledger_remains(state: str) -> None:
     host = controller([held("i-1", state), held("b", "intended")])
     for verb in (preview, reap):
@@ -317,18 +315,16 @@ def shown(show: object, value: object) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        (
-            ReapResult("reef", (replace(machine("a"), account="lambda"),)),
-            "1 machine released; no provider lists any more",
-        ),
-        (
-            ReapResult("reef", (), (replace(machine("a"), account="lambda"),)),
-            "0 machines released; run `shoal reap` again",
-        ),
-    ],
+@cases(
+    "result, said",
+    (
+        ReapResult("reef", (replace(machine("a"), account="lambda"),)),
+        "1 machine released; no provider lists any more",
+    ),
+    (
+        ReapResult("reef", (), (replace(machine("a"), account="lambda"),)),
+        "0 machines released; run `shoal reap` again",
+    ),
 )
 def test_last_line_shows_the_result(result: ReapResult, said: str) -> None:
     assert shown(show_reap, result).splitlines()[-1].endswith(f"reef: {said}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.contract.rental_providers import CASES, KEY, Trial, trial
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 from tests.unit.verbs.fake_renters import READ_LEDGER, ledger_row
@@ -91,7 +92,7 @@ async def test_unreachable_provider_keeps_the_controller_running() -> None:
         assert told.level == "error" and "rented machines may be left: acme: " in told.what
 
 
-@pytest.mark.parametrize("ending", [asyncio.CancelledError(), RuntimeError("a bug")])
+@cases("ending", asyncio.CancelledError(), RuntimeError("a bug"))
 async def test_interrupted_release_restarts_the_service(ending: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C cancels; what is rented by then must not be left to itself."""
     async with trial(CASES["sandbox"]) as cloud:
@@ -241,7 +242,7 @@ async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced(
     assert forced.released == ("c1", "n1", "n2")
 
 
-@pytest.mark.parametrize("text", [LAB, OTHER], ids=["rents nothing", "rents elsewhere"])
+@cases("text", LAB, OTHER, ids=["rents nothing", "rents elsewhere"])
 async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,14 +326,12 @@ async def test_machines_of_a_configured_account_do_not_block_up() -> None:
     assert not [one for one in (await plan(context_of(world, with_account))).findings if one.level == "error"]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (rented_lab("http://10.0.0.2:1"), "as account acme is another one in the file now"),
-        (rented_lab("http://10.0.0.1:1").replace("key:", "project: p2, key:"), "as account acme is another one"),
-        (rented_lab("http://10.0.0.1:1").replace("key:", "settings: {project: p2}, key:"), "as account acme is anoth"),
-        (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no rented nodeset"),
-    ],
+@cases(
+    "text, why",
+    (rented_lab("http://10.0.0.2:1"), "as account acme is another one in the file now"),
+    (rented_lab("http://10.0.0.1:1").replace("key:", "project: p2, key:"), "as account acme is another one"),
+    (rented_lab("http://10.0.0.1:1").replace("key:", "settings: {project: p2}, key:"), "as account acme is anoth"),
+    (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no rented nodeset"),
     ids=["another place", "another project", "another project as a setting", "no nodeset"],
 )
 async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(text: str, why: str) -> None:
@@ -343,7 +342,7 @@ async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(t
         await up(context_of(world, text), AT_ONCE)
 
 
-@pytest.mark.parametrize(("before", "after"), [("", "project: p1, "), ("p1", ""), ("p1", "settings: {project: p1}, ")])
+@cases("before, after", ("", "project: p1, "), ("p1", ""), ("p1", "settings: {project: p1}, "))
 async def test_explicit_and_implicit_project_are_the_same_account(before: str, after: str) -> None:
     world = lab()
     await raised(world)
@@ -353,7 +352,7 @@ async def test_explicit_and_implicit_project_are_the_same_account(before: str, a
     assert not [one for one in (await plan(context_of(world, text))).findings if one.level == "error"]
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}'])
+@cases("text", "", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}')
 async def test_unreadable_status_does_not_block_up(text: str) -> None:
     world = lab()
     await raised(world)
@@ -425,14 +424,12 @@ async def test_status_shows_every_machine_its_cost_and_problems() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "now", "problem"),
-    [
-        (None, 1060.0, "shoal-elastic has written no status yet; run `shoal up`"),
-        ("no json", 1060.0, f"{STATUS} is not a status of shoal-elastic; run `shoal up`"),
-        ("[]", 1060.0, f"{STATUS} is not a status of shoal-elastic; run `shoal up`"),
-        (json.dumps(SAID), 1600.0, "shoal-elastic has written no status for 10 minutes; run `shoal up`"),
-    ],
+@cases(
+    "text, now, problem",
+    (None, 1060.0, "shoal-elastic has written no status yet; run `shoal up`"),
+    ("no json", 1060.0, f"{STATUS} is not a status of shoal-elastic; run `shoal up`"),
+    ("[]", 1060.0, f"{STATUS} is not a status of shoal-elastic; run `shoal up`"),
+    (json.dumps(SAID), 1600.0, "shoal-elastic has written no status for 10 minutes; run `shoal up`"),
 )
 async def test_silent_service_is_reported(text: str | None, now: float, problem: str) -> None:
     found = await view(text, now)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.rental_providers import CASES, KEY, trial
+from tests.support.cases import cases
 from tests.unit.verbs.test_rentals import SERVICE, a_cluster, quickly, time_passes
 
 from shoal.hosts.api import Process, Target
@@ -109,7 +110,7 @@ async def test_down_starts_the_watch_before_stopping_the_service() -> None:
         assert exit_notes() == []
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@cases("watched", True, False)
 async def test_immediate_exit_of_down_shows_remaining_machines_and_the_next_command(watched: bool) -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)

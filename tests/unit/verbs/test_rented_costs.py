@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import UsageError
 from shoal.hosts.api import Target
@@ -48,16 +49,14 @@ def test_nothing_is_rented_without_consent() -> None:
     require_consent(SPEC, (), False)
 
 
-@pytest.mark.parametrize(
-    ("quotes", "what", "hint"),
-    [
-        (
-            (replace(QUOTE, usd_hour=None),),
-            "the price of e2-standard-2 in us-central1-b is unknown",
-            "controller: {usd_",
-        ),
-        ((replace(QUOTE, usd_hour=0.2),), "these hosts cost $0.2 an hour, and `budget.per_hour` is 0.1", "raise the"),
-    ],
+@cases(
+    "quotes, what, hint",
+    (
+        (replace(QUOTE, usd_hour=None),),
+        "the price of e2-standard-2 in us-central1-b is unknown",
+        "controller: {usd_",
+    ),
+    ((replace(QUOTE, usd_hour=0.2),), "these hosts cost $0.2 an hour, and `budget.per_hour` is 0.1", "raise the"),
 )
 def test_budget_holds_for_rented_hosts(quotes: tuple[HostQuote, ...], what: str, hint: str) -> None:
     spec = load_text(TEXT + "budget: {per_hour: 0.1}\n", "s.yaml")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import World, host_facts
 from tests.unit.verbs.fake_clusters import AT_ONCE
 
@@ -239,8 +240,8 @@ async def test_everything_is_given_back(cloud: Cloud) -> None:
     assert (cloud.live, cloud.addresses, RentedHostRecords.read(CLUSTER).hosts) == ([], [], {})
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("first", [0, *(pytest.param(call, marks=pytest.mark.matrix) for call in range(1, STEP))])
+@cases("after", False, True)
+@cases("first", 0, *(pytest.param(call, marks=pytest.mark.matrix) for call in range(1, STEP)))
 async def test_killed_at_any_call_nothing_is_ordered_twice_or_left(cloud: Cloud, first: int, after: bool) -> None:
     """The next run adopts what there is; `destroy`, killed as often, leaves nothing."""
     one, cuts = requests(cloud, ["controller"]), first

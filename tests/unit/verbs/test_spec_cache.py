@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB
 
 from shoal.errors import SpecError, UsageError
@@ -37,7 +38,7 @@ def test_cached_hosts_equal_those_of_the_spec(file: Path) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("storage", "shares"), [("", False), ("storage: {/data: {kind: nfs}}\n", True)])
+@cases("storage, shares", ("", False), ("storage: {/data: {kind: nfs}}\n", True))
 def test_presence_of_shares_is_cached(file: Path, storage: str, shares: bool) -> None:
     file.write_text(MIXED + storage)
     read, recalled = open_hosts(file), open_hosts(file)
@@ -58,7 +59,7 @@ def test_changed_file_is_read_again(file: Path) -> None:
         open_hosts(file)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"of": 1}', '{"of": "x", "cluster": "reef", "members": [1]}'])
+@cases("text", "", "{", "[]", '{"of": 1}', '{"of": "x", "cluster": "reef", "members": [1]}')
 def test_invalid_cache_is_ignored(file: Path, text: str) -> None:
     open_hosts(file)
     [kept] = state_directory().glob("hosts-*.json")

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, lab
 from tests.unit.verbs.fake_clusters import context_of, raised
 
@@ -58,7 +59,7 @@ async def test_status_of_a_removed_cluster_is_an_error() -> None:
     assert str(caught.value) == "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
 
 
-@pytest.mark.parametrize("state", ["failed", "inactive", "activating"])
+@cases("state", "failed", "inactive", "activating")
 async def test_status_reports_a_stopped_slurmctld_at_once(state: str) -> None:
     world = lab()
     context = await raised(world)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.rental_providers import CASES, trial
+from tests.support.cases import cases
 
 from shoal.cloud.providers.api import Offer, ProviderLogin
 from shoal.errors import ProviderError, ShoalError, UsageError
@@ -50,14 +51,12 @@ async def test_provider_may_be_named_by_kind_and_machine_by_type(url: str) -> No
     assert plan.offer.type == "gpu_1x_h100_sxm5"
 
 
-@pytest.mark.parametrize(
-    ("account", "most", "type", "more", "kind", "message", "hint"),
-    [
-        ("acme", 0.5, "", "", UsageError, "can cost \\$0.75", "use --max-cost 0.76"),
-        ("acme", 5.0, "gpu_9x", "", ProviderError, "offers no gpu_9x", "see `shoal offers`"),
-        ("other", 5.0, "", "", UsageError, "has no provider account other", "use one of acme"),
-        ("acme", 5.0, "", "nodesets: {try: {hosts: [a]}}\n", UsageError, "has a nodeset try", "rename it"),
-    ],
+@cases(
+    "account, most, type, more, kind, message, hint",
+    ("acme", 0.5, "", "", UsageError, "can cost \\$0.75", "use --max-cost 0.76"),
+    ("acme", 5.0, "gpu_9x", "", ProviderError, "offers no gpu_9x", "see `shoal offers`"),
+    ("other", 5.0, "", "", UsageError, "has no provider account other", "use one of acme"),
+    ("acme", 5.0, "", "nodesets: {try: {hosts: [a]}}\n", UsageError, "has a nodeset try", "rename it"),
 )
 async def test_what_cannot_be_tried_is_refused_with_the_fix(
     url: str, account: str, most: float, type: str, more: str, kind: type[ShoalError], message: str, hint: str
@@ -67,7 +66,7 @@ async def test_what_cannot_be_tried_is_refused_with_the_fix(
     assert caught.value.hint.startswith(hint)
 
 
-@pytest.mark.parametrize("more", ["", "partitions: {p: {nodesets: [controller]}}\n"])
+@cases("more", "", "partitions: {p: {nodesets: [controller]}}\n")
 def test_added_nodeset_ends_in_time_and_leaves_the_others_alone(more: str) -> None:
     spec = load_text(HEAD + "providers: {acme: {kind: lambda, key: env:ACME_KEY}}\n" + more, "shoal.yaml")
     changed = with_nodeset(spec, PLAN)
@@ -79,16 +78,14 @@ def test_added_nodeset_ends_in_time_and_leaves_the_others_alone(more: str) -> No
     assert not spec.nodesets
 
 
-@pytest.mark.parametrize(
-    ("text", "secret", "shown"),
-    [
-        ("acme: key sk-12345678 is invalid", "sk-12345678", "acme: key *** is invalid"),
-        ("AKIDEXAMPLE may not; wJalrXUtnFEMI", "AKIDEXAMPLE:wJalrXUtnFEMI", "*** may not; ***"),
-        ("login of robot@reefs.example", '{"client_email": "robot@reefs.example"}', "login of ***"),
-        ("cannot reach 203.0.113.9:22 of try1", "", "cannot reach ***:22 of try1"),
-        ("cannot reach [2001:db8::9]:22, fe80::1", "", "cannot reach [***]:22, ***"),
-        ("Slurm 24.11.5 at 12:30:45, std::max", "", "Slurm 24.11.5 at 12:30:45, std::max"),
-    ],
+@cases(
+    "text, secret, shown",
+    ("acme: key sk-12345678 is invalid", "sk-12345678", "acme: key *** is invalid"),
+    ("AKIDEXAMPLE may not; wJalrXUtnFEMI", "AKIDEXAMPLE:wJalrXUtnFEMI", "*** may not; ***"),
+    ("login of robot@reefs.example", '{"client_email": "robot@reefs.example"}', "login of ***"),
+    ("cannot reach 203.0.113.9:22 of try1", "", "cannot reach ***:22 of try1"),
+    ("cannot reach [2001:db8::9]:22, fe80::1", "", "cannot reach [***]:22, ***"),
+    ("Slurm 24.11.5 at 12:30:45, std::max", "", "Slurm 24.11.5 at 12:30:45, std::max"),
 )
 def test_report_has_no_part_of_the_secret_and_no_address(text: str, secret: str, shown: str) -> None:
     assert publishable(text, secret) == shown

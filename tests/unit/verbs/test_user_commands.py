@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from typer.testing import CliRunner
 
 from shoal.cli.app import make_app
@@ -171,13 +172,11 @@ async def test_page_on_a_host_of_the_cluster_is_the_servers_own() -> None:
     assert pages == [WebPage("mlflow", "https://ml.example")]
 
 
-@pytest.mark.parametrize(
-    ("output", "record", "message"),
-    [
-        (Result(1, b""), RECORD, "does not know the tracking server yet"),
-        (Result(1, ADDRESS), RECORD, "you have no login to the tracking server"),
-        (Result(1, b""), replace(RECORD, tracking=""), "has no tracking server"),
-    ],
+@cases(
+    "output, record, message",
+    (Result(1, b""), RECORD, "does not know the tracking server yet"),
+    (Result(1, ADDRESS), RECORD, "you have no login to the tracking server"),
+    (Result(1, b""), replace(RECORD, tracking=""), "has no tracking server"),
 )
 async def test_page_that_cannot_open_says_why(output: Result, record: ClusterRecord, message: str) -> None:
     with pytest.raises(ShoalError, match=message):
@@ -192,16 +191,14 @@ def test_users_nodes_are_those_of_running_jobs_and_the_newest_job_counts() -> No
     assert list(choose_nodes(jobs, "15_3", "n2")) == ["n2"] and list(choose_nodes(jobs, "19", None)) == ["n2"]
 
 
-@pytest.mark.parametrize(
-    ("queue", "job", "hosts", "message"),
-    [
-        (b"", None, None, "you have no running job"),
-        (b"", "7", None, "7 is no running job\n  fix: `shoal jobs`"),
-        (QUEUE, "7", None, "7 is no running job of yours\n  fix: use one of 15_3, 12"),
-        (QUEUE, None, "n9", "no running job of yours is on n9\n  fix: use one of n\\[1-2\\]"),
-        (QUEUE, "15_3", "n1", "job 15_3 does not run on n1\n  fix: use one of n2"),
-        (QUEUE, None, "n[1", "is not a hostlist"),
-    ],
+@cases(
+    "queue, job, hosts, message",
+    (b"", None, None, "you have no running job"),
+    (b"", "7", None, "7 is no running job\n  fix: `shoal jobs`"),
+    (QUEUE, "7", None, "7 is no running job of yours\n  fix: use one of 15_3, 12"),
+    (QUEUE, None, "n9", "no running job of yours is on n9\n  fix: use one of n\\[1-2\\]"),
+    (QUEUE, "15_3", "n1", "job 15_3 does not run on n1\n  fix: use one of n2"),
+    (QUEUE, None, "n[1", "is not a hostlist"),
 )
 def test_node_without_a_job_of_the_user_is_rejected(
     queue: bytes, job: str | None, hosts: str | None, message: str
@@ -238,7 +235,7 @@ async def test_command_runs_in_the_image_of_its_job() -> None:
         assert all(argv[-1] == "id" for argv in steps)
 
 
-@pytest.mark.parametrize(("shell", "said"), [("/bin/dash", "dash"), ("/no/zsh", "bash"), ("", "bash")])
+@cases("shell, said", ("/bin/dash", "dash"), ("/no/zsh", "bash"), ("", "bash"))
 def test_shell_is_the_users_where_it_is_there(shell: str, said: str) -> None:
     """An image may lack it."""
     run = ["sh", "-c", LOGIN_SHELL[-1].replace(" -l", " -c 'echo $0'")]
@@ -308,7 +305,7 @@ OPERATORS = ("check", "plan", "up", "down", "restore", "reap", "try lambda", "be
 NODES = ("node drain n1", "node resume n1", "node remove n1")
 
 
-@pytest.mark.parametrize("line", [*OPERATORS, *NODES])
+@cases("line", *OPERATORS, *NODES)
 def test_command_that_needs_root_says_so_and_advises_no_sudo(line: str) -> None:
     store(RECORD, Login("desktop", "alice"))
     words = line.split()

@@ -3,6 +3,7 @@
 import hashlib
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.plan.fake_world import LAB, World, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of
 
@@ -58,7 +59,7 @@ async def test_replaced_secret_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key_of(world) == digest("secret_another")
 
 
-@pytest.mark.parametrize("network", ["", WIREGUARD])
+@cases("network", "", WIREGUARD)
 async def test_missing_secret_is_reported_before_any_change(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
     kernel = {"tun": True, "modules": ("wireguard",)}
