@@ -13,7 +13,7 @@ import pytest
 import typer
 from rich.console import Console
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import lab
+from tests.support.fake_world import lab
 
 from shoal.cli.cluster_commands import finish_check, finish_down, finish_plan, finish_status, finish_up
 from shoal.cli.cluster_screens import show_plan, show_status, show_up

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.contract.rental_providers import CASES, PUBLIC_KEY
+from tests.support.fake_world import spec_of
 from tests.unit.cloud.scene import CLUSTER, Scene, scene
-from tests.unit.plan.fake_world import spec_of
 
 from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, RentalOrder
 from shoal.cloud.providers.capabilities import KeepsMachines

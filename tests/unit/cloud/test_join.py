@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.fake_world import World, host_facts, slurm_package, spec_of
 from tests.unit.containers.test_image_runner import ALLOWED
-from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Cgroup, Cpu, Facts, FileFact
 from shoal.agent.loader import COMMAND

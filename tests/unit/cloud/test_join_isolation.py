@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cases import cases
+from tests.support.fake_world import host_facts, spec_of
 from tests.unit.cloud.test_join import ADDRESSES, HEALTHY, Reef, machine
-from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.cloud.providers.api import RentedInstance

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.fake_world import host_facts
 from tests.unit.cloud.test_join import ADDRESSES, Reef, machine
 from tests.unit.cloud.test_join_isolation import PODS, PodReef
-from tests.unit.plan.fake_world import host_facts
 
 from shoal.agent.document import Block
 from shoal.agent.facts import Facts, FileFact

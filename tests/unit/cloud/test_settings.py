@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File, SecretRef
 from shoal.cloud.providers.api import FailureKind, Offer, ProviderLogin, RentalOrder

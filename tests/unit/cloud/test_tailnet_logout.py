@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.support.fake_world import spec_of
 from tests.unit.cloud.scene import scene
-from tests.unit.plan.fake_world import spec_of
 
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 
 from shoal.remote import program_text
 from shoal.roles.job_engines import REMOVE_BRIDGES, containers_conf, daemon_service

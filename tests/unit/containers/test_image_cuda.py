@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.fake_world import gpus, host_facts, spec_of
 from tests.unit.containers.test_job_images import NAMESPACES, REEF
 from tests.unit.jobs.job_clusters import NODES, job
-from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
 from shoal.containers.images import StoredImage, driver_of
 from shoal.environments.cuda import is_driver_fit, newest_cuda

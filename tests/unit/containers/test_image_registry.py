@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.support.cases import cases
+from tests.support.fake_world import host_facts, spec_of
 from tests.unit.containers.test_image_store import ask, kept
-from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File, Secret, SecretRef, Service
 from shoal.agent.facts import FileFact

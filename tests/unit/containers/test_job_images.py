@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.fake_world import host_facts, spec_of
 from tests.unit.containers.test_image_runner import ALLOWED
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, SHIPPED, job
-from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, File, Service
 from shoal.agent.facts import Facts, FileFact

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Item, Packages
 from shoal.agent.facts import Facts, Gpu

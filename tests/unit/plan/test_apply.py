@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab, spec_of
+from tests.support.fake_world import LAB, World, lab, spec_of
 
 from shoal.errors import AgentFailed, ControllerFailed, HostError, SlurmError
 from shoal.plan.apply import ApplyResult, ApplyTimeouts, apply

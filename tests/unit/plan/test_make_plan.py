@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, host_facts, lab, slurm_package, spec_of
+from tests.support.fake_world import LAB, World, host_facts, lab, slurm_package, spec_of
 
 from shoal.agent.facts import Facts, FileFact
 from shoal.errors import SlurmError, VersionMismatch

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, host_facts, lab, spec_of
+from tests.support.fake_world import LAB, World, host_facts, lab, spec_of
 
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.hosts.api import Result, Target

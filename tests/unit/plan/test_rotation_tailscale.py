@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.fake_world import LAB, World, lab
 from tests.unit.network.test_tailscale_status import STATUS
-from tests.unit.plan.fake_world import LAB, World, lab
 
 from shoal.agent.facts import Facts
 from shoal.errors import HostError, ShoalError, UsageError

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tests.unit.plan.fake_world import World
+from tests.support.fake_world import World
 from tests.unit.verbs.test_keys import context_of, mesh
 
 from shoal.errors import ShoalError

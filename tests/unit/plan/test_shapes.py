@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 
 from shoal.plan.model import describe_shape, shape_findings
 from shoal.spec.member import Shape

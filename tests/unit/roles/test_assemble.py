@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import gpus, host_facts, slurm_package, spec_of
+from tests.support.fake_world import gpus, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Address, Cgroup, Facts, FileFact, Package
 from shoal.network.addresses import hosts_block

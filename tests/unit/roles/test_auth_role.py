@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.unit.plan.fake_world import host_facts, slurm_package, spec_of
+from tests.support.fake_world import host_facts, slurm_package, spec_of
 
 from shoal.agent.document import File, Item, SecretRef, Service
 from shoal.agent.facts import FileFact

@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.fake_world import gpus, host_facts, spec_of
 from tests.support.item_text import document_text
-from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 from tests.unit.roles.test_role_documents import document_of, roles
 
 from shoal.agent.document import Directory, File, Service

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 
 from shoal.agent.document import Command, Service
 from shoal.errors import SpecError

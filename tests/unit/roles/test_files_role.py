@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.goldens import HERE
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts
+from tests.support.fake_world import host_facts
 
 from shoal.agent.document import File, to_wire
 from shoal.agent.facts import Facts, FileFact

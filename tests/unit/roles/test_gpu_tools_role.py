@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import gpus, host_facts
+from tests.support.fake_world import gpus, host_facts
 
 from shoal.agent.document import Command, Document, File, Packages
 from shoal.agent.facts import Facts, FileFact

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Directory, File, Item, Service
 from shoal.agent.facts import FileFact

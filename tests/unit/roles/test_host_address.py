@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, Command, File, Item
 from shoal.agent.facts import Address, Facts, FileFact

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Document, File, Service, User
 from shoal.agent.facts import Cgroup, FileFact, UnixIds

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, File, Item
 from shoal.agent.facts import Cgroup, Facts, FileFact

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts
+from tests.support.fake_world import host_facts
 
 from shoal.agent.document import Command, File
 from shoal.agent.facts import FileFact

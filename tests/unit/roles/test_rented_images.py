@@ -1,7 +1,7 @@
 """Which offers can join is known before one is rented: by provider, image and the controller's Slurm."""
 
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 
 from shoal.cloud.providers.api import System
 from shoal.elastic import blocks_of_unfit_offers

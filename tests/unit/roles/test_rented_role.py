@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact

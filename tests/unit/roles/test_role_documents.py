@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.fake_world import gpus, host_facts, spec_of
 from tests.support.item_text import defaults_text, document_text
-from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
 from shoal.agent.document import DeviceRule, Document, File, SecretRef
 from shoal.roles.assembly import assemble

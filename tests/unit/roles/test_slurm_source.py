@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 from tests.unit.roles.test_slurm_tree_role import ADDRESSES, PREFIX, TEXT, facts_of, put_wheel
 
 from shoal.agent.document import Command, Document, File, Packages, Service

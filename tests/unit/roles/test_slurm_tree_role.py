@@ -10,8 +10,8 @@ import pytest
 from tests.documents import ROOT
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.fake_world import host_facts, spec_of
 from tests.support.item_text import document_text
-from tests.unit.plan.fake_world import host_facts, spec_of
 from tests.unit.roles.test_role_documents import REEF, document_of, reef
 
 from shoal.agent.document import Command, File, Packages, SecretRef

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import Facts, FileFact, Package
 from shoal.roles.assembly import assemble

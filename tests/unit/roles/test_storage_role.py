@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, Item, Mount, Service, User
 from shoal.agent.facts import Facts, FileFact, UnixIds

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from tests.support.fake_world import host_facts, spec_of
 from tests.unit.network.test_tailscale_status import STATUS
-from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, File, Packages, SecretRef
 from shoal.agent.facts import Facts, FileFact, Package

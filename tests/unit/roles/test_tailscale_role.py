@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cases import cases
+from tests.support.fake_world import host_facts, spec_of
 from tests.unit.network.test_tailscale_status import STATUS
-from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, Packages, SecretRef, Service, to_wire
 from shoal.agent.facts import Facts, FileFact, Package

@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, Command, File, Item, Secret, SecretRef
 from shoal.agent.facts import FileFact

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from tests.unit.plan.fake_world import LAB, lab, spec_of
-from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_world import LAB, lab, spec_of
 
 from shoal.agent.document import User
 from shoal.agent.facts import Facts, FileFact, UnixIds

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import HEADER, Command, File, Item, SecretRef
 from shoal.agent.facts import FileFact

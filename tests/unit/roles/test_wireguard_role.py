@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from tests.goldens import assert_golden
+from tests.support.fake_world import host_facts, spec_of
 from tests.support.item_text import document_text
-from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, Command, File, Packages
 from shoal.agent.facts import Address, Facts, FileFact

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 from tests.unit.roles.test_role_documents import REEF
 
 from shoal.remote import program_text

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.fake_world import host_facts, spec_of
 from tests.support.item_text import document_text
-from tests.unit.plan.fake_world import host_facts, spec_of
 from tests.unit.roles.test_role_documents import REEF, document_of, reef, roles
 
 from shoal.agent.document import Command, File, Item, Secret

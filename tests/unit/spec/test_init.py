@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import lab, slurm_package
-from tests.unit.verbs.fake_clusters import context_of
+from tests.support.fake_clusters import context_of
+from tests.support.fake_world import lab, slurm_package
 
 from shoal.errors import UsageError
 from shoal.spec.loader import load_all, load_text_all

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import CASES, Trial, account, saying, trial
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import spec_of
+from tests.support.fake_world import spec_of
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import PERMANENT_TOKEN, Offer, ProviderLogin, RentalOrder, RentalProvider

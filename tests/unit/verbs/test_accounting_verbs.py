@@ -7,9 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, host_facts, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE
-from tests.unit.verbs.fake_clusters import context_of as context_for
+from tests.support.fake_clusters import AT_ONCE
+from tests.support.fake_clusters import context_of as context_for
+from tests.support.fake_world import LAB, World, host_facts, lab
 
 from shoal.agent.facts import FileFact
 from shoal.cli.accounting_commands import show_restore, show_usage

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import World, lab
+from tests.support.fake_world import World, lab
 
 from shoal.cli.bench_commands import HEAT, heat, show_links, speed_text
 from shoal.errors import ShoalError, Unreachable, UsageError

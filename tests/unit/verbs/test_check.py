@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, lab, spec_of
-from tests.unit.verbs.fake_clusters import Sandbox, context_of, raised
+from tests.support.fake_clusters import Sandbox, context_of, raised
+from tests.support.fake_world import LAB, lab, spec_of
 
 from shoal.agent.facts import Disk, Neighbour
 from shoal.errors import ProviderError, VersionMismatch

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tests.unit.plan.fake_world import LAB, lab, spec_of
-from tests.unit.verbs.fake_clusters import context_of, raised
+from tests.support.fake_clusters import context_of, raised
+from tests.support.fake_world import LAB, lab, spec_of
 
 from shoal.hosts.api import Result
 from shoal.verbs.check import check

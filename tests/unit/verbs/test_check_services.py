@@ -1,7 +1,7 @@
 """`shoal check` reports what jobs would miss: a tracking server that is down, an environment that is not built."""
 
-from tests.unit.plan.fake_world import LAB, lab
-from tests.unit.verbs.fake_clusters import context_of, raised
+from tests.support.fake_clusters import context_of, raised
+from tests.support.fake_world import LAB, lab
 
 from shoal.hosts.api import Result
 from shoal.tracking import login, mlflow

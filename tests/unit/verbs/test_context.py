@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, spec_of
+from tests.support.fake_world import LAB, spec_of
 
 from shoal.errors import ProviderError, SpecError, UsageError
 from shoal.hosts.api import Target

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import KEY
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import World, host_facts, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
-from tests.unit.verbs.fake_renters import READ_LEDGER, ledger_row
+from tests.support.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_renters import READ_LEDGER, ledger_row
+from tests.support.fake_world import World, host_facts, lab
 
 from shoal.agent.facts import FileFact
 from shoal.cloud.status_file import STATUS

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from tests.contract.rental_providers import CASES, trial
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab, spec_of
-from tests.unit.verbs.fake_renters import RENTING
+from tests.support.fake_renters import RENTING
+from tests.support.fake_world import LAB, World, lab, spec_of
 
 from shoal.cli.cluster_screens import show_down
 from shoal.cli.rental_commands import cost_json, show_cost

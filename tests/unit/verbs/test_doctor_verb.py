@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import World, lab
-from tests.unit.verbs.fake_clusters import raised
+from tests.support.fake_clusters import raised
+from tests.support.fake_world import World, lab
 
 from shoal.contract import VERSION
 from shoal.errors import Unreachable, UsageError

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.unit.plan.fake_world import lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, raised
+from tests.support.fake_clusters import AT_ONCE, Sandbox, raised
+from tests.support.fake_world import lab
 
 from shoal.errors import ShoalError
 from shoal.verbs.down import DownResult, down

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import FileFact
 from shoal.cli.cluster_screens import show_services

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import World, host_facts, lab, spec_of
-from tests.unit.verbs.fake_clusters import context_of
+from tests.support.fake_clusters import context_of
+from tests.support.fake_world import World, host_facts, lab, spec_of
 
 from shoal.errors import CommandTimeout, UsageError
 from shoal.hosts.api import Result

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
 from shoal.errors import ShoalError

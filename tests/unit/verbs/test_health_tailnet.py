@@ -4,8 +4,8 @@ import io
 import json
 
 from rich.console import Console
+from tests.support.fake_world import spec_of
 from tests.unit.network.test_tailscale_status import STATUS
-from tests.unit.plan.fake_world import spec_of
 
 from shoal.cli.cluster_screens import tailnet_lines
 from shoal.hosts.api import Result

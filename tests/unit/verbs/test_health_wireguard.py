@@ -1,6 +1,6 @@
 """The WireGuard network in `shoal status`."""
 
-from tests.unit.plan.fake_world import LAB, spec_of
+from tests.support.fake_world import LAB, spec_of
 
 from shoal.cli.cluster_screens import wireguard_line
 from shoal.hosts.api import Result, Target

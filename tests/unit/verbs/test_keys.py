@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
 from shoal.errors import ShoalError, UsageError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import ControllerFailed, HostError, ProviderError, ShoalError, Unreachable
 from shoal.hosts.provider import Request

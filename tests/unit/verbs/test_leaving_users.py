@@ -1,8 +1,8 @@
 """Users that the file no longer names are locked, never deleted; the effect on their jobs is reported or rejected."""
 
 import pytest
-from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import ShoalError
 from shoal.plan.model import Cost

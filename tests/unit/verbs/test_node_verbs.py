@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_world import LAB, lab
 
 from shoal.errors import SlurmError, UsageError
 from shoal.verbs.node import drain_nodes, remove_node, resume_nodes

@@ -7,8 +7,8 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from tests.unit.plan.fake_world import LAB
-from tests.unit.verbs.fake_renters import RENTING, FakeRenter, context, opener
+from tests.support.fake_renters import RENTING, FakeRenter, context, opener
+from tests.support.fake_world import LAB
 
 from shoal.cli.output import dump
 from shoal.cli.rental_commands import ROWS, show_offers

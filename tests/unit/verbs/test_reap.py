@@ -8,7 +8,7 @@ from io import StringIO
 
 from rich.console import Console
 from tests.support.cases import cases
-from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
+from tests.support.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
 
 from shoal.cli.rental_commands import show_preview, show_reap
 from shoal.cloud.providers.api import PERMANENT_TOKEN, Abilities, FailureKind, RentedInstance

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.contract.rental_providers import CASES, KEY, Trial, trial
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab, spec_of
-from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
-from tests.unit.verbs.fake_renters import READ_LEDGER, ledger_row
+from tests.support.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_renters import READ_LEDGER, ledger_row
+from tests.support.fake_world import LAB, World, lab, spec_of
 
 from shoal.agent.facts import FileFact
 from shoal.cli.cluster_screens import rented_lines

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import World, host_facts
-from tests.unit.verbs.fake_clusters import AT_ONCE
+from tests.support.fake_clusters import AT_ONCE
+from tests.support.fake_world import World, host_facts
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB
+from tests.support.fake_world import LAB
 
 from shoal.errors import SpecError, UsageError
 from shoal.local_files import state_directory

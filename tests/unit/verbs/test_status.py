@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, lab
-from tests.unit.verbs.fake_clusters import context_of, raised
+from tests.support.fake_clusters import context_of, raised
+from tests.support.fake_world import LAB, lab
 
 from shoal.errors import SlurmError
 from shoal.hosts.api import Result

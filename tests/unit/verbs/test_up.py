@@ -1,8 +1,8 @@
 """`shoal up` and `shoal plan`, over a cluster in memory."""
 
 import pytest
-from tests.unit.plan.fake_world import LAB, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised
+from tests.support.fake_world import LAB, lab
 
 from shoal.agent.facts import Space
 from shoal.errors import HostError, ProviderError, ShoalError

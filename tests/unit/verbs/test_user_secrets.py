@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of
+from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import UsageError
 from shoal.roles.elastic import KEYS

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.unit.plan.fake_world import World, host_facts, spec_of
+from tests.support.fake_world import World, host_facts, spec_of
 
 from shoal.plan.apply import ApplyTimeouts
 from shoal.spec.members import default_spec

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tests.unit.plan.fake_world import LAB, spec_of
+from tests.support.fake_world import LAB, spec_of
 
 from shoal.cloud.providers.api import (
     Abilities,
