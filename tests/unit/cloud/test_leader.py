@@ -54,46 +54,42 @@ async def test_superseded_service_orders_and_deletes_nothing(tmp_path: Path) -> 
         )
 
 
-async def test_superseded_service_stays_superseded_after_a_restart(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        mark = tmp_path / "succeeded"
-        in_charge(it, EARLIER, mark)
-        await order(it, LATER)
-        await it.step()
-        it.market().instances.clear()
-        in_charge(it, EARLIER, mark)
-        it.slurm.submit("1", 1)
-        await it.passes(600.0)
-        assert it.context.leadership.superseded and it.machines() == [] and it.rentals() == []
+async def test_superseded_service_stays_superseded_after_a_restart(it: Scene, tmp_path: Path) -> None:
+    mark = tmp_path / "succeeded"
+    in_charge(it, EARLIER, mark)
+    await order(it, LATER)
+    await it.step()
+    it.market().instances.clear()
+    in_charge(it, EARLIER, mark)
+    it.slurm.submit("1", 1)
+    await it.passes(600.0)
+    assert it.context.leadership.superseded and it.machines() == [] and it.rentals() == []
 
 
-async def test_leader_releases_machines_of_the_earlier_service(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        in_charge(it, LATER, tmp_path / "succeeded")
-        await order(it, EARLIER)
-        await it.until(lambda: not it.machines())
-        assert not it.context.leadership.superseded
+async def test_leader_releases_machines_of_the_earlier_service(it: Scene, tmp_path: Path) -> None:
+    in_charge(it, LATER, tmp_path / "succeeded")
+    await order(it, EARLIER)
+    await it.until(lambda: not it.machines())
+    assert not it.context.leadership.superseded
 
 
-async def test_own_machines_do_not_supersede_after_a_lost_ledger(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        in_charge(it, LATER, tmp_path / "succeeded")
-        await order(it, LATER)
-        it.slurm.submit("1", 1)
-        await it.until(lambda: it.slurm.settled and not it.machines())
-        assert not it.context.leadership.superseded
+async def test_own_machines_do_not_supersede_after_a_lost_ledger(it: Scene, tmp_path: Path) -> None:
+    in_charge(it, LATER, tmp_path / "succeeded")
+    await order(it, LATER)
+    it.slurm.submit("1", 1)
+    await it.until(lambda: it.slurm.settled and not it.machines())
+    assert not it.context.leadership.superseded
 
 
-async def test_reinstated_service_is_the_leader(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        in_charge(it, EARLIER, tmp_path / "succeeded")
-        await order(it, LATER)
-        await it.step()
-        assert it.context.leadership.superseded
-        (tmp_path / "succeeded").unlink()
-        in_charge(it, LATER + 1, tmp_path / "succeeded")
-        await it.until(lambda: not it.machines())
-        assert not it.context.leadership.superseded
+async def test_reinstated_service_is_the_leader(it: Scene, tmp_path: Path) -> None:
+    in_charge(it, EARLIER, tmp_path / "succeeded")
+    await order(it, LATER)
+    await it.step()
+    assert it.context.leadership.superseded
+    (tmp_path / "succeeded").unlink()
+    in_charge(it, LATER + 1, tmp_path / "succeeded")
+    await it.until(lambda: not it.machines())
+    assert not it.context.leadership.superseded
 
 
 async def test_nothing_is_ordered_before_the_first_list_of_an_account(tmp_path: Path) -> None:

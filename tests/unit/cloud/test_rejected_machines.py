@@ -174,13 +174,12 @@ async def test_image_that_does_not_fit_is_rented_for_no_other_nodeset(tmp_path: 
         assert sorted(images) == ["lambda-stack-22-04", "lambda-stack-24-04"], "one of each, not one for each nodeset"
 
 
-async def test_offer_that_cannot_join_is_never_rented(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        why = "lambda rents Ubuntu 24.04 with Slurm 23.11.4"
-        it.context.unfit_offers = [OrderBlock("lambda", why=why, nodeset="burst")]
-        it.slurm.submit("1", 1)
-        assert await given_up(it) == why
-        assert it.market().bill() == []
+async def test_offer_that_cannot_join_is_never_rented(it: Scene) -> None:
+    why = "lambda rents Ubuntu 24.04 with Slurm 23.11.4"
+    it.context.unfit_offers = [OrderBlock("lambda", why=why, nodeset="burst")]
+    it.slurm.submit("1", 1)
+    assert await given_up(it) == why
+    assert it.market().bill() == []
 
 
 async def test_machine_is_ordered_with_the_image_of_its_offer(tmp_path: Path) -> None:
@@ -204,9 +203,8 @@ async def test_pod_without_an_address_is_released_after_three_minutes(tmp_path: 
         await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
 
 
-async def test_late_address_is_waited_for(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("late-address", seconds=300)
-        it.slurm.submit("1", 1, seconds=600)
-        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
-        assert len(it.market().bill()) == 1
+async def test_late_address_is_waited_for(it: Scene) -> None:
+    it.fault("late-address", seconds=300)
+    it.slurm.submit("1", 1, seconds=600)
+    await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+    assert len(it.market().bill()) == 1

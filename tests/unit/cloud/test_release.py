@@ -213,48 +213,46 @@ def _rates(it: Scene) -> list[float]:
 # ---- its status
 
 
-async def test_status_file_has_job_reasons_and_node_machines(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        file = tmp_path / "status.json"
-        it.service = RentalService(it.context, status_file=file)
-        it.fault("stockout", -1)
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.restarts == 1)
-        told = read_status(file.read_text())
-        assert told.jobs["1"].startswith("lambda us-west-1 out of gpu_1x_a10")
-        assert told.accounts == {"lambda": ""}
-        it.market().faults.clear()
-        await running(it)
-        told = read_status(file.read_text())
-        [(token, one)] = told.machines.items()
-        assert token == it.rentals("joined")[0].token
-        assert one["node"] == it.rentals("joined")[0].node
-        assert (one["state"], one["place"], one["usd_hour"]) == ("joined", "us-west-1", 1.29)
-        it.fault("list-fails", -1)
-        it.slurm.silent = True
-        await it.service.step()
-        it.clock.advance(100)
-        await it.service.step()
-        told = read_status(file.read_text())
-        assert "Unable to contact slurm controller" in told.problem
-        assert "500" in told.accounts["lambda"]
+async def test_status_file_has_job_reasons_and_node_machines(it: Scene, tmp_path: Path) -> None:
+    file = tmp_path / "status.json"
+    it.service = RentalService(it.context, status_file=file)
+    it.fault("stockout", -1)
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: job.restarts == 1)
+    told = read_status(file.read_text())
+    assert told.jobs["1"].startswith("lambda us-west-1 out of gpu_1x_a10")
+    assert told.accounts == {"lambda": ""}
+    it.market().faults.clear()
+    await running(it)
+    told = read_status(file.read_text())
+    [(token, one)] = told.machines.items()
+    assert token == it.rentals("joined")[0].token
+    assert one["node"] == it.rentals("joined")[0].node
+    assert (one["state"], one["place"], one["usd_hour"]) == ("joined", "us-west-1", 1.29)
+    it.fault("list-fails", -1)
+    it.slurm.silent = True
+    await it.service.step()
+    it.clock.advance(100)
+    await it.service.step()
+    told = read_status(file.read_text())
+    assert "Unable to contact slurm controller" in told.problem
+    assert "500" in told.accounts["lambda"]
 
 
-async def test_status_file_lists_a_released_machine_beside_its_replacement(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        file = tmp_path / "status.json"
-        it.service = RentalService(it.context, status_file=file)
-        it.slurm.submit("1", 1, seconds=3600)
-        await running(it)
-        [first] = it.rentals("joined")
-        it.context.release(first, "no longer wanted")
-        it.ledger.intend(replace(first, token="t2", state="intended", id=""))
-        await it.service.step()
-        told = read_status(file.read_text()).machines
-        assert [(one["node"], one["state"]) for one in told.values()] == [
-            ("burst1", "releasing"),
-            ("burst1", "intended"),
-        ]
+async def test_status_file_lists_a_released_machine_beside_its_replacement(it: Scene, tmp_path: Path) -> None:
+    file = tmp_path / "status.json"
+    it.service = RentalService(it.context, status_file=file)
+    it.slurm.submit("1", 1, seconds=3600)
+    await running(it)
+    [first] = it.rentals("joined")
+    it.context.release(first, "no longer wanted")
+    it.ledger.intend(replace(first, token="t2", state="intended", id=""))
+    await it.service.step()
+    told = read_status(file.read_text()).machines
+    assert [(one["node"], one["state"]) for one in told.values()] == [
+        ("burst1", "releasing"),
+        ("burst1", "intended"),
+    ]
 
 
 async def test_account_removed_from_the_spec_with_live_machines_is_reported(tmp_path: Path) -> None:
@@ -324,23 +322,22 @@ async def test_failed_step_does_not_end_the_service(tmp_path: Path, caplog: pyte
         assert caplog.text.count("a step failed; the next one retries") == 2
 
 
-async def test_service_polls_often_only_while_work_is_pending(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        assert await it.service.step() == 15.0
-        it.fault("stockout", -1)
-        it.slurm.submit("1", 1)
-        it.slurm.tick()
-        assert await it.service.step() == 1.0
-        assert await it.service.step() == 15.0  # the node is down, and will be for minutes
-        it.clock.advance(590)
-        assert await it.service.step() == 10.0
-        it.market().faults.clear()
-        it.clock.advance(60)
-        await it.step()
-        it.slurm.tick()
-        assert await it.service.step() == 0.3
-        await running(it)
-        assert await it.service.step() == 15.0
+async def test_service_polls_often_only_while_work_is_pending(it: Scene) -> None:
+    assert await it.service.step() == 15.0
+    it.fault("stockout", -1)
+    it.slurm.submit("1", 1)
+    it.slurm.tick()
+    assert await it.service.step() == 1.0
+    assert await it.service.step() == 15.0  # the node is down, and will be for minutes
+    it.clock.advance(590)
+    assert await it.service.step() == 10.0
+    it.market().faults.clear()
+    it.clock.advance(60)
+    await it.step()
+    it.slurm.tick()
+    assert await it.service.step() == 0.3
+    await running(it)
+    assert await it.service.step() == 15.0
 
 
 def test_only_a_single_service_rents(tmp_path: Path) -> None:

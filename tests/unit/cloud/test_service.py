@@ -30,53 +30,49 @@ async def running(it: Scene, *jobs: str) -> None:
     await it.step()
 
 
-async def test_job_starts_its_nodes_and_they_are_released_afterwards(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        job = it.slurm.submit("1", 2)
-        await running(it, "1")
-        assert len(it.machines()) == 2
-        assert {one.state for one in it.rentals()} == {"joined"}
-        assert {one.jobs for one in it.rentals()} == {("1",)}
-        assert job.comments == ["trying lambda us-west-1", "rented from lambda us-west-1"]
-        await settled(it)
-        assert (job.state, job.restarts) == ("COMPLETED", 0)
-        assert {one.state for one in it.rentals()} == {"gone"}
-        assert len(it.market().bill()) == 2
+async def test_job_starts_its_nodes_and_they_are_released_afterwards(it: Scene) -> None:
+    job = it.slurm.submit("1", 2)
+    await running(it, "1")
+    assert len(it.machines()) == 2
+    assert {one.state for one in it.rentals()} == {"joined"}
+    assert {one.jobs for one in it.rentals()} == {("1",)}
+    assert job.comments == ["trying lambda us-west-1", "rented from lambda us-west-1"]
+    await settled(it)
+    assert (job.state, job.restarts) == ("COMPLETED", 0)
+    assert {one.state for one in it.rentals()} == {"gone"}
+    assert len(it.market().bill()) == 2
 
 
-async def test_billed_time_in_the_ledger_matches_the_provider(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 2)
-        await settled(it)
-        billed = {one["id"]: one["seconds"] for one in it.market().bill()}
-        ours = {
-            one.id: one.billing.seconds((one.billed_until or 0) - (one.billed_from or one.made_at or 0))
-            for one in it.rentals()
-        }
-        assert ours.keys() == billed.keys()
-        assert all(abs(ours[name] - billed[name]) <= 60 for name in ours), (ours, billed)
+async def test_billed_time_in_the_ledger_matches_the_provider(it: Scene) -> None:
+    it.slurm.submit("1", 2)
+    await settled(it)
+    billed = {one["id"]: one["seconds"] for one in it.market().bill()}
+    ours = {
+        one.id: one.billing.seconds((one.billed_until or 0) - (one.billed_from or one.made_at or 0))
+        for one in it.rentals()
+    }
+    assert ours.keys() == billed.keys()
+    assert all(abs(ours[name] - billed[name]) <= 60 for name in ours), (ours, billed)
 
 
-async def test_intent_is_in_the_ledger_before_the_order(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        seen: list[list[str]] = []
-        order = it.market().order
-        it.market().order = lambda wanted, id: (  # type: ignore[method-assign]
-            seen.append([one.state for one in it.ledger.live()]),
-            order(wanted, id),
-        )[1]
-        it.slurm.submit("1", 1)
-        await running(it, "1")
-        assert seen == [["intended"]]
+async def test_intent_is_in_the_ledger_before_the_order(it: Scene) -> None:
+    seen: list[list[str]] = []
+    order = it.market().order
+    it.market().order = lambda wanted, id: (  # type: ignore[method-assign]
+        seen.append([one.state for one in it.ledger.live()]),
+        order(wanted, id),
+    )[1]
+    it.slurm.submit("1", 1)
+    await running(it, "1")
+    assert seen == [["intended"]]
 
 
-async def test_orders_respect_the_rate_limit_of_the_provider(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        _paced(it)
-        it.slurm.submit("1", 4)
-        await it.until(lambda: len(it.market().bill()) == 4, every=1.0)
-        ordered = sorted(one["ordered"] for one in it.market().bill())
-        assert all(later - earlier >= 12 for earlier, later in pairwise(ordered)), ordered
+async def test_orders_respect_the_rate_limit_of_the_provider(it: Scene) -> None:
+    _paced(it)
+    it.slurm.submit("1", 4)
+    await it.until(lambda: len(it.market().bill()) == 4, every=1.0)
+    ordered = sorted(one["ordered"] for one in it.market().bill())
+    assert all(later - earlier >= 12 for earlier, later in pairwise(ordered)), ordered
 
 
 # ---- failover
@@ -121,33 +117,31 @@ async def test_gang_gets_a_single_region_and_a_partial_gang_is_released(tmp_path
         await settled(it)
 
 
-async def test_job_waits_with_the_reason_when_no_offer_remains(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("stockout", -1)
-        job = it.slurm.submit("1", 2)
-        await it.until(lambda: job.restarts == 1)
-        assert job.comment.startswith("lambda us-west-1 out of gpu_1x_a10; next try at ")
-        node = it.slurm.node_by_name["burst1"]
-        assert node.base == "DOWN"
-        assert node.reason.startswith("shoal: lambda us-west-1 out of gpu_1x_a10")
-        assert it.market().bill() == []
-        it.market().faults.clear()
-        await settled(it)
-        assert job.state == "COMPLETED"
+async def test_job_waits_with_the_reason_when_no_offer_remains(it: Scene) -> None:
+    it.fault("stockout", -1)
+    job = it.slurm.submit("1", 2)
+    await it.until(lambda: job.restarts == 1)
+    assert job.comment.startswith("lambda us-west-1 out of gpu_1x_a10; next try at ")
+    node = it.slurm.node_by_name["burst1"]
+    assert node.base == "DOWN"
+    assert node.reason.startswith("shoal: lambda us-west-1 out of gpu_1x_a10")
+    assert it.market().bill() == []
+    it.market().faults.clear()
+    await settled(it)
+    assert job.state == "COMPLETED"
 
 
-async def test_two_failed_gangs_leave_no_machine(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        _paced(it)
-        it.slurm.submit("1", 4)
-        it.slurm.submit("2", 4)
-        await it.until(lambda: len(it.machines()) >= 3, every=1.0)
-        it.fault("stockout", -1)
-        await it.passes(900)
-        assert it.machines() == []
-        it.market().faults.clear()
-        await settled(it)
-        assert {job.state for job in it.slurm.job_by_id.values()} == {"COMPLETED"}
+async def test_two_failed_gangs_leave_no_machine(it: Scene) -> None:
+    _paced(it)
+    it.slurm.submit("1", 4)
+    it.slurm.submit("2", 4)
+    await it.until(lambda: len(it.machines()) >= 3, every=1.0)
+    it.fault("stockout", -1)
+    await it.passes(900)
+    assert it.machines() == []
+    it.market().faults.clear()
+    await settled(it)
+    assert {job.state for job in it.slurm.job_by_id.values()} == {"COMPLETED"}
 
 
 @cases("kind", "quota", "balance", "auth")
@@ -164,88 +158,81 @@ async def test_account_problem_is_shown_on_the_job(tmp_path: Path, kind: str) ->
         assert it.market().bill() == []
 
 
-async def test_account_without_balance_is_retried_after_an_hour(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("balance", -1)
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.restarts == 1)
-        assert job.comment.startswith(
-            "lambda has no money left of ours (top it up; it is tried again every hour); next try at"
-        )
-        refused, at = len(it.rentals("failed")), it.clock.now()
-        await it.passes(3000)
-        assert len(it.rentals("failed")) == refused, "nothing is ordered meanwhile"
-        it.market().faults.clear()
-        await it.until(lambda: job.state == "COMPLETED")
-        [made] = it.market().bill()
-        assert 3000 < made["ordered"] - at < 4500
+async def test_account_without_balance_is_retried_after_an_hour(it: Scene) -> None:
+    it.fault("balance", -1)
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: job.restarts == 1)
+    assert job.comment.startswith(
+        "lambda has no money left of ours (top it up; it is tried again every hour); next try at"
+    )
+    refused, at = len(it.rentals("failed")), it.clock.now()
+    await it.passes(3000)
+    assert len(it.rentals("failed")) == refused, "nothing is ordered meanwhile"
+    it.market().faults.clear()
+    await it.until(lambda: job.state == "COMPLETED")
+    [made] = it.market().bill()
+    assert 3000 < made["ordered"] - at < 4500
 
 
-async def test_rate_limited_order_is_retried_later(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("rate", 6)
-        job = it.slurm.submit("1", 2)
-        await running(it, "1")
-        assert job.restarts == 0
-        assert len(it.market().bill()) == 2
+async def test_rate_limited_order_is_retried_later(it: Scene) -> None:
+    it.fault("rate", 6)
+    job = it.slurm.submit("1", 2)
+    await running(it, "1")
+    assert job.restarts == 0
+    assert len(it.market().bill()) == 2
 
 
 # ---- answers that get lost
 
 
-async def test_create_with_a_lost_answer_is_searched_and_not_repeated(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("error-after-create")
-        job = it.slurm.submit("1", 2)
-        await running(it, "1")
-        assert job.restarts == 0
-        assert len(it.market().bill()) == 2
-        assert len({one["name"] for one in it.market().bill()}) == 2
+async def test_create_with_a_lost_answer_is_searched_and_not_repeated(it: Scene) -> None:
+    it.fault("error-after-create")
+    job = it.slurm.submit("1", 2)
+    await running(it, "1")
+    assert job.restarts == 0
+    assert len(it.market().bill()) == 2
+    assert len({one["name"] for one in it.market().bill()}) == 2
 
 
-async def test_failed_create_is_repeated_only_after_the_search(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("error-before-create")
-        it.slurm.submit("1", 1)
-        begun = it.clock.now()
-        await it.until(lambda: len(it.market().bill()) == 1)
-        assert it.market().bill()[0]["ordered"] - begun >= LOST_ORDER_SEARCH_S
-        assert [one.trouble for one in it.rentals("failed")] == [FailureKind.AMBIGUOUS.value]
+async def test_failed_create_is_repeated_only_after_the_search(it: Scene) -> None:
+    it.fault("error-before-create")
+    it.slurm.submit("1", 1)
+    begun = it.clock.now()
+    await it.until(lambda: len(it.market().bill()) == 1)
+    assert it.market().bill()[0]["ordered"] - begun >= LOST_ORDER_SEARCH_S
+    assert [one.trouble for one in it.rentals("failed")] == [FailureKind.AMBIGUOUS.value]
 
 
-async def test_order_stays_open_while_the_list_fails_after_a_lost_answer(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("error-after-create")
-        it.slurm.submit("1", 1)
-        await it.until(lambda: len(it.market().bill()) == 1)
-        it.fault("list-fails", -1)
-        await it.passes(600)
-        assert [one.state for one in it.ledger.live()] == ["intended"]
-        assert len(it.market().bill()) == 1
-        it.market().faults.clear()
-        await running(it, "1")
-        assert len(it.market().bill()) == 1
+async def test_order_stays_open_while_the_list_fails_after_a_lost_answer(it: Scene) -> None:
+    it.fault("error-after-create")
+    it.slurm.submit("1", 1)
+    await it.until(lambda: len(it.market().bill()) == 1)
+    it.fault("list-fails", -1)
+    await it.passes(600)
+    assert [one.state for one in it.ledger.live()] == ["intended"]
+    assert len(it.market().bill()) == 1
+    it.market().faults.clear()
+    await running(it, "1")
+    assert len(it.market().bill()) == 1
 
 
-async def test_lagging_list_causes_no_second_order(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("lagging-list", 2, seconds=200)
-        it.slurm.submit("1", 2)
-        await running(it, "1")
-        assert len(it.market().bill()) == 2
+async def test_lagging_list_causes_no_second_order(it: Scene) -> None:
+    it.fault("lagging-list", 2, seconds=200)
+    it.slurm.submit("1", 2)
+    await running(it, "1")
+    assert len(it.market().bill()) == 2
 
 
-async def test_machine_that_appears_too_late_is_released(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("error-after-create")
-        it.fault("lagging-list", seconds=400)
-        job = it.slurm.submit("1", 1)
-        await running(it, "1")
-        await it.passes(500)
-        assert len(it.market().bill()) == 2
-        await settled(it)
-        assert job.state == "COMPLETED"
-        assert len(it.rentals("gone")) == 2
+async def test_machine_that_appears_too_late_is_released(it: Scene) -> None:
+    it.fault("error-after-create")
+    it.fault("lagging-list", seconds=400)
+    job = it.slurm.submit("1", 1)
+    await running(it, "1")
+    await it.passes(500)
+    assert len(it.market().bill()) == 2
+    await settled(it)
+    assert job.state == "COMPLETED"
+    assert len(it.rentals("gone")) == 2
 
 
 # ---- machines that are no good
@@ -288,17 +275,16 @@ async def test_bad_machine_of_a_gang_is_replaced_in_the_same_region(tmp_path: Pa
         await settled(it)
 
 
-async def test_dead_machine_is_replaced_and_its_job_continues(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        job = it.slurm.submit("1", 2, seconds=1200)
-        await running(it, "1")
-        it.market().kill(it.machines()[0].id)
-        await it.until(lambda: job.restarts == 1)
-        await running(it, "1")
-        [why] = it.slurm.node_by_name["burst1"].reasons
-        assert "is unhealthy" in why
-        await settled(it)
-        assert job.state == "COMPLETED"
+async def test_dead_machine_is_replaced_and_its_job_continues(it: Scene) -> None:
+    job = it.slurm.submit("1", 2, seconds=1200)
+    await running(it, "1")
+    it.market().kill(it.machines()[0].id)
+    await it.until(lambda: job.restarts == 1)
+    await running(it, "1")
+    [why] = it.slurm.node_by_name["burst1"].reasons
+    assert "is unhealthy" in why
+    await settled(it)
+    assert job.state == "COMPLETED"
 
 
 async def test_replaced_machine_frees_its_budget_for_the_replacement(tmp_path: Path) -> None:
@@ -334,20 +320,19 @@ async def test_node_refused_by_the_budget_is_retried_as_soon_as_money_is_there(t
         await settled(it)
 
 
-async def test_failed_join_is_shown_on_the_job_while_it_is_retried(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        problem = "service slurmd: slurmd started and did not stay up\nslurmd: debug\nslurmd: fatal: no cgroup plugin\n"
-        it.joiner.judge = lambda machine: problem
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: "has not joined yet" in job.comment, seconds=600.0)
-        assert job.comment.startswith("trying lambda ") and job.comment.endswith(
-            " has not joined yet: service slurmd: slurmd started and did not stay up: no cgroup plugin"
-        )
-        it.joiner.judge = lambda machine: ""
-        await running(it, "1")
-        await it.step()
-        assert job.comment.startswith("rented from lambda "), "a running job shows no old error"
-        await settled(it)
+async def test_failed_join_is_shown_on_the_job_while_it_is_retried(it: Scene) -> None:
+    problem = "service slurmd: slurmd started and did not stay up\nslurmd: debug\nslurmd: fatal: no cgroup plugin\n"
+    it.joiner.judge = lambda machine: problem
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: "has not joined yet" in job.comment, seconds=600.0)
+    assert job.comment.startswith("trying lambda ") and job.comment.endswith(
+        " has not joined yet: service slurmd: slurmd started and did not stay up: no cgroup plugin"
+    )
+    it.joiner.judge = lambda machine: ""
+    await running(it, "1")
+    await it.step()
+    assert job.comment.startswith("rented from lambda "), "a running job shows no old error"
+    await settled(it)
 
 
 async def test_machine_in_a_place_without_more_ends_before_the_budget_allows_the_next_place(tmp_path: Path) -> None:
@@ -398,117 +383,106 @@ async def test_machine_above_max_price_is_released(tmp_path: Path) -> None:
         assert any("above max_price" in one.reason for one in it.rentals("gone"))
 
 
-async def test_price_change_applies_from_the_change(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 1, seconds=9000)
-        await running(it, "1")
-        await it.passes(1800)
-        [before] = it.rentals("joined")
-        spent = cost(before, it.clock.now())
-        it.machines()[0].usd_hour = 2 * 1.29
-        await it.passes(120)
-        [after] = it.rentals("joined")
-        assert (before.usd_hour, after.usd_hour) == (1.29, 2.58)
-        assert cost(after, before.billed_from + 1800) == cost(before, before.billed_from + 1800)
-        assert 0 < cost(after, it.clock.now()) - spent <= micros(2.58 * 240 / 3600)
+async def test_price_change_applies_from_the_change(it: Scene) -> None:
+    it.slurm.submit("1", 1, seconds=9000)
+    await running(it, "1")
+    await it.passes(1800)
+    [before] = it.rentals("joined")
+    spent = cost(before, it.clock.now())
+    it.machines()[0].usd_hour = 2 * 1.29
+    await it.passes(120)
+    [after] = it.rentals("joined")
+    assert (before.usd_hour, after.usd_hour) == (1.29, 2.58)
+    assert cost(after, before.billed_from + 1800) == cost(before, before.billed_from + 1800)
+    assert 0 < cost(after, it.clock.now()) - spent <= micros(2.58 * 240 / 3600)
 
 
 # ---- what reconcile corrects
 
 
-async def test_orphan_machine_is_released_after_its_grace(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 1, seconds=3000)
-        await running(it, "1")
-        [ours] = it.machines()
-        stray = replace(
-            ours.order,
-            marks={**ours.order.marks, "tags": _tags(ours, token="f" * 16, epoch=str(int(it.clock.now())))},
-        )
-        it.market().order(stray, "stray")
-        await it.passes(200)
-        assert "stray" in {machine.id for machine in it.machines()}
-        await it.passes(200)
-        assert {machine.id for machine in it.machines()} == {ours.id}
+async def test_orphan_machine_is_released_after_its_grace(it: Scene) -> None:
+    it.slurm.submit("1", 1, seconds=3000)
+    await running(it, "1")
+    [ours] = it.machines()
+    stray = replace(
+        ours.order,
+        marks={**ours.order.marks, "tags": _tags(ours, token="f" * 16, epoch=str(int(it.clock.now())))},
+    )
+    it.market().order(stray, "stray")
+    await it.passes(200)
+    assert "stray" in {machine.id for machine in it.machines()}
+    await it.passes(200)
+    assert {machine.id for machine in it.machines()} == {ours.id}
 
 
-async def test_own_controller_is_never_released(tmp_path: Path) -> None:
+async def test_own_controller_is_never_released(it: Scene) -> None:
     """A rented controller carries the cluster's mark and has no rental in its own ledger."""
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 1, seconds=3000)
-        await running(it, "1")
-        [ours] = it.machines()
-        tags = _tags(ours, token=f"{PERMANENT_TOKEN}0123456789ab", epoch=str(int(it.clock.now())))
-        it.market().order(replace(ours.order, marks={**ours.order.marks, "tags": tags}), "controller")
-        await it.passes(1000)
-        assert {machine.id for machine in it.machines()} == {ours.id, "controller"}
+    it.slurm.submit("1", 1, seconds=3000)
+    await running(it, "1")
+    [ours] = it.machines()
+    tags = _tags(ours, token=f"{PERMANENT_TOKEN}0123456789ab", epoch=str(int(it.clock.now())))
+    it.market().order(replace(ours.order, marks={**ours.order.marks, "tags": tags}), "controller")
+    await it.passes(1000)
+    assert {machine.id for machine in it.machines()} == {ours.id, "controller"}
 
 
-async def test_machine_without_the_shoal_tag_or_of_another_cluster_is_never_released(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 1)
-        await running(it, "1")
-        [ours] = it.machines()
-        it.market().order(replace(ours.order, name="somebody's", marks={**ours.order.marks, "tags": []}), "theirs")
-        it.market().order(
-            replace(ours.order, marks={**ours.order.marks, "tags": _tags(ours, cluster="atoll")}), "other"
-        )
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
-        await it.passes(3600, every=30)
-        assert {machine.id for machine in it.machines()} == {"theirs", "other"}
+async def test_machine_without_the_shoal_tag_or_of_another_cluster_is_never_released(it: Scene) -> None:
+    it.slurm.submit("1", 1)
+    await running(it, "1")
+    [ours] = it.machines()
+    it.market().order(replace(ours.order, name="somebody's", marks={**ours.order.marks, "tags": []}), "theirs")
+    it.market().order(replace(ours.order, marks={**ours.order.marks, "tags": _tags(ours, cluster="atoll")}), "other")
+    await it.until(lambda: it.slurm.settled and not it.ledger.live())
+    await it.passes(3600, every=30)
+    assert {machine.id for machine in it.machines()} == {"theirs", "other"}
 
 
-async def test_second_machine_of_an_order_is_released(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("duplicate-name")
-        it.slurm.submit("1", 1, seconds=600)
-        await running(it, "1")
-        await it.passes(60)
-        assert len(it.market().bill()) == 2
-        assert [machine.id for machine in it.machines()] == [one.id for one in it.ledger.live()]
+async def test_second_machine_of_an_order_is_released(it: Scene) -> None:
+    it.fault("duplicate-name")
+    it.slurm.submit("1", 1, seconds=600)
+    await running(it, "1")
+    await it.passes(60)
+    assert len(it.market().bill()) == 2
+    assert [machine.id for machine in it.machines()] == [one.id for one in it.ledger.live()]
 
 
-async def test_node_without_a_machine_is_set_down_and_powered_off(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.node_by_name["burst3"].flags = ["CLOUD"]
-        it.slurm.node_by_name["burst3"].since = it.clock.now()
-        await it.step()
-        assert it.slurm.node_by_name["burst3"].reasons[0].startswith("shoal: this node has no machine")
-        await it.passes(60)
-        assert it.slurm.settled
+async def test_node_without_a_machine_is_set_down_and_powered_off(it: Scene) -> None:
+    it.slurm.node_by_name["burst3"].flags = ["CLOUD"]
+    it.slurm.node_by_name["burst3"].since = it.clock.now()
+    await it.step()
+    assert it.slurm.node_by_name["burst3"].reasons[0].startswith("shoal: this node has no machine")
+    await it.passes(60)
+    assert it.slurm.settled
 
 
-async def test_node_lost_by_slurm_is_replaced(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        job = it.slurm.submit("1", 1, seconds=600)
-        await running(it, "1")
-        it.slurm.lose("burst1")
-        await running(it, "1")
-        assert job.restarts == 1
-        await settled(it)
+async def test_node_lost_by_slurm_is_replaced(it: Scene) -> None:
+    job = it.slurm.submit("1", 1, seconds=600)
+    await running(it, "1")
+    it.slurm.lose("burst1")
+    await running(it, "1")
+    assert job.restarts == 1
+    await settled(it)
 
 
-async def test_node_set_down_by_the_operator_is_kept(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 1, seconds=600)
-        await running(it, "1")
-        await it.slurm.down(["burst1"], "ada looks into it")
-        await it.passes(300)
-        assert it.slurm.node_by_name["burst1"].reason == "ada looks into it"
-        assert it.machines()
+async def test_node_set_down_by_the_operator_is_kept(it: Scene) -> None:
+    it.slurm.submit("1", 1, seconds=600)
+    await running(it, "1")
+    await it.slurm.down(["burst1"], "ada looks into it")
+    await it.passes(300)
+    assert it.slurm.node_by_name["burst1"].reason == "ada looks into it"
+    assert it.machines()
 
 
-async def test_node_past_resume_timeout_can_be_resumed_again(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.resume_timeout = 60
-        it.fault("slow-boot", 1, seconds=500)
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.restarts == 1)
-        await it.step()
-        assert any("did not join in time" in block.why for block in it.ledger.blocks(it.clock.now()))
-        it.slurm.resume_timeout = 1800
-        await settled(it)
-        assert job.state == "COMPLETED"
+async def test_node_past_resume_timeout_can_be_resumed_again(it: Scene) -> None:
+    it.slurm.resume_timeout = 60
+    it.fault("slow-boot", 1, seconds=500)
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: job.restarts == 1)
+    await it.step()
+    assert any("did not join in time" in block.why for block in it.ledger.blocks(it.clock.now()))
+    it.slurm.resume_timeout = 1800
+    await settled(it)
+    assert job.state == "COMPLETED"
 
 
 async def test_machine_that_one_nodeset_rejects_may_serve_another(tmp_path: Path) -> None:
@@ -524,48 +498,44 @@ async def test_machine_that_one_nodeset_rejects_may_serve_another(tmp_path: Path
         assert [rental.node for rental in it.rentals("joined")] == ["small1"]
 
 
-async def test_provider_outage_costs_no_running_job(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        job = it.slurm.submit("1", 2, seconds=5000)
-        await running(it, "1")
-        it.fault("list-fails", -1)
-        await it.passes(3600, every=20)
-        assert (job.state, job.restarts) == ("RUNNING", 0)
-        it.market().faults.clear()
-        await settled(it)
-        assert (job.state, job.restarts) == ("COMPLETED", 0)
+async def test_provider_outage_costs_no_running_job(it: Scene) -> None:
+    job = it.slurm.submit("1", 2, seconds=5000)
+    await running(it, "1")
+    it.fault("list-fails", -1)
+    await it.passes(3600, every=20)
+    assert (job.state, job.restarts) == ("RUNNING", 0)
+    it.market().faults.clear()
+    await settled(it)
+    assert (job.state, job.restarts) == ("COMPLETED", 0)
 
 
-async def test_silent_slurm_changes_nothing(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        job = it.slurm.submit("1", 2, seconds=3000)
-        await running(it, "1")
-        it.slurm.silent = True
-        for _ in range(100):
-            await it.service.step()
-            it.clock.advance(20)
-        assert len(it.machines()) == 2
-        it.slurm.silent = False
-        await settled(it)
-        assert job.restarts == 0
+async def test_silent_slurm_changes_nothing(it: Scene) -> None:
+    job = it.slurm.submit("1", 2, seconds=3000)
+    await running(it, "1")
+    it.slurm.silent = True
+    for _ in range(100):
+        await it.service.step()
+        it.clock.advance(20)
+    assert len(it.machines()) == 2
+    it.slurm.silent = False
+    await settled(it)
+    assert job.restarts == 0
 
 
-async def test_job_cancelled_before_the_order_costs_nothing(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 2)
-        it.slurm.tick()
-        it.slurm.cancel("1")
-        await it.until(lambda: it.slurm.settled)
-        assert it.market().bill() == []
+async def test_job_cancelled_before_the_order_costs_nothing(it: Scene) -> None:
+    it.slurm.submit("1", 2)
+    it.slurm.tick()
+    it.slurm.cancel("1")
+    await it.until(lambda: it.slurm.settled)
+    assert it.market().bill() == []
 
 
-async def test_node_resumed_by_hand_gets_a_machine(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.node_by_name["burst1"].flags = ["CLOUD", "POWERING_UP"]
-        it.slurm.node_by_name["burst1"].since = it.clock.now()
-        it.slurm.requests.append(PowerRequest("resume", ("burst1",)))
-        await it.until(lambda: it.slurm.state("burst1") == {"IDLE", "CLOUD"})
-        assert len(it.machines()) == 1
+async def test_node_resumed_by_hand_gets_a_machine(it: Scene) -> None:
+    it.slurm.node_by_name["burst1"].flags = ["CLOUD", "POWERING_UP"]
+    it.slurm.node_by_name["burst1"].since = it.clock.now()
+    it.slurm.requests.append(PowerRequest("resume", ("burst1",)))
+    await it.until(lambda: it.slurm.state("burst1") == {"IDLE", "CLOUD"})
+    assert len(it.machines()) == 1
 
 
 # ---- the end of machines, and of money
@@ -625,15 +595,14 @@ async def test_node_whose_registration_slurmctld_lost_registers_again(tmp_path: 
         assert [one.id for one in it.rentals("joined")] == [rental.id], "the machine stays"
 
 
-async def test_node_gets_the_features_back_that_its_last_machine_lacked(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        for node in it.slurm.node_by_name.values():
-            node.features = node.declared_features = ["burst", "images"]
-        it.slurm.submit("1", 1, seconds=60)
-        await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
-        await it.slurm.keep_features(["burst1"], ["burst"])  # what its join does
-        await it.passes(30)
-        assert it.slurm.node_by_name["burst1"].features == ["burst"]
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
-        await it.step()
-        assert it.slurm.node_by_name["burst1"].features == ["burst", "images"]
+async def test_node_gets_the_features_back_that_its_last_machine_lacked(it: Scene) -> None:
+    for node in it.slurm.node_by_name.values():
+        node.features = node.declared_features = ["burst", "images"]
+    it.slurm.submit("1", 1, seconds=60)
+    await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+    await it.slurm.keep_features(["burst1"], ["burst"])  # what its join does
+    await it.passes(30)
+    assert it.slurm.node_by_name["burst1"].features == ["burst"]
+    await it.until(lambda: it.slurm.settled and not it.ledger.live())
+    await it.step()
+    assert it.slurm.node_by_name["burst1"].features == ["burst", "images"]

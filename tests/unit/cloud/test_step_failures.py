@@ -81,29 +81,27 @@ async def test_client_exception_does_not_stop_jobs_on_another_account(
         assert "its client failed: KeyError" in caplog.text
 
 
-async def test_job_shows_that_its_account_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        monkeypatch.setattr(it.context.accounts["lambda"].provider, "offers", failing)
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.restarts == 1, seconds=300)
-        assert job.comment.startswith("lambda does not answer; next try at ")
+async def test_job_shows_that_its_account_does_not_answer(it: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(it.context.accounts["lambda"].provider, "offers", failing)
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: job.restarts == 1, seconds=300)
+    assert job.comment.startswith("lambda does not answer; next try at ")
 
 
 async def test_order_with_a_client_exception_is_searched_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    it: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        renter = it.context.accounts["lambda"].provider
-        create = renter.create
+    renter = it.context.accounts["lambda"].provider
+    create = renter.create
 
-        async def broken(orders: Any) -> Any:
-            await create(orders)
-            raise KeyError("instance_ids")
+    async def broken(orders: Any) -> Any:
+        await create(orders)
+        raise KeyError("instance_ids")
 
-        monkeypatch.setattr(renter, "create", broken)
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.state == "COMPLETED")
-        assert len(it.market().bill()) == 1
+    monkeypatch.setattr(renter, "create", broken)
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: job.state == "COMPLETED")
+    assert len(it.market().bill()) == 1
 
 
 TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES = "too few", "too many", "without an id", "of another kind"
@@ -236,32 +234,30 @@ async def test_gather_all_raises_after_all_tasks_end() -> None:
     assert ended == ["longer"]
 
 
-async def test_search_for_a_lost_order_starts_at_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.fault("lagging-list", 1, seconds=60.0)
-        it.fault("error-after-create")
-        account = it.context.accounts["lambda"]
-        order = account.order
+async def test_search_for_a_lost_order_starts_at_its_timeout(it: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    it.fault("lagging-list", 1, seconds=60.0)
+    it.fault("error-after-create")
+    account = it.context.accounts["lambda"]
+    order = account.order
 
-        async def slow(orders: Any) -> Any:
-            it.clock.advance(LOST_ORDER_SEARCH_S - 20)
-            return await order(orders)
+    async def slow(orders: Any) -> Any:
+        it.clock.advance(LOST_ORDER_SEARCH_S - 20)
+        return await order(orders)
 
-        monkeypatch.setattr(account, "order", slow)
-        await it.step()
-        it.slurm.submit("1", 1)
-        await it.until(lambda: it.slurm.job_by_id["1"].state == "COMPLETED", seconds=6 * 3600)
-        assert len(it.market().bill()) == 1
+    monkeypatch.setattr(account, "order", slow)
+    await it.step()
+    it.slurm.submit("1", 1)
+    await it.until(lambda: it.slurm.job_by_id["1"].state == "COMPLETED", seconds=6 * 3600)
+    assert len(it.market().bill()) == 1
 
 
-async def test_machine_preempted_during_boot_is_released_at_once(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 1)
-        await it.until(lambda: bool(it.rentals("made")))
-        [first] = it.rentals("made")
-        it.market().preempt(first.id)
-        await it.until(lambda: bool(it.rentals("gone")), seconds=300)
-        assert it.machines() == []
+async def test_machine_preempted_during_boot_is_released_at_once(it: Scene) -> None:
+    it.slurm.submit("1", 1)
+    await it.until(lambda: bool(it.rentals("made")))
+    [first] = it.rentals("made")
+    it.market().preempt(first.id)
+    await it.until(lambda: bool(it.rentals("gone")), seconds=300)
+    assert it.machines() == []
 
 
 def test_directory_in_the_request_queue_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.fake_world import spec_of
-from tests.unit.cloud.scene import scene
+from tests.unit.cloud.scene import Scene
 
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.service import join
@@ -57,11 +57,10 @@ async def test_no_logout_on_another_network(tmp_path: Path) -> None:
     assert not [call for host in hosts for call in host.calls]
 
 
-async def test_service_logs_each_machine_out_once_before_release(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        it.slurm.submit("1", 2, seconds=60)
-        await it.until(lambda: len(it.machines()) == 2)
-        ids = sorted(machine.id for machine in it.machines())
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
-        assert sorted(it.joiner.parted) == ids
-        assert it.machines() == []
+async def test_service_logs_each_machine_out_once_before_release(it: Scene) -> None:
+    it.slurm.submit("1", 2, seconds=60)
+    await it.until(lambda: len(it.machines()) == 2)
+    ids = sorted(machine.id for machine in it.machines())
+    await it.until(lambda: it.slurm.settled and not it.ledger.live())
+    assert sorted(it.joiner.parted) == ids
+    assert it.machines() == []

@@ -1,13 +1,12 @@
 """Behaviour specific to Amazon EC2; the contract tests cover what all providers share."""
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
 import pytest
-from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, account, trial
+from tests.contract.rental_providers import CASES, KEY, PUBLIC_KEY, Trial, account
 from tests.support.cases import cases
 
 from shoal.cloud.providers import aws, rental_provider
@@ -22,12 +21,6 @@ from shoal_simulators.market import ApiRejection
 
 CASE = CASES["aws"]
 ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho me\n", disk_gb=120)
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 # The protocol

@@ -1,10 +1,8 @@
 """Behaviour specific to DigitalOcean; the contract tests cover what all providers share."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, trial
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account
 from tests.support.cases import cases
 
 from shoal.cloud.providers import digitalocean, rental_provider
@@ -13,12 +11,6 @@ from shoal.cloud.providers.capabilities import HasQuotas
 
 CASE = CASES["digitalocean"]
 ORDER = RentalOrder(CLUSTER, "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, "aa:bb")
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def test_order_has_marks_in_name_and_tag() -> None:

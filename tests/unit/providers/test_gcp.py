@@ -1,11 +1,10 @@
 """Behaviour specific to Google Compute Engine; the contract tests cover what all providers share."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying
 from tests.support.cases import cases
 
 from shoal.cloud.providers import gcp, google_operations, google_orders
@@ -18,12 +17,6 @@ CASE = CASES["gcp"]
 SPOT = RentalOrder(
     "reef", "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, user_data="#!/bin/sh\ntrue\n", lifetime=3600
 )
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def orders(count: int, like: RentalOrder = SPOT) -> list[RentalOrder]:

@@ -1,12 +1,11 @@
 """The rules of a VPC at Google are exactly what the file says, whatever was there before."""
 
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, Trial, account, trial
+from tests.contract.rental_providers import CASES, CLUSTER, Trial, account
 from tests.support.cases import cases
 
 from shoal.cloud.providers import rental_provider
@@ -20,12 +19,6 @@ LAN = ("tcp:22", "tcp:6817", "tcp:60001-63000")
 NETWORK = "https://www.googleapis.com/compute/v1/projects/reefs/global/networks/"
 CREATE = "gcloud compute firewall-rules create"
 UPDATE = "gcloud compute firewall-rules update"
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def cloud(it: Trial) -> GoogleComputeSimulator:

@@ -1,11 +1,9 @@
 """What Google Compute Engine is asked for: machines and images."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from tests.contract.rental_providers import CASES, PUBLIC_KEY, Trial, trial
+from tests.contract.rental_providers import CASES, PUBLIC_KEY, Trial
 from tests.support.cases import cases
 
 from shoal.cloud.providers import google_orders
@@ -16,12 +14,6 @@ SPOT = RentalOrder(
     "reef", "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, user_data="#!/bin/sh\ntrue\n", lifetime=3600
 )
 CPU = replace(SPOT, offer=Offer("acme", "e2-standard-2", "us-east1", "us-east1-b"), lifetime=0, user_data="")
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def ordered(order: RentalOrder, settings: dict[str, str]) -> Any:

@@ -1,11 +1,9 @@
 """Behaviour specific to Lambda, against its simulator over a real socket."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
-import pytest
 from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
 from tests.support.cases import cases
 
@@ -14,11 +12,7 @@ from shoal.cloud.providers.lambda_cloud import read_error
 from shoal.cloud.providers.responses import Refusal, read_refusal
 from shoal_simulators.lambda_cloud import image_id
 
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASES["lambda"]) as made:
-        yield made
+CASE = CASES["lambda"]
 
 
 async def api(it: Trial, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -248,7 +242,7 @@ def test_errors_are_mapped_by_their_codes() -> None:
 
 
 async def test_simulator_enforces_the_rate_limits_of_lambda() -> None:
-    async with trial(CASES["lambda"], limited=True) as it:
+    async with trial(CASE, limited=True) as it:
         it.clock.now += 10
         key = await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
         it.clock.now += 10

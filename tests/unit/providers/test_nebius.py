@@ -2,12 +2,11 @@
 
 import json
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, KEY, PUBLIC_KEY, Trial, account, trial
+from tests.contract.rental_providers import CASES, CLUSTER, KEY, PUBLIC_KEY, Trial, account
 from tests.support.cases import cases
 
 from shoal.cloud.providers import rental_provider
@@ -20,12 +19,6 @@ from shoal_simulators.nebius import SERVICE_ACCOUNT, NebiusSimulator
 
 CASE = CASES["nebius"]
 SPOT = replace(CASE.offer, market="spot", usd_hour=0.8525)
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def calls(it: Trial, method: str) -> int:

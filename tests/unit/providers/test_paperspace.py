@@ -2,7 +2,6 @@
 
 import subprocess
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,6 @@ from shoal.cloud.providers.responses import Refusal, read_refusal
 
 CASE = CASES["paperspace"]
 ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def scripts(it: Trial) -> list[str]:

@@ -97,30 +97,28 @@ def test_type_is_a_gpu_and_its_count(type: str, gpu: str, count: int) -> None:
     assert joined_type(gpu, count) == type
 
 
-async def test_pod_is_requested_with_the_cpus_and_memory_of_the_nodeset_and_a_cuda_floor() -> None:
-    async with trial(CASE) as it:
-        order = replace(await it.order(), cpus=9, memory_mb=40_000, image="ubuntu:24.04")
-        [outcome] = await it.renter.create([order])
-        assert outcome.ok
-        [pod] = it.market.instances.values()
-        asked = pod.order.marks["order"]
-        assert asked["image"] == "ubuntu:24.04"
-        assert asked["gpu"] == {
-            **{"id": "NVIDIA A40", "count": 1},
-            **{"minVcpuCountPerGpu": 9, "minRamPerGpu": 40, "minCudaVersion": "12.8"},
-        }
-        [none] = await it.renter.create([replace(order, token="t2", cpus=64)])
-        assert none.failure is FailureKind.CAPACITY
+async def test_pod_is_requested_with_the_cpus_and_memory_of_the_nodeset_and_a_cuda_floor(it: Trial) -> None:
+    order = replace(await it.order(), cpus=9, memory_mb=40_000, image="ubuntu:24.04")
+    [outcome] = await it.renter.create([order])
+    assert outcome.ok
+    [pod] = it.market.instances.values()
+    asked = pod.order.marks["order"]
+    assert asked["image"] == "ubuntu:24.04"
+    assert asked["gpu"] == {
+        **{"id": "NVIDIA A40", "count": 1},
+        **{"minVcpuCountPerGpu": 9, "minRamPerGpu": 40, "minCudaVersion": "12.8"},
+    }
+    [none] = await it.renter.create([replace(order, token="t2", cpus=64)])
+    assert none.failure is FailureKind.CAPACITY
 
 
-async def test_pod_that_got_less_than_requested_is_removed() -> None:
-    async with trial(CASE) as it:
-        [made] = await it.renter.create([await it.order()])
-        answer = json.dumps({"id": made.id, "cost": 0.44, "gpu": {"vcpuCount": 1, "memory": 50}}).encode()
-        async with saying(http("201 Created", answer), "POST .*", it.url) as url, renting(CASE, url) as renter:
-            [outcome] = await renter.create([await it.order(token="t2")])
-        assert (outcome.failure, outcome.message) == (FailureKind.CAPACITY, "RunPod granted 1 CPUs of 2")
-        assert not any(pod.live for pod in it.market.instances.values())
+async def test_pod_that_got_less_than_requested_is_removed(it: Trial) -> None:
+    [made] = await it.renter.create([await it.order()])
+    answer = json.dumps({"id": made.id, "cost": 0.44, "gpu": {"vcpuCount": 1, "memory": 50}}).encode()
+    async with saying(http("201 Created", answer), "POST .*", it.url) as url, renting(CASE, url) as renter:
+        [outcome] = await renter.create([await it.order(token="t2")])
+    assert (outcome.failure, outcome.message) == (FailureKind.CAPACITY, "RunPod granted 1 CPUs of 2")
+    assert not any(pod.live for pod in it.market.instances.values())
 
 
 @cases("cloud, seconds", ("secure", 0), ("community", 180))
@@ -183,25 +181,23 @@ def _wait_for(path: Path) -> None:
     assert path.exists()
 
 
-async def test_running_pod_is_up_only_with_an_ssh_address() -> None:
-    async with trial(CASE) as it:
-        await it.create()
-        seen = []
-        for _ in range(6):
-            [found] = await it.listed()
-            seen.append((found.raw_state, found.state))
-            it.clock.now += it.market.profile.boot_s / 5
-        assert ("RUNNING", "pending") in seen
-        assert seen[-1] == ("RUNNING", "up")
-
-
-async def test_ssh_address_is_also_read_from_the_ports() -> None:
-    async with trial(CASE) as it:
-        await it.create()
-        it.boot()
-        it.simulation.rewrite = without_direct
+async def test_running_pod_is_up_only_with_an_ssh_address(it: Trial) -> None:
+    await it.create()
+    seen = []
+    for _ in range(6):
         [found] = await it.listed()
-        assert (found.state, found.host, found.port) == ("up", "192.0.2.1", 22)
+        seen.append((found.raw_state, found.state))
+        it.clock.now += it.market.profile.boot_s / 5
+    assert ("RUNNING", "pending") in seen
+    assert seen[-1] == ("RUNNING", "up")
+
+
+async def test_ssh_address_is_also_read_from_the_ports(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    it.simulation.rewrite = without_direct
+    [found] = await it.listed()
+    assert (found.state, found.host, found.port) == ("up", "192.0.2.1", 22)
 
 
 def without_direct(line: str, data: Any) -> Any:
@@ -211,88 +207,73 @@ def without_direct(line: str, data: Any) -> Any:
 
 
 @cases("page", 3, 50)
-async def test_pods_on_all_pages_are_listed(page: int) -> None:
-    async with trial(CASE) as it:
-        it.simulation.simulator.page = page  # type: ignore[attr-defined]
-        for count in range(7):
-            assert (await it.create(f"gpu{count}", f"t{count}")).ok
-        assert sorted(one.token for one in await it.listed()) == [f"t{count}" for count in range(7)]
-        lists = [one for one in it.simulation.requests if (one["method"], one["path"]) == ("GET", "/v2/pods")]
-        assert len(lists) == (3 if page == 3 else 1)
+async def test_pods_on_all_pages_are_listed(it: Trial, page: int) -> None:
+    it.simulation.simulator.page = page  # type: ignore[attr-defined]
+    for count in range(7):
+        assert (await it.create(f"gpu{count}", f"t{count}")).ok
+    assert sorted(one.token for one in await it.listed()) == [f"t{count}" for count in range(7)]
+    lists = [one for one in it.simulation.requests if (one["method"], one["path"]) == ("GET", "/v2/pods")]
+    assert len(lists) == (3 if page == 3 else 1)
 
 
-async def test_repeated_page_is_an_error() -> None:
-    async with trial(CASE) as it:
-        await it.create()
-        it.simulation.rewrite = lambda line, data: {**data, "pagination": {"hasNextPage": True, "nextCursor": "1"}}
-        with pytest.raises(ProviderError, match="the list repeats the same page"):
-            await it.listed()
+async def test_repeated_page_is_an_error(it: Trial) -> None:
+    await it.create()
+    it.simulation.rewrite = lambda line, data: {**data, "pagination": {"hasNextPage": True, "nextCursor": "1"}}
+    with pytest.raises(ProviderError, match="the list repeats the same page"):
+        await it.listed()
 
 
-async def test_price_is_multiplied_by_the_gpu_count() -> None:
-    async with trial(CASE) as it:
-        [offer] = await it.renter.offers(Query(types=("4x NVIDIA H200",), regions=("US-KS-2",)))
-        assert (offer.gpus, offer.gpu, offer.gpu_memory_gb) == (4, "H200", 141)
-        assert offer.usd_hour == pytest.approx(4 * 4.59)
-        [outcome] = await it.renter.create([replace(await it.order(), offer=offer)])
-        assert outcome.usd_hour == pytest.approx(4 * 4.59)
-        [found] = await it.listed()
-        assert (found.type, found.region) == ("4x NVIDIA H200", "US-KS-2")
+async def test_price_is_multiplied_by_the_gpu_count(it: Trial) -> None:
+    [offer] = await it.renter.offers(Query(types=("4x NVIDIA H200",), regions=("US-KS-2",)))
+    assert (offer.gpus, offer.gpu, offer.gpu_memory_gb) == (4, "H200", 141)
+    assert offer.usd_hour == pytest.approx(4 * 4.59)
+    [outcome] = await it.renter.create([replace(await it.order(), offer=offer)])
+    assert outcome.usd_hour == pytest.approx(4 * 4.59)
+    [found] = await it.listed()
+    assert (found.type, found.region) == ("4x NVIDIA H200", "US-KS-2")
 
 
-async def test_order_has_its_region_and_the_ssh_port() -> None:
-    async with trial(CASE) as it:
-        outcome = await it.create()
-        order = it.market.instances[outcome.id].order.marks["order"]
-        assert (order["dataCenterIds"], order["ports"], order["image"]) == (["EU-RO-1"], ["22/tcp"], "debian:12")
-        assert {name: order["env"][name] for name in ("SHOAL_CLUSTER", "SHOAL_NODE", "SHOAL_TOKEN")} == {
-            "SHOAL_CLUSTER": "reef",
-            "SHOAL_NODE": "gpu1",
-            "SHOAL_TOKEN": "t0ken1",
-        }
+async def test_order_has_its_region_and_the_ssh_port(it: Trial) -> None:
+    outcome = await it.create()
+    order = it.market.instances[outcome.id].order.marks["order"]
+    assert (order["dataCenterIds"], order["ports"], order["image"]) == (["EU-RO-1"], ["22/tcp"], "debian:12")
+    assert {name: order["env"][name] for name in ("SHOAL_CLUSTER", "SHOAL_NODE", "SHOAL_TOKEN")} == {
+        "SHOAL_CLUSTER": "reef",
+        "SHOAL_NODE": "gpu1",
+        "SHOAL_TOKEN": "t0ken1",
+    }
 
 
-async def test_community_cloud_has_a_single_region_and_its_own_price() -> None:
-    async with trial(CASE) as it:
-        own = rental_provider(account(CASE, it.url, cloud="community"))
-        try:
-            [offer] = await own.offers(Query(types=("NVIDIA L40S",)))
-            assert (offer.region, offer.usd_hour) == ("any", pytest.approx(0.87))
-            [outcome] = await own.create([replace(await it.order(), offer=offer)])
-            assert outcome.ok
-        finally:
-            await own.close()
-        order = it.market.instances[outcome.id].order.marks["order"]
-        assert order["cloud"] == "COMMUNITY"
-        assert "dataCenterIds" not in order
+async def test_community_cloud_has_a_single_region_and_its_own_price(it: Trial) -> None:
+    own = rental_provider(account(CASE, it.url, cloud="community"))
+    try:
+        [offer] = await own.offers(Query(types=("NVIDIA L40S",)))
+        assert (offer.region, offer.usd_hour) == ("any", pytest.approx(0.87))
+        [outcome] = await own.create([replace(await it.order(), offer=offer)])
+        assert outcome.ok
+    finally:
+        await own.close()
+    order = it.market.instances[outcome.id].order.marks["order"]
+    assert order["cloud"] == "COMMUNITY"
+    assert "dataCenterIds" not in order
 
 
-async def test_pod_without_its_environment_is_identified_by_its_name() -> None:
-    async with trial(CASE) as it:
-        await it.create()
-        it.simulation.rewrite = without_env
-        [found] = await it.listed()
-        assert (found.cluster, found.node, found.token) == ("reef", "gpu1", "t0ken1")
+async def test_pod_without_its_environment_is_identified_by_its_name(it: Trial) -> None:
+    await it.create()
+    it.simulation.rewrite = without_env
+    [found] = await it.listed()
+    assert (found.cluster, found.node, found.token) == ("reef", "gpu1", "t0ken1")
 
 
 def without_env(line: str, data: Any) -> Any:
     return {"pods": [{**pod, "env": {}} for pod in data["pods"]]}
 
 
-async def test_foreign_pod_is_not_listed() -> None:
-    async with trial(CASE) as it:
-        await it.create()
-        it.simulation.rewrite = lambda line, data: {
-            "pods": [{**one, "env": {}, "name": "mine"} for one in data["pods"]]
-        }
-        assert await it.listed() == []
-        assert [one.token for one in await it.listed("")] == [""]
-
-
-@pytest.fixture
-async def it() -> Any:
-    async with trial(CASE) as made:
-        yield made
+async def test_foreign_pod_is_not_listed(it: Trial) -> None:
+    await it.create()
+    it.simulation.rewrite = lambda line, data: {"pods": [{**one, "env": {}, "name": "mine"} for one in data["pods"]]}
+    assert await it.listed() == []
+    assert [one.token for one in await it.listed("")] == [""]
 
 
 async def test_zero_price_of_a_new_pod_is_unknown(it: Trial) -> None:

@@ -7,12 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial
 
 from shoal.cloud.providers import vast
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
@@ -22,12 +21,6 @@ from shoal.cloud.service.machine_keys import MachineKey
 CASE = CASES["vast"]
 ORDER = RentalOrder(CLUSTER, "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\ntrue\n")
 SPOT = Offer("acme", "RTX 4090", "DE", market="spot", usd_hour=1.0)
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASE) as made:
-        yield made
 
 
 def unpacked(args: str) -> str:
