@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.fake_world import World, host_facts, spec_of
+from tests.support.fake_world import World, host_facts, lab, spec_of
 
 from shoal.plan.apply import ApplyTimeouts
 from shoal.spec.members import default_spec
@@ -23,6 +23,20 @@ async def raised(world: World, text: str | None = None) -> Context:
     assert (await up(context, AT_ONCE)).whole
     world.look_again()
     return context
+
+
+async def raised_lab(text: str | None = None) -> tuple[World, Context]:
+    """A lab that is up."""
+    world = lab()
+    return world, await raised(world, text)
+
+
+async def raised_sandbox() -> "Sandbox":
+    """A sandbox that is up."""
+    sandbox = Sandbox()
+    await up(sandbox.context(), AT_ONCE)
+    sandbox.world.look_again()
+    return sandbox
 
 
 class Sandbox:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.contract.rental_providers import CASES, PUBLIC_KEY, Case, account
 
 from shoal.cloud.providers import rental_provider
@@ -20,7 +21,7 @@ from shoal.remote import rental_blocks
 from shoal.spec.rental import Budget, OfferChoice, RentedSet
 from shoal_simulators import find_simulator
 from shoal_simulators.backend import NoHosts
-from shoal_simulators.fake_slurm import FakeClock, FakeJoiner, FakeSlurm
+from shoal_simulators.fake_slurm import FakeClock, FakeJob, FakeJoiner, FakeSlurm
 from shoal_simulators.instances import Fault
 from shoal_simulators.market import Market
 from shoal_simulators.server import SimulatorApp, serve
@@ -115,6 +116,24 @@ class Scene:
             await self.step()
             self.clock.advance(every)
 
+    async def runs(self, *jobs: str) -> None:
+        """Until these jobs run, and one step more."""
+        await self.until(lambda: all(self.slurm.job_by_id[job].state == "RUNNING" for job in jobs))
+        await self.step()
+
+    async def run_job(self, nodes: int = 1, **options: Any) -> FakeJob:
+        """A job `1` that runs."""
+        job = self.slurm.submit("1", nodes, **options)
+        await self.runs("1")
+        return job
+
+    async def settled(self, *completed: FakeJob) -> None:
+        """All jobs are done, all nodes asleep, all machines gone and struck off."""
+        await self.until(lambda: self.slurm.settled and not self.ledger.live(), seconds=6 * 3600)
+        assert self.machines() == []
+        assert {one["ended"] is not None for one in self.market().bill()} <= {True}
+        assert {job.state for job in completed} <= {"COMPLETED"}
+
     def told(self) -> str:
         jobs = [(job.id, job.state, job.nodes, job.comment) for job in self.slurm.job_by_id.values()]
         nodes = [(name, sorted(self.slurm.state(name)), node.reason) for name, node in self.slurm.node_by_name.items()]
@@ -196,4 +215,9 @@ async def scene(
         yield made_scene
 
 
-__all__ = ["CASES", "Offer", "Scene", "choice", "rented_set", "scene"]
+def with_scene(*kinds: str, **options: Any) -> pytest.MarkDecorator:
+    """The scene that a test's fixture `it` is; see `scene`."""
+    return pytest.mark.parametrize("it", [(kinds, options)], indirect=True, ids=["-".join(kinds)])
+
+
+__all__ = ["CASES", "Offer", "Scene", "choice", "rented_set", "scene", "with_scene"]

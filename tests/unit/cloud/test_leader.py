@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from tests.support.cases import cases
-from tests.unit.cloud.scene import CASES, CLUSTER, Scene, scene
+from tests.unit.cloud.scene import CASES, CLUSTER, Scene, with_scene
 
 from shoal.cloud.providers.api import RentalOrder
 from shoal.cloud.service.leader import Leadership
@@ -35,23 +35,23 @@ def in_charge(it: Scene, since: int, mark: Path) -> None:
     it.context.leadership = Leadership(since, mark)
 
 
-async def test_superseded_service_orders_and_deletes_nothing(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda") as it:
-        mark = tmp_path / "succeeded"
-        in_charge(it, EARLIER, mark)
-        it.slurm.submit("1", 1, seconds=100_000.0)
-        await it.until(lambda: bool(it.rentals("joined")))
-        [mine] = [machine.id for machine in it.machines()]
-        theirs = await order(it, LATER)
-        await it.until(lambda: bool(it.context.leadership.superseded))
-        it.slurm.submit("2", 1)
-        it.slurm.cancel("1")
-        await it.passes(7200.0)
-        assert {machine.id for machine in it.machines()} == {mine, theirs}
-        assert it.context.leadership.superseded == (
-            f"{theirs} of lambda was rented by a later service of this cluster; this one changes nothing until "
-            "`shoal up` makes it the leader"
-        )
+@with_scene("lambda")
+async def test_superseded_service_orders_and_deletes_nothing(it: Scene, tmp_path: Path) -> None:
+    mark = tmp_path / "succeeded"
+    in_charge(it, EARLIER, mark)
+    it.slurm.submit("1", 1, seconds=100_000.0)
+    await it.until(lambda: bool(it.rentals("joined")))
+    [mine] = [machine.id for machine in it.machines()]
+    theirs = await order(it, LATER)
+    await it.until(lambda: bool(it.context.leadership.superseded))
+    it.slurm.submit("2", 1)
+    it.slurm.cancel("1")
+    await it.passes(7200.0)
+    assert {machine.id for machine in it.machines()} == {mine, theirs}
+    assert it.context.leadership.superseded == (
+        f"{theirs} of lambda was rented by a later service of this cluster; this one changes nothing until "
+        "`shoal up` makes it the leader"
+    )
 
 
 async def test_superseded_service_stays_superseded_after_a_restart(it: Scene, tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ async def test_reinstated_service_is_the_leader(it: Scene, tmp_path: Path) -> No
     assert not it.context.leadership.superseded
 
 
-async def test_nothing_is_ordered_before_the_first_list_of_an_account(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "runpod") as it:
-        in_charge(it, EARLIER, tmp_path / "succeeded")
-        it.fault("list-fails", -1, at="lambda")
-        it.slurm.submit("1", 1, seconds=100_000.0)
-        await it.until(lambda: bool(it.rentals("joined")))
-        assert it.machines("lambda") == [] and len(it.machines("runpod")) == 1
-        assert {one.account for one in it.rentals()} == {"runpod"}
+@with_scene("lambda", "runpod")
+async def test_nothing_is_ordered_before_the_first_list_of_an_account(it: Scene, tmp_path: Path) -> None:
+    in_charge(it, EARLIER, tmp_path / "succeeded")
+    it.fault("list-fails", -1, at="lambda")
+    it.slurm.submit("1", 1, seconds=100_000.0)
+    await it.until(lambda: bool(it.rentals("joined")))
+    assert it.machines("lambda") == [] and len(it.machines("runpod")) == 1
+    assert {one.account for one in it.rentals()} == {"runpod"}
 
 
 def test_tokens_are_unique_and_end_with_the_leader_time() -> None:

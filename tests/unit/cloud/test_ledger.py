@@ -24,11 +24,6 @@ from shoal.remote import python_command
 from shoal.remote import rental_blocks as program
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "elastic" / "ledger.db"
-
-
 def test_rental_round_trips(path: Path) -> None:
     whole = rental(jobs=("17", "18_3"), billing=Billing(60, 120, from_up=True))
     with Ledger.open(path) as ledger:
@@ -38,181 +33,189 @@ def test_rental_round_trips(path: Path) -> None:
         assert ledger.live() == [whole]
 
 
-def test_states_of_a_machine_are_stored_with_their_times(path: Path) -> None:
+def test_states_of_a_machine_are_stored_with_their_times(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_machine("t1", "i-1", 30.5, 110.0)
+    ledger.record_join("t1", 200.0)
+    ledger.record_release("t1", "idle for 10m", 900.0)
+    ledger.record_billing("t1", since=120.0, until=901.5)
+    ledger.record_end("t1", 930.0)
+    assert ledger.get("t1") == rental(
+        state="gone",
+        id="i-1",
+        usd_hour=30.5,
+        made_at=110.0,
+        joined_at=200.0,
+        released_at=900.0,
+        gone_at=930.0,
+        reason="idle for 10m",
+        billed_from=120.0,
+        billed_until=901.5,
+        prices=((0.0, 30.5),),
+    )
+    assert ledger.live() == []
+
+
+def test_missing_price_falls_back_to_the_offer(ledger: Ledger) -> None:
+    ledger.intend(rental(usd_hour=None))
+    ledger.record_machine("t1", "i-1", None, 110.0)
+    assert ledger.get("t1").usd_hour == 31.92
+    ledger.record_price("t1", 0.123457, 120.0)
+    assert ledger.get("t1").usd_hour == 0.123457
+
+
+def test_first_price_counts_from_the_start_and_later_prices_from_their_change(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_machine("t1", "i-1", None, 110.0)
+    for price, at in ((30.0, 120.0), (30.0000001, 130.0), (33.0, 140.0), (33.0, 150.0), (29.5, 160.0)):
+        ledger.record_price("t1", price, at)
+    found = ledger.get("t1")
+    assert found.prices == ((0.0, 30.0), (140.0, 33.0), (160.0, 29.5))
+    assert found.usd_hour == 29.5
+
+
+OLD_BLOCKS = (
+    "DROP TABLE blocks",
+    "CREATE TABLE blocks (account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,"
+    " until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market))",
+    "INSERT INTO blocks VALUES ('lambda', '', '', '', NULL, 'its key is wrong')",
+)
+
+
+@cases(
+    "schema, lost, steps",
+    (1, ("prices", "host_key", "unfit_machine"), ()),
+    (2, ("host_key", "unfit_machine"), ()),
+    (3, ("unfit_machine",), OLD_BLOCKS),
+    (5, ("unfit_machine",), ("DROP INDEX rentals_trouble",)),
+)
+def test_older_ledger_is_readable_and_migrated_on_write(
+    path: Path, schema: int, lost: tuple[str, ...], steps: tuple[str, ...]
+) -> None:
     with Ledger.open(path) as ledger:
         ledger.intend(rental())
-        ledger.record_machine("t1", "i-1", 30.5, 110.0)
-        ledger.record_join("t1", 200.0)
-        ledger.record_release("t1", "idle for 10m", 900.0)
-        ledger.record_billing("t1", since=120.0, until=901.5)
-        ledger.record_end("t1", 930.0)
-        assert ledger.get("t1") == rental(
-            state="gone",
-            id="i-1",
-            usd_hour=30.5,
-            made_at=110.0,
-            joined_at=200.0,
-            released_at=900.0,
-            gone_at=930.0,
-            reason="idle for 10m",
-            billed_from=120.0,
-            billed_until=901.5,
-            prices=((0.0, 30.5),),
-        )
-        assert ledger.live() == []
-
-
-def test_missing_price_falls_back_to_the_offer(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental(usd_hour=None))
         ledger.record_machine("t1", "i-1", None, 110.0)
-        assert ledger.get("t1").usd_hour == 31.92
-        ledger.record_price("t1", 0.123457, 120.0)
-        assert ledger.get("t1").usd_hour == 0.123457
-
-
-def test_first_price_counts_from_the_start_and_later_prices_from_their_change(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_machine("t1", "i-1", None, 110.0)
-        for price, at in ((30.0, 120.0), (30.0000001, 130.0), (33.0, 140.0), (33.0, 150.0), (29.5, 160.0)):
-            ledger.record_price("t1", price, at)
-        found = ledger.get("t1")
-        assert found.prices == ((0.0, 30.0), (140.0, 33.0), (160.0, 29.5))
-        assert found.usd_hour == 29.5
-
-
-def test_older_ledger_is_readable_and_migrated_on_write(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
+        made = ledger.get("t1")
     with sqlite3.connect(path) as database:
-        for column in ("prices", "host_key", "unfit_machine"):
-            database.execute(f"ALTER TABLE rentals DROP COLUMN {column}")
-        database.execute("PRAGMA user_version = 1")
+        for step in (*steps, *(f"ALTER TABLE rentals DROP COLUMN {column}" for column in lost)):
+            database.execute(step)
+        database.execute(f"PRAGMA user_version = {schema}")
     database.close()
     with Ledger.read(path) as ledger:
-        assert ledger.get("t1") == rental()
+        assert ledger.get("t1") == made
     with Ledger.open(path) as ledger:
         ledger.record_price("t1", 30.0, 120.0)
-        assert ledger.get("t1") == rental(usd_hour=30.0, prices=((0.0, 30.0),))
+        ledger.record_host_key("t1", "ssh-ed25519 AAAA")
+        ledger.record_rejection("t1", "broken", 120.0, "m-1")
     with Ledger.open(path) as ledger:
-        assert ledger.get("t1").usd_hour == 30.0
-
-
-def test_failed_order_stores_its_failure_kind(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_failure("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
         found = ledger.get("t1")
-        assert (found.state, found.trouble, found.reason, found.live) == (
-            "failed",
-            "capacity",
-            "Not enough capacity",
-            False,
-        )
-        ledger.record_machine("t1", "i-1", None, 110.0)  # it turned up after all
-        assert ledger.get("t1") == rental(state="made", id="i-1", made_at=110.0)
+        assert (found.usd_hour, found.prices, found.host_key) == (30.0, ((0.0, 30.0),), "ssh-ed25519 AAAA")
+        assert ledger.unfit_machines("lambda") == {"m-1"}
+        if steps == OLD_BLOCKS:
+            assert ledger.blocks(0.0, "burst") == [OrderBlock("lambda", why="its key is wrong")]
 
 
-def test_released_order_keeps_the_id_of_a_late_machine(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_release("t1", "job 17 was cancelled", 102.0)
-        ledger.record_machine("t1", "i-1", 29.0, 110.0)
-        found = ledger.get("t1")
-        assert (found.state, found.id, found.made_at, found.usd_hour) == ("releasing", "i-1", 110.0, 29.0)
-        assert found.reason == "job 17 was cancelled"
+def test_failed_order_stores_its_failure_kind(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_failure("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
+    found = ledger.get("t1")
+    assert (found.state, found.trouble, found.live) == ("failed", "capacity", False)
+    assert found.reason == "Not enough capacity"
+    ledger.record_machine("t1", "i-1", None, 110.0)  # it turned up after all
+    assert ledger.get("t1") == rental(state="made", id="i-1", made_at=110.0)
 
 
-def test_reappearing_machine_is_billed_again(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_machine("t1", "i-1", None, 110.0)
-        ledger.record_release("t1", "idle", 200.0)
-        ledger.record_billing("t1", until=201.0)
-        ledger.record_end("t1", 230.0)
-        ledger.record_release("t1", "listed again", 300.0)
-        found = ledger.get("t1")
-        assert (found.state, found.gone_at, found.billed_until) == ("releasing", None, None)
+def test_released_order_keeps_the_id_of_a_late_machine(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_release("t1", "job 17 was cancelled", 102.0)
+    ledger.record_machine("t1", "i-1", 29.0, 110.0)
+    found = ledger.get("t1")
+    assert (found.state, found.id, found.made_at, found.usd_hour) == ("releasing", "i-1", 110.0, 29.0)
+    assert found.reason == "job 17 was cancelled"
 
 
-def test_second_machine_of_an_order_is_rejected_with_both_ids(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_machine("t1", "i-1", None, 110.0)
-        with pytest.raises(LedgerError) as caught:
-            ledger.record_machine("t1", "i-2", None, 120.0)
-        assert str(caught.value) == (
-            "burst1: lambda has two machines for one order, i-1 and i-2\n  fix: keep i-1 and delete i-2"
-        )
-        assert ledger.get("t1").id == "i-1"
+def test_reappearing_machine_is_billed_again(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_machine("t1", "i-1", None, 110.0)
+    ledger.record_release("t1", "idle", 200.0)
+    ledger.record_billing("t1", until=201.0)
+    ledger.record_end("t1", 230.0)
+    ledger.record_release("t1", "listed again", 300.0)
+    found = ledger.get("t1")
+    assert (found.state, found.gone_at, found.billed_until) == ("releasing", None, None)
 
 
-def test_repeated_step_changes_nothing(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_machine("t1", "i-1", 30.0, 110.0)
-        ledger.record_machine("t1", "i-1", 99.0, 999.0)
-        ledger.record_join("t1", 200.0)
-        ledger.record_join("t1", 999.0)
-        ledger.record_machine("t1", "i-1", 99.0, 999.0)
-        ledger.record_release("t1", "idle", 300.0)
-        ledger.record_release("t1", "another reason", 999.0)
-        ledger.record_end("t1", 310.0)
-        ledger.record_end("t1", 999.0)
-        assert ledger.get("t1") == rental(
-            state="gone",
-            id="i-1",
-            usd_hour=30.0,
-            made_at=110.0,
-            joined_at=200.0,
-            released_at=300.0,
-            gone_at=310.0,
-            reason="idle",
-            prices=((0.0, 30.0),),
-        )
+def test_second_machine_of_an_order_is_rejected_with_both_ids(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_machine("t1", "i-1", None, 110.0)
+    with pytest.raises(LedgerError) as caught:
+        ledger.record_machine("t1", "i-2", None, 120.0)
+    assert str(caught.value) == (
+        "burst1: lambda has two machines for one order, i-1 and i-2\n  fix: keep i-1 and delete i-2"
+    )
+    assert ledger.get("t1").id == "i-1"
 
 
-def test_impossible_step_is_rejected_with_the_current_state(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        with pytest.raises(LedgerError, match=r"^burst1: rental t1 is intended and cannot become joined$"):
-            ledger.record_join("t1", 1.0)
-        with pytest.raises(LedgerError, match=r"^the ledger has no rental nobody$"):
-            ledger.record_join("nobody", 1.0)
-        assert ledger.get("t1") == rental()
+def test_repeated_step_changes_nothing(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    ledger.record_machine("t1", "i-1", 30.0, 110.0)
+    ledger.record_machine("t1", "i-1", 99.0, 999.0)
+    ledger.record_join("t1", 200.0)
+    ledger.record_join("t1", 999.0)
+    ledger.record_machine("t1", "i-1", 99.0, 999.0)
+    ledger.record_release("t1", "idle", 300.0)
+    ledger.record_release("t1", "another reason", 999.0)
+    ledger.record_end("t1", 310.0)
+    ledger.record_end("t1", 999.0)
+    assert ledger.get("t1") == rental(
+        state="gone",
+        id="i-1",
+        usd_hour=30.0,
+        made_at=110.0,
+        joined_at=200.0,
+        released_at=300.0,
+        gone_at=310.0,
+        reason="idle",
+        prices=((0.0, 30.0),),
+    )
 
 
-def test_gang_is_recorded_whole_or_not_at_all(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental("t3"))
-        with pytest.raises(LedgerError, match=r"^burst1: token t3 is already in the ledger$"):
-            ledger.intend(rental("t1"), rental("t2"), rental("t3"))
-        with pytest.raises(LedgerError, match=r"^burst1: a rental starts as intended, not as made$"):
-            ledger.intend(rental("t1"), rental("t2", state="made"))
-        assert [one.token for one in ledger.all()] == ["t3"]
-        ledger.intend(rental("t1"), rental("t2"))
-        assert [one.token for one in ledger.all()] == ["t3", "t1", "t2"]
+def test_impossible_step_is_rejected_with_the_current_state(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    with pytest.raises(LedgerError, match=r"^burst1: rental t1 is intended and cannot become joined$"):
+        ledger.record_join("t1", 1.0)
+    with pytest.raises(LedgerError, match=r"^the ledger has no rental nobody$"):
+        ledger.record_join("nobody", 1.0)
+    assert ledger.get("t1") == rental()
 
 
-def test_all_since_a_time_returns_rentals_alive_then(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        for token in ("early", "late", "now"):
-            ledger.intend(rental(token))
-            ledger.record_machine(token, f"i-{token}", None, 110.0)
-        ledger.record_end("early", 150.0)
-        ledger.record_end("late", 250.0)
-        assert [one.token for one in ledger.all(200.0)] == ["late", "now"]
-        assert [one.token for one in ledger.all()] == ["early", "late", "now"]
+def test_gang_is_recorded_whole_or_not_at_all(ledger: Ledger) -> None:
+    ledger.intend(rental("t3"))
+    with pytest.raises(LedgerError, match=r"^burst1: token t3 is already in the ledger$"):
+        ledger.intend(rental("t1"), rental("t2"), rental("t3"))
+    with pytest.raises(LedgerError, match=r"^burst1: a rental starts as intended, not as made$"):
+        ledger.intend(rental("t1"), rental("t2", state="made"))
+    assert [one.token for one in ledger.all()] == ["t3"]
+    ledger.intend(rental("t1"), rental("t2"))
+    assert [one.token for one in ledger.all()] == ["t3", "t1", "t2"]
 
 
-def test_rentals_of_a_node_are_newest_first(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental("old", intended_at=100.0))
-        ledger.intend(rental("other", node="burst2", intended_at=150.0))
-        ledger.intend(rental("new", intended_at=200.0))
-        assert [one.token for one in ledger.of_node("burst1")] == ["new", "old"]
-        assert ledger.of_node("burst3") == []
+def test_all_since_a_time_returns_rentals_alive_then(ledger: Ledger) -> None:
+    for token in ("early", "late", "now"):
+        ledger.intend(rental(token))
+        ledger.record_machine(token, f"i-{token}", None, 110.0)
+    ledger.record_end("early", 150.0)
+    ledger.record_end("late", 250.0)
+    assert [one.token for one in ledger.all(200.0)] == ["late", "now"]
+    assert [one.token for one in ledger.all()] == ["early", "late", "now"]
+
+
+def test_rentals_of_a_node_are_newest_first(ledger: Ledger) -> None:
+    ledger.intend(rental("old", intended_at=100.0))
+    ledger.intend(rental("other", node="burst2", intended_at=150.0))
+    ledger.intend(rental("new", intended_at=200.0))
+    assert [one.token for one in ledger.of_node("burst1")] == ["new", "old"]
+    assert ledger.of_node("burst3") == []
 
 
 def test_no_row_can_be_deleted(path: Path) -> None:
@@ -223,17 +226,16 @@ def test_no_row_can_be_deleted(path: Path) -> None:
     database.close()
 
 
-def test_block_ends_with_time_or_by_up(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.block("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
-        ledger.block("runpod", "", "", "", None, "no money left")
-        first = OrderBlock("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
-        second = OrderBlock("runpod", why="no money left")
-        assert ledger.blocks(699.0) == [first, second]
-        assert ledger.blocks(700.0) == [second]
-        assert (program.main(["", str(path)]), program.main(["", str(path), "remove"])) == (1, 0)
-        assert ledger.blocks(0.0) == [first]
-        assert program.main(["", str(path)]) == 0
+def test_block_ends_with_time_or_by_up(ledger: Ledger, path: Path) -> None:
+    ledger.block("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
+    ledger.block("runpod", "", "", "", None, "no money left")
+    first = OrderBlock("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
+    second = OrderBlock("runpod", why="no money left")
+    assert ledger.blocks(699.0) == [first, second]
+    assert ledger.blocks(700.0) == [second]
+    assert (program.main(["", str(path)]), program.main(["", str(path), "remove"])) == (1, 0)
+    assert ledger.blocks(0.0) == [first]
+    assert program.main(["", str(path)]) == 0
 
 
 def test_program_that_unblocks_leaves_no_ledger_and_names_a_broken_one(tmp_path: Path) -> None:
@@ -250,65 +252,45 @@ def test_program_that_unblocks_leaves_no_ledger_and_names_a_broken_one(tmp_path:
     )
 
 
-def test_timed_blocks_of_whole_accounts_can_be_removed(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.block("lambda", "", "", "", 700.0, "no money left")
-        ledger.block("lambda", "gpu", "us-west-1", "on-demand", 700.0, "broken")
-        ledger.block("lambda", "", "", "", None, "its image does not fit", "burst")
-        ledger.unblock_accounts()
-        assert [block.why for block in ledger.blocks(0.0)] == ["broken", "its image does not fit"]
+def test_timed_blocks_of_whole_accounts_can_be_removed(ledger: Ledger) -> None:
+    ledger.block("lambda", "", "", "", 700.0, "no money left")
+    ledger.block("lambda", "gpu", "us-west-1", "on-demand", 700.0, "broken")
+    ledger.block("lambda", "", "", "", None, "its image does not fit", "burst")
+    ledger.unblock_accounts()
+    assert [block.why for block in ledger.blocks(0.0)] == ["broken", "its image does not fit"]
 
 
-def test_rejected_rentals_count_until_their_job_starts(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        for token, job, machine in (("t1", "1", "m-1"), ("t2", "2", "m-2"), ("t3", "1", "")):
-            ledger.intend(rental(token, token, jobs=(job,)))
-            ledger.record_machine(token, f"i-{token}", None, 110.0)
-            ledger.record_rejection(token, "broken", 120.0, machine)
-            ledger.record_end(token, 130.0)
-        assert [one.token for one in ledger.rejected()] == ["t1", "t2", "t3"]
-        ledger.record_start("1")
-        assert [(one.token, one.unfit_machine) for one in ledger.rejected()] == [("t2", "m-2")]
-        assert ledger.unfit_machines("lambda") == {"m-1", "m-2"}, "they are no better since"
-        assert ledger.unfit_machines("vast") == set()
-        ledger.record_release("t2", "listed again", 140.0)
-        assert [one.token for one in ledger.rejected()] == ["t2"]
+def test_rejected_rentals_count_until_their_job_starts(ledger: Ledger) -> None:
+    for token, job, machine in (("t1", "1", "m-1"), ("t2", "2", "m-2"), ("t3", "1", "")):
+        ledger.intend(rental(token, token, jobs=(job,)))
+        ledger.record_machine(token, f"i-{token}", None, 110.0)
+        ledger.record_rejection(token, "broken", 120.0, machine)
+        ledger.record_end(token, 130.0)
+    assert [one.token for one in ledger.rejected()] == ["t1", "t2", "t3"]
+    ledger.record_start("1")
+    assert [(one.token, one.unfit_machine) for one in ledger.rejected()] == [("t2", "m-2")]
+    assert ledger.unfit_machines("lambda") == {"m-1", "m-2"}, "they are no better since"
+    assert ledger.unfit_machines("vast") == set()
+    ledger.record_release("t2", "listed again", 140.0)
+    assert [one.token for one in ledger.rejected()] == ["t2"]
 
 
-def test_ledger_without_unfit_machines_is_migrated(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        ledger.record_machine("t1", "i-1", None, 110.0)
-    with sqlite3.connect(path) as database:
-        database.execute("DROP INDEX rentals_trouble")
-        database.execute("ALTER TABLE rentals DROP COLUMN unfit_machine")
-        database.execute("PRAGMA user_version = 5")
-    database.close()
-    with Ledger.read(path) as ledger:
-        assert ledger.get("t1").unfit_machine == ""
-    with Ledger.open(path) as ledger:
-        ledger.record_rejection("t1", "broken", 120.0, "m-1")
-        assert ledger.unfit_machines("lambda") == {"m-1"}
+def test_block_of_a_nodeset_leaves_the_others_open(ledger: Ledger) -> None:
+    for nodeset, until in (("large", 700.0), ("huge", 800.0)):
+        ledger.block("lambda", "cpu", "us-west-1", "on-demand", until, f"too small for {nodeset}", nodeset)
+    ledger.block("lambda", "gpu", "us-west-1", "on-demand", 700.0, "out of it")
+    assert [block.why for block in ledger.blocks(0.0, "large")] == ["too small for large", "out of it"]
+    assert [block.why for block in ledger.blocks(0.0, "small")] == ["out of it"]
+    assert [block.until for block in ledger.blocks(0.0)] == [700.0, 800.0, 700.0]
 
 
-def test_block_of_a_nodeset_leaves_the_others_open(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        for nodeset, until in (("large", 700.0), ("huge", 800.0)):
-            ledger.block("lambda", "cpu", "us-west-1", "on-demand", until, f"too small for {nodeset}", nodeset)
-        ledger.block("lambda", "gpu", "us-west-1", "on-demand", 700.0, "out of it")
-        assert [block.why for block in ledger.blocks(0.0, "large")] == ["too small for large", "out of it"]
-        assert [block.why for block in ledger.blocks(0.0, "small")] == ["out of it"]
-        assert [block.until for block in ledger.blocks(0.0)] == [700.0, 800.0, 700.0]
-
-
-def test_longer_block_is_not_shortened(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.block("a", "t", "p", "spot", 1000.0, "long")
-        ledger.block("a", "t", "p", "spot", 500.0, "short")
-        assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", 1000.0, "long")]
-        ledger.block("a", "t", "p", "spot", None, "for good")
-        ledger.block("a", "t", "p", "spot", 2000.0, "again")
-        assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", None, "for good")]
+def test_longer_block_is_not_shortened(ledger: Ledger) -> None:
+    ledger.block("a", "t", "p", "spot", 1000.0, "long")
+    ledger.block("a", "t", "p", "spot", 500.0, "short")
+    assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", 1000.0, "long")]
+    ledger.block("a", "t", "p", "spot", None, "for good")
+    ledger.block("a", "t", "p", "spot", 2000.0, "again")
+    assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", None, "for good")]
 
 
 @cases(
@@ -459,12 +441,11 @@ def test_unwritable_directory_is_reported(tmp_path: Path) -> None:
         Ledger.open(tmp_path / "file" / "ledger.db")
 
 
-def test_unknown_field_of_an_offer_is_ignored(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-        text = ledger._database.execute("SELECT offer FROM rentals").fetchone()[0]
-        ledger._database.execute("UPDATE rentals SET offer = ?", [json.dumps({**json.loads(text), "moon": 1})])
-        assert ledger.get("t1") == rental()
+def test_unknown_field_of_an_offer_is_ignored(ledger: Ledger) -> None:
+    ledger.intend(rental())
+    text = ledger._database.execute("SELECT offer FROM rentals").fetchone()[0]
+    ledger._database.execute("UPDATE rentals SET offer = ?", [json.dumps({**json.loads(text), "moon": 1})])
+    assert ledger.get("t1") == rental()
 
 
 # The state machine, by chance.
@@ -600,36 +581,3 @@ def test_kill_at_any_statement_keeps_acknowledged_writes_and_no_partial_write(pa
     assert status == "0", "the child never came to its end"
     assert int(statement) > 40
     assert seen == set(order)
-
-
-def test_ledger_with_blocks_for_all_nodesets_is_migrated(path: Path) -> None:
-    with Ledger.open(path):
-        pass
-    with sqlite3.connect(path) as database:
-        database.execute("ALTER TABLE rentals DROP COLUMN unfit_machine")
-        database.execute("DROP TABLE blocks")
-        database.execute(
-            "CREATE TABLE blocks (account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,"
-            " until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market))"
-        )
-        database.execute("INSERT INTO blocks VALUES ('lambda', '', '', '', NULL, 'its key is wrong')")
-        database.execute("PRAGMA user_version = 3")
-    database.close()
-    for _ in range(2):
-        with Ledger.open(path) as ledger:
-            assert ledger.blocks(0.0, "burst") == [OrderBlock("lambda", why="its key is wrong")]
-
-
-def test_ledger_without_host_keys_is_migrated(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.intend(rental())
-    with sqlite3.connect(path) as database:
-        for column in ("host_key", "unfit_machine"):
-            database.execute(f"ALTER TABLE rentals DROP COLUMN {column}")
-        database.execute("PRAGMA user_version = 2")
-    database.close()
-    with Ledger.read(path) as ledger:
-        assert ledger.get("t1").host_key == ""
-    with Ledger.open(path) as ledger:
-        ledger.record_host_key("t1", "ssh-ed25519 AAAA")
-        assert ledger.get("t1") == rental(host_key="ssh-ed25519 AAAA")

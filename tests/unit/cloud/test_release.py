@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene, with_scene
 
 from shoal.cloud.providers.api import FailureKind, RequestOutcome
 from shoal.cloud.rental import Rental
@@ -21,136 +21,122 @@ from shoal.roles.rented import NOTICE_REASON
 from shoal.slurm.state import NodeState
 from shoal.spec.rental import Budget
 
-
-async def running(it: Scene, job: str = "1") -> None:
-    await it.until(lambda: it.slurm.job_by_id[job].state == "RUNNING")
-    await it.step()
-
-
 # ---- spot
 
 
-async def test_notice_that_only_the_machine_reads_warns_the_job(tmp_path: Path) -> None:
-    async with scene(tmp_path, "gcp") as it:
-        job = it.slurm.submit("1", 2, seconds=600)
-        await running(it)
-        it.market().preempt(it.machines()[0].id)
-        await it.passes(10, every=2)
-        assert job.warned == 0, "Google lists the machine as running"
-        await it.slurm.drain(["burst1"], NOTICE_REASON)  # what preemption_notice.py does there
-        await it.until(lambda: job.warned == 1, seconds=20, every=2)
-        assert job.state == "RUNNING"  # it has time to save
-        await it.until(lambda: job.restarts == 1, seconds=130, every=2)
-        await running(it)
-        assert job.warned == 1
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
-        assert it.machines() == []
+@with_scene("gcp")
+async def test_notice_that_only_the_machine_reads_warns_the_job(it: Scene) -> None:
+    job = await it.run_job(2, seconds=600)
+    it.market().preempt(it.machines()[0].id)
+    await it.passes(10, every=2)
+    assert job.warned == 0, "Google lists the machine as running"
+    await it.slurm.drain(["burst1"], NOTICE_REASON)  # what preemption_notice.py does there
+    await it.until(lambda: job.warned == 1, seconds=20, every=2)
+    assert job.state == "RUNNING"  # it has time to save
+    await it.until(lambda: job.restarts == 1, seconds=130, every=2)
+    await it.runs("1")
+    assert job.warned == 1
+    await it.settled()
 
 
-async def test_machine_that_is_powered_off_unheard_costs_only_the_time_since_the_last_save(tmp_path: Path) -> None:
-    async with scene(tmp_path, "gcp") as it:
-        job = it.slurm.submit("1", 2, seconds=600)
-        await running(it)
-        it.market().preempt(it.machines()[0].id)
-        await it.until(lambda: job.restarts == 1, seconds=300, every=2)
-        await running(it)
+@with_scene("gcp")
+async def test_machine_that_is_powered_off_unheard_costs_only_the_time_since_the_last_save(it: Scene) -> None:
+    job = await it.run_job(2, seconds=600)
+    it.market().preempt(it.machines()[0].id)
+    await it.until(lambda: job.restarts == 1, seconds=300, every=2)
+    await it.runs("1")
 
 
-async def test_preemption_notice_warns_the_job_and_requeues_elsewhere(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        job = it.slurm.submit("1", 2, seconds=600)
-        await running(it)
-        it.market().preempt(it.machines()[0].id)
-        await it.until(lambda: job.warned == 1, seconds=70, every=2)
-        assert "DRAIN" in it.slurm.state("burst1")
-        assert job.state == "RUNNING"  # it has time to save
-        await it.until(lambda: job.restarts == 1, seconds=30, every=1)
-        await running(it)
-        assert job.warned == 1
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
-        assert it.machines() == []
+@with_scene("sandbox")
+async def test_preemption_notice_warns_the_job_and_requeues_elsewhere(it: Scene) -> None:
+    job = await it.run_job(2, seconds=600)
+    it.market().preempt(it.machines()[0].id)
+    await it.until(lambda: job.warned == 1, seconds=70, every=2)
+    assert "DRAIN" in it.slurm.state("burst1")
+    assert job.state == "RUNNING"  # it has time to save
+    await it.until(lambda: job.restarts == 1, seconds=30, every=1)
+    await it.runs("1")
+    assert job.warned == 1
+    await it.settled()
 
 
-async def test_job_that_exits_after_the_warning_frees_its_node_at_once(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        job = it.slurm.submit("1", 1, seconds=600)
-        await running(it)
-        it.market().preempt(it.machines()[0].id)
-        await it.until(lambda: job.warned == 1, seconds=70, every=2)
-        await it.slurm.requeue("1")  # what the training library does when it has saved
-        await it.step()
-        await it.step()
-        assert it.slurm.node_by_name["burst1"].base != "ALLOCATED"
-        assert it.rentals("releasing")
+@with_scene("sandbox")
+async def test_job_that_exits_after_the_warning_frees_its_node_at_once(it: Scene) -> None:
+    job = await it.run_job(seconds=600)
+    it.market().preempt(it.machines()[0].id)
+    await it.until(lambda: job.warned == 1, seconds=70, every=2)
+    await it.slurm.requeue("1")  # what the training library does when it has saved
+    await it.step()
+    await it.step()
+    assert it.slurm.node_by_name["burst1"].base != "ALLOCATED"
+    assert it.rentals("releasing")
 
 
-async def test_job_without_checkpoints_gets_no_signal_and_is_requeued(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        job = it.slurm.submit("1", 1, seconds=600, saves=False)
-        await running(it)
-        it.market().preempt(it.machines()[0].id)
-        await it.until(lambda: job.restarts == 1, seconds=120, every=2)
-        assert job.warned == 0
+@with_scene("sandbox")
+async def test_job_without_checkpoints_gets_no_signal_and_is_requeued(it: Scene) -> None:
+    job = await it.run_job(seconds=600, saves=False)
+    it.market().preempt(it.machines()[0].id)
+    await it.until(lambda: job.restarts == 1, seconds=120, every=2)
+    assert job.warned == 0
 
 
-async def test_restarted_service_continues_a_preemption_notice(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        job = it.slurm.submit("1", 1, seconds=600)
-        await running(it)
-        it.market().preempt(it.machines()[0].id)
-        await it.until(lambda: job.warned == 1, seconds=70, every=2)
-        it.service = it.restart()
-        await it.until(lambda: job.restarts == 1, seconds=60, every=2)
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
-        assert job.state == "COMPLETED"
+@with_scene("sandbox")
+async def test_restarted_service_continues_a_preemption_notice(it: Scene) -> None:
+    job = await it.run_job(seconds=600)
+    it.market().preempt(it.machines()[0].id)
+    await it.until(lambda: job.warned == 1, seconds=70, every=2)
+    it.service = it.restart()
+    await it.until(lambda: job.restarts == 1, seconds=60, every=2)
+    await it.until(lambda: it.slurm.settled and not it.ledger.live())
+    assert job.state == "COMPLETED"
 
 
 # ---- money
 
 
-async def test_order_above_the_budget_is_rejected_with_the_reason_on_the_job(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", budget=Budget(per_hour=3.0)) as it:
-        first, second = it.slurm.submit("1", 2, seconds=1200), it.slurm.submit("2", 1)
-        await running(it)
-        assert second.restarts >= 1
-        assert second.comment.startswith("the budget of $3.00 an hour: $2.58 is in use, and gpu_1x_a10 costs $1.29")
-        assert any("the budget of $3.00" in text for text in it.slurm.node_by_name["burst3"].reasons)
-        assert first.restarts == 0
-        await it.until(lambda: second.state == "COMPLETED", seconds=6 * 3600)
-        assert max(_rates(it)) <= 3.0
+@with_scene("lambda", budget=Budget(per_hour=3.0))
+async def test_order_above_the_budget_is_rejected_with_the_reason_on_the_job(it: Scene) -> None:
+    first, second = it.slurm.submit("1", 2, seconds=1200), it.slurm.submit("2", 1)
+    await it.runs("1")
+    assert second.restarts >= 1
+    assert second.comment.startswith("the budget of $3.00 an hour: $2.58 is in use, and gpu_1x_a10 costs $1.29")
+    assert any("the budget of $3.00" in text for text in it.slurm.node_by_name["burst3"].reasons)
+    assert first.restarts == 0
+    await it.until(lambda: second.state == "COMPLETED", seconds=6 * 3600)
+    assert max(_rates(it)) <= 3.0
 
 
-async def test_concurrent_jobs_cannot_both_use_the_rest_of_the_budget(tmp_path: Path) -> None:
-    async with scene(tmp_path, "runpod", budget=Budget(per_hour=0.5)) as it:
-        it.slurm.submit("1", 1)
-        it.slurm.submit("2", 1)
-        await it.step()
-        assert len(it.machines()) == 1
+@with_scene("runpod", budget=Budget(per_hour=0.5))
+async def test_concurrent_jobs_cannot_both_use_the_rest_of_the_budget(it: Scene) -> None:
+    it.slurm.submit("1", 1)
+    it.slurm.submit("2", 1)
+    await it.step()
+    assert len(it.machines()) == 1
 
 
-async def test_unreleasable_machine_in_the_budget_is_shown_on_the_job(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
-        leave(it, "an account of before")
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.restarts == 1, seconds=300)
-        assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
+@with_scene("lambda", budget=Budget(per_hour=1.29))
+async def test_unreleasable_machine_in_the_budget_is_shown_on_the_job(it: Scene) -> None:
+    leave(it, "an account of before")
+    job = it.slurm.submit("1", 1)
+    await it.until(lambda: job.restarts == 1, seconds=300)
+    assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
 
 
+@with_scene("lambda", budget=Budget(per_hour=1.29))
 async def test_job_waiting_for_a_release_in_the_budget_shows_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    it: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
 
-        async def refused(machines: Any) -> list[RequestOutcome]:
-            return [RequestOutcome(one.id, FailureKind.TRANSIENT, message="not now") for one in machines]
+    async def refused(machines: Any) -> list[RequestOutcome]:
+        return [RequestOutcome(one.id, FailureKind.TRANSIENT, message="not now") for one in machines]
 
-        monkeypatch.setattr(it.context.accounts["lambda"].provider, "delete", refused)
-        leave(it, "lambda")
-        job = it.slurm.submit("1", 1)
-        await it.step()
-        assert (job.state, job.restarts) == ("CONFIGURING", 0)
-        assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
-        assert job.comment.endswith("; waiting for i-1 of lambda to end")
+    monkeypatch.setattr(it.context.accounts["lambda"].provider, "delete", refused)
+    leave(it, "lambda")
+    job = it.slurm.submit("1", 1)
+    await it.step()
+    assert (job.state, job.restarts) == ("CONFIGURING", 0)
+    assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
+    assert job.comment.endswith("; waiting for i-1 of lambda to end")
 
 
 def leave(it: Scene, account: str) -> None:
@@ -166,39 +152,34 @@ async def test_cheaper_offer_is_tried_when_the_budget_is_too_small(tmp_path: Pat
     dear = choice(CASES["lambda"], type="gpu_1x_h100_sxm5")
     sets = (rented_set("burst", 4, dear, choice(CASES["lambda"])),)
     async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2.0)) as it:
-        it.slurm.submit("1", 1)
-        await running(it)
+        await it.run_job()
         assert [machine.order.type for machine in it.machines()] == ["gpu_1x_a10"]
 
 
-async def test_exhausted_budget_with_end_ends_running_jobs(tmp_path: Path) -> None:
-    budget = Budget(per_day=2.0, then="end")
-    async with scene(tmp_path, "lambda", budget=budget) as it:
-        job = it.slurm.submit("1", 1, seconds=9 * 3600)
-        await running(it)
-        await it.until(lambda: job.warned == 1, seconds=3 * 3600, every=30)
-        assert "the budget of $2.00 a day is used up" in job.comment
-        await it.until(lambda: it.machines() == [], seconds=900)
-        assert sum(one["usd"] for one in it.market().bill()) <= 2.0
+@with_scene("lambda", budget=Budget(per_day=2.0, then="end"))
+async def test_exhausted_budget_with_end_ends_running_jobs(it: Scene) -> None:
+    job = await it.run_job(seconds=9 * 3600)
+    await it.until(lambda: job.warned == 1, seconds=3 * 3600, every=30)
+    assert "the budget of $2.00 a day is used up" in job.comment
+    await it.until(lambda: it.machines() == [], seconds=900)
+    assert sum(one["usd"] for one in it.market().bill()) <= 2.0
 
 
-async def test_exhausted_budget_with_after_delays_the_end(tmp_path: Path) -> None:
-    budget = Budget(per_day=2.0, then="end", after="30m")
-    async with scene(tmp_path, "lambda", budget=budget) as it:
-        job = it.slurm.submit("1", 1, seconds=9 * 3600)
-        await running(it)
+@with_scene("lambda", budget=Budget(per_day=2.0, then="end", after="30m"))
+async def test_exhausted_budget_with_after_delays_the_end(it: Scene) -> None:
+    job = await it.run_job(seconds=9 * 3600)
 
-        def paid() -> float:
-            return sum(one["usd"] for one in it.market().bill())
+    def paid() -> float:
+        return sum(one["usd"] for one in it.market().bill())
 
-        await it.until(lambda: paid() >= 2.0, seconds=3 * 3600, every=30)
-        reached = it.clock.now()
-        assert job.warned == 0
-        await it.until(lambda: job.warned == 1, seconds=3600, every=10)
-        assert "the budget of $2.00 a day is used up for 30m" in job.comment
-        await it.until(lambda: it.machines() == [], seconds=900)
-        assert 1500 < it.clock.now() - reached <= 1800
-        assert paid() <= 2.0 + 1.29 / 2
+    await it.until(lambda: paid() >= 2.0, seconds=3 * 3600, every=30)
+    reached = it.clock.now()
+    assert job.warned == 0
+    await it.until(lambda: job.warned == 1, seconds=3600, every=10)
+    assert "the budget of $2.00 a day is used up for 30m" in job.comment
+    await it.until(lambda: it.machines() == [], seconds=900)
+    assert 1500 < it.clock.now() - reached <= 1800
+    assert paid() <= 2.0 + 1.29 / 2
 
 
 def _rates(it: Scene) -> list[float]:
@@ -223,7 +204,7 @@ async def test_status_file_has_job_reasons_and_node_machines(it: Scene, tmp_path
     assert told.jobs["1"].startswith("lambda us-west-1 out of gpu_1x_a10")
     assert told.accounts == {"lambda": ""}
     it.market().faults.clear()
-    await running(it)
+    await it.runs("1")
     told = read_status(file.read_text())
     [(token, one)] = told.machines.items()
     assert token == it.rentals("joined")[0].token
@@ -242,8 +223,7 @@ async def test_status_file_has_job_reasons_and_node_machines(it: Scene, tmp_path
 async def test_status_file_lists_a_released_machine_beside_its_replacement(it: Scene, tmp_path: Path) -> None:
     file = tmp_path / "status.json"
     it.service = RentalService(it.context, status_file=file)
-    it.slurm.submit("1", 1, seconds=3600)
-    await running(it)
+    await it.run_job(seconds=3600)
     [first] = it.rentals("joined")
     it.context.release(first, "no longer wanted")
     it.ledger.intend(replace(first, token="t2", state="intended", id=""))
@@ -255,16 +235,15 @@ async def test_status_file_lists_a_released_machine_beside_its_replacement(it: S
     ]
 
 
-async def test_account_removed_from_the_spec_with_live_machines_is_reported(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        it.slurm.submit("1", 1, seconds=600)
-        await running(it)
-        file = tmp_path / "status.json"
-        left = RentalService(replace(it.context, accounts={}), status_file=file)
-        await left.step()
-        said = "machines are rented there, but the spec has no such account"
-        assert read_status(file.read_text()).accounts == {"sandbox": said}
-        assert len(it.machines()) == 1
+@with_scene("sandbox")
+async def test_account_removed_from_the_spec_with_live_machines_is_reported(it: Scene, tmp_path: Path) -> None:
+    await it.run_job(seconds=600)
+    file = tmp_path / "status.json"
+    left = RentalService(replace(it.context, accounts={}), status_file=file)
+    await left.step()
+    said = "machines are rented there, but the spec has no such account"
+    assert read_status(file.read_text()).accounts == {"sandbox": said}
+    assert len(it.machines()) == 1
 
 
 def test_status_of_a_newer_shoal_is_readable() -> None:
@@ -280,46 +259,46 @@ def test_invalid_status_is_rejected(text: str) -> None:
 # ---- how it runs for good
 
 
-async def test_service_runs_until_cancelled_and_reads_requests(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        requests = tmp_path / "requests"
-        requests.mkdir()
-        it.ledger.block("sandbox", "", "", "", it.clock.now() + 3600, "sandbox has no money of ours left")
-        service = RentalService(it.context, requests=RequestQueue(requests))
-        work = asyncio.create_task(service.run())
-        it.slurm.submit("1", 1)
-        it.slurm.tick()
-        request.main(["resume", "burst1"], str(requests), {})
-        async with asyncio.timeout(30):
-            while not it.market().bill():  # noqa: ASYNC110 (a new service tries an account again)
-                await asyncio.sleep(0.01)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        assert not list(requests.iterdir())
+@with_scene("sandbox")
+async def test_service_runs_until_cancelled_and_reads_requests(it: Scene, tmp_path: Path) -> None:
+    requests = tmp_path / "requests"
+    requests.mkdir()
+    it.ledger.block("sandbox", "", "", "", it.clock.now() + 3600, "sandbox has no money of ours left")
+    service = RentalService(it.context, requests=RequestQueue(requests))
+    work = asyncio.create_task(service.run())
+    it.slurm.submit("1", 1)
+    it.slurm.tick()
+    request.main(["resume", "burst1"], str(requests), {})
+    async with asyncio.timeout(30):
+        while not it.market().bill():  # noqa: ASYNC110 (a new service tries an account again)
+            await asyncio.sleep(0.01)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert not list(requests.iterdir())
 
 
-async def test_failed_step_does_not_end_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        nodes = it.slurm.nodes
-        broken = [ValueError("a bug"), ValueError("a bug")]
+@with_scene("sandbox")
+async def test_failed_step_does_not_end_the_service(it: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = it.slurm.nodes
+    broken = [ValueError("a bug"), ValueError("a bug")]
 
-        async def failing() -> list[NodeState]:
-            if broken:
-                raise broken.pop()
-            return await nodes()
+    async def failing() -> list[NodeState]:
+        if broken:
+            raise broken.pop()
+        return await nodes()
 
-        it.slurm.nodes = failing  # type: ignore[method-assign]
-        it.slurm.submit("1", 1)
-        it.slurm.tick()
-        work = asyncio.create_task(it.service.run())
-        async with asyncio.timeout(30):
-            while not it.market().bill():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        assert caplog.text.count("a step failed; the next one retries") == 2
+    it.slurm.nodes = failing  # type: ignore[method-assign]
+    it.slurm.submit("1", 1)
+    it.slurm.tick()
+    work = asyncio.create_task(it.service.run())
+    async with asyncio.timeout(30):
+        while not it.market().bill():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert caplog.text.count("a step failed; the next one retries") == 2
 
 
 async def test_service_polls_often_only_while_work_is_pending(it: Scene) -> None:
@@ -336,7 +315,7 @@ async def test_service_polls_often_only_while_work_is_pending(it: Scene) -> None
     await it.step()
     it.slurm.tick()
     assert await it.service.step() == 0.3
-    await running(it)
+    await it.runs("1")
     assert await it.service.step() == 15.0
 
 

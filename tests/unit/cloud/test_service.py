@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cases import cases
-from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene, with_scene
 
 from shoal.cloud.providers.api import PERMANENT_TOKEN, FailureKind
 from shoal.cloud.rental import cost, micros
@@ -18,26 +18,13 @@ from shoal.spec.rental import Budget
 WEST, EAST = choice(CASES["lambda"]), choice(CASES["lambda"], region="us-east-1")
 
 
-async def settled(it: Scene) -> None:
-    """All jobs are done, all nodes asleep, all machines gone and struck off."""
-    await it.until(lambda: it.slurm.settled and not it.ledger.live(), seconds=6 * 3600)
-    assert it.machines() == []
-    assert {one["ended"] is not None for one in it.market().bill()} <= {True}
-
-
-async def running(it: Scene, *jobs: str) -> None:
-    await it.until(lambda: all(it.slurm.job_by_id[job].state == "RUNNING" for job in jobs))
-    await it.step()
-
-
 async def test_job_starts_its_nodes_and_they_are_released_afterwards(it: Scene) -> None:
-    job = it.slurm.submit("1", 2)
-    await running(it, "1")
+    job = await it.run_job(2)
     assert len(it.machines()) == 2
     assert {one.state for one in it.rentals()} == {"joined"}
     assert {one.jobs for one in it.rentals()} == {("1",)}
     assert job.comments == ["trying lambda us-west-1", "rented from lambda us-west-1"]
-    await settled(it)
+    await it.settled()
     assert (job.state, job.restarts) == ("COMPLETED", 0)
     assert {one.state for one in it.rentals()} == {"gone"}
     assert len(it.market().bill()) == 2
@@ -45,7 +32,7 @@ async def test_job_starts_its_nodes_and_they_are_released_afterwards(it: Scene) 
 
 async def test_billed_time_in_the_ledger_matches_the_provider(it: Scene) -> None:
     it.slurm.submit("1", 2)
-    await settled(it)
+    await it.settled()
     billed = {one["id"]: one["seconds"] for one in it.market().bill()}
     ours = {
         one.id: one.billing.seconds((one.billed_until or 0) - (one.billed_from or one.made_at or 0))
@@ -62,8 +49,7 @@ async def test_intent_is_in_the_ledger_before_the_order(it: Scene) -> None:
         seen.append([one.state for one in it.ledger.live()]),
         order(wanted, id),
     )[1]
-    it.slurm.submit("1", 1)
-    await running(it, "1")
+    await it.run_job()
     assert seen == [["intended"]]
 
 
@@ -78,43 +64,38 @@ async def test_orders_respect_the_rate_limit_of_the_provider(it: Scene) -> None:
 # ---- failover
 
 
-async def test_stockout_moves_to_the_next_offer_for_the_same_job(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.fault("stockout", -1, region="us-west-1")
-        job = it.slurm.submit("1", 2)
-        await running(it, "1")
-        assert job.restarts == 0
-        assert {one["region"] for one in it.market().bill()} == {"us-east-1"}
-        assert any("lambda us-west-1 out of gpu_1x_a10, trying lambda us-east-1" in text for text in job.comments)
-        await settled(it)
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST),))
+async def test_stockout_moves_to_the_next_offer_for_the_same_job(it: Scene) -> None:
+    it.fault("stockout", -1, region="us-west-1")
+    job = await it.run_job(2)
+    assert job.restarts == 0
+    assert {one["region"] for one in it.market().bill()} == {"us-east-1"}
+    assert any("lambda us-west-1 out of gpu_1x_a10, trying lambda us-east-1" in text for text in job.comments)
+    await it.settled()
 
 
-async def test_stockout_is_remembered_for_the_next_job(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.fault("stockout", 1, region="us-west-1")
-        it.slurm.submit("1", 1)
-        await running(it, "1")
-        it.slurm.submit("2", 1)
-        await it.until(lambda: len(it.market().bill()) == 2)
-        assert [one["region"] for one in it.market().bill()] == ["us-east-1", "us-east-1"]
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST),))
+async def test_stockout_is_remembered_for_the_next_job(it: Scene) -> None:
+    it.fault("stockout", 1, region="us-west-1")
+    await it.run_job()
+    it.slurm.submit("2", 1)
+    await it.until(lambda: len(it.market().bill()) == 2)
+    assert [one["region"] for one in it.market().bill()] == ["us-east-1", "us-east-1"]
 
 
-async def test_gang_gets_a_single_region_and_a_partial_gang_is_released(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 8, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        _paced(it)
-        it.slurm.submit("1", 4, seconds=600)
-        await it.until(lambda: len(it.machines()) == 2, every=1.0)
-        it.fault("stockout", -1, region="us-west-1")
-        await running(it, "1")
-        assert {machine.order.region for machine in it.machines()} == {"us-east-1"}
-        assert len(it.machines()) == 4
-        assert {one.reason for one in it.rentals("gone")} == {
-            "the job's nodes must be in one place: lambda us-west-1 out of gpu_1x_a10"
-        }
-        await settled(it)
+@with_scene("lambda", sets=(rented_set("burst", 8, WEST, EAST),))
+async def test_gang_gets_a_single_region_and_a_partial_gang_is_released(it: Scene) -> None:
+    _paced(it)
+    it.slurm.submit("1", 4, seconds=600)
+    await it.until(lambda: len(it.machines()) == 2, every=1.0)
+    it.fault("stockout", -1, region="us-west-1")
+    await it.runs("1")
+    assert {machine.order.region for machine in it.machines()} == {"us-east-1"}
+    assert len(it.machines()) == 4
+    assert {one.reason for one in it.rentals("gone")} == {
+        "the job's nodes must be in one place: lambda us-west-1 out of gpu_1x_a10"
+    }
+    await it.settled()
 
 
 async def test_job_waits_with_the_reason_when_no_offer_remains(it: Scene) -> None:
@@ -127,8 +108,7 @@ async def test_job_waits_with_the_reason_when_no_offer_remains(it: Scene) -> Non
     assert node.reason.startswith("shoal: lambda us-west-1 out of gpu_1x_a10")
     assert it.market().bill() == []
     it.market().faults.clear()
-    await settled(it)
-    assert job.state == "COMPLETED"
+    await it.settled(job)
 
 
 async def test_two_failed_gangs_leave_no_machine(it: Scene) -> None:
@@ -140,7 +120,7 @@ async def test_two_failed_gangs_leave_no_machine(it: Scene) -> None:
     await it.passes(900)
     assert it.machines() == []
     it.market().faults.clear()
-    await settled(it)
+    await it.settled()
     assert {job.state for job in it.slurm.job_by_id.values()} == {"COMPLETED"}
 
 
@@ -176,8 +156,7 @@ async def test_account_without_balance_is_retried_after_an_hour(it: Scene) -> No
 
 async def test_rate_limited_order_is_retried_later(it: Scene) -> None:
     it.fault("rate", 6)
-    job = it.slurm.submit("1", 2)
-    await running(it, "1")
+    job = await it.run_job(2)
     assert job.restarts == 0
     assert len(it.market().bill()) == 2
 
@@ -187,8 +166,7 @@ async def test_rate_limited_order_is_retried_later(it: Scene) -> None:
 
 async def test_create_with_a_lost_answer_is_searched_and_not_repeated(it: Scene) -> None:
     it.fault("error-after-create")
-    job = it.slurm.submit("1", 2)
-    await running(it, "1")
+    job = await it.run_job(2)
     assert job.restarts == 0
     assert len(it.market().bill()) == 2
     assert len({one["name"] for one in it.market().bill()}) == 2
@@ -212,112 +190,102 @@ async def test_order_stays_open_while_the_list_fails_after_a_lost_answer(it: Sce
     assert [one.state for one in it.ledger.live()] == ["intended"]
     assert len(it.market().bill()) == 1
     it.market().faults.clear()
-    await running(it, "1")
+    await it.runs("1")
     assert len(it.market().bill()) == 1
 
 
 async def test_lagging_list_causes_no_second_order(it: Scene) -> None:
     it.fault("lagging-list", 2, seconds=200)
-    it.slurm.submit("1", 2)
-    await running(it, "1")
+    await it.run_job(2)
     assert len(it.market().bill()) == 2
 
 
 async def test_machine_that_appears_too_late_is_released(it: Scene) -> None:
     it.fault("error-after-create")
     it.fault("lagging-list", seconds=400)
-    job = it.slurm.submit("1", 1)
-    await running(it, "1")
+    job = await it.run_job()
     await it.passes(500)
     assert len(it.market().bill()) == 2
-    await settled(it)
-    assert job.state == "COMPLETED"
+    await it.settled(job)
     assert len(it.rentals("gone")) == 2
 
 
 # ---- machines that are no good
 
 
-async def test_unreachable_machine_is_released_and_another_region_tried(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.slurm.resume_timeout = 7200
-        it.fault("never-reachable", 1)
-        job = it.slurm.submit("1", 1)
-        await running(it, "1")
-        assert job.restarts == 0
-        [bad] = it.rentals("gone")
-        assert "is not a node after 1800 s: 192.0.2.1 does not answer" in bad.reason
-        assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST),))
+async def test_unreachable_machine_is_released_and_another_region_tried(it: Scene) -> None:
+    it.slurm.resume_timeout = 7200
+    it.fault("never-reachable", 1)
+    job = await it.run_job()
+    assert job.restarts == 0
+    [bad] = it.rentals("gone")
+    assert "is not a node after 1800 s: 192.0.2.1 does not answer" in bad.reason
+    assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
 
 
-async def test_bad_gpu_is_replaced_at_once_and_its_offer_blocked(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.fault("bad-gpu")
-        job = it.slurm.submit("1", 1)
-        await running(it, "1")
-        assert job.restarts == 0
-        assert any("CUDA error 802" in one.reason for one in it.rentals("gone"))
-        assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST),))
+async def test_bad_gpu_is_replaced_at_once_and_its_offer_blocked(it: Scene) -> None:
+    it.fault("bad-gpu")
+    job = await it.run_job()
+    assert job.restarts == 0
+    assert any("CUDA error 802" in one.reason for one in it.rentals("gone"))
+    assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
 
 
-async def test_bad_machine_of_a_gang_is_replaced_in_the_same_region(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        _paced(it)
-        it.slurm.submit("1", 3, seconds=600)
-        await it.until(lambda: len(it.machines()) == 2, every=1.0)
-        it.fault("bad-gpu")
-        await running(it, "1")
-        assert {machine.order.region for machine in it.machines()} == {"us-west-1"}
-        assert len(it.market().bill()) == 4
-        await settled(it)
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST),))
+async def test_bad_machine_of_a_gang_is_replaced_in_the_same_region(it: Scene) -> None:
+    _paced(it)
+    it.slurm.submit("1", 3, seconds=600)
+    await it.until(lambda: len(it.machines()) == 2, every=1.0)
+    it.fault("bad-gpu")
+    await it.runs("1")
+    assert {machine.order.region for machine in it.machines()} == {"us-west-1"}
+    assert len(it.market().bill()) == 4
+    await it.settled()
 
 
 async def test_dead_machine_is_replaced_and_its_job_continues(it: Scene) -> None:
-    job = it.slurm.submit("1", 2, seconds=1200)
-    await running(it, "1")
+    job = await it.run_job(2, seconds=1200)
     it.market().kill(it.machines()[0].id)
     await it.until(lambda: job.restarts == 1)
-    await running(it, "1")
+    await it.runs("1")
     [why] = it.slurm.node_by_name["burst1"].reasons
     assert "is unhealthy" in why
-    await settled(it)
-    assert job.state == "COMPLETED"
+    await it.settled(job)
 
 
-async def test_replaced_machine_frees_its_budget_for_the_replacement(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", budget=Budget(per_hour=2 * 1.29)) as it:
-        _paced(it)
-        job, later = it.slurm.submit("1", 2), it.slurm.submit("2", 2)
-        await it.until(lambda: len(it.machines()) == 1, every=1.0)
-        it.fault("bad-gpu")
-        await running(it, "1")
-        assert (job.restarts, len(it.market().bill())) == (0, 3)
-        assert later.comments[0].startswith("the budget of $2.58 an hour")
-        await settled(it)
+@with_scene("lambda", budget=Budget(per_hour=2 * 1.29))
+async def test_replaced_machine_frees_its_budget_for_the_replacement(it: Scene) -> None:
+    _paced(it)
+    job, later = it.slurm.submit("1", 2), it.slurm.submit("2", 2)
+    await it.until(lambda: len(it.machines()) == 1, every=1.0)
+    it.fault("bad-gpu")
+    await it.runs("1")
+    assert (job.restarts, len(it.market().bill())) == (0, 3)
+    assert later.comments[0].startswith("the budget of $2.58 an hour")
+    await it.settled()
 
 
 @cases("restarted", False, True)
-async def test_node_refused_by_the_budget_is_retried_as_soon_as_money_is_there(tmp_path: Path, restarted: bool) -> None:
-    async with scene(tmp_path, "lambda", budget=Budget(per_hour=2 * 1.29)) as it:
-        first, later = it.slurm.submit("1", 2, seconds=100_000.0), it.slurm.submit("2", 1)
-        await running(it, "1")
-        await it.until(lambda: any("DOWN" in it.slurm.state(node) for node in it.slurm.node_by_name))
-        [node] = [name for name in it.slurm.node_by_name if "DOWN" in it.slurm.state(name)]
-        assert later.comment.startswith("the budget of $2.58 an hour: $2.58 is in use")
-        await it.passes(60.0)
-        assert "DOWN" in it.slurm.state(node), "no money, so it is not tried again and again"
-        if restarted:
-            it.service = it.restart()
-            it.service.context.budget = Budget(per_hour=10.0)
-        else:
-            it.slurm.cancel(first.id)
-        await it.until(lambda: "DOWN" not in it.slurm.state(node) or later.state == "RUNNING", seconds=180.0)
-        await it.until(lambda: later.state in ("RUNNING", "COMPLETED"), seconds=420.0)
+@with_scene("lambda", budget=Budget(per_hour=2 * 1.29))
+async def test_node_refused_by_the_budget_is_retried_as_soon_as_money_is_there(it: Scene, restarted: bool) -> None:
+    first, later = it.slurm.submit("1", 2, seconds=100_000.0), it.slurm.submit("2", 1)
+    await it.runs("1")
+    await it.until(lambda: any("DOWN" in it.slurm.state(node) for node in it.slurm.node_by_name))
+    [node] = [name for name in it.slurm.node_by_name if "DOWN" in it.slurm.state(name)]
+    assert later.comment.startswith("the budget of $2.58 an hour: $2.58 is in use")
+    await it.passes(60.0)
+    assert "DOWN" in it.slurm.state(node), "no money, so it is not tried again and again"
+    if restarted:
+        it.service = it.restart()
+        it.service.context.budget = Budget(per_hour=10.0)
+    else:
         it.slurm.cancel(first.id)
-        await settled(it)
+    await it.until(lambda: "DOWN" not in it.slurm.state(node) or later.state == "RUNNING", seconds=180.0)
+    await it.until(lambda: later.state in ("RUNNING", "COMPLETED"), seconds=420.0)
+    it.slurm.cancel(first.id)
+    await it.settled()
 
 
 async def test_failed_join_is_shown_on_the_job_while_it_is_retried(it: Scene) -> None:
@@ -329,30 +297,26 @@ async def test_failed_join_is_shown_on_the_job_while_it_is_retried(it: Scene) ->
         " has not joined yet: service slurmd: slurmd started and did not stay up: no cgroup plugin"
     )
     it.joiner.judge = lambda machine: ""
-    await running(it, "1")
+    await it.runs("1")
     await it.step()
     assert job.comment.startswith("rented from lambda "), "a running job shows no old error"
-    await settled(it)
+    await it.settled()
 
 
-async def test_machine_in_a_place_without_more_ends_before_the_budget_allows_the_next_place(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST),)
-    async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * 1.29)) as it:
-        _paced(it)
-        job = it.slurm.submit("1", 2)
-        await it.until(lambda: len(it.machines()) == 1, every=1.0)
-        [first] = it.machines()
-        it.fault("stockout")
-        await it.until(lambda: "waiting for" in job.comment, every=1.0)
-        assert job.comment.startswith(
-            "lambda us-west-1 out of gpu_1x_a10; the budget of $2.58 an hour: $1.29 is in use"
-        )
-        assert job.comment.endswith(f"; waiting for {first.id} of lambda to end")
-        await it.until(lambda: job.state == "RUNNING", every=1.0)
-        assert {one.order.region for one in it.machines()} == {"us-east-1"}
-        assert job.restarts == 0
-        await settled(it)
-        assert job.state == "COMPLETED"
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST),), budget=Budget(per_hour=2 * 1.29))
+async def test_machine_in_a_place_without_more_ends_before_the_budget_allows_the_next_place(it: Scene) -> None:
+    _paced(it)
+    job = it.slurm.submit("1", 2)
+    await it.until(lambda: len(it.machines()) == 1, every=1.0)
+    [first] = it.machines()
+    it.fault("stockout")
+    await it.until(lambda: "waiting for" in job.comment, every=1.0)
+    assert job.comment.startswith("lambda us-west-1 out of gpu_1x_a10; the budget of $2.58 an hour: $1.29 is in use")
+    assert job.comment.endswith(f"; waiting for {first.id} of lambda to end")
+    await it.until(lambda: job.state == "RUNNING", every=1.0)
+    assert {one.order.region for one in it.machines()} == {"us-east-1"}
+    assert job.restarts == 0
+    await it.settled(job)
 
 
 @cases("limits", {"budget": Budget(per_hour=1000.0)}, {"max_price": 1000.0}, {})
@@ -361,8 +325,8 @@ async def test_unpriced_gcp_machine_is_rented_only_without_money_limits(tmp_path
     async with scene(tmp_path, "gcp", sets=(rented_set("burst", 4, unpriced, **limits),)) as it:
         job = it.slurm.submit("1", 1)
         if not limits:
-            await running(it, "1")
-            await settled(it)
+            await it.runs("1")
+            await it.settled()
             return
         await it.passes(900)
         assert it.market().bill() == []
@@ -373,19 +337,16 @@ async def test_unpriced_gcp_machine_is_rented_only_without_money_limits(tmp_path
         )
 
 
-async def test_machine_above_max_price_is_released(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, EAST, max_price=2.0),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.fault("price-change", 1)
-        it.slurm.submit("1", 1)
-        await running(it, "1")
-        assert [machine.usd_hour for machine in it.machines()] == [1.29]
-        assert any("above max_price" in one.reason for one in it.rentals("gone"))
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, EAST, max_price=2.0),))
+async def test_machine_above_max_price_is_released(it: Scene) -> None:
+    it.fault("price-change", 1)
+    await it.run_job()
+    assert [machine.usd_hour for machine in it.machines()] == [1.29]
+    assert any("above max_price" in one.reason for one in it.rentals("gone"))
 
 
 async def test_price_change_applies_from_the_change(it: Scene) -> None:
-    it.slurm.submit("1", 1, seconds=9000)
-    await running(it, "1")
+    await it.run_job(seconds=9000)
     await it.passes(1800)
     [before] = it.rentals("joined")
     spent = cost(before, it.clock.now())
@@ -401,8 +362,7 @@ async def test_price_change_applies_from_the_change(it: Scene) -> None:
 
 
 async def test_orphan_machine_is_released_after_its_grace(it: Scene) -> None:
-    it.slurm.submit("1", 1, seconds=3000)
-    await running(it, "1")
+    await it.run_job(seconds=3000)
     [ours] = it.machines()
     stray = replace(
         ours.order,
@@ -417,8 +377,7 @@ async def test_orphan_machine_is_released_after_its_grace(it: Scene) -> None:
 
 async def test_own_controller_is_never_released(it: Scene) -> None:
     """A rented controller carries the cluster's mark and has no rental in its own ledger."""
-    it.slurm.submit("1", 1, seconds=3000)
-    await running(it, "1")
+    await it.run_job(seconds=3000)
     [ours] = it.machines()
     tags = _tags(ours, token=f"{PERMANENT_TOKEN}0123456789ab", epoch=str(int(it.clock.now())))
     it.market().order(replace(ours.order, marks={**ours.order.marks, "tags": tags}), "controller")
@@ -427,8 +386,7 @@ async def test_own_controller_is_never_released(it: Scene) -> None:
 
 
 async def test_machine_without_the_shoal_tag_or_of_another_cluster_is_never_released(it: Scene) -> None:
-    it.slurm.submit("1", 1)
-    await running(it, "1")
+    await it.run_job()
     [ours] = it.machines()
     it.market().order(replace(ours.order, name="somebody's", marks={**ours.order.marks, "tags": []}), "theirs")
     it.market().order(replace(ours.order, marks={**ours.order.marks, "tags": _tags(ours, cluster="atoll")}), "other")
@@ -439,8 +397,7 @@ async def test_machine_without_the_shoal_tag_or_of_another_cluster_is_never_rele
 
 async def test_second_machine_of_an_order_is_released(it: Scene) -> None:
     it.fault("duplicate-name")
-    it.slurm.submit("1", 1, seconds=600)
-    await running(it, "1")
+    await it.run_job(seconds=600)
     await it.passes(60)
     assert len(it.market().bill()) == 2
     assert [machine.id for machine in it.machines()] == [one.id for one in it.ledger.live()]
@@ -456,17 +413,15 @@ async def test_node_without_a_machine_is_set_down_and_powered_off(it: Scene) -> 
 
 
 async def test_node_lost_by_slurm_is_replaced(it: Scene) -> None:
-    job = it.slurm.submit("1", 1, seconds=600)
-    await running(it, "1")
+    job = await it.run_job(seconds=600)
     it.slurm.lose("burst1")
-    await running(it, "1")
+    await it.runs("1")
     assert job.restarts == 1
-    await settled(it)
+    await it.settled()
 
 
 async def test_node_set_down_by_the_operator_is_kept(it: Scene) -> None:
-    it.slurm.submit("1", 1, seconds=600)
-    await running(it, "1")
+    await it.run_job(seconds=600)
     await it.slurm.down(["burst1"], "ada looks into it")
     await it.passes(300)
     assert it.slurm.node_by_name["burst1"].reason == "ada looks into it"
@@ -481,44 +436,40 @@ async def test_node_past_resume_timeout_can_be_resumed_again(it: Scene) -> None:
     await it.step()
     assert any("did not join in time" in block.why for block in it.ledger.blocks(it.clock.now()))
     it.slurm.resume_timeout = 1800
-    await settled(it)
-    assert job.state == "COMPLETED"
+    await it.settled(job)
 
 
-async def test_machine_that_one_nodeset_rejects_may_serve_another(tmp_path: Path) -> None:
-    sets = tuple(rented_set(name, 1, choice(CASES["lambda"])) for name in ("large", "small"))
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.joiner.judge = lambda machine: f"{UNFIT_PREFIX}it has 4 CPUs" if machine.node.startswith("large") else ""
-        rejected = it.slurm.submit("1", 1, seconds=600, among=["large1"])
-        await it.until(lambda: "it has 4 CPUs" in rejected.comment)
-        began = it.clock.now()
-        it.slurm.submit("2", 1, seconds=600, among=["small1"])
-        await running(it, "2")
-        assert it.clock.now() - began < REJECTED_OFFER_BLOCK_S
-        assert [rental.node for rental in it.rentals("joined")] == ["small1"]
+@with_scene("lambda", sets=tuple(rented_set(name, 1, choice(CASES["lambda"])) for name in ("large", "small")))
+async def test_machine_that_one_nodeset_rejects_may_serve_another(it: Scene) -> None:
+    it.joiner.judge = lambda machine: f"{UNFIT_PREFIX}it has 4 CPUs" if machine.node.startswith("large") else ""
+    rejected = it.slurm.submit("1", 1, seconds=600, among=["large1"])
+    await it.until(lambda: "it has 4 CPUs" in rejected.comment)
+    began = it.clock.now()
+    it.slurm.submit("2", 1, seconds=600, among=["small1"])
+    await it.runs("2")
+    assert it.clock.now() - began < REJECTED_OFFER_BLOCK_S
+    assert [rental.node for rental in it.rentals("joined")] == ["small1"]
 
 
 async def test_provider_outage_costs_no_running_job(it: Scene) -> None:
-    job = it.slurm.submit("1", 2, seconds=5000)
-    await running(it, "1")
+    job = await it.run_job(2, seconds=5000)
     it.fault("list-fails", -1)
     await it.passes(3600, every=20)
     assert (job.state, job.restarts) == ("RUNNING", 0)
     it.market().faults.clear()
-    await settled(it)
+    await it.settled()
     assert (job.state, job.restarts) == ("COMPLETED", 0)
 
 
 async def test_silent_slurm_changes_nothing(it: Scene) -> None:
-    job = it.slurm.submit("1", 2, seconds=3000)
-    await running(it, "1")
+    job = await it.run_job(2, seconds=3000)
     it.slurm.silent = True
     for _ in range(100):
         await it.service.step()
         it.clock.advance(20)
     assert len(it.machines()) == 2
     it.slurm.silent = False
-    await settled(it)
+    await it.settled()
     assert job.restarts == 0
 
 
@@ -541,31 +492,26 @@ async def test_node_resumed_by_hand_gets_a_machine(it: Scene) -> None:
 # ---- the end of machines, and of money
 
 
-async def test_end_of_lifetime_warns_the_job_and_requeues_elsewhere(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, lifetime=1800),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        job = it.slurm.submit("1", 1, seconds=2400)
-        await running(it, "1")
-        await it.until(lambda: job.restarts == 1)
-        assert job.warned == 1
-        assert "its lifetime of 1800 s is over" in job.comment
-        it.slurm.job_by_id["1"].seconds = 60
-        await settled(it)
-        assert job.state == "COMPLETED"
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, lifetime=1800),))
+async def test_end_of_lifetime_warns_the_job_and_requeues_elsewhere(it: Scene) -> None:
+    job = await it.run_job(seconds=2400)
+    await it.until(lambda: job.restarts == 1)
+    assert job.warned == 1
+    assert "its lifetime of 1800 s is over" in job.comment
+    it.slurm.job_by_id["1"].seconds = 60
+    await it.settled(job)
 
 
-async def test_no_machine_outlives_its_lifetime(tmp_path: Path) -> None:
-    sets = (rented_set("burst", 4, WEST, lifetime=1800),)
-    async with scene(tmp_path, "lambda", sets=sets) as it:
-        it.slurm.submit("1", 2, seconds=9000)
-        await running(it, "1")
-        await it.slurm.down(["burst1"], "ada looks into it")
-        it.slurm.silent = True
-        for _ in range(100):
-            await it.service.step()
-            it.clock.advance(30)
-        assert it.machines() == []
-        assert {one.reason for one in it.rentals("gone")} == {"its lifetime of 1800 s is over"}
+@with_scene("lambda", sets=(rented_set("burst", 4, WEST, lifetime=1800),))
+async def test_no_machine_outlives_its_lifetime(it: Scene) -> None:
+    await it.run_job(2, seconds=9000)
+    await it.slurm.down(["burst1"], "ada looks into it")
+    it.slurm.silent = True
+    for _ in range(100):
+        await it.service.step()
+        it.clock.advance(30)
+    assert it.machines() == []
+    assert {one.reason for one in it.rentals("gone")} == {"its lifetime of 1800 s is over"}
 
 
 def _paced(it: Scene) -> None:
@@ -581,18 +527,18 @@ def _tags(machine: Any, **changed: str) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in known.items()]
 
 
-async def test_node_whose_registration_slurmctld_lost_registers_again(tmp_path: Path) -> None:
-    async with scene(tmp_path, "gcp") as it:
-        it.slurm.submit("1", 1, seconds=7200)
-        await it.until(lambda: bool(it.rentals("joined")))
-        await it.passes(60)
-        [rental] = it.rentals("joined")
-        it.slurm.forget_registration(rental.node)
-        await it.passes(20, every=2)
-        assert "POWERING_UP" in it.slurm.state(rental.node), "a moment of it is usual"
-        await it.passes(60, every=2)
-        assert "POWERING_UP" not in it.slurm.state(rental.node)
-        assert [one.id for one in it.rentals("joined")] == [rental.id], "the machine stays"
+@with_scene("gcp")
+async def test_node_whose_registration_slurmctld_lost_registers_again(it: Scene) -> None:
+    it.slurm.submit("1", 1, seconds=7200)
+    await it.until(lambda: bool(it.rentals("joined")))
+    await it.passes(60)
+    [rental] = it.rentals("joined")
+    it.slurm.forget_registration(rental.node)
+    await it.passes(20, every=2)
+    assert "POWERING_UP" in it.slurm.state(rental.node), "a moment of it is usual"
+    await it.passes(60, every=2)
+    assert "POWERING_UP" not in it.slurm.state(rental.node)
+    assert [one.id for one in it.rentals("joined")] == [rental.id], "the machine stays"
 
 
 async def test_node_gets_the_features_back_that_its_last_machine_lacked(it: Scene) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene, with_scene
 
 from shoal.cloud.providers.api import FailureKind, RequestOutcome
 from shoal.cloud.rental import cost
@@ -83,85 +83,85 @@ async def running(it: Scene, *jobs: Any) -> None:
     await it.step()
 
 
-async def test_preemption_notice_is_read_while_another_account_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "aws", sets=(SLOW, SPOT), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it)
-        other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
-        await running(it, other, job)
-        slow.kinds.add("instances")
-        await it.until(lambda: bool(slow.hung))
-        it.market("aws").preempt(it.machines("aws")[0].id)
-        await it.until(lambda: job.warned == 1, seconds=20, every=2.0)
-        assert slow.hung == ["instances"], "it is not asked again while it owes an answer"
-        assert (other.state, other.restarts) == ("RUNNING", 0)
+@with_scene("lambda", "aws", sets=(SLOW, SPOT), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_preemption_notice_is_read_while_another_account_hangs(it: Scene) -> None:
+    slow = hang(it)
+    other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
+    await running(it, other, job)
+    slow.kinds.add("instances")
+    await it.until(lambda: bool(slow.hung))
+    it.market("aws").preempt(it.machines("aws")[0].id)
+    await it.until(lambda: job.warned == 1, seconds=20, every=2.0)
+    assert slow.hung == ["instances"], "it is not asked again while it owes an answer"
+    assert (other.state, other.restarts) == ("RUNNING", 0)
 
 
-async def test_account_rents_and_releases_while_another_order_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it, "create")
-        first, second = job_on(it, "1", SLOW, 2), job_on(it, "2", QUICK, 2)
-        await it.until(lambda: second.state == "COMPLETED")
-        await it.until(lambda: bool(it.rentals("gone")) and not it.machines("sandbox"))
-        assert slow.hung == ["create", "create"]
-        assert first.state == "CONFIGURING" and it.market("lambda").bill() == []
-        slow.let_go.set()
-        await it.until(lambda: first.state == "COMPLETED")
-        assert first.restarts == 0 and len(it.market("lambda").bill()) == 2
+@with_scene("lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_account_rents_and_releases_while_another_order_hangs(it: Scene) -> None:
+    slow = hang(it, "create")
+    first, second = job_on(it, "1", SLOW, 2), job_on(it, "2", QUICK, 2)
+    await it.until(lambda: second.state == "COMPLETED")
+    await it.until(lambda: bool(it.rentals("gone")) and not it.machines("sandbox"))
+    assert slow.hung == ["create", "create"]
+    assert first.state == "CONFIGURING" and it.market("lambda").bill() == []
+    slow.let_go.set()
+    await it.until(lambda: first.state == "COMPLETED")
+    assert first.restarts == 0 and len(it.market("lambda").bill()) == 2
 
 
-async def test_pending_order_is_not_treated_as_lost(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it, "create")
-        job = job_on(it, "1", SLOW)
-        await it.passes(3 * LOST_ORDER_SEARCH_S)
-        assert slow.hung == ["create"] and [one.state for one in it.rentals()] == ["intended"]
-        slow.let_go.set()
-        await running(it, job)
-        assert len(it.market().bill()) == 1
+@with_scene("lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_pending_order_is_not_treated_as_lost(it: Scene) -> None:
+    slow = hang(it, "create")
+    job = job_on(it, "1", SLOW)
+    await it.passes(3 * LOST_ORDER_SEARCH_S)
+    assert slow.hung == ["create"] and [one.state for one in it.rentals()] == ["intended"]
+    slow.let_go.set()
+    await running(it, job)
+    assert len(it.market().bill()) == 1
 
 
 @cases("answer", None, RequestOutcome(failure=FailureKind.CAPACITY, message="none left"))
-async def test_late_answer_for_a_cancelled_job_leaves_no_machine(tmp_path: Path, answer: RequestOutcome | None) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it, "create")
-        job_on(it, "1", SLOW, 2)
-        await it.until(lambda: len(slow.hung) == 2)
-        it.slurm.cancel("1")
-        await it.until(lambda: {one.state for one in it.rentals()} == {"releasing"})
-        slow.instead = answer
-        slow.let_go.set()
-        await it.until(lambda: not it.ledger.live())
-        await it.until(lambda: it.slurm.settled)
-        assert it.machines() == [] and len(it.market().bill()) == (0 if answer else 2)
-        assert {one.state for one in it.rentals()} == {"gone"} and len(slow.hung) == 2
+@with_scene("lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_late_answer_for_a_cancelled_job_leaves_no_machine(it: Scene, answer: RequestOutcome | None) -> None:
+    slow = hang(it, "create")
+    job_on(it, "1", SLOW, 2)
+    await it.until(lambda: len(slow.hung) == 2)
+    it.slurm.cancel("1")
+    await it.until(lambda: {one.state for one in it.rentals()} == {"releasing"})
+    slow.instead = answer
+    slow.let_go.set()
+    await it.until(lambda: not it.ledger.live())
+    await it.until(lambda: it.slurm.settled)
+    assert it.machines() == [] and len(it.market().bill()) == (0 if answer else 2)
+    assert {one.state for one in it.rentals()} == {"gone"} and len(slow.hung) == 2
 
 
-async def test_job_cancelled_during_a_provider_call_sets_no_node_down(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it, "offers")
-        job_on(it, "1", SLOW, 4)
-        await it.until(lambda: bool(slow.hung))
-        it.slurm.cancel("1")
-        await it.step()
-        it.ledger.block("lambda", "", "", "", None, "lambda does not accept our key")
-        slow.let_go.set()
-        await it.step()
-        await it.until(lambda: it.slurm.settled)
-        assert [node.reasons for node in it.slurm.node_by_name.values()] == [[]] * 4
+@with_scene("lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_job_cancelled_during_a_provider_call_sets_no_node_down(it: Scene) -> None:
+    slow = hang(it, "offers")
+    job_on(it, "1", SLOW, 4)
+    await it.until(lambda: bool(slow.hung))
+    it.slurm.cancel("1")
+    await it.step()
+    it.ledger.block("lambda", "", "", "", None, "lambda does not accept our key")
+    slow.let_go.set()
+    await it.step()
+    await it.until(lambda: it.slurm.settled)
+    assert [node.reasons for node in it.slurm.node_by_name.values()] == [[]] * 4
 
 
-async def test_account_releases_machines_while_another_delete_hangs(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it)
-        jobs = job_on(it, "1", SLOW), job_on(it, "2", QUICK, seconds=400.0)
-        await running(it, *jobs)
-        slow.kinds.add("delete")
-        await it.until(lambda: bool(slow.hung))
-        assert len(it.machines("sandbox")) == 1
-        await it.until(lambda: not it.machines("sandbox"))
-        assert slow.hung == ["delete"] and len(it.machines("lambda")) == 1
-        slow.let_go.set()
-        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+@with_scene("lambda", "sandbox", sets=(SLOW, QUICK), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_account_releases_machines_while_another_delete_hangs(it: Scene) -> None:
+    slow = hang(it)
+    jobs = job_on(it, "1", SLOW), job_on(it, "2", QUICK, seconds=400.0)
+    await running(it, *jobs)
+    slow.kinds.add("delete")
+    await it.until(lambda: bool(slow.hung))
+    assert len(it.machines("sandbox")) == 1
+    await it.until(lambda: not it.machines("sandbox"))
+    assert slow.hung == ["delete"] and len(it.machines("lambda")) == 1
+    slow.let_go.set()
+    await it.until(lambda: it.slurm.settled and not it.ledger.live())
 
 
 async def test_budget_reserves_orders_delayed_by_a_slow_provider(tmp_path: Path) -> None:
@@ -181,48 +181,46 @@ async def test_budget_reserves_orders_delayed_by_a_slow_provider(tmp_path: Path)
         assert (first.restarts, len(it.machines())) == (0, 2)
 
 
-async def test_order_listed_during_a_slurm_update_is_kept(tmp_path: Path) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow, account = hang(it, "offers"), it.context.accounts["lambda"]
-        job, down = job_on(it, "1", SLOW), it.slurm.down
-        await it.until(lambda: bool(slow.hung))
+@with_scene("lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_order_listed_during_a_slurm_update_is_kept(it: Scene) -> None:
+    slow, account = hang(it, "offers"), it.context.accounts["lambda"]
+    job, down = job_on(it, "1", SLOW), it.slurm.down
+    await it.until(lambda: bool(slow.hung))
 
-        async def slow_down(nodes: Any, reason: str) -> None:
-            it.slurm.down = down  # type: ignore[method-assign]
-            slow.let_go.set()
-            async with asyncio.timeout(60):
-                while not it.rentals("made"):  # noqa: ASYNC110 (the order ends beside)
-                    await asyncio.sleep(0.001)
-            await account.list_instances()
-            await down(nodes, reason)
-
-        it.slurm.down = slow_down  # type: ignore[method-assign]
-        lone = it.slurm.node_by_name["slow4"]
-        lone.flags, lone.since = ["CLOUD"], it.clock.now()  # in use, and no machine is behind it
-        await running(it, job)
-        assert (job.restarts, [one.state for one in it.rentals()]) == (0, ["joined"])
-        assert len(it.market().bill()) == 1
-
-
-async def test_late_delete_answer_does_not_extend_the_billing(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path, "lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S) as it:
-        slow = hang(it, "delete")
-        job_on(it, "1", SLOW)
-        await it.until(lambda: bool(slow.hung))
-        [rental] = it.rentals("releasing")
-        machine = it.context.accounts["lambda"].machine(rental)
-        await slow._renter.delete([machine])  # it is done, and only the answer takes long
-        await it.until(lambda: bool(it.rentals("gone")))
-        await it.passes(600)
-        slow.instead = RequestOutcome(rental.id)
+    async def slow_down(nodes: Any, reason: str) -> None:
+        it.slurm.down = down  # type: ignore[method-assign]
         slow.let_go.set()
-        await it.step()
-        [gone] = it.rentals()
-        assert slow.hung == ["delete"] and gone.gone_at is not None
-        assert gone.billed_until is None
-        assert cost(gone, it.clock.now()) == cost(gone, gone.gone_at)
+        async with asyncio.timeout(60):
+            while not it.rentals("made"):  # noqa: ASYNC110 (the order ends beside)
+                await asyncio.sleep(0.001)
+        await account.list_instances()
+        await down(nodes, reason)
+
+    it.slurm.down = slow_down  # type: ignore[method-assign]
+    lone = it.slurm.node_by_name["slow4"]
+    lone.flags, lone.since = ["CLOUD"], it.clock.now()  # in use, and no machine is behind it
+    await running(it, job)
+    assert (job.restarts, [one.state for one in it.rentals()]) == (0, ["joined"])
+    assert len(it.market().bill()) == 1
+
+
+@with_scene("lambda", sets=(SLOW,), step_wait_s=HANGING_CALL_TIMEOUT_S)
+async def test_late_delete_answer_does_not_extend_the_billing(it: Scene) -> None:
+    slow = hang(it, "delete")
+    job_on(it, "1", SLOW)
+    await it.until(lambda: bool(slow.hung))
+    [rental] = it.rentals("releasing")
+    machine = it.context.accounts["lambda"].machine(rental)
+    await slow._renter.delete([machine])  # it is done, and only the answer takes long
+    await it.until(lambda: bool(it.rentals("gone")))
+    await it.passes(600)
+    slow.instead = RequestOutcome(rental.id)
+    slow.let_go.set()
+    await it.step()
+    [gone] = it.rentals()
+    assert slow.hung == ["delete"] and gone.gone_at is not None
+    assert gone.billed_until is None
+    assert cost(gone, it.clock.now()) == cost(gone, gone.gone_at)
 
 
 # ---- calls beside the steps

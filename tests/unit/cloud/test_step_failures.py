@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene, with_scene
 
 from shoal.cloud.providers.api import RentedInstance, RequestOutcome
 from shoal.cloud.providers.http import gather_all
@@ -27,58 +27,56 @@ SECOND = rented_set("second", 4, choice(CASES["runpod"]))
 ALIKE = rented_set("alike", 4, choice(CASES["sandbox"]))
 
 
-async def started(it: Scene) -> None:
-    it.slurm.submit("1", 1, seconds=3600)
-    await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
-    await it.step()
-
-
-async def test_due_releases_are_made_although_the_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        await started(it)
-        [rental] = it.rentals("joined")
-        it.context.release(rental, "no longer wanted")
-
-        async def broken(*_: Any) -> None:
-            raise RuntimeError("a bug of ours")
-
-        monkeypatch.setattr(it.service._booter, "step", broken)
-        with pytest.raises(RuntimeError, match="a bug of ours"):
-            await it.step()
-        assert it.machines() == []
-
-
-async def test_client_exception_is_reported_and_its_machines_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        await started(it)
-
-        async def broken(cluster: str) -> None:
-            raise KeyError("status")
-
-        monkeypatch.setattr(it.context.accounts["sandbox"].provider, "instances", broken)
-        await it.passes(600)
-        assert it.context.accounts["sandbox"].problem == "its client failed: KeyError"
-        assert [one.state for one in it.rentals()] == ["joined"]
-
-
 async def failing(*_: Any) -> Any:
     raise KeyError("status")
 
 
-@cases("question", "offers", "ensure_key")
-async def test_client_exception_does_not_stop_jobs_on_another_account(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: str
+@with_scene("sandbox")
+async def test_due_releases_and_the_status_are_made_although_the_step_fails(
+    it: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = Budget(per_hour=100.0)
-    async with scene(tmp_path, "lambda", "runpod", sets=(FIRST, SECOND), budget=budget) as it:
-        monkeypatch.setattr(it.context.accounts["lambda"].provider, question, failing)
-        it.slurm.submit("1", 1, among=list(FIRST.nodes))
-        it.slurm.submit("2", 1, among=list(SECOND.nodes))
+    await it.run_job(seconds=3600)
+    file = tmp_path / "status.json"
+    it.service = RentalService(it.context, status_file=file)
+    monkeypatch.setattr(it.service._booter, "step", failing)
+    [rental] = it.rentals("joined")
+    with pytest.raises(KeyError):
         await it.step()
-        assert len(it.machines("runpod")) == 1
-        assert "its client failed: KeyError" in caplog.text
+    assert list(read_status(file.read_text()).machines) == [rental.token]
+    it.context.release(rental, "no longer wanted")
+    with pytest.raises(KeyError):
+        await it.step()
+    assert it.machines() == []
+
+
+@cases("error, problem", (KeyError("status"), "KeyError"), (None, "TypeError"), ids=["exception", "none is no list"])
+@with_scene("sandbox")
+async def test_client_exception_is_reported_and_its_machines_stay(
+    it: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception | None, problem: str
+) -> None:
+    await it.run_job(seconds=3600)
+
+    async def broken(cluster: str) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(it.context.accounts["sandbox"].provider, "instances", broken)
+    await it.passes(600)
+    assert it.context.accounts["sandbox"].problem == f"its client failed: {problem}"
+    assert [one.state for one in it.rentals()] == ["joined"]
+
+
+@cases("question", "offers", "ensure_key")
+@with_scene("lambda", "runpod", sets=(FIRST, SECOND), budget=Budget(per_hour=100.0))
+async def test_client_exception_does_not_stop_jobs_on_another_account(
+    it: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: str
+) -> None:
+    monkeypatch.setattr(it.context.accounts["lambda"].provider, question, failing)
+    it.slurm.submit("1", 1, among=list(FIRST.nodes))
+    it.slurm.submit("2", 1, among=list(SECOND.nodes))
+    await it.step()
+    assert len(it.machines("runpod")) == 1
+    assert "its client failed: KeyError" in caplog.text
 
 
 async def test_job_shows_that_its_account_does_not_answer(it: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,55 +134,42 @@ async def run_jobs_of_both_accounts(it: Scene, nodes: int) -> None:
 
 
 @cases("how", TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES)
+@with_scene("sandbox", "runpod", sets=(ALIKE, SECOND))
 async def test_orders_with_wrong_outcomes_are_searched_and_not_repeated_or_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+    it: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
-        garble_outcomes(it, monkeypatch, "create", how)
-        await run_jobs_of_both_accounts(it, 3)
-        assert {one["id"] for one in it.market("sandbox").bill()} == {
-            one.id for one in it.rentals() if one.account == "sandbox"
-        }
-        assert len(it.market("sandbox").bill()) == 3 and it.machines("sandbox") == []
-        assert "could not be served" not in caplog.text
+    garble_outcomes(it, monkeypatch, "create", how)
+    await run_jobs_of_both_accounts(it, 3)
+    assert {one["id"] for one in it.market("sandbox").bill()} == {
+        one.id for one in it.rentals() if one.account == "sandbox"
+    }
+    assert len(it.market("sandbox").bill()) == 3 and it.machines("sandbox") == []
+    assert "could not be served" not in caplog.text
 
 
 @cases("how", TOO_FEW, TOO_MANY, NO_OUTCOMES)
+@with_scene("sandbox", "runpod", sets=(ALIKE, SECOND))
 async def test_deletes_with_wrong_outcomes_repeat_until_the_list_is_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    it: Scene, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
-        garble_outcomes(it, monkeypatch, "delete", how)
-        await run_jobs_of_both_accounts(it, 2)
-        assert it.machines("sandbox") == [] and it.machines("runpod") == []
+    garble_outcomes(it, monkeypatch, "delete", how)
+    await run_jobs_of_both_accounts(it, 2)
+    assert it.machines("sandbox") == [] and it.machines("runpod") == []
 
 
-async def test_list_of_none_is_an_error_and_not_an_empty_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        await started(it)
-
-        async def nothing(cluster: str) -> Any:
-            return None
-
-        monkeypatch.setattr(it.context.accounts["sandbox"].provider, "instances", nothing)
-        await it.passes(600)
-        assert it.context.accounts["sandbox"].problem == "its client failed: TypeError"
-        assert [one.state for one in it.rentals()] == ["joined"]
-
-
+@with_scene("sandbox")
 async def test_failed_delete_is_reported_and_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    it: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        await started(it)
-        [rental] = it.rentals("joined")
-        with monkeypatch.context() as during:
-            during.setattr(it.context.accounts["sandbox"].provider, "delete", failing)
-            it.context.release(rental, "no longer wanted")
-            await it.step()
-        assert f"sandbox: cannot delete {rental.id}: its client failed: KeyError" in caplog.text
-        it.slurm.cancel("1")
-        await it.until(lambda: it.machines() == [], seconds=300)
+    await it.run_job(seconds=3600)
+    [rental] = it.rentals("joined")
+    with monkeypatch.context() as during:
+        during.setattr(it.context.accounts["sandbox"].provider, "delete", failing)
+        it.context.release(rental, "no longer wanted")
+        await it.step()
+    assert f"sandbox: cannot delete {rental.id}: its client failed: KeyError" in caplog.text
+    it.slurm.cancel("1")
+    await it.until(lambda: it.machines() == [], seconds=300)
 
 
 async def test_job_with_an_internal_error_does_not_delay_the_others(
@@ -206,17 +191,6 @@ async def test_job_with_an_internal_error_does_not_delay_the_others(
         assert [one.jobs for one in it.rentals()] == [("2",)], "what the first had reserved is free again"
         assert "cannot serve job 1; the next step retries" in caplog.text
         assert "a bug of ours" in caplog.text
-
-
-async def test_status_file_is_written_although_the_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        await started(it)
-        file = tmp_path / "status.json"
-        it.service = RentalService(it.context, status_file=file)
-        monkeypatch.setattr(it.service._booter, "step", failing)
-        with pytest.raises(KeyError):
-            await it.step()
-        assert list(read_status(file.read_text()).machines) == [one.token for one in it.rentals("joined")]
 
 
 async def test_gather_all_raises_after_all_tasks_end() -> None:
@@ -270,77 +244,72 @@ def test_directory_in_the_request_queue_is_ignored(tmp_path: Path, caplog: pytes
     assert not RequestQueue(tmp_path).waiting()
 
 
-async def test_key_rotation_delays_joins_until_the_end(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        hold = it.context.pause_file = tmp_path / "hold"
-        job = it.slurm.submit("1", 1)
+@cases("killed", False, True)
+@with_scene("sandbox")
+async def test_key_rotation_delays_joins_until_its_end_or_for_the_maximum_age(
+    it: Scene, tmp_path: Path, killed: bool
+) -> None:
+    hold = it.context.pause_file = tmp_path / "hold"
+    job = it.slurm.submit("1", 1)
 
-        def touched() -> bool:
-            hold.touch()
-            os.utime(hold, (it.clock.now(), it.clock.now()))
-            return bool(it.machines())
-
-        await it.until(touched)
-        for _ in range(15):
-            touched()
-            await it.passes(10)
-        assert it.joiner.joined == [] and [one.state for one in it.rentals()] == ["made"]
-        hold.unlink()
-        await it.until(lambda: job.state == "COMPLETED")
-        assert len(it.market().bill()) == 1
-
-
-async def test_killed_key_rotation_delays_joins_only_for_the_maximum_age(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        hold = it.context.pause_file = tmp_path / "hold"
+    def touched() -> bool:
         hold.touch()
         os.utime(hold, (it.clock.now(), it.clock.now()))
-        job = it.slurm.submit("1", 1)
-        await it.until(lambda: job.state == "RUNNING", seconds=2 * HOLD_MAX_AGE_S)
+        return bool(it.machines())
+
+    await it.until(touched)
+    for _ in range(15):
+        touched()
+        await it.passes(10)
+    assert it.joiner.joined == [] and [one.state for one in it.rentals()] == ["made"]
+    if not killed:
+        hold.unlink()
+    await it.until(lambda: job.state == "COMPLETED", seconds=2 * HOLD_MAX_AGE_S)
+    assert len(it.market().bill()) == 1
 
 
+@with_scene("sandbox", sets=(ALIKE,))
 async def test_join_that_fails_for_one_machine_is_repeated_for_each_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    it: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scene(tmp_path, "sandbox", sets=(ALIKE,)) as it:
-        join = it.joiner.join
+    join = it.joiner.join
 
-        async def broken(nodes: Mapping[str, RentedInstance]) -> Mapping[str, str]:
-            if "alike1" in nodes:
-                raise KeyError("alike1")
-            return await join(nodes)
+    async def broken(nodes: Mapping[str, RentedInstance]) -> Mapping[str, str]:
+        if "alike1" in nodes:
+            raise KeyError("alike1")
+        return await join(nodes)
 
-        monkeypatch.setattr(it.joiner, "join", broken)
-        for number in (1, 2, 3):
-            it.slurm.submit(str(number), 1, seconds=3600)
-        await it.until(lambda: sum(one.state == "joined" for one in it.rentals()) == 2, seconds=120)
-        assert "cannot join alike1" in caplog.text
+    monkeypatch.setattr(it.joiner, "join", broken)
+    for number in (1, 2, 3):
+        it.slurm.submit(str(number), 1, seconds=3600)
+    await it.until(lambda: sum(one.state == "joined" for one in it.rentals()) == 2, seconds=120)
+    assert "cannot join alike1" in caplog.text
 
 
+@with_scene("sandbox", sets=(ALIKE,))
 async def test_rental_that_cannot_be_updated_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    it: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scene(tmp_path, "sandbox", sets=(ALIKE,)) as it:
-        await started(it)
-        [first] = it.rentals("joined")
-        faulty = it.context.accounts["sandbox"].machine
+    await it.run_job(seconds=3600)
+    [first] = it.rentals("joined")
+    faulty = it.context.accounts["sandbox"].machine
 
-        def machine(rental: Rental) -> RentedInstance | None:
-            if rental.token == first.token:
-                raise KeyError("price")
-            return faulty(rental)
+    def machine(rental: Rental) -> RentedInstance | None:
+        if rental.token == first.token:
+            raise KeyError("price")
+        return faulty(rental)
 
-        monkeypatch.setattr(it.context.accounts["sandbox"], "machine", machine)
-        it.slurm.submit("2", 1, seconds=30)
-        await it.until(lambda: it.slurm.job_by_id["2"].state == "COMPLETED", seconds=600)
-        assert caplog.text.count(f"{first.node}: cannot update it; the next step retries") == 1, "not in every step"
+    monkeypatch.setattr(it.context.accounts["sandbox"], "machine", machine)
+    it.slurm.submit("2", 1, seconds=30)
+    await it.until(lambda: it.slurm.job_by_id["2"].state == "COMPLETED", seconds=600)
+    assert caplog.text.count(f"{first.node}: cannot update it; the next step retries") == 1, "not in every step"
 
 
-async def test_machine_that_cannot_log_out_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        await started(it)
-        [rental] = it.rentals("joined")
-        monkeypatch.setattr(it.joiner, "leave", failing)
-        it.context.release(rental, "no longer wanted")
-        await it.step()
-        assert it.machines() == []
+@with_scene("sandbox")
+async def test_machine_that_cannot_log_out_is_deleted(it: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    await it.run_job(seconds=3600)
+    [rental] = it.rentals("joined")
+    monkeypatch.setattr(it.joiner, "leave", failing)
+    it.context.release(rental, "no longer wanted")
+    await it.step()
+    assert it.machines() == []

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.support.fake_clusters import context_of, raised
+from tests.support.fake_clusters import context_of, raised, raised_lab
 from tests.support.fake_world import LAB, lab, spec_of
 
 from shoal.hosts.api import Result
@@ -58,8 +58,7 @@ async def test_short_grace_in_the_file_does_not_hide_another_partition() -> None
 
 
 async def test_slurm_without_readable_settings_is_an_error() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     asked = world.slurm.scontrol
     world.hosts["c1"].answers[("scontrol",)] = lambda call: (
         Result(1, stderr=b"slurm_load_ctl_conf error: Zero Bytes\n") if call.argv[-1] == "config" else asked(call)

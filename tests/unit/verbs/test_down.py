@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.fake_clusters import AT_ONCE, Sandbox, raised
-from tests.support.fake_world import lab
+from tests.support.fake_clusters import AT_ONCE, Sandbox, raised_lab
 
 from shoal.errors import ShoalError
 from shoal.verbs.down import DownResult, down
@@ -16,8 +15,7 @@ def _kept(state: Path) -> bool:
 
 
 async def test_down_is_rejected_while_jobs_run() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.slurm.jobs |= {"7": "n1", "8_2": "n2"}
     with pytest.raises(ShoalError) as caught:
         await down(context)
@@ -28,8 +26,7 @@ async def test_down_is_rejected_while_jobs_run() -> None:
 
 
 async def test_down_releases_hosts_and_deletes_their_keys(state: Path) -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     result = await down(context)
     assert result == DownResult("reef", released=("c1", "n1", "n2"))
     assert not _kept(state)
@@ -39,8 +36,7 @@ async def test_down_releases_hosts_and_deletes_their_keys(state: Path) -> None:
 
 
 async def test_down_with_an_unreachable_host_releases_the_others_and_keeps_the_keys(state: Path) -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.hosts["n2"].unreachable = True
     world.agents["n1"].failing["service slurmd"] = "slurmd does not stop"
     result = await down(context)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised, raised_lab, raised_sandbox
 from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import ControllerFailed, HostError, ProviderError, ShoalError, Unreachable
@@ -34,8 +34,7 @@ def left_on(world: World, host: str) -> tuple[bool, Any]:
 
 
 async def lab_with_file(tmp_path: Path) -> tuple[World, Context, Path]:
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     file = tmp_path / "shoal.yaml"
     file.write_text(LAB)
     return world, replace(context_of(world), file=file), file
@@ -112,8 +111,7 @@ async def test_concurrent_edits_of_the_file_are_kept(tmp_path: Path) -> None:
 
 
 async def test_existing_host_removed_from_the_file_by_hand_is_a_warning() -> None:
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     said = (
         "n2: leaves the cluster, and slurmd and the munge key stay on it, "
         "put it back into the file and run `shoal node remove n2`"
@@ -199,9 +197,7 @@ async def test_equal_names_at_two_providers_are_two_hosts() -> None:
 
 
 async def test_changed_shape_is_a_warning_in_plan_up_and_check() -> None:
-    sandbox = Sandbox()
-    await up(sandbox.context(), AT_ONCE)
-    sandbox.world.look_again()
+    sandbox = await raised_sandbox()
     made = sandbox.provider.clusters["reef"]
     made["fish2"] = replace(made["fish2"], shape=replace(made["fish2"].shape, gpus=1))
     said = (
@@ -265,8 +261,7 @@ async def test_controller_failure_lists_every_failure() -> None:
 
 
 async def test_down_is_rejected_when_the_controller_is_unreachable() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.hosts["c1"].unreachable = True
     with pytest.raises(ShoalError) as caught:
         await down(context)
@@ -279,8 +274,7 @@ async def test_down_is_rejected_when_the_controller_is_unreachable() -> None:
 
 
 async def test_down_is_rejected_when_slurmctld_is_silent() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.slurm.broken = "Unable to contact slurm controller"
     with pytest.raises(ShoalError) as caught:
         await down(context)
@@ -292,8 +286,7 @@ async def test_down_is_rejected_when_slurmctld_is_silent() -> None:
 
 
 async def test_down_is_rejected_when_slurmctld_is_stopped() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     facts = world.agents["c1"].facts
     world.agents["c1"].facts = replace(facts, services={**facts.services, "slurmctld": "failed"})
     with pytest.raises(ShoalError, match=r"cannot ask whether jobs run: slurmctld on c1 does not run \(failed\)"):
@@ -312,8 +305,7 @@ async def test_down_needs_no_force_without_slurm() -> None:
 
 @cases("state", "SUSPENDED", "CONFIGURING")
 async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(state: str) -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": state}
     with pytest.raises(ShoalError, match=r"cluster reef has 1 running job\(s\): 7"):
         await down(context)
@@ -322,9 +314,7 @@ async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(state: 
 
 
 async def test_stopped_sandbox_is_deleted_without_force() -> None:
-    sandbox = Sandbox()
-    await up(sandbox.context(), AT_ONCE)
-    sandbox.world.look_again()
+    sandbox = await raised_sandbox()
     for host in ("fish1", "fish2"):
         await sandbox.provider.faults.kill("reef", host)
     sandbox.world.hosts["controller"].unreachable = Unreachable("controller", "no route")

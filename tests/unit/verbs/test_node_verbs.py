@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, context_of, raised_lab
 from tests.support.fake_world import LAB, lab
 
 from shoal.errors import SlurmError, UsageError
@@ -13,8 +13,7 @@ from shoal.verbs.node import drain_nodes, remove_node, resume_nodes
 
 
 async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     assert await drain_nodes(context, "n[1-2]", "fan broken") == ["n1", "n2"]
     assert world.slurm.reasons == {"n1": "fan broken", "n2": "fan broken"}
     assert await resume_nodes(context, "n1") == ["n1"]
@@ -23,8 +22,7 @@ async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
 
 
 async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): b"LoadState=loaded\nActiveState=failed\n"}
     for work in (drain_nodes(context, "n1", "fan broken"), resume_nodes(context, "n1")):
         with pytest.raises(SlurmError, match=r"slurmctld does not run on c1 \(failed\)"):
@@ -39,8 +37,7 @@ async def test_host_without_the_compute_role_is_not_a_node() -> None:
 
 
 async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(tmp_path: Path) -> None:
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     file = tmp_path / "shoal.yaml"
     file.write_text("# our lab\n" + LAB)
     result = await remove_node(replace(context_of(world), file=file), "n2", AT_ONCE)
@@ -52,8 +49,7 @@ async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(tmp
 
 
 async def test_node_with_jobs_is_unchanged_until_they_end(tmp_path: Path) -> None:
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     world.slurm.jobs["7"] = "n2"
     file = tmp_path / "shoal.yaml"
     file.write_text(LAB)

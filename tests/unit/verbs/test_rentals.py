@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.contract.rental_providers import CASES, KEY, Trial, trial
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE, context_of, raised
+from tests.support.fake_clusters import AT_ONCE, context_of, raised_lab
 from tests.support.fake_renters import READ_LEDGER, ledger_row
-from tests.support.fake_world import LAB, World, lab, spec_of
+from tests.support.fake_world import LAB, World, spec_of
 
 from shoal.agent.facts import FileFact
 from shoal.cli.cluster_screens import rented_lines
@@ -17,13 +20,14 @@ from shoal.cloud.status_file import STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Result, Target
 from shoal.roles.orphaned_rentals import ACCOUNTS
+from shoal.spec.finding import Finding
 from shoal.verbs import reap
 from shoal.verbs.context import Context
 from shoal.verbs.cost import COMMAND
 from shoal.verbs.down import RentedCost, down
 from shoal.verbs.rentals import LedgerRental, RentedView, rented_view
 from shoal.verbs.up import plan, up
-from shoal_simulators.fake_host import FakeHost, FakeProgram
+from shoal_simulators.fake_host import Call, FakeHost, FakeProgram
 
 SERVICE = ("systemctl", "stop", "shoal-elastic"), ("systemctl", "start", "shoal-elastic")
 
@@ -46,8 +50,7 @@ async def quickly(seconds: float) -> None:
 
 async def a_cluster(cloud: Trial) -> tuple[World, Context]:
     """One that is up and has rented a machine; another cluster has one at the same account."""
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     world.hosts["c1"].answers |= {line: b"" for line in SERVICE} | {READ_LEDGER: b'{"machines": []}'}
     world.hosts["c1"].answers |= {COMMAND: b'{"nodes": 420000, "hosts": 0, "unpriced": []}'}
     assert (await cloud.create("cloud1", "t0ken1", "reef")).ok
@@ -55,155 +58,158 @@ async def a_cluster(cloud: Trial) -> tuple[World, Context]:
     return world, context_of(world, rented_lab(cloud.url))
 
 
-async def time_passes(cloud: Trial) -> None:
-    while True:
-        cloud.clock.now += 30
-        await asyncio.sleep(0.01)
+@pytest.fixture
+async def cloud() -> AsyncIterator[Trial]:
+    async with trial(CASES["sandbox"]) as made:
+        yield made
 
 
-async def test_down_releases_rented_machines_of_this_cluster_only() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        [machine] = await cloud.listed("reef")
-        passing = asyncio.create_task(time_passes(cloud))
+@asynccontextmanager
+async def time_passes(cloud: Trial) -> AsyncIterator[None]:
+    async def pass_time() -> None:
+        while True:
+            cloud.clock.now += 30
+            await asyncio.sleep(0.01)
+
+    passing = asyncio.create_task(pass_time())
+    yield
+    passing.cancel()
+
+
+async def test_down_releases_rented_machines_of_this_cluster_only(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    [machine] = await cloud.listed("reef")
+    async with time_passes(cloud):
         result = await down(context)
-        passing.cancel()
-        assert result.given_back == (f"cloud1 (acme {machine.id})",)
-        assert result.cost == RentedCost(0.42, 0.0, 0.42)
-        assert result.findings == () and result.released == ("c1", "n1", "n2")
-        assert await cloud.listed("reef") == []
-        assert len(await cloud.listed("other")) == 1
-        assert SERVICE[0] in world.hosts["c1"].argvs
+    assert result.given_back == (f"cloud1 (acme {machine.id})",)
+    assert result.cost == RentedCost(0.42, 0.0, 0.42)
+    assert result.findings == () and result.released == ("c1", "n1", "n2")
+    assert await cloud.listed("reef") == []
+    assert len(await cloud.listed("other")) == 1
+    assert SERVICE[0] in world.hosts["c1"].argvs
 
 
-async def test_unreachable_provider_keeps_the_controller_running() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        cloud.fault("list-fails", -1)
-        with pytest.raises(ProviderError) as caught:
-            await down(context)
-        assert "rented machines may be left (not known): acme: " in str(caught.value)
-        assert "use --force, and release them with `shoal reap`" in str(caught.value)
-        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
-        assert "service slurmd" in world.agents["n1"].items
-        forced = await down(context, force=True)
-        assert forced.released == ("c1", "n1", "n2")
-        [told] = forced.findings
-        assert told.level == "error" and "rented machines may be left: acme: " in told.what
+async def test_unreachable_provider_keeps_the_controller_running(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    cloud.fault("list-fails", -1)
+    with pytest.raises(ProviderError) as caught:
+        await down(context)
+    assert "rented machines may be left (not known): acme: " in str(caught.value)
+    assert "use --force, and release them with `shoal reap`" in str(caught.value)
+    assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+    assert "service slurmd" in world.agents["n1"].items
+    forced = await down(context, force=True)
+    assert forced.released == ("c1", "n1", "n2")
+    [told] = forced.findings
+    assert told.level == "error" and "rented machines may be left: acme: " in told.what
 
 
 @cases("ending", asyncio.CancelledError(), RuntimeError("a bug"))
-async def test_interrupted_release_restarts_the_service(ending: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_release_restarts_the_service(
+    cloud: Trial, ending: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C cancels; what is rented by then must not be left to itself."""
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
+    world, context = await a_cluster(cloud)
 
-        async def ends(*_: object) -> None:
-            raise ending
+    async def ends(*_: object) -> None:
+        raise ending
 
-        monkeypatch.setattr(reap, "record_ended", ends)
-        passing = asyncio.create_task(time_passes(cloud))
+    monkeypatch.setattr(reap, "record_ended", ends)
+    async with time_passes(cloud):
         with pytest.raises(type(ending)):
             await down(context, force=True)
-        passing.cancel()
-        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
-        assert "service slurmd" in world.agents["n1"].items
+    assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+    assert "service slurmd" in world.agents["n1"].items
 
 
-async def test_second_cancel_does_not_prevent_the_service_restart() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        waits, starting, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_second_cancel_does_not_prevent_the_service_restart(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    waits, starting, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def for_ever(seconds: float) -> None:
-            waits.set()
-            await asyncio.Event().wait()
+    async def for_ever(seconds: float) -> None:
+        waits.set()
+        await asyncio.Event().wait()
 
-        async def slowly(program: FakeProgram) -> int:
-            starting.set()
-            await go_on.wait()
-            return 0
+    async def slowly(program: FakeProgram) -> int:
+        starting.set()
+        await go_on.wait()
+        return 0
 
-        world.hosts["c1"].answers |= {SERVICE[1]: slowly}
-        work = asyncio.create_task(down(context, polling=reap.Polling(sleep=for_ever)))
-        await waits.wait()
-        work.cancel()
-        await starting.wait()
-        work.cancel()
-        await asyncio.sleep(0)
-        assert not work.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await work
+    world.hosts["c1"].answers |= {SERVICE[1]: slowly}
+    work = asyncio.create_task(down(context, polling=reap.Polling(sleep=for_ever)))
+    await waits.wait()
+    work.cancel()
+    await starting.wait()
+    work.cancel()
+    await asyncio.sleep(0)
+    assert not work.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
 
 
-async def test_service_that_cannot_be_stopped_ends_down_unless_forced() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        world.hosts["c1"].answers |= {SERVICE[0]: Result(1, stderr=b"Failed to stop: Connection timed out\n")}
-        with pytest.raises(ShoalError) as caught:
-            await down(context)
-        assert str(caught.value) == (
-            "cannot stop shoal-elastic, which would rent again for jobs in the queue: "
-            "Failed to stop: Connection timed out\n"
-            "  fix: solve that first; or use --force, and then release what it rents with `shoal reap`"
-        )
-        assert len(await cloud.listed("reef")) == 1
-        passing = asyncio.create_task(time_passes(cloud))
+async def test_service_that_cannot_be_stopped_ends_down_unless_forced(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    world.hosts["c1"].answers |= {SERVICE[0]: Result(1, stderr=b"Failed to stop: Connection timed out\n")}
+    with pytest.raises(ShoalError) as caught:
+        await down(context)
+    assert str(caught.value) == (
+        "cannot stop shoal-elastic, which would rent again for jobs in the queue: "
+        "Failed to stop: Connection timed out\n"
+        "  fix: solve that first; or use --force, and then release what it rents with `shoal reap`"
+    )
+    assert len(await cloud.listed("reef")) == 1
+    async with time_passes(cloud):
         forced = await down(context, force=True)
-        passing.cancel()
-        assert [str(finding) for finding in forced.findings] == [
-            "c1: cannot stop shoal-elastic, which may rent again for jobs in the queue, "
-            "found Failed to stop: Connection timed out, switch the controller off, then run `shoal reap`"
-        ]
-        assert (len(forced.given_back), forced.released) == (1, ("c1", "n1", "n2"))
+    assert [str(finding) for finding in forced.findings] == [
+        "c1: cannot stop shoal-elastic, which may rent again for jobs in the queue, "
+        "found Failed to stop: Connection timed out, switch the controller off, then run `shoal reap`"
+    ]
+    assert (len(forced.given_back), forced.released) == (1, ("c1", "n1", "n2"))
 
 
-async def test_controller_without_the_service_needs_no_force() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
-        passing = asyncio.create_task(time_passes(cloud))
+async def test_controller_without_the_service_needs_no_force(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
+    async with time_passes(cloud):
         result = await down(context)
-        passing.cancel()
-        assert (result.findings, len(result.given_back)) == ((), 1)
+    assert (result.findings, len(result.given_back)) == ((), 1)
 
 
-async def test_failed_service_restart_is_reported_when_machines_remain() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        cloud.fault("list-fails", -1)
-        world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
+async def test_failed_service_restart_is_reported_when_machines_remain(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    cloud.fault("list-fails", -1)
+    world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
+    with pytest.raises(ProviderError) as caught:
+        await down(context)
+    assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in str(caught.value)
+
+
+async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    ledger_has(world, LedgerRental("t0ken9", "cloud2", account="acme", id="i-9", state="joined", age=0.0))
+    why = "acme: the ledger has acme i-9, this key's list does not show it: is it the right key or project?"
+    async with time_passes(cloud):
         with pytest.raises(ProviderError) as caught:
             await down(context)
-        assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in str(caught.value)
-
-
-async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced() -> None:
-    async with trial(CASES["sandbox"]) as cloud:
-        world, context = await a_cluster(cloud)
-        alone = LedgerRental("t0ken9", "cloud2", account="acme", id="i-9", state="joined", age=0.0)
-        world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(alone)]}).encode()}
-        passing = asyncio.create_task(time_passes(cloud))
-        with pytest.raises(ProviderError) as caught:
-            await down(context)
-        why = "acme: the ledger has acme i-9, this key's list does not show it: is it the right key or project?"
         assert f"rented machines may be left (acme i-9): {why}\n" in str(caught.value)
         assert world.hosts["c1"].argvs[-1] == SERVICE[1]
         forced = await down(context, force=True)
-        passing.cancel()
-        assert [(one.level, one.what, one.found) for one in forced.findings] == [
-            ("error", f"rented machines may be left: {why}", "acme i-9")
-        ]
-        ended = [
-            json.loads(call.stdin)["ended"]
-            for call in world.hosts["c1"].calls
-            if call.argv[: len(READ_LEDGER)] == READ_LEDGER
-        ]
-        assert not any("t0ken9" in one for one in ended)
+    assert [(one.level, one.what, one.found) for one in forced.findings] == [
+        ("error", f"rented machines may be left: {why}", "acme i-9")
+    ]
+    assert not any("t0ken9" in json.loads(call.stdin)["ended"] for call in ledger_calls(world))
 
 
 # ---- machines that the file no longer names
+
+
+def ledger_has(world: World, *rows: LedgerRental) -> None:
+    world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(row) for row in rows]}).encode()}
+
+
+def ledger_calls(world: World) -> list[Call]:
+    return [call for call in world.hosts["c1"].calls if call.argv[: len(READ_LEDGER)] == READ_LEDGER]
 
 
 def says(world: World, machines: dict[str, dict[str, str]], accounts: dict[str, object] | None = None) -> None:
@@ -224,30 +230,37 @@ LEFT = (
 )
 
 
+HERE, THERE = rented_lab("http://10.0.0.1:1"), rented_lab("http://10.0.0.2:1")
+PUT_BACK = "put it back until they are released, or run `shoal reap` with the old file"
+
+
+def acme(**settings: str) -> dict[str, object]:
+    """The account of HERE, as the service has it."""
+    return {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": settings}}
+
+
+def errors(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level == "error"]
+
+
 async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced() -> None:
-    world = lab()
-    await raised(world)
+    world, context = await raised_lab()
     says(world, ONE | ORDERED)
     with pytest.raises(ProviderError) as caught:
-        await down(context_of(world, LAB))
+        await down(context)
     assert str(caught.value) == (
-        f"{LEFT}; nothing was changed\n"
-        "  fix: put it back until they are released, or run `shoal reap` with the old file; "
-        "or use --force, and delete them in the provider's console"
+        f"{LEFT}; nothing was changed\n  fix: {PUT_BACK}; or use --force, and delete them in the provider's console"
     )
     assert "service slurmd" in world.agents["n1"].items
-    forced = await down(context_of(world, LAB), force=True)
+    forced = await down(context, force=True)
     [told] = forced.findings
     assert (told.level, f"{told.what}: {told.found}", told.host) == ("error", LEFT, "c1")
     assert forced.released == ("c1", "n1", "n2")
 
 
 @cases("text", LAB, OTHER, ids=["rents nothing", "rents elsewhere"])
-async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = lab()
-    await raised(world)
+async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(text: str) -> None:
+    world, _ = await raised_lab()
     says(world, ONE | ORDERED)
     for agent in world.agents.values():
         agent.requests.clear()
@@ -255,117 +268,85 @@ async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(
         await up(context_of(world, text), AT_ONCE)
     assert str(caught.value) == (
         f"{LEFT}; no host was changed\n"
-        "  fix: put it back until they are released, or run `shoal reap` with the old file; "
-        "or use --leave-rented, and delete them in the provider's console"
+        f"  fix: {PUT_BACK}; or use --leave-rented, and delete them in the provider's console"
     )
     assert world.applied() == []
-    [told] = [finding for finding in (await plan(context_of(world, text))).findings if finding.level == "error"]
+    [told] = errors((await plan(context_of(world, text))).findings)
     assert (f"{told.what}: {told.found}", told.host) == (LEFT, "c1")
 
 
 async def test_up_with_leave_rented_ends_the_ledger_rows() -> None:
-    world = lab()
-    await raised(world)
+    world, context = await raised_lab()
     says(world, ONE)
-    world.hosts["c1"].answers |= {READ_LEDGER: b'{"machines": []}'}
-    result = await up(context_of(world, LAB), AT_ONCE, leave_rented=True)
+    ledger_has(world)
+    result = await up(context, AT_ONCE, leave_rented=True)
     assert [finding.level for finding in result.findings] == ["error"]
-    [call] = [call for call in world.hosts["c1"].calls if call.argv[: len(READ_LEDGER)] == READ_LEDGER]
+    [call] = ledger_calls(world)
     assert json.loads(call.stdin) == {"ended": {"t1": ["joined", 0.0]}}
 
 
-async def test_order_made_while_up_removes_the_account_is_reported() -> None:
-    world = lab()
-    await raised(world)
-    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+@cases(
+    "before, after, row, why",
+    (LAB, LAB, {}, "the file has no account acme any more"),
+    (HERE, THERE, {}, "account acme is another one in the file now"),
+    (HERE, HERE, {}, ""),
+    (HERE, THERE, {"id": "i-1", "state": "made", "of_now": True}, ""),
+    ids=["removed", "moved", "the same", "made with the moved account"],
+)
+async def test_order_made_while_up_changes_its_account_is_reported(
+    before: str, after: str, row: dict[str, Any], why: str
+) -> None:
+    world, _ = await raised_lab(before)
+    says(world, {}, acme())
     ordered = LedgerRental("t1", "cloud1", account="acme", id="", state="intended", age=0.0)
-    given_up = LedgerRental("t2", "cloud2", account="acme", id="", state="failed", age=50.0)
-    told = json.dumps({"machines": [ledger_row(ordered), ledger_row(given_up)]}).encode()
-    world.hosts["c1"].answers |= {READ_LEDGER: told}
-    result = await up(context_of(world, LAB), AT_ONCE)
-    assert [(one.level, one.found, one.fix) for one in result.findings] == [
-        (
-            "error",
-            "cloud1 (acme on order)",
-            "put it back until they are released, or run `shoal reap` with the old file",
-        )
-    ]
-
-
-async def test_order_made_while_up_moves_the_account_is_reported() -> None:
-    world, before = lab(), rented_lab("http://10.0.0.1:1")
-    await raised(world, before)
-    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
-    ordered = LedgerRental("t1", "cloud1", account="acme", id="", state="intended", age=0.0)
-    world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
-    assert "cost money" not in str((await up(context_of(world, before), AT_ONCE)).findings)
-    result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
-    assert [(one.what, one.found) for one in result.findings if one.level == "error"] == [
-        (
-            "rented machines would never be released, as account acme is another one in the file now",
-            "cloud1 (acme on order)",
-        )
-    ]
-
-
-async def test_order_made_with_the_moved_account_is_accepted() -> None:
-    world, before = lab(), rented_lab("http://10.0.0.1:1")
-    await raised(world, before)
-    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
-    ordered = LedgerRental("t1", "cloud1", account="acme", id="i-1", state="made", age=0.0, of_now=True)
-    world.hosts["c1"].answers |= {READ_LEDGER: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
-    result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
-    assert "cost money" not in str(result.findings)
-
-
-async def test_machines_of_a_configured_account_do_not_block_up() -> None:
-    world = lab()
-    await raised(world)
-    says(world, ONE | ORDERED, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
-    with_account = rented_lab("http://10.0.0.1:1")
-    assert not [one for one in (await plan(context_of(world, with_account))).findings if one.level == "error"]
+    ledger_has(world, replace(ordered, **row), replace(ordered, token="t2", node="cloud2", state="failed", age=50.0))
+    found = errors((await up(context_of(world, after), AT_ONCE)).findings)
+    assert [(one.what, one.found, one.fix) for one in found] == (
+        [(f"rented machines would never be released, as {why}", "cloud1 (acme on order)", PUT_BACK)] if why else []
+    )
 
 
 @cases(
     "text, why",
-    (rented_lab("http://10.0.0.2:1"), "as account acme is another one in the file now"),
-    (rented_lab("http://10.0.0.1:1").replace("key:", "project: p2, key:"), "as account acme is another one"),
-    (rented_lab("http://10.0.0.1:1").replace("key:", "settings: {project: p2}, key:"), "as account acme is anoth"),
+    (THERE, "as account acme is another one in the file now"),
+    (HERE.replace("key:", "project: p2, key:"), "as account acme is another one"),
+    (HERE.replace("key:", "settings: {project: p2}, key:"), "as account acme is anoth"),
     (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no rented nodeset"),
     ids=["another place", "another project", "another project as a setting", "no nodeset"],
 )
 async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(text: str, why: str) -> None:
-    world = lab()
-    await raised(world)
-    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {"project": "p1"}}})
+    world, _ = await raised_lab()
+    says(world, ONE, acme(project="p1"))
     with pytest.raises(ProviderError, match=why):
         await up(context_of(world, text), AT_ONCE)
 
 
-@cases("before, after", ("", "project: p1, "), ("p1", ""), ("p1", "settings: {project: p1}, "))
-async def test_explicit_and_implicit_project_are_the_same_account(before: str, after: str) -> None:
-    world = lab()
-    await raised(world)
-    settings = {"project": before} if before else {}
-    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": settings}})
-    text = rented_lab("http://10.0.0.1:1").replace("key:", f"{after}key:")
-    assert not [one for one in (await plan(context_of(world, text))).findings if one.level == "error"]
+@cases(
+    "settings, after",
+    ({}, ""),
+    ({}, "project: p1, "),
+    ({"project": "p1"}, ""),
+    ({"project": "p1"}, "settings: {project: p1}, "),
+)
+async def test_configured_account_blocks_nothing_and_its_project_may_be_implicit(
+    settings: dict[str, str], after: str
+) -> None:
+    world, _ = await raised_lab()
+    says(world, ONE | ORDERED, acme(**settings))
+    assert errors((await plan(context_of(world, HERE.replace("key:", f"{after}key:")))).findings) == []
 
 
 @cases("text", "", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}')
 async def test_unreadable_status_does_not_block_up(text: str) -> None:
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     agent = world.agents["c1"]
     agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): FileFact(sha256="0", text=text)})
     assert (await up(context_of(world, LAB), AT_ONCE)).findings == ()
 
 
 async def test_smaller_nodeset_is_reported_with_the_released_machines() -> None:
-    world = lab()
-    before = rented_lab("http://10.0.0.1:1")
-    await raised(world, before)
-    fewer = await plan(context_of(world, before.replace("max: 2", "max: 1")))
+    world, _ = await raised_lab(HERE)
+    fewer = await plan(context_of(world, HERE.replace("max: 2", "max: 1")))
     assert [str(finding) for finding in fewer.findings if "cloud" in finding.what] == [
         "cloud2: no longer rented for the cluster; the controller releases their machines"
     ]
@@ -374,10 +355,8 @@ async def test_smaller_nodeset_is_reported_with_the_released_machines() -> None:
 
 async def test_job_on_a_removed_rented_node_blocks_up() -> None:
     """Its machine is released as soon as the service has the new file."""
-    world = lab()
-    before = rented_lab("http://10.0.0.1:1")
-    await raised(world, before)
-    fewer = context_of(world, before.replace("max: 2", "max: 1"))
+    world, _ = await raised_lab(HERE)
+    fewer = context_of(world, HERE.replace("max: 2", "max: 1"))
     world.slurm.jobs = {"6": "n1", "7": "cloud2"}
     world.look_again()
     with pytest.raises(ShoalError) as caught:
@@ -409,7 +388,7 @@ SAID = {
 async def view(text: str | None, now: float = 1060.0) -> RentedView | None:
     answer = Result(1, stderr=b"No such file") if text is None else Result(0, stdout=text.encode())
     host = FakeHost(Target("c1"), {("cat", str(STATUS)): answer})
-    return await rented_view(spec_of(rented_lab("http://10.0.0.1:1")), host, lambda: now)
+    return await rented_view(spec_of(HERE), host, lambda: now)
 
 
 async def test_status_shows_every_machine_its_cost_and_problems() -> None:

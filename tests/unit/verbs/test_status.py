@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import context_of, raised
+from tests.support.fake_clusters import context_of, raised_lab
 from tests.support.fake_world import LAB, lab
 
 from shoal.errors import SlurmError
@@ -16,8 +16,7 @@ from shoal_simulators.fake_host import FakeHost, FakeProgram
 
 
 async def test_status_shows_the_slurm_state() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.slurm.jobs["7"] = "n1"
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", "fan broken"
     found = await status(context)
@@ -32,8 +31,7 @@ async def test_status_shows_the_slurm_state() -> None:
 
 
 async def test_status_names_nodes_missing_in_the_file_or_in_slurm() -> None:
-    world = lab()
-    await raised(world)
+    world, _ = await raised_lab()
     other = context_of(world, LAB.replace("name: n2, address: 10.0.0.12", "name: n3, address: 10.0.0.13"))
     found = await status(other)
     assert (found.absent, found.extra) == (("n3",), ("n2",))
@@ -61,8 +59,7 @@ async def test_status_of_a_removed_cluster_is_an_error() -> None:
 
 @cases("state", "failed", "inactive", "activating")
 async def test_status_reports_a_stopped_slurmctld_at_once(state: str) -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     asked = len(world.hosts["c1"].calls)
     world.hosts["c1"].answers = {
         **world.hosts["c1"].answers,
@@ -91,8 +88,7 @@ async def test_hanging_slurmctld_is_reported() -> None:
 
 
 async def test_status_quotes_the_slurm_error() -> None:
-    world = lab()
-    context = await raised(world)
+    world, context = await raised_lab()
     world.slurm.broken = "slurm_load_node error: Unable to contact slurm controller (connect failure)\n"
     with pytest.raises(SlurmError) as caught:
         await status(context)
