@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.specs import TWO_NODES
 from tests.unit.containers.test_image_runner import ALLOWED
 from tests.unit.jobs.job_clusters import NODES, PARTITIONS, SHIPPED, job
 
@@ -34,12 +35,7 @@ from shoal.slurm.conf import oci_conf, slurm_conf
 from shoal.spec.loader import load_text
 from shoal.spec.members import rented_members
 
-REEF = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
-"""
+REEF = TWO_NODES
 NAMESPACES = {LIMIT: FileFact(text="7812\n")}
 DEBIAN = StoredImage("debian", id="ab" * 32, architecture="arm64", layout="/shared/images/ab")
 

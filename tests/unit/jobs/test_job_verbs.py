@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.specs import TWO_NODES
 from tests.unit.jobs.job_clusters import job
 
 import shoal
@@ -35,12 +36,7 @@ from shoal.verbs.spec_cache import CachedSpec
 from shoal.verbs.submission import SUBMIT
 from shoal_simulators.fake_host import Call, FakeConnector, FakeHost
 
-SPEC = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
-"""
+SPEC = TWO_NODES
 NODE = "NodeName={} CPUTot=4 CPUAlloc=0 RealMemory=14700 Gres=gpu:t4:2 Partitions=main State=IDLE Version=22.05.8\n"
 PARTITION = "PartitionName=main Default=YES Nodes=n[1-2] State=UP MaxTime=UNLIMITED MaxNodes=UNLIMITED\n"
 RECORD = "JobId=17 JobName=train UserId=root(0) JobState={} Reason=None Restarts=0 ExitCode={} TimeLimit=UNLIMITED"
@@ -147,13 +143,17 @@ class Reef:
 
 
 @pytest.fixture
+def reef() -> Reef:
+    return Reef()
+
+
+@pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text("print(1)\n")
     return tmp_path
 
 
-async def test_submitted_script_equals_the_dry_run(tree: Path) -> None:
-    reef = Reef()
+async def test_submitted_script_equals_the_dry_run(reef: Reef, tree: Path) -> None:
     shown = await dry_run(reef.context, job(nodes=2), tree)
     assert all(host.calls == [] for host in reef.nodes.values()), "a dry run touches no node"
     submitted = await run(reef.context, job(nodes=2), tree)
@@ -162,16 +162,14 @@ async def test_submitted_script_equals_the_dry_run(tree: Path) -> None:
 
 
 @cases("shares", False, True)
-async def test_job_needs_only_the_cached_spec(tree: Path, shares: bool) -> None:
-    reef = Reef()
+async def test_job_needs_only_the_cached_spec(reef: Reef, tree: Path, shares: bool) -> None:
     members = reef.context.members
     context = replace(reef.context, known=CachedSpec("reef", members, shares), file=tree / "no-such-file.yaml")
     submitted = await run(context, job(nodes=2), tree)
     assert (PROGRAM in submitted.script) is shares
 
 
-async def test_every_node_gets_the_bundle_once(tree: Path) -> None:
-    reef = Reef()
+async def test_every_node_gets_the_bundle_once(reef: Reef, tree: Path) -> None:
     first = await run(reef.context, job(nodes=2), tree)
     paths = [f"/var/lib/shoal/jobs/reef/code/{first.code}.tar", *[p for p in reef.sent()["n1"] if "/reef/lib/" in p]]
     assert reef.sent() == {"n1": sorted(paths), "n2": sorted(paths)} and first.sent > 0
@@ -187,8 +185,7 @@ async def test_shared_storage_gets_a_single_bundle_and_jobs_use_the_shared_direc
     assert "[ -e /shared/.shared ] && export SHOAL_STORE_DIR=$SHOAL_JOB_DIR\n" in both.script
 
 
-async def test_nothing_is_submitted_when_a_node_cannot_get_the_bundle(tree: Path) -> None:
-    reef = Reef()
+async def test_nothing_is_submitted_when_a_node_cannot_get_the_bundle(reef: Reef, tree: Path) -> None:
     reef.nodes["n2"].unreachable = True
     with pytest.raises(PartialFailure) as caught:
         await run(reef.context, job(), tree)
@@ -198,16 +195,14 @@ async def test_nothing_is_submitted_when_a_node_cannot_get_the_bundle(tree: Path
     assert reef.submitted == {}
 
 
-async def test_nothing_is_sent_when_the_job_cannot_run(tree: Path) -> None:
-    reef = Reef()
+async def test_nothing_is_sent_when_the_job_cannot_run(reef: Reef, tree: Path) -> None:
     for wrong in (job(nodes=3), job(gpus_per_node=9), job("nope.py")):
         with pytest.raises(UsageError):
             await run(reef.context, wrong, tree)
     assert reef.sent() == {"n1": [], "n2": []}
 
 
-async def test_sbatch_error_is_reported(tree: Path) -> None:
-    reef = Reef()
+async def test_sbatch_error_is_reported(reef: Reef, tree: Path) -> None:
     reef.sbatch = Result(1, stderr=b"sbatch: error: Invalid qos\n")
     with pytest.raises(SlurmError) as caught:
         await run(reef.context, job(), tree)
@@ -221,9 +216,8 @@ async def test_sbatch_error_is_reported(tree: Path) -> None:
     ({"account": "a", "qos": "b"}, "--account and --qos"),
 )
 async def test_option_that_needs_accounting_is_rejected_with_the_fix(
-    tree: Path, options: dict[str, str], told: str
+    reef: Reef, tree: Path, options: dict[str, str], told: str
 ) -> None:
-    reef = Reef()
     for verb in (run, dry_run):
         with pytest.raises(UsageError) as caught:
             await verb(reef.context, job(**options), tree)
@@ -235,8 +229,7 @@ async def test_option_that_needs_accounting_is_rejected_with_the_fix(
     assert all(f"#SBATCH --{name}={value}\n" in script for name, value in options.items())
 
 
-async def test_each_submission_has_a_unique_number_kept_by_slurm(tree: Path) -> None:
-    reef = Reef()
+async def test_each_submission_has_a_unique_number_kept_by_slurm(reef: Reef, tree: Path) -> None:
     numbers = set()
     for _ in range(3):
         await run(reef.context, job(), tree, environ={})
@@ -245,8 +238,7 @@ async def test_each_submission_has_a_unique_number_kept_by_slurm(tree: Path) -> 
     assert "SHOAL_RUN_ID=reef-$SHOAL_JOB${SHOAL_SUBMISSION:+-$SHOAL_SUBMISSION}\n" in reef.submitted["script"]
 
 
-async def test_tracking_password_is_in_no_argument_and_no_script(tree: Path) -> None:
-    reef = Reef()
+async def test_tracking_password_is_in_no_argument_and_no_script(reef: Reef, tree: Path) -> None:
     secrets = {"MLFLOW_TRACKING_USERNAME": "ann", "MLFLOW_TRACKING_PASSWORD": "hunter2 '$x"}
     submitted = await run(reef.context, job(tracking_uri="http://mlflow:5000"), tree, environ={**secrets, "OTHER": "x"})
     assert {name: reef.submitted[name] for name in secrets} == secrets and "OTHER" not in reef.submitted
@@ -255,14 +247,12 @@ async def test_tracking_password_is_in_no_argument_and_no_script(tree: Path) -> 
     assert not any("hunter2" in text for text in (*told, reef.submitted["script"], repr(submitted)))
 
 
-async def test_job_without_a_tracker_gets_no_tracking_password(tree: Path) -> None:
-    reef = Reef()
+async def test_job_without_a_tracker_gets_no_tracking_password(reef: Reef, tree: Path) -> None:
     await run(reef.context, job(), tree, environ={"MLFLOW_TRACKING_PASSWORD": "hunter2"})
     assert set(reef.submitted) == {"SHOAL_SUBMISSION", "script"}
 
 
-async def test_multi_line_password_is_rejected_and_not_shown(tree: Path) -> None:
-    reef = Reef()
+async def test_multi_line_password_is_rejected_and_not_shown(reef: Reef, tree: Path) -> None:
     with pytest.raises(UsageError, match="MLFLOW_TRACKING_TOKEN is not a single line of text") as caught:
         await run(reef.context, job(tracking_uri="http://m"), tree, environ={"MLFLOW_TRACKING_TOKEN": "hunter2\n\nx"})
     assert "hunter2" not in str(caught.value) and reef.controller.calls == []
@@ -282,9 +272,8 @@ def test_secrets_reach_sbatch_and_its_job(tmp_path: Path) -> None:
 
 
 @cases("verb", "run", "dry_run", "jobs", "logs", "follow", "cancel")
-async def test_stopped_slurmctld_is_reported_at_once(tree: Path, verb: str) -> None:
+async def test_stopped_slurmctld_is_reported_at_once(reef: Reef, tree: Path, verb: str) -> None:
     """Slurm's commands would wait for it; here they would do so for ever."""
-    reef = Reef()
     reef.slurmctld = "failed"
 
     async def never(program: Any) -> int:
@@ -307,8 +296,7 @@ async def test_stopped_slurmctld_is_reported_at_once(tree: Path, verb: str) -> N
     assert all(call.killed for call in reef.controller.calls if call.argv[:2] == ("scontrol", "-o"))
 
 
-async def test_controller_without_slurm_is_reported(tree: Path) -> None:
-    reef = Reef()
+async def test_controller_without_slurm_is_reported(reef: Reef, tree: Path) -> None:
     reef.slurmctld = "inactive"
     reef.controller.answers = {("systemctl",): b"inactive\n"}
     for verb in (run(reef.context, job(), tree), cancel(reef.context, ["7"]), logs(reef.context, "7")):
@@ -324,8 +312,7 @@ MISSING = {
 
 
 @cases("profiler", *MISSING)
-async def test_missing_profiler_is_reported_before_submission(tree: Path, profiler: str) -> None:
-    reef = Reef()
+async def test_missing_profiler_is_reported_before_submission(reef: Reef, tree: Path, profiler: str) -> None:
     for name, answer in (("n1", b""), ("n2", b"missing\n")):
         reef.nodes[name].answers = {**reef.nodes[name].answers, ("env",): answer}
     with pytest.raises(UsageError) as caught:
@@ -359,8 +346,7 @@ async def test_profiler_check_uses_the_python_and_variables_of_the_job(tmp_path:
         assert await is_profiler_missing(host, job(profile="nsys", export={"PATH": "/usr/bin:/bin"}))
 
 
-async def test_old_bundles_are_removed_after_submission_only_where_they_pile_up(tree: Path) -> None:
-    reef = Reef()
+async def test_old_bundles_are_removed_after_submission_only_where_they_pile_up(reef: Reef, tree: Path) -> None:
     reef.old = ["n2"]
     await run(reef.context, job(), tree)
     cleaned = {name: [call for call in host.calls if "clean_code" in call.argv] for name, host in reef.nodes.items()}
@@ -419,8 +405,7 @@ async def test_follow_of_a_job_unknown_to_slurm_reuses_the_connections() -> None
     assert len(reef.nodes["n1"].calls) == 1
 
 
-async def test_batch_output_is_read_from_the_paths_of_the_job() -> None:
-    reef = Reef()
+async def test_batch_output_is_read_from_the_paths_of_the_job(reef: Reef) -> None:
     reef.comment = "shoal:ab/cd"
     reef.record = RECORD.replace(" WorkDir", " StdErr=/tmp/17.err StdOut=/tmp/17.log WorkDir")
     reef.files = {"n1": "error@inode-7\t1.0 slurmstepd: error: execve(): /nope/python: No such file or directory\n"}
@@ -455,8 +440,7 @@ async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day() -> 
     assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
 
 
-async def test_login_host_has_ended_jobs_from_accounting() -> None:
-    reef = Reef()
+async def test_login_host_has_ended_jobs_from_accounting(reef: Reef) -> None:
     reef.ended = "no-file-of-ended-jobs\n"
     row = "{}|COMPLETED|root|main|n1|1|0:0|{}T13:00:00|{}T14:00:00|01:00:00|UNLIMITED|/jobs|train".replace(
         "|", JOB_RECORD
@@ -469,8 +453,7 @@ async def test_login_host_has_ended_jobs_from_accounting() -> None:
     assert [view.record.id for view in (await jobs(reef.context)).jobs] == ["17"]
 
 
-async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest() -> None:
-    reef = Reef()
+async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest(reef: Reef) -> None:
     reef.ended = "".join(noted(number, "COMPLETED") for number in range(100, 150))
     newest = await jobs(reef.context)
     assert [view.record.id for view in newest.jobs] == [*map(str, range(130, 150)), "17"]
@@ -479,8 +462,7 @@ async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest() -> None:
     assert (len(every.jobs), every.left_out) == (51, 0)
 
 
-async def test_named_jobs_are_listed_alone_whether_slurmctld_knows_them_or_not() -> None:
-    reef = Reef()
+async def test_named_jobs_are_listed_alone_whether_slurmctld_knows_them_or_not(reef: Reef) -> None:
     reef.ended = noted(3, "COMPLETED", day="2026-10-01") + noted(4, "COMPLETED")
     result = await jobs(reef.context, ["17", "3"])
     assert [view.record.id for view in result.jobs] == ["17", "3"] and result.left_out == 0
@@ -489,16 +471,18 @@ async def test_named_jobs_are_listed_alone_whether_slurmctld_knows_them_or_not()
 
 
 @cases("dependency", "afterok:99", "afterany:17:99", "afterok:17,afterany:99+5")
-async def test_dependency_on_an_unknown_job_is_rejected_before_anything_is_sent(tree: Path, dependency: str) -> None:
-    reef = Reef()
+async def test_dependency_on_an_unknown_job_is_rejected_before_anything_is_sent(
+    reef: Reef, tree: Path, dependency: str
+) -> None:
     with pytest.raises(UsageError, match=f"--dependency {re.escape(dependency)}: there is no job 99\n"):
         await run(reef.context, job_from_options({"script": "train.py", "dependency": dependency}), tree)
     assert not reef.submitted
 
 
 @cases("dependency", "afterok:17", "afterany:3:17", "singleton", "after:17+5")
-async def test_dependency_on_jobs_that_wait_run_or_have_ended_is_accepted(tree: Path, dependency: str) -> None:
-    reef = Reef()
+async def test_dependency_on_jobs_that_wait_run_or_have_ended_is_accepted(
+    reef: Reef, tree: Path, dependency: str
+) -> None:
     reef.ended = noted(3, "COMPLETED", day="2026-10-01")
     await run(reef.context, job_from_options({"script": "train.py", "dependency": dependency}), tree)
     assert f"#SBATCH --dependency={dependency}\n" in reef.submitted["script"]
@@ -513,8 +497,7 @@ async def test_tasks_of_an_array_are_shown_as_they_end() -> None:
     assert ended == ["17_1 COMPLETED", "17_0 FAILED"]
 
 
-async def test_job_cancelled_before_its_start_is_listed_once() -> None:
-    reef = Reef()
+async def test_job_cancelled_before_its_start_is_listed_once(reef: Reef) -> None:
     reef.record = RECORD.replace(" NodeList", " StartTime=2026-11-15T14:00:00 EndTime=2026-11-15T14:00:00 NodeList")
     reef.states = ["CANCELLED"]
     reef.ended = noted(17, "CANCELLED").replace("StartTime=2026-11-15T13:00:00", "StartTime=Unknown")
@@ -548,8 +531,7 @@ async def test_array_purged_by_slurmctld_is_reported_with_its_tasks() -> None:
     assert (await logs(reef.context, "15_1")).record is not None
 
 
-async def test_follow_gets_the_final_state_of_a_job_purged_meanwhile() -> None:
-    reef = Reef()
+async def test_follow_gets_the_final_state_of_a_job_purged_meanwhile(reef: Reef) -> None:
     reef.states = ["RUNNING"]
     reef.ended = noted(17, "COMPLETED")
     reef.remembered = 2
@@ -558,8 +540,7 @@ async def test_follow_gets_the_final_state_of_a_job_purged_meanwhile() -> None:
 
 
 @cases("number", "", "x", "17;id", "../17", "17_", "1 2")
-async def test_invalid_job_id_is_rejected_before_any_connection(number: str) -> None:
-    reef = Reef()
+async def test_invalid_job_id_is_rejected_before_any_connection(reef: Reef, number: str) -> None:
     with pytest.raises(UsageError, match="is not a job"):
         await logs(reef.context, number)
     assert reef.controller.calls == []
@@ -605,8 +586,7 @@ async def test_jobs_shows_progress_and_failure_reasons() -> None:
     assert (view.progress, view.reason) == ({"step": 12, "loss": 0.5}, None)
 
 
-async def test_cancel_ends_running_jobs_and_reports_ended_jobs() -> None:
-    reef = Reef()
+async def test_cancel_ends_running_jobs_and_reports_ended_jobs(reef: Reef) -> None:
     assert (await cancel(reef.context, ["17"])).ended == ("17",)
     assert not any(call.argv[0] == "scancel" for call in reef.controller.calls)
     reef.states = ["RUNNING"]
@@ -638,8 +618,7 @@ async def test_job_can_be_submitted_inside_a_running_event_loop(tree: Path) -> N
     made.cancel()
 
 
-def test_array_from_python_is_submitted_and_cancelled_but_not_awaited(tree: Path) -> None:
-    reef = Reef()
+def test_array_from_python_is_submitted_and_cancelled_but_not_awaited(reef: Reef, tree: Path) -> None:
     made = shoal.Job("train.py", array="0-3", context=reef.context, tree=tree).submit()
     for method in ("wait", "logs", "reason"):
         with pytest.raises(UsageError) as caught:

@@ -65,6 +65,14 @@ def asked(agent: FakeAgent) -> list[str]:
     return [request["op"] for request in agent.requests if request["op"] in ("secret", "apply")]
 
 
+@pytest.fixture
+async def world() -> World:
+    """A lab that is up."""
+    world = lab()
+    await bring(world)
+    return world
+
+
 async def test_all_hosts_finish_a_stage_before_the_next_begins() -> None:
     progress = ProgressRecorder()
     done, failures = await bring(lab(), progress=progress)
@@ -77,29 +85,17 @@ async def test_all_hosts_finish_a_stage_before_the_next_begins() -> None:
     assert failures == {}
 
 
-async def test_munge_key_of_the_controller_is_sent_to_every_host() -> None:
-    world = lab()
-    await bring(world)
+async def test_munge_key_of_the_controller_goes_to_every_host_and_a_second_run_changes_nothing(world: World) -> None:
     digests = {agent.items["file /etc/munge/munge.key"]["sha256"] for agent in world.agents.values()}
-    assert len(digests) == 1
-    assert asked(world.agents["c1"])[0] == "secret"
-    assert "secret" not in asked(world.agents["n1"])
-
-
-async def test_second_run_changes_nothing_and_fetches_no_secret() -> None:
-    world = lab()
-    await bring(world)
     before = {name: asked(agent) for name, agent in world.agents.items()}
+    assert (len(digests), before["c1"][0]) == (1, "secret") and "secret" not in before["n1"]
     progress = ProgressRecorder()
-    done, _ = await bring(world, progress=progress)
-    assert done == ApplyResult()
+    assert (await bring(world, progress=progress))[0] == ApplyResult()
     assert {name: asked(agent) for name, agent in world.agents.items()} == before
     assert progress.titles == []
 
 
-async def test_only_hosts_that_differ_change() -> None:
-    world = lab()
-    await bring(world)
+async def test_only_hosts_that_differ_change(world: World) -> None:
     del world.agents["n2"].items["file /etc/default/slurmd"]
     before = asked(world.agents["n1"])
     done, _ = await bring(world)
@@ -158,9 +154,7 @@ async def test_controller_failure_does_not_hide_other_failures() -> None:
     assert list(caught.value.failures) == ["c1", "n2"]
 
 
-async def test_leaving_node_is_drained_and_removed_when_empty() -> None:
-    world = lab()
-    await bring(world)
+async def test_leaving_node_is_drained_and_removed_when_empty(world: World) -> None:
     progress = ProgressRecorder()
     done, _ = await bring(world, spec_of(WITHOUT_N2), progress=progress)
     assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
@@ -169,9 +163,7 @@ async def test_leaving_node_is_drained_and_removed_when_empty() -> None:
     assert done == ApplyResult(changed=("c1", "n1"))
 
 
-async def test_busy_leaving_node_stays_until_a_later_run() -> None:
-    world = lab()
-    await bring(world)
+async def test_busy_leaving_node_stays_until_a_later_run(world: World) -> None:
     world.slurm.jobs["7"] = "n[1-2]"
     done, _ = await bring(world, spec_of(WITHOUT_N2))
     assert done.staying == ("n2",)
@@ -183,9 +175,7 @@ async def test_busy_leaving_node_stays_until_a_later_run() -> None:
     assert world.slurm.nodes == ["n1"]
 
 
-async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit() -> None:
-    world = lab()
-    await bring(world)
+async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit(world: World) -> None:
     asked_for = 0
 
     def ends_soon(call: Call) -> bytes:
@@ -194,16 +184,14 @@ async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit() -> None:
         world.slurm.jobs = {} if asked_for > 1 else {"7": "n2"}
         return world.slurm.squeue(call)  # type: ignore[return-value]
 
-    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("squeue",): ends_soon}
+    world.hosts["c1"].answers |= {("squeue",): ends_soon}
     done, _ = await bring(world, spec_of(WITHOUT_N2), ApplyTimeouts(nodes_s=0, drain_s=None))
     assert done.staying == ()
     assert asked_for == 2
     assert world.slurm.nodes == ["n1"]
 
 
-async def test_dead_slurmctld_is_repaired_before_a_drain() -> None:
-    world = lab()
-    await bring(world)
+async def test_dead_slurmctld_is_repaired_before_a_drain(world: World) -> None:
     del world.agents["c1"].items["service slurmctld"]
     calls = 0
 
@@ -213,47 +201,28 @@ async def test_dead_slurmctld_is_repaired_before_a_drain() -> None:
         world.slurm.broken = "" if "service slurmctld" in world.agents["c1"].items else "Unable to contact slurmctld"
         return world.slurm.scontrol(call)
 
-    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("scontrol",): dead_once}  # type: ignore[dict-item]
+    world.hosts["c1"].answers |= {("scontrol",): dead_once}  # type: ignore[dict-item]
     done, _ = await bring(world, spec_of(WITHOUT_N2))
     assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
     assert done.staying == ()
     assert world.slurm.nodes == ["n1"]
 
 
-async def test_returning_node_is_resumed() -> None:
-    world = lab()
-    await bring(world)
-    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", LEAVING_REASON
-    done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
-    assert world.slurm.updates == [("nodename=n2", "state=resume")]
-    assert done.unready == ()
-
-
-async def test_node_drained_by_the_operator_stays_drained() -> None:
-    world = lab()
-    await bring(world)
-    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", "fan broken"
-    done, _ = await bring(world)
-    assert (done.unready, world.slurm.updates) == ((), [])
-
-
-async def test_node_marked_down_by_slurm_is_resumed() -> None:
-    world = lab()
-    await bring(world)
-    world.slurm.states["n2"], world.slurm.reasons["n2"] = "DOWN+NOT_RESPONDING", "Not responding"
-    done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
-    assert world.slurm.updates == [("nodename=n2", "state=resume")]
-    assert done.unready == ()
-
-
-async def test_node_drained_or_set_down_by_the_operator_is_not_resumed() -> None:
-    world = lab()
-    await bring(world)
-    world.slurm.states = {"n1": "DOWN+DRAIN+NOT_RESPONDING", "n2": "DOWN+NOT_RESPONDING"}
-    world.slurm.reasons = {"n1": "Not responding", "n2": "fan broken"}
-    done, _ = await bring(world)
-    assert world.slurm.updates == []
-    assert done.unready == (("n1", "Not responding"), ("n2", "fan broken"))
+@cases(
+    "state, reason, resumed, unready",
+    ("IDLE+DRAIN", LEAVING_REASON, True, False),
+    ("DOWN+NOT_RESPONDING", "Not responding", True, False),
+    ("IDLE+DRAIN", "fan broken", False, False),
+    ("DOWN+NOT_RESPONDING", "fan broken", False, True),
+    ("DOWN+DRAIN+NOT_RESPONDING", "Not responding", False, True),
+)
+async def test_returning_node_is_resumed_unless_the_operator_drained_it_or_set_it_down(
+    world: World, state: str, reason: str, resumed: bool, unready: bool
+) -> None:
+    world.slurm.states["n2"], world.slurm.reasons["n2"] = state, reason
+    done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30) if resumed else ZERO_TIMEOUTS)
+    assert world.slurm.updates == [("nodename=n2", "state=resume")] * resumed
+    assert done.unready == (("n2", reason),) * unready
 
 
 async def test_unregistered_nodes_are_reported_with_the_reason() -> None:
@@ -265,9 +234,7 @@ async def test_unregistered_nodes_are_reported_with_the_reason() -> None:
     assert failures == {}
 
 
-async def test_silent_slurmctld_is_an_error_with_the_log_command() -> None:
-    world = lab()
-    await bring(world)
+async def test_silent_slurmctld_is_an_error_with_the_log_command(world: World) -> None:
     world.slurm.broken = "Unable to contact slurm controller"
     with pytest.raises(SlurmError) as caught:
         await bring(world)
@@ -277,29 +244,22 @@ async def test_silent_slurmctld_is_an_error_with_the_log_command() -> None:
     )
 
 
-async def test_restarting_slurmctld_is_awaited() -> None:
-    world = lab()
-    await bring(world)
+async def test_restarting_slurmctld_is_awaited(world: World) -> None:
     world.slurm.broken = "Unable to contact slurm controller"
     asyncio.get_running_loop().call_later(0.3, setattr, world.slurm, "broken", "")
     done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
     assert done == ApplyResult()
 
 
-async def test_slurm_is_queried_on_the_controller() -> None:
-    world = lab()
-    await bring(world)
+async def test_slurm_is_queried_on_the_controller(world: World) -> None:
     host = world.hosts["c1"]
     world.slurm.jobs = {"7": "n1", "8_3": "n[1-2]"}
     assert await jobs_on(host, "n1") == ["7", "8_3"]
     assert await jobs_on(host, "n2") == ["8_3"]
     assert await unready_nodes(host, ["n1", "n9"]) == {"n9": "not in Slurm's configuration"}
     view = await slurm_view(host)
-    assert (view.running, sorted(view.nodes), [job.id for job in view.jobs if "n2" in job.node_names]) == (
-        True,
-        ["n1", "n2"],
-        ["8_3"],
-    )
+    assert view.running and sorted(view.nodes) == ["n1", "n2"]
+    assert [job.id for job in view.jobs if "n2" in job.node_names] == ["8_3"]
     world.slurm.broken = "down"
     assert not (await slurm_view(host)).running
     with pytest.raises(SlurmError, match="squeue on c1 failed: down"):
@@ -315,18 +275,14 @@ async def test_slurm_is_queried_on_the_controller() -> None:
     ("PENDING", False, False),
 )
 async def test_job_holds_its_node_until_completion_and_is_active_until_its_end(
-    state: str, holds: bool, loses: bool
+    world: World, state: str, holds: bool, loses: bool
 ) -> None:
-    world = lab()
-    await bring(world)
     world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": state}
     assert (await jobs_on(world.hosts["c1"], "n1") == ["7"]) is holds
     assert (await active_jobs(world.hosts["c1"]) == ["7"]) is loses
 
 
-async def test_nodes_that_take_jobs_are_not_resumed() -> None:
-    world = lab()
-    await bring(world)
+async def test_nodes_that_take_jobs_are_not_resumed(world: World) -> None:
     await drain_nodes(world.hosts["c1"], ["n1"], "fan broken")
     await resume_nodes(world.hosts["c1"], ["n1", "n2"])
     assert world.slurm.updates[1:] == [("nodename=n1", "state=resume")]
@@ -334,9 +290,7 @@ async def test_nodes_that_take_jobs_are_not_resumed() -> None:
     assert len(world.slurm.updates) == 2
 
 
-async def test_slurm_error_is_quoted() -> None:
-    world = lab()
-    await bring(world)
+async def test_slurm_error_is_quoted(world: World) -> None:
     with pytest.raises(SlurmError) as caught:
         await drain_nodes(world.hosts["c1"], ["n8", "n9"], "why not")
     assert str(caught.value) == (

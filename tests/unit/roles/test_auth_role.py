@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tests.support.fake_world import host_facts, slurm_package, spec_of
+from tests.support.specs import WITH_LOGIN
 
 from shoal.agent.document import File, Item, SecretRef, Service
 from shoal.agent.facts import FileFact
@@ -19,14 +20,7 @@ from shoal.slurm.conf import JWKS, SigningKey, jwks, slurm_conf
 from shoal.slurm.parsed_conf import loses_jobs
 from shoal.spec.members import members
 
-TEXT = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-login: {hosts: [{name: door, address: 10.0.0.2}]}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-accounting: true
-"""
+TEXT = WITH_LOGIN + "accounting: true\n"
 SLURM = TEXT + "auth: slurm\n"
 ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
 DIGEST = "a" * 64

@@ -7,6 +7,7 @@ from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import gpus, host_facts, spec_of
 from tests.support.item_text import document_text
+from tests.support.specs import ONE_NODE
 from tests.unit.roles.test_role_documents import document_of, roles
 
 from shoal.agent.document import Directory, File, Service
@@ -24,15 +25,14 @@ from shoal.slurm.conf import slurm_conf
 from shoal.slurm.model import Confinement, Node, PartitionConf
 from shoal.slurm.parsed_conf import nodes_in_conf
 
-SPEC = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+SPEC = (
+    ONE_NODE
+    + """\
   pods: {hosts: [{name: p1, address: 203.0.113.5, port: 10341}, {name: p2, address: 203.0.113.6, port: 22}]}
 storage:
   /data: {host: controller}
 """
+)
 CGROUPS = Cgroup(2, ("cpuset", "memory", "devices"))
 KEY = "ssh-ed25519 AAAATUNNEL shoal tunnels\n"
 

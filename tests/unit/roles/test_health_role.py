@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.specs import ONE_NODE
 
 from shoal.agent.document import Directory, File, Item, Service
 from shoal.agent.facts import FileFact
@@ -16,12 +17,7 @@ from shoal.roles.node_health import COMMAND, CONFIG, FORGET_COMMAND, TIMER
 from shoal.slurm.conf import HEALTH_HOOK, slurm_conf
 from shoal.spec.model import Spec
 
-REEF = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-"""
+REEF = ONE_NODE
 OWN = "slurm: {options: {HealthCheckProgram: /usr/sbin/nhc, HealthCheckInterval: 90}}\n"
 
 

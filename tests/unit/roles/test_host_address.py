@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.specs import WITH_LOGIN
 
 from shoal.agent.document import Block, Command, File, Item
 from shoal.agent.facts import Address, Facts, FileFact
@@ -23,14 +24,7 @@ from shoal.roles.host_address import CLOUD_INIT, DROP_INS, HOSTS_COPY, NAMES_PRO
 from shoal.slurm.accounting import sacctmgr_conf, slurmdbd_conf
 from shoal.slurm.conf import slurm_conf, slurm_settings
 
-TEXT = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-login: {hosts: [{name: door, address: 10.0.0.2}]}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-accounting: {host: door}
-"""
+TEXT = WITH_LOGIN + "accounting: {host: door}\n"
 SPEC = spec_of(TEXT)
 FACTS = {
     "c1": host_facts("c1", "10.0.0.1"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.specs import WITH_LOGIN
 
 from shoal.agent.document import Document, File, Service, User
 from shoal.agent.facts import Cgroup, FileFact, UnixIds
@@ -15,12 +16,9 @@ from shoal.roles.component import Cluster, Stage
 from shoal.roles.job_engines import DOCKER_PACKAGES, SERVICE, UNIT, JobEnginesComponent
 from shoal.roles.users import USERS_GROUP, UsersComponent
 
-REEF = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-login: {hosts: [{name: door, address: 10.0.0.2}]}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+REEF = (
+    WITH_LOGIN
+    + """\
   cloud: {provider: lambda, type: gpu_1x_a10, max: 1, image: debian-12}
 providers:
   lambda: {key: env:LAMBDA_API_KEY}
@@ -29,6 +27,7 @@ users:
   bob: {uid: 2002, docker: true}
 containers: {docker: true}
 """
+)
 ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "cloud1": "10.0.0.99"}
 OFF = tuple(Service(name, enabled=False, running=False) for name in ("docker.socket", "docker"))
 

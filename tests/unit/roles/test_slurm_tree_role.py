@@ -12,6 +12,7 @@ from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
 from tests.support.item_text import document_text
+from tests.support.specs import WITH_LOGIN
 from tests.unit.roles.test_role_documents import REEF, document_of, reef
 
 from shoal.agent.document import Command, File, Packages, SecretRef
@@ -30,15 +31,13 @@ from shoal.roles.slurm_tree import find_trees, read_archive, require_tree
 from shoal.roles.users import pam_block
 from shoal.slurm.conf import mpi_conf, slurm_conf
 
-TEXT = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-login: {hosts: [{name: door, address: 10.0.0.2}]}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+TEXT = (
+    WITH_LOGIN
+    + """\
 accounting: true
 slurm: {from: shoal}
 """
+)
 ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
 PREFIX = "/opt/shoal/slurm-24.11.5-1"
 

@@ -18,6 +18,7 @@ from urllib.error import HTTPError
 import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.specs import ONE_NODE
 
 from shoal.agent.document import Block, Command, File, Item, Secret, SecretRef
 from shoal.agent.facts import FileFact
@@ -30,13 +31,7 @@ from shoal.roles.user_ids import RECORD
 from shoal.roles.users import PAM
 from shoal.tracking import login, mlflow
 
-REEF = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-tracking: mlflow
-"""
+REEF = ONE_NODE + "tracking: mlflow\n"
 USERS = "users: {ann: {}, bob: {}}\n"
 EXPERIMENT = {"experiment": {"experiment_id": "7", "lifecycle_stage": "active"}}
 PASSWORD, LOGIN = f"{mlflow.USER_PASSWORDS}/ann", f"{login.USER_LOGINS}/ann"

@@ -9,6 +9,7 @@ from typing import Any
 from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.specs import ONE_NODE
 
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
@@ -19,12 +20,7 @@ from shoal.roles.environments import APT_PROXY, EnvironmentsComponent, apt_proxy
 from shoal.roles.tracking import OWN_DISK, RECORD, TrackingComponent
 from shoal.tracking import login, mlflow
 
-REEF = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
-"""
+REEF = ONE_NODE
 CONTAINER = {"/run/systemd/container": FileFact(there=True)}
 
 

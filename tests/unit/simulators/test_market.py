@@ -32,14 +32,18 @@ def market(profile: Profile = PROFILE, store: Path | None = None, backend: NoHos
     return Market(profile, TYPES, backend or NoHosts(), clock=Clock(), store=store)
 
 
+@pytest.fixture
+def it() -> Market:
+    return market()
+
+
 def move(it: Market, seconds: float) -> None:
     assert isinstance(it.clock, Clock)
     it.clock.now += seconds
     it.update()
 
 
-def test_machine_passes_its_phases_in_order() -> None:
-    it = market()
+def test_machine_passes_its_phases_in_order(it: Market) -> None:
     one = it.order(ORDER, "m1")
     it.update()
     assert (one.phase, one.host) == ("pending", "")
@@ -95,8 +99,7 @@ def test_bill_has_the_time_before_and_after_a_stop() -> None:
     assert [one["seconds"] for one in it.bill()] == [500]
 
 
-def test_capacity_of_a_region_is_limited() -> None:
-    it = market()
+def test_capacity_of_a_region_is_limited(it: Market) -> None:
     it.order(ORDER, "m1")
     it.order(replace(ORDER, name="b"), "m2")
     with pytest.raises(ApiRejection) as caught:
@@ -109,8 +112,7 @@ def test_capacity_of_a_region_is_limited() -> None:
 
 
 @cases("why", "stockout", "quota", "balance", "error-before-create")
-def test_rejection_creates_nothing_and_is_used_up(why: str) -> None:
-    it = market()
+def test_rejection_creates_nothing_and_is_used_up(it: Market, why: str) -> None:
     it.faults = [Fault(why)]
     with pytest.raises(ApiRejection) as caught:
         it.order(ORDER, "m1")
@@ -119,16 +121,14 @@ def test_rejection_creates_nothing_and_is_used_up(why: str) -> None:
     assert it.order(ORDER, "m1").id == "m1"
 
 
-def test_error_after_create_leaves_a_machine() -> None:
-    it = market()
+def test_error_after_create_leaves_a_machine(it: Market) -> None:
     it.faults = [Fault("error-after-create")]
     with pytest.raises(ApiRejection):
         it.order(ORDER, "m1")
     assert list(it.instances) == ["m1"]
 
 
-def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time() -> None:
-    it = market()
+def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time(it: Market) -> None:
     it.faults = [Fault("stockout", -1, type="big"), Fault("quota", 2, region="us-2")]
     for _ in range(3):
         with pytest.raises(ApiRejection):
@@ -141,8 +141,7 @@ def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time() -> None
     assert [fault.times for fault in it.faults] == [-1, 1]
 
 
-def test_dead_machine_is_in_error_and_costs_until_deleted() -> None:
-    it = market()
+def test_dead_machine_is_in_error_and_costs_until_deleted(it: Market) -> None:
     it.faults = [Fault("dies", seconds=7)]
     one = it.order(ORDER, "m1")
     move(it, 60)
@@ -158,8 +157,7 @@ def test_dead_machine_is_in_error_and_costs_until_deleted() -> None:
     assert it.bill()[0]["seconds"] == 100
 
 
-def test_machine_is_warned_before_preemption() -> None:
-    it = market()
+def test_machine_is_warned_before_preemption(it: Market) -> None:
     one = it.order(ORDER, "m1")
     move(it, 60)
     assert it.preempt("m1").takes_away == 1090.0
@@ -172,8 +170,7 @@ def test_machine_is_warned_before_preemption() -> None:
     assert it.bill()[0]["ended"] == 1090.0
 
 
-def test_machine_ends_at_its_lifetime() -> None:
-    it = market()
+def test_machine_ends_at_its_lifetime(it: Market) -> None:
     one = it.order(replace(ORDER, lifetime=100), "m1")
     move(it, 99)
     assert one.phase == "up"
@@ -181,8 +178,7 @@ def test_machine_ends_at_its_lifetime() -> None:
     assert one.phase == "stopping"
 
 
-def test_lagging_list_shows_a_machine_late_and_too_long() -> None:
-    it = market()
+def test_lagging_list_shows_a_machine_late_and_too_long(it: Market) -> None:
     it.faults = [Fault("lagging-list", seconds=20)]
     it.order(ORDER, "m1")
     assert it.list_instances() == []
@@ -197,8 +193,7 @@ def test_lagging_list_shows_a_machine_late_and_too_long() -> None:
     assert it.list_instances() == []
 
 
-def test_duplicate_name_is_rejected_or_created_twice() -> None:
-    it = market()
+def test_duplicate_name_is_rejected_or_created_twice(it: Market) -> None:
     it.faults = [Fault("duplicate-name")]
     it.order(ORDER, "machine-1")
     assert [one.order.name for one in it.instances.values()] == ["reef-n1", "reef-n1"]
@@ -209,8 +204,7 @@ def test_duplicate_name_is_rejected_or_created_twice() -> None:
     assert caught.value.reason == "duplicate-name"
 
 
-def test_price_change_applies_to_the_machine_and_not_to_the_offer() -> None:
-    it = market()
+def test_price_change_applies_to_the_machine_and_not_to_the_offer(it: Market) -> None:
     it.faults = [Fault("price-change")]
     assert it.price("big") == 20.0
     assert it.price("big", "spot") == 8.0
@@ -218,8 +212,7 @@ def test_price_change_applies_to_the_machine_and_not_to_the_offer() -> None:
     assert it.order(replace(ORDER, name="b"), "m2").usd_hour == 20.0
 
 
-def test_slow_unreachable_and_broken_machines_can_be_created() -> None:
-    it = market()
+def test_slow_unreachable_and_broken_machines_can_be_created(it: Market) -> None:
     it.faults = [Fault("slow-boot", seconds=40), Fault("never-reachable"), Fault("bad-gpu")]
     one = it.order(ORDER, "m1")
     assert (one.boot_seconds, one.reachable, one.gpu_works) == (100.0, False, False)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import Sandbox, context_of, raised, raised_lab
-from tests.support.fake_world import LAB, lab, spec_of
+from tests.support.fake_clusters import Sandbox, context_of, raised
+from tests.support.fake_world import LAB, World, lab, spec_of
 
 from shoal.agent.facts import Disk, Neighbour
 from shoal.errors import ProviderError, VersionMismatch
@@ -18,8 +18,7 @@ from shoal.verbs.up import plan, up
 from shoal_simulators.fake_provider import FakeProvider
 
 
-async def test_check_of_a_running_cluster_has_no_findings() -> None:
-    world, context = await raised_lab()
+async def test_check_of_a_running_cluster_has_no_findings(world: World, context: Context) -> None:
     before = {name: len(agent.requests) for name, agent in world.agents.items()}
     assert await check(context) == []
     for name, agent in world.agents.items():
@@ -43,8 +42,7 @@ async def test_check_reports_all_problems_worst_first() -> None:
     assert context.cluster == "reef"
 
 
-async def test_drained_node_is_a_warning_with_its_reason() -> None:
-    world, context = await raised_lab()
+async def test_drained_node_is_a_warning_with_its_reason(world: World, context: Context) -> None:
     world.slurm.states["n1"], world.slurm.reasons["n1"] = "IDLE+DRAIN", "bad fan"
     assert [str(finding) for finding in await check(context)] == [
         "n1: is drained and takes no jobs, found bad fan (by root 2026-01-01T00:00:00), when that is solved, run "
@@ -68,8 +66,7 @@ async def test_images_with_versions_that_cannot_talk_are_errors_before_hosts_are
 
 
 @cases("state, what", ("failed", "slurmctld does not run (failed)"), ("active", "slurmctld does not answer"))
-async def test_dead_slurmctld_is_an_error(state: str, what: str) -> None:
-    world, context = await raised_lab()
+async def test_dead_slurmctld_is_an_error(world: World, context: Context, state: str, what: str) -> None:
     world.slurm.broken = "Unable to contact slurm controller\n"
     agent = world.agents["c1"]
     agent.facts = replace(agent.facts, services={**agent.facts.services, "slurmctld": state})
@@ -78,8 +75,7 @@ async def test_dead_slurmctld_is_an_error(state: str, what: str) -> None:
     ]
 
 
-async def test_new_node_in_the_file_is_a_change_and_not_an_error() -> None:
-    world, _ = await raised_lab()
+async def test_new_node_in_the_file_is_a_change_and_not_an_error(world: World) -> None:
     wider = context_of(world, LAB.replace("controller: {", "controller: {compute: true, "))
     assert [(finding.level, finding.what) for finding in await check(wider)] == [
         ("info", "changes are due on c1"),

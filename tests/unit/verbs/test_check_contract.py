@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from tests.support.fake_clusters import context_of, raised, raised_lab
-from tests.support.fake_world import LAB, lab, spec_of
+from tests.support.fake_clusters import context_of, raised
+from tests.support.fake_world import LAB, World, lab, spec_of
 
 from shoal.hosts.api import Result
 from shoal.verbs.check import check
+from shoal.verbs.context import Context
 from shoal.verbs.up import plan
 
 SHORT = LAB + "slurm: {options: {KillWait: 5}}\n"
@@ -57,8 +58,7 @@ async def test_short_grace_in_the_file_does_not_hide_another_partition() -> None
         assert await check(replace(context, warnings=(warning,))) == [warning, running][: 1 + found]
 
 
-async def test_slurm_without_readable_settings_is_an_error() -> None:
-    world, context = await raised_lab()
+async def test_slurm_without_readable_settings_is_an_error(world: World, context: Context) -> None:
     asked = world.slurm.scontrol
     world.hosts["c1"].answers[("scontrol",)] = lambda call: (
         Result(1, stderr=b"slurm_load_ctl_conf error: Zero Bytes\n") if call.argv[-1] == "config" else asked(call)

@@ -10,6 +10,7 @@ from tests.support.cases import cases
 from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_renters import READ_LEDGER, ledger_row
 from tests.support.fake_world import World, host_facts, lab
+from tests.support.specs import ONE_NODE
 
 from shoal.agent.facts import FileFact
 from shoal.cloud.status_file import STATUS
@@ -23,15 +24,14 @@ from shoal.verbs.rentals import LedgerRental
 from shoal.verbs.up import plan, up
 from shoal_simulators.fake_host import Call, FakeAgent, FakeConnector, FakeHost
 
-CLOUD = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+CLOUD = (
+    ONE_NODE
+    + """\
   cloud: {provider: acme, type: gpu-2, max: 2, cpus: 2, memory: 1G}
 partitions: {main: {nodesets: [lab, cloud], default: true}}
 providers: {acme: {kind: sandbox, key: env:ACME_KEY, url: "http://10.0.0.9:1"}}
 """
+)
 MOVED = CLOUD.replace("name: c1, address: 10.0.0.1}", "name: c2, address: 10.0.0.2}")
 STAYS = MOVED.replace("[{name: n1", "[{name: c1, address: 10.0.0.1}, {name: n1")
 """The old controller computes from now on."""

@@ -82,6 +82,17 @@ class Lab:
         return [words for words in self.world.slurm.updates if "state=resume" in words]
 
 
+@pytest.fixture
+def reef() -> Lab:
+    return Lab()
+
+
+@pytest.fixture
+async def context(reef: Lab) -> Context:
+    """The cluster is up."""
+    return await reef.up()
+
+
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_fixes, "VERIFY_TIMEOUT_S", 0.0)
@@ -92,9 +103,7 @@ def ids(result: DoctorResult) -> list[tuple[str, str]]:
     return [(one.id, one.host) for one in result.findings]
 
 
-async def test_each_host_is_asked_once() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_each_host_is_asked_once(reef: Lab, context: Context) -> None:
     for host in reef.world.hosts.values():
         host.calls.clear()
     result = await doctor(context)
@@ -109,9 +118,7 @@ async def test_each_host_is_asked_once() -> None:
     assert "of-n1" not in str(asked), "a credential is not in a command line"
 
 
-async def test_hosts_that_do_not_answer_are_findings() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_hosts_that_do_not_answer_are_findings(reef: Lab, context: Context) -> None:
     reef.world.hosts["n1"].unreachable = Unreachable("n1", "does not answer within 10 s")
 
     async def hang(program: FakeProgram) -> int:
@@ -129,26 +136,20 @@ async def test_hosts_that_do_not_answer_are_findings() -> None:
 
 
 @cases("output", b"no JSON", b"[]", b'{"unfinished": 3}')
-async def test_answer_that_cannot_be_read_is_a_finding_of_its_host(output: bytes) -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_answer_that_cannot_be_read_is_a_finding_of_its_host(reef: Lab, context: Context, output: bytes) -> None:
     reef.world.hosts["n1"].answers = {python_command("health_probe"): output}
     result = await doctor(context)
     assert ids(result) == [("unreachable", "n1")] and result.unchecked == ("n1",)
 
 
-async def test_stopped_slurmctld_is_found_without_asking_slurm() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_stopped_slurmctld_is_found_without_asking_slurm(reef: Lab, context: Context) -> None:
     reef.reports["c1"]["services"] = {"munge": "active", "slurmctld": "failed"}
     reef.world.hosts["c1"].calls.clear()
     assert ids(await doctor(context)) == [("slurmctld-stopped", "c1")]
     assert not [call for call in reef.world.hosts["c1"].calls if call.argv[0] in ("scontrol", "squeue")]
 
 
-async def test_slurm_that_fails_changes_nothing() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_slurm_that_fails_changes_nothing(reef: Lab, context: Context) -> None:
     reef.drain("n1", "Kill task failed")
     reef.world.slurm.broken = "slurm_load_node error: Unable to contact slurm controller\n"
     result = await doctor(context)
@@ -156,9 +157,7 @@ async def test_slurm_that_fails_changes_nothing() -> None:
     assert choose_fixes(result, ()) == []
 
 
-async def test_only_named_nodes_are_asked_and_shown() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_only_named_nodes_are_asked_and_shown(reef: Lab, context: Context) -> None:
     for name in ("n1", "n2"):
         reef.reports[name]["services"] = {"slurmd": "failed"}
     reef.world.hosts["n1"].calls.clear()
@@ -170,9 +169,7 @@ async def test_only_named_nodes_are_asked_and_shown() -> None:
         await doctor(context, "n[")
 
 
-async def test_findings_of_a_job() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_findings_of_a_job(reef: Lab, context: Context) -> None:
     reef.world.slurm.jobs["7"] = "n1"
     for name in ("n1", "n2"):
         reef.drain(name, "Epilog error")
@@ -181,9 +178,7 @@ async def test_findings_of_a_job() -> None:
         await doctor(context, job="train")
 
 
-async def test_fix_starts_a_service_then_resumes_and_records() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_fix_starts_a_service_then_resumes_and_records(reef: Lab, context: Context) -> None:
     reef.reports["n1"]["services"] = {"munge": "active", "slurmd": "failed"}
     reef.drain("n1", "Kill task failed")
     result = await doctor(context)
@@ -206,9 +201,7 @@ async def test_fix_starts_a_service_then_resumes_and_records() -> None:
     assert "@" in told[0].by and told[0].time > 0
 
 
-async def test_slurmd_is_started_after_its_host_has_the_right_key() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_slurmd_is_started_after_its_host_has_the_right_key(reef: Lab, context: Context) -> None:
     decode = python_command("health_probe", "decode")
 
     def reject(call: Call) -> bytes:
@@ -229,10 +222,8 @@ async def test_slurmd_is_started_after_its_host_has_the_right_key() -> None:
     assert reef.starts == [("n1", "slurmd")]
 
 
-async def test_key_that_differs_for_a_moment_is_no_finding() -> None:
+async def test_key_that_differs_for_a_moment_is_no_finding(reef: Lab, context: Context) -> None:
     """As while `shoal keys rotate munge` runs."""
-    reef = Lab()
-    context = await reef.up()
     asked: list[set[str]] = []
 
     def reject_once(call: Call) -> bytes:
@@ -245,22 +236,17 @@ async def test_key_that_differs_for_a_moment_is_no_finding() -> None:
     assert asked == [{"c1", "n1", "n2"}] * 2
 
 
-async def test_every_service_of_a_host_is_started() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_every_service_of_a_host_is_started(reef: Lab, context: Context) -> None:
     reef.reports["n1"]["services"] = {"munge": "failed", "slurmd": "failed"}
     after = await fix(context, choose_fixes(await doctor(context), ()))
     assert sorted(reef.starts) == [("n1", "munge"), ("n1", "slurmd")] and after.findings == ()
 
 
-async def test_history_is_empty_at_first() -> None:
-    reef = Lab()
+async def test_history_is_empty_at_first(reef: Lab) -> None:
     assert (await history(await reef.up())).history == ()
 
 
-async def test_fix_that_does_not_help_says_so() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_fix_that_does_not_help_says_so(reef: Lab, context: Context) -> None:
     reef.reports["n1"]["services"] = {"slurmd": "failed"}
     result = await doctor(context)
 
@@ -274,9 +260,7 @@ async def test_fix_that_does_not_help_says_so() -> None:
     assert ids(after) == [("slurmd-stopped", "n1")]
 
 
-async def test_persons_drain_is_never_resumed() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_persons_drain_is_never_resumed(reef: Lab, context: Context) -> None:
     reef.drain("n1", "fan broken")
     result = await doctor(context)
     assert ids(result) == [("person-drain", "n1")]
@@ -288,9 +272,7 @@ async def test_persons_drain_is_never_resumed() -> None:
 
 
 @cases("state", "IDLE+DRAIN", "DOWN")
-async def test_reason_that_changes_meanwhile_keeps_the_node(state: str) -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_reason_that_changes_meanwhile_keeps_the_node(reef: Lab, context: Context, state: str) -> None:
     reef.drain("n1", "Kill task failed")
     chosen = choose_fixes(await doctor(context), ())
     reef.drain("n1", "Anna looks at it")
@@ -300,9 +282,7 @@ async def test_reason_that_changes_meanwhile_keeps_the_node(state: str) -> None:
     assert reef.resumes == []
 
 
-async def test_finding_whose_cause_shoal_cannot_see_is_fixed_only_by_name() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_finding_whose_cause_shoal_cannot_see_is_fixed_only_by_name(reef: Lab, context: Context) -> None:
     reef.drain("n1", "Prolog error")
     result = await doctor(context)
     assert choose_fixes(result, ()) == []
@@ -317,9 +297,7 @@ async def test_unknown_finding_is_named() -> None:
     assert choose_fixes(DoctorResult("reef"), ["low-memory"]) == []
 
 
-async def test_rejected_registration_is_fixed_in_three_steps() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_rejected_registration_is_fixed_in_three_steps(reef: Lab, context: Context) -> None:
     reef.drain("n1", "Low socket*core*thread count, Low CPUs", "INVALID_REG")
     register = reef._start("n1")
 
@@ -335,9 +313,7 @@ async def test_rejected_registration_is_fixed_in_three_steps() -> None:
     assert reef.starts == [("n1", "slurmd")] and reef.resumes == [("nodename=n1", "state=resume")]
 
 
-async def test_node_that_is_still_rejected_is_not_resumed() -> None:
-    reef = Lab()
-    context = await reef.up()
+async def test_node_that_is_still_rejected_is_not_resumed(reef: Lab, context: Context) -> None:
     reef.drain("n1", "Low CPUs", "INVALID_REG")
     [outcome] = (await fix(context, choose_fixes(await doctor(context), ["low-cpus"]))).fixes
     assert (outcome.fixed, outcome.detail) == (False, "Slurm still rejects its registration: Low CPUs")
@@ -347,8 +323,7 @@ async def test_node_that_is_still_rejected_is_not_resumed() -> None:
 # ---- ordinary users
 
 
-async def test_user_sees_what_concerns_own_jobs_without_root() -> None:
-    reef = Lab()
+async def test_user_sees_what_concerns_own_jobs_without_root(reef: Lab) -> None:
     await reef.up()
     record = ClusterRecord("reef", VERSION, "c1", (RecordMember("c1", "10.0.0.1", ("controller",)),))
     slurm = reef.world.slurm

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tests.support.fake_clusters import AT_ONCE, Sandbox, raised_lab
+from tests.support.fake_clusters import AT_ONCE, Sandbox
+from tests.support.fake_world import World
 
 from shoal.errors import ShoalError
+from shoal.verbs.context import Context
 from shoal.verbs.down import DownResult, down
 from shoal.verbs.up import up
 
@@ -14,8 +16,7 @@ def _kept(state: Path) -> bool:
     return state.exists()
 
 
-async def test_down_is_rejected_while_jobs_run() -> None:
-    world, context = await raised_lab()
+async def test_down_is_rejected_while_jobs_run(world: World, context: Context) -> None:
     world.slurm.jobs |= {"7": "n1", "8_2": "n2"}
     with pytest.raises(ShoalError) as caught:
         await down(context)
@@ -25,8 +26,7 @@ async def test_down_is_rejected_while_jobs_run() -> None:
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 
 
-async def test_down_releases_hosts_and_deletes_their_keys(state: Path) -> None:
-    world, context = await raised_lab()
+async def test_down_releases_hosts_and_deletes_their_keys(world: World, context: Context, state: Path) -> None:
     result = await down(context)
     assert result == DownResult("reef", released=("c1", "n1", "n2"))
     assert not _kept(state)
@@ -35,8 +35,9 @@ async def test_down_releases_hosts_and_deletes_their_keys(state: Path) -> None:
         assert agent.items["block members in /etc/hosts"]["content"] == ""
 
 
-async def test_down_with_an_unreachable_host_releases_the_others_and_keeps_the_keys(state: Path) -> None:
-    world, context = await raised_lab()
+async def test_down_with_an_unreachable_host_releases_the_others_and_keeps_the_keys(
+    world: World, context: Context, state: Path
+) -> None:
     world.hosts["n2"].unreachable = True
     world.agents["n1"].failing["service slurmd"] = "slurmd does not stop"
     result = await down(context)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.specs import TWO_NODES
 
 from shoal.errors import CommandFailed, UsageError
 from shoal.hosts.api import Host, Result, Target
@@ -23,12 +24,7 @@ from shoal.verbs import fetch as module
 from shoal.verbs.context import Context
 from shoal.verbs.fetch import FetchResult, SkippedFile, fetch, unsafe_name
 
-SPEC = """
-cluster: reef
-controller: {host: {name: c1, address: 10.0.0.1}}
-nodesets:
-  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
-"""
+SPEC = TWO_NODES
 RECORD = "JobId=17 JobName=train UserId=(0) JobState={} NodeList={} BatchHost=n1 NumNodes=2 WorkDir={}\n"
 
 

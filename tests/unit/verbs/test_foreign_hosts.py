@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE, context_of, raised_lab
+from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
@@ -19,6 +19,7 @@ from shoal.roles.shares import RECORD as SHARES_RECORD
 from shoal.slurm.state import JOB_RECORD
 from shoal.tracking import mlflow
 from shoal.verbs.check import check
+from shoal.verbs.context import Context
 from shoal.verbs.down import down
 from shoal.verbs.keys import rotate
 from shoal.verbs.up import plan, up
@@ -144,8 +145,7 @@ async def test_services_of_a_silent_cluster_are_named_and_decide_nothing_about_t
     assert "n1" in (await up(with_records, AT_ONCE, take_over=True)).changed
 
 
-async def test_controller_may_move_to_a_node_and_get_a_new_host_key() -> None:
-    world, _ = await raised_lab()
+async def test_controller_may_move_to_a_node_and_get_a_new_host_key(world: World) -> None:
     set_text(world, "c1", "/etc/ssh/ssh_host_ed25519_key.pub", "ssh-ed25519 AAAAnew root@c1")
     record = world.agents["n1"].items[f"file {HOST_RECORD}"]
     assert (await up(context_of(world), AT_ONCE)).whole
@@ -156,8 +156,7 @@ async def test_controller_may_move_to_a_node_and_get_a_new_host_key() -> None:
     assert not [finding for finding in await check(context_of(world, text)) if "belongs" in finding.what]
 
 
-async def test_another_clusters_controller_is_never_taken_over() -> None:
-    world, _ = await raised_lab()
+async def test_another_clusters_controller_is_never_taken_over(world: World) -> None:
     text = LAB.replace("cluster: reef", "cluster: atoll").replace("name: c1", "name: c2")
     text = text.replace("10.0.0.1}", "10.0.0.2}").replace("name: n1, address: 10.0.0.11", "name: c1, address: 10.0.0.1")
     other = lab(text, c1={"files": world.agents["c1"].facts.files})
@@ -169,8 +168,7 @@ async def test_another_clusters_controller_is_never_taken_over() -> None:
 
 
 @cases("recorded", True, False, ids=["with a record", "made by an earlier Shoal"])
-async def test_rename_is_rejected_before_anything_changes(recorded: bool) -> None:
-    world, _ = await raised_lab()
+async def test_rename_is_rejected_before_anything_changes(world: World, recorded: bool) -> None:
     if not recorded:
         for name in world.agents:
             set_text(world, name, HOST_RECORD, "")
@@ -194,8 +192,7 @@ async def test_rename_is_rejected_before_anything_changes(recorded: bool) -> Non
     assert world.applied() == []
 
 
-async def test_cluster_without_records_is_adopted() -> None:
-    world, _ = await raised_lab()
+async def test_cluster_without_records_is_adopted(world: World) -> None:
     for name in world.agents:
         set_text(world, name, HOST_RECORD, "")
         del world.agents[name].items[f"file {HOST_RECORD}"]
@@ -203,15 +200,13 @@ async def test_cluster_without_records_is_adopted() -> None:
 
 
 @cases("owner", "reef", "reef|536\n")
-async def test_state_of_the_cluster_itself_stays(owner: str) -> None:
-    world, _ = await raised_lab()
+async def test_state_of_the_cluster_itself_stays(world: World, owner: str) -> None:
     set_text(world, "c1", STATE_OWNER, owner)
     assert (await up(context_of(world), AT_ONCE)).unchanged
 
 
 @cases("owner", "reef", "reef|536\n")
-async def test_released_hosts_are_free_and_old_state_is_kept_aside(owner: str) -> None:
-    world, _ = await raised_lab()
+async def test_released_hosts_are_free_and_old_state_is_kept_aside(world: World, owner: str) -> None:
     await down(context_of(world), force=True)
     world.look_again()
     set_text(world, "c1", STATE_OWNER, owner)
@@ -221,8 +216,7 @@ async def test_released_hosts_are_free_and_old_state_is_kept_aside(owner: str) -
     assert command["argv"][-2:] == ["/var/lib/slurm/slurmctld", "/var/lib/slurm/slurmctld.reef"]
 
 
-async def test_down_and_keys_leave_hosts_of_other_clusters_alone() -> None:
-    world, context = await raised_lab()
+async def test_down_and_keys_leave_hosts_of_other_clusters_alone(world: World, context: Context) -> None:
     occupy(world, "atoll")
     with pytest.raises(ShoalError, match=r"n1 belongs to cluster atoll .*; nothing was changed"):
         await rotate(context, "munge")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised, raised_lab, raised_sandbox
+from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised, raised_lab
 from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import ControllerFailed, HostError, ProviderError, ShoalError, Unreachable
@@ -110,8 +110,7 @@ async def test_concurrent_edits_of_the_file_are_kept(tmp_path: Path) -> None:
     assert file.read_text() == WITHOUT_N2 + "# a note\n"
 
 
-async def test_existing_host_removed_from_the_file_by_hand_is_a_warning() -> None:
-    world, _ = await raised_lab()
+async def test_existing_host_removed_from_the_file_by_hand_is_a_warning(world: World) -> None:
     said = (
         "n2: leaves the cluster, and slurmd and the munge key stay on it, "
         "put it back into the file and run `shoal node remove n2`"
@@ -196,8 +195,7 @@ async def test_equal_names_at_two_providers_are_two_hosts() -> None:
     assert (planned.create, planned.delete) == ((), (("cloud", "fish1"),))
 
 
-async def test_changed_shape_is_a_warning_in_plan_up_and_check() -> None:
-    sandbox = await raised_sandbox()
+async def test_changed_shape_is_a_warning_in_plan_up_and_check(sandbox: Sandbox) -> None:
     made = sandbox.provider.clusters["reef"]
     made["fish2"] = replace(made["fish2"], shape=replace(made["fish2"].shape, gpus=1))
     said = (
@@ -260,8 +258,7 @@ async def test_controller_failure_lists_every_failure() -> None:
 # ---- down, when it cannot ask
 
 
-async def test_down_is_rejected_when_the_controller_is_unreachable() -> None:
-    world, context = await raised_lab()
+async def test_down_is_rejected_when_the_controller_is_unreachable(world: World, context: Context) -> None:
     world.hosts["c1"].unreachable = True
     with pytest.raises(ShoalError) as caught:
         await down(context)
@@ -273,8 +270,7 @@ async def test_down_is_rejected_when_the_controller_is_unreachable() -> None:
     assert (await down(context, force=True)).released == ("n1", "n2")
 
 
-async def test_down_is_rejected_when_slurmctld_is_silent() -> None:
-    world, context = await raised_lab()
+async def test_down_is_rejected_when_slurmctld_is_silent(world: World, context: Context) -> None:
     world.slurm.broken = "Unable to contact slurm controller"
     with pytest.raises(ShoalError) as caught:
         await down(context)
@@ -285,8 +281,7 @@ async def test_down_is_rejected_when_slurmctld_is_silent() -> None:
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 
 
-async def test_down_is_rejected_when_slurmctld_is_stopped() -> None:
-    world, context = await raised_lab()
+async def test_down_is_rejected_when_slurmctld_is_stopped(world: World, context: Context) -> None:
     facts = world.agents["c1"].facts
     world.agents["c1"].facts = replace(facts, services={**facts.services, "slurmctld": "failed"})
     with pytest.raises(ShoalError, match=r"cannot ask whether jobs run: slurmctld on c1 does not run \(failed\)"):
@@ -304,8 +299,9 @@ async def test_down_needs_no_force_without_slurm() -> None:
 
 
 @cases("state", "SUSPENDED", "CONFIGURING")
-async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(state: str) -> None:
-    world, context = await raised_lab()
+async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(
+    world: World, context: Context, state: str
+) -> None:
     world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": state}
     with pytest.raises(ShoalError, match=r"cluster reef has 1 running job\(s\): 7"):
         await down(context)
@@ -313,8 +309,7 @@ async def test_down_is_rejected_for_jobs_that_hold_nodes_without_running(state: 
     assert (await down(context)).released == ("c1", "n1", "n2")
 
 
-async def test_stopped_sandbox_is_deleted_without_force() -> None:
-    sandbox = await raised_sandbox()
+async def test_stopped_sandbox_is_deleted_without_force(sandbox: Sandbox) -> None:
     for host in ("fish1", "fish2"):
         await sandbox.provider.faults.kill("reef", host)
     sandbox.world.hosts["controller"].unreachable = Unreachable("controller", "no route")

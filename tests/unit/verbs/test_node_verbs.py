@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE, context_of, raised_lab
-from tests.support.fake_world import LAB, lab
+from tests.support.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import SlurmError, UsageError
+from shoal.verbs.context import Context
 from shoal.verbs.node import drain_nodes, remove_node, resume_nodes
 
 
-async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
-    world, context = await raised_lab()
+async def test_nodes_are_drained_with_a_reason_and_resumed(world: World, context: Context) -> None:
     assert await drain_nodes(context, "n[1-2]", "fan broken") == ["n1", "n2"]
     assert world.slurm.reasons == {"n1": "fan broken", "n2": "fan broken"}
     assert await resume_nodes(context, "n1") == ["n1"]
@@ -21,8 +21,7 @@ async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
     assert world.slurm.states == {"n2": "IDLE+DRAIN"}
 
 
-async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped() -> None:
-    world, context = await raised_lab()
+async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped(world: World, context: Context) -> None:
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): b"LoadState=loaded\nActiveState=failed\n"}
     for work in (drain_nodes(context, "n1", "fan broken"), resume_nodes(context, "n1")):
         with pytest.raises(SlurmError, match=r"slurmctld does not run on c1 \(failed\)"):
@@ -36,8 +35,7 @@ async def test_host_without_the_compute_role_is_not_a_node() -> None:
     assert str(caught.value) == "not a compute node: c1\n  fix: name a node that `shoal status` lists"
 
 
-async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(tmp_path: Path) -> None:
-    world, _ = await raised_lab()
+async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(world: World, tmp_path: Path) -> None:
     file = tmp_path / "shoal.yaml"
     file.write_text("# our lab\n" + LAB)
     result = await remove_node(replace(context_of(world), file=file), "n2", AT_ONCE)
@@ -48,8 +46,7 @@ async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(tmp
     assert world.agents["n2"].items["file /etc/munge/munge.key"]["content"] is None
 
 
-async def test_node_with_jobs_is_unchanged_until_they_end(tmp_path: Path) -> None:
-    world, _ = await raised_lab()
+async def test_node_with_jobs_is_unchanged_until_they_end(world: World, tmp_path: Path) -> None:
     world.slurm.jobs["7"] = "n2"
     file = tmp_path / "shoal.yaml"
     file.write_text(LAB)

@@ -243,8 +243,7 @@ def errors(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level == "error"]
 
 
-async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced() -> None:
-    world, context = await raised_lab()
+async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced(world: World, context: Context) -> None:
     says(world, ONE | ORDERED)
     with pytest.raises(ProviderError) as caught:
         await down(context)
@@ -259,8 +258,7 @@ async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced(
 
 
 @cases("text", LAB, OTHER, ids=["rents nothing", "rents elsewhere"])
-async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(text: str) -> None:
-    world, _ = await raised_lab()
+async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(world: World, text: str) -> None:
     says(world, ONE | ORDERED)
     for agent in world.agents.values():
         agent.requests.clear()
@@ -275,8 +273,7 @@ async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(text: 
     assert (f"{told.what}: {told.found}", told.host) == (LEFT, "c1")
 
 
-async def test_up_with_leave_rented_ends_the_ledger_rows() -> None:
-    world, context = await raised_lab()
+async def test_up_with_leave_rented_ends_the_ledger_rows(world: World, context: Context) -> None:
     says(world, ONE)
     ledger_has(world)
     result = await up(context, AT_ONCE, leave_rented=True)
@@ -314,8 +311,9 @@ async def test_order_made_while_up_changes_its_account_is_reported(
     (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no rented nodeset"),
     ids=["another place", "another project", "another project as a setting", "no nodeset"],
 )
-async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(text: str, why: str) -> None:
-    world, _ = await raised_lab()
+async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(
+    world: World, text: str, why: str
+) -> None:
     says(world, ONE, acme(project="p1"))
     with pytest.raises(ProviderError, match=why):
         await up(context_of(world, text), AT_ONCE)
@@ -329,16 +327,14 @@ async def test_changed_account_or_removed_nodeset_blocks_up_with_live_machines(t
     ({"project": "p1"}, "settings: {project: p1}, "),
 )
 async def test_configured_account_blocks_nothing_and_its_project_may_be_implicit(
-    settings: dict[str, str], after: str
+    world: World, settings: dict[str, str], after: str
 ) -> None:
-    world, _ = await raised_lab()
     says(world, ONE | ORDERED, acme(**settings))
     assert errors((await plan(context_of(world, HERE.replace("key:", f"{after}key:")))).findings) == []
 
 
 @cases("text", "", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}')
-async def test_unreadable_status_does_not_block_up(text: str) -> None:
-    world, _ = await raised_lab()
+async def test_unreadable_status_does_not_block_up(world: World, text: str) -> None:
     agent = world.agents["c1"]
     agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): FileFact(sha256="0", text=text)})
     assert (await up(context_of(world, LAB), AT_ONCE)).findings == ()

@@ -4,19 +4,19 @@ import asyncio
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import context_of, raised_lab
-from tests.support.fake_world import LAB, lab
+from tests.support.fake_clusters import context_of
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import SlurmError
 from shoal.hosts.api import Result
 from shoal.slurm.state import NODES_COMMAND
+from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import NO_CONFIGURATION, slurm_output
 from shoal.verbs.status import status
 from shoal_simulators.fake_host import FakeHost, FakeProgram
 
 
-async def test_status_shows_the_slurm_state() -> None:
-    world, context = await raised_lab()
+async def test_status_shows_the_slurm_state(world: World, context: Context) -> None:
     world.slurm.jobs["7"] = "n1"
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", "fan broken"
     found = await status(context)
@@ -30,8 +30,7 @@ async def test_status_shows_the_slurm_state() -> None:
     assert (found.absent, found.extra) == ((), ())
 
 
-async def test_status_names_nodes_missing_in_the_file_or_in_slurm() -> None:
-    world, _ = await raised_lab()
+async def test_status_names_nodes_missing_in_the_file_or_in_slurm(world: World) -> None:
     other = context_of(world, LAB.replace("name: n2, address: 10.0.0.12", "name: n3, address: 10.0.0.13"))
     found = await status(other)
     assert (found.absent, found.extra) == (("n3",), ("n2",))
@@ -58,8 +57,7 @@ async def test_status_of_a_removed_cluster_is_an_error() -> None:
 
 
 @cases("state", "failed", "inactive", "activating")
-async def test_status_reports_a_stopped_slurmctld_at_once(state: str) -> None:
-    world, context = await raised_lab()
+async def test_status_reports_a_stopped_slurmctld_at_once(world: World, context: Context, state: str) -> None:
     asked = len(world.hosts["c1"].calls)
     world.hosts["c1"].answers = {
         **world.hosts["c1"].answers,
@@ -87,8 +85,7 @@ async def test_hanging_slurmctld_is_reported() -> None:
     )
 
 
-async def test_status_quotes_the_slurm_error() -> None:
-    world, context = await raised_lab()
+async def test_status_quotes_the_slurm_error(world: World, context: Context) -> None:
     world.slurm.broken = "slurm_load_node error: Unable to contact slurm controller (connect failure)\n"
     with pytest.raises(SlurmError) as caught:
         await status(context)

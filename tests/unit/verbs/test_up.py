@@ -1,8 +1,8 @@
 """`shoal up` and `shoal plan`, over a cluster in memory."""
 
 import pytest
-from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised, raised_lab, raised_sandbox
-from tests.support.fake_world import LAB, lab
+from tests.support.fake_clusters import AT_ONCE, Sandbox, context_of, raised
+from tests.support.fake_world import LAB, World, lab
 
 from shoal.agent.facts import Space
 from shoal.errors import HostError, ProviderError, ShoalError
@@ -43,8 +43,7 @@ async def test_up_without_the_controller_stops_at_once() -> None:
     assert world.applied() == []
 
 
-async def test_up_ends_no_running_job_without_permission() -> None:
-    world, _ = await raised_lab()
+async def test_up_ends_no_running_job_without_permission(world: World) -> None:
     world.slurm.jobs["7"] = "n1"
     changed = context_of(world, LAB.replace("  main:", "  side:"))
     before = world.slurm.conf
@@ -110,8 +109,7 @@ async def test_up_creates_missing_hosts_and_starts_stopped_hosts() -> None:
     assert [one.state for one in await sandbox.provider.instances("reef")] == ["running"] * 3
 
 
-async def test_plan_with_a_new_host_includes_changes_of_the_others() -> None:
-    sandbox = await raised_sandbox()
+async def test_plan_with_a_new_host_includes_changes_of_the_others(sandbox: Sandbox) -> None:
     del sandbox.world.agents["fish1"].items["service slurmd"]
     planned = await plan(sandbox.context(3))
     assert [(change.host, change.what) for change in planned.changes] == [
@@ -121,8 +119,7 @@ async def test_plan_with_a_new_host_includes_changes_of_the_others() -> None:
     ]
 
 
-async def test_host_removed_from_the_spec_is_drained_and_deleted() -> None:
-    sandbox = await raised_sandbox()
+async def test_host_removed_from_the_spec_is_drained_and_deleted(sandbox: Sandbox) -> None:
     planned = await plan(sandbox.context(1))
     assert (planned.drain, planned.delete, planned.cost) == (("fish2",), (("sandbox", "fish2"),), Cost.DRAIN)
     result = await up(sandbox.context(1), AT_ONCE)
@@ -131,8 +128,7 @@ async def test_host_removed_from_the_spec_is_drained_and_deleted() -> None:
     assert sandbox.world.slurm.nodes == ["fish1"]
 
 
-async def test_host_with_jobs_is_not_deleted() -> None:
-    sandbox = await raised_sandbox()
+async def test_host_with_jobs_is_not_deleted(sandbox: Sandbox) -> None:
     sandbox.world.slurm.jobs["7"] = "fish2"
     result = await up(sandbox.context(1), AT_ONCE)
     assert (result.staying, result.removed, result.whole) == (("fish2",), (), False)
