@@ -4,6 +4,7 @@ A program of `shoal.remote` is named, `<remote/NAME>`, where its text stands: it
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -87,7 +88,32 @@ def _content(item: Item) -> list[str]:
     content = getattr(item, "content", None)
     if not isinstance(content, str):
         return []
-    return [f"   | {line}" for line in _name_programs(content).splitlines()] or ["   empty"]
+    lines = json_lines(content) if content.startswith("{") else _name_programs(content).splitlines()
+    return [f"   | {line}" for line in lines] or ["   empty"]
+
+
+def json_lines(text: str) -> list[str]:
+    """A JSON file that has a line for each value, in as few lines as its objects and lists fit into."""
+    data = json.loads(text)
+    assert text.rstrip("\n") in (json.dumps(data, indent=1), json.dumps(data)), "another layout"
+    return _fold(data, "")
+
+
+def _fold(value: Any, before: str) -> list[str]:
+    if len(before + json.dumps(value)) < COLUMNS - 6 or not isinstance(value, dict | list):
+        return [before + json.dumps(value)]
+    indent = " " * (len(before) - len(before.lstrip(" ")) + 1)
+    keys = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    lines = [before + ("{" if isinstance(value, dict) else "[")]
+    open_line = False
+    for key, part in zip(keys, value.values() if isinstance(value, dict) else value, strict=True):
+        folded = _fold(part, indent + key)
+        if open_line and len(folded) == 1 and len(lines[-1]) + len(folded[0]) < COLUMNS - 6:
+            lines[-1] += f", {folded[0].lstrip()}"
+        else:
+            lines += folded
+        open_line = len(folded) == 1
+    return [*lines, indent[1:] + ("}" if isinstance(value, dict) else "]")]
 
 
 def _shown(name: str, value: Any) -> str:

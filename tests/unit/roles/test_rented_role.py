@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.item_text import json_lines
 from tests.support.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
@@ -238,7 +239,8 @@ def test_service_document_matches_its_golden() -> None:
         if isinstance(item, File | Directory):
             lines.append(f"   {item.owner}:{item.group} {item.mode:04o}")
         if isinstance(item, File) and isinstance(item.content, str) and item.path in (UNIT, ACCOUNTS, SPEC):
-            lines += [f"   {line}" for line in item.content.replace(wheel, "VERSION").splitlines()]
+            text = item.content.replace(wheel, "VERSION")
+            lines += [f"   {line}" for line in (text.splitlines() if item.path == UNIT else json_lines(text))]
         if isinstance(item, File) and isinstance(item.content, SecretRef):
             lines.append(f"   secret {item.content.name}")
     assert_golden("roles/elastic.txt", "\n".join(lines) + "\n")
