@@ -93,69 +93,46 @@ def test_at_most_25_offers_are_tried() -> None:
     assert found((LAMBDA, many)) == many[:25]
 
 
+FREE = ((FailureKind.RATE, "provider"), (FailureKind.TRANSIENT, "offer"), (FailureKind.AMBIGUOUS, "offer"))
+ZONE = ("gcp", A3.type, "us-central1-b", "on-demand")
+
+
 @cases(
-    "kind, scope, expected",
-    (
-        FailureKind.CAPACITY,
-        "offer",
-        OrderBlock("gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"),
-    ),
-    (
-        FailureKind.CAPACITY,
-        "zone",
-        OrderBlock("gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"),
-    ),
+    "kind, scope, where, seconds, why",
+    (FailureKind.CAPACITY, "offer", ZONE, 600, "gcp us-central1-b out of a3-highgpu-8g"),
+    (FailureKind.CAPACITY, "zone", ZONE, 600, "gcp us-central1-b out of a3-highgpu-8g"),
     (
         FailureKind.CAPACITY,
         "region",
-        OrderBlock("gcp", A3.type, "us-central1", "on-demand", NOW + 600, "gcp us-central1 out of a3-highgpu-8g"),
+        ("gcp", A3.type, "us-central1", "on-demand"),
+        600,
+        "gcp us-central1 out of a3-highgpu-8g",
+    ),
+    (FailureKind.CAPACITY, "provider", ("gcp", A3.type, "", "on-demand"), 600, "gcp out of a3-highgpu-8g"),
+    (
+        *(FailureKind.QUOTA, "region", ("gcp", A3.type, "us-central1", ""), 3600),
+        "gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up",
+    ),
+    (FailureKind.QUOTA, "provider", ("gcp",), 3600, "gcp has no more for us: our quota is used up"),
+    (
+        *(FailureKind.BALANCE, "provider", ("gcp",), 3600),
+        "gcp has no money left of ours (top it up; it is tried again every hour)",
     ),
     (
-        FailureKind.CAPACITY,
-        "provider",
-        OrderBlock("gcp", A3.type, "", "on-demand", NOW + 600, "gcp out of a3-highgpu-8g"),
+        *(FailureKind.AUTH, "provider", ("gcp",), None),
+        "gcp does not accept our key (replace it, then run `shoal up`)",
     ),
     (
-        FailureKind.QUOTA,
-        "region",
-        OrderBlock(
-            *("gcp", A3.type, "us-central1", "", NOW + 3600),
-            "gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up",
-        ),
+        *(FailureKind.INVALID, "offer", ZONE, 3600),
+        "gcp us-central1-b does not take an order for a3-highgpu-8g: no such image",
     ),
-    (
-        FailureKind.QUOTA,
-        "provider",
-        OrderBlock("gcp", until=NOW + 3600, why="gcp has no more for us: our quota is used up"),
-    ),
-    (
-        FailureKind.BALANCE,
-        "provider",
-        OrderBlock(
-            "gcp", until=NOW + 3600, why="gcp has no money left of ours (top it up; it is tried again every hour)"
-        ),
-    ),
-    (
-        FailureKind.AUTH,
-        "provider",
-        OrderBlock("gcp", why="gcp does not accept our key (replace it, then run `shoal up`)"),
-    ),
-    (
-        FailureKind.INVALID,
-        "offer",
-        OrderBlock(
-            *("gcp", A3.type, "us-central1-b", "on-demand", NOW + 3600),
-            "gcp us-central1-b does not take an order for a3-highgpu-8g: no such image",
-        ),
-    ),
-    (FailureKind.RATE, "provider", None),
-    (FailureKind.TRANSIENT, "offer", None),
-    (FailureKind.AMBIGUOUS, "offer", None),
+    *((kind, scope, (), 0, "") for kind, scope in FREE),
 )
 def test_each_failure_kind_blocks_its_scope_for_its_time(
-    kind: FailureKind, scope: Scope, expected: OrderBlock | None
+    kind: FailureKind, scope: Scope, where: tuple[str, ...], seconds: int | None, why: str
 ) -> None:
     said = "no such image" if kind is FailureKind.INVALID else "their own words"
+    expected = OrderBlock(*where, until=NOW + seconds if seconds else None, why=why) if where else None  # type: ignore[misc]
     assert block_for(A3, RequestOutcome(failure=kind, scope=scope, message=said), NOW) == expected
 
 

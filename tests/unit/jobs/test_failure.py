@@ -42,6 +42,12 @@ def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
     return RankEnd(rank, f"fish{rank // 2 + 1}", more.pop("restart", 0), 0.0, at, status, **more)
 
 
+def logs(*parts: list[LogLine] | RankEnd) -> JobLogs:
+    """What ranks printed, and how they ended."""
+    lines = [line for part in parts if isinstance(part, list) for line in part]
+    return JobLogs(tuple(lines), tuple(part for part in parts if isinstance(part, RankEnd)))
+
+
 @cases(
     "said, status, text, fix",
     (
@@ -58,7 +64,7 @@ def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
     ),
 )
 def test_missing_profiler_is_reported_with_the_fix(said: str, status: int, text: str, fix: str) -> None:
-    reason = explain_failure(FAILED, JobLogs(tuple(printed(0, said)), (ended(0, status, 1.0),)))
+    reason = explain_failure(FAILED, logs(printed(0, said), ended(0, status, 1.0)))
     assert reason is not None and (reason.kind, reason.text, reason.fix) == ("start", text, fix)
 
 
@@ -68,7 +74,7 @@ def test_missing_profiler_is_reported_with_the_fix(said: str, status: int, text:
     (-6, "[rank1]:[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
 )
 def test_rank_timeout_is_reported_with_a_hint_to_other_ranks(status: int, said: str) -> None:
-    reason = explain_failure(FAILED, JobLogs(tuple(printed(1, said)), (ended(1, status, 1.0), ended(0, 143, 1.1))))
+    reason = explain_failure(FAILED, logs(printed(1, said), ended(1, status, 1.0), ended(0, 143, 1.1)))
     assert reason is not None and (reason.kind, reason.rank) == ("script", 1)
     assert reason.fix.startswith("it waited for another rank, which hangs, is slow, or took another way: `shoal logs`")
 
@@ -102,15 +108,13 @@ FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No s
 def test_failed_final_checkpoint_is_reported_with_the_fix(
     record: JobRecord, ends: tuple[RankEnd, ...], lines: list[LogLine], text: str
 ) -> None:
-    reason = explain_failure(record, JobLogs(tuple(lines), ends))
+    reason = explain_failure(record, logs(lines, *ends))
     assert reason is not None and (reason.kind, reason.text) == ("checkpoint", text)
     assert reason.fix.startswith("solve that, and run it again with the same directory for its checkpoints")
 
 
 def test_stopped_job_without_requeue_is_reported_with_the_fix() -> None:
-    reason = explain_failure(
-        JobRecord("7", "FAILED", exit_code=EXIT_REQUEUE), JobLogs((), (ended(0, EXIT_REQUEUE, 1.0),))
-    )
+    reason = explain_failure(JobRecord("7", "FAILED", exit_code=EXIT_REQUEUE), logs(ended(0, EXIT_REQUEUE, 1.0)))
     assert reason is not None and reason.text.startswith("it was stopped before its end, saved its work")
     assert reason.fix.endswith("without --no-requeue it does so by itself")
 
@@ -208,7 +212,7 @@ def test_traceback_is_from_the_first_failed_rank() -> None:
     ]
     # srun ended rank 1 before rank 0's end was recorded, so rank 1's record comes first.
     ends = (ended(1, -15, 1.9), ended(2, 1, 2.1), ended(0, 1, 2.6), ended(3, 143, 2.7))
-    reason = explain_failure(FAILED, JobLogs(tuple(lines), ends))
+    reason = explain_failure(FAILED, logs(lines, *ends))
     assert reason is not None
     assert (reason.kind, reason.rank, reason.node, reason.details) == ("script", 2, "fish2", TRACEBACK)
     assert reason.text == "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7"
@@ -222,7 +226,7 @@ def test_multi_line_error_is_shortened_to_its_first_line() -> None:
         "  found: rank  node",
         "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
     )
-    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
+    reason = explain_failure(FAILED, logs(lines, ended(0, 1, 2.0)))
     assert reason is not None and reason.text == (
         "rank 0 on fish1 failed first, with exit status 1: shoal.train.errors.BindingError: ranks 0 and 1 are on the "
         "same GPU of fish1: GPU-7"
@@ -233,7 +237,7 @@ def test_multi_line_error_is_shortened_to_its_first_line() -> None:
 def test_data_worker_killed_by_the_stop_signal_is_reported_with_the_fix() -> None:
     said = "RuntimeError: DataLoader worker (pid 2656) is killed by signal: Terminated. "
     lines = printed(0, *(f"[rank0]: {line}" for line in (*TRACEBACK[:3], said)))
-    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
+    reason = explain_failure(FAILED, logs(lines, ended(0, 1, 2.0)))
     assert reason is not None and reason.text.endswith(f"exit status 1: {said}")
     assert reason.fix.endswith("ended its data workers first: DataLoader(worker_init_fn=worker_signals)")
     assert reason.details == (*TRACEBACK[:3], said), "without torch's word for the rank"
@@ -241,21 +245,21 @@ def test_data_worker_killed_by_the_stop_signal_is_reported_with_the_fix() -> Non
 
 def test_missing_package_on_the_nodes_is_reported_with_the_fix() -> None:
     lines = printed(0, "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'")
-    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 1.0),)))
+    reason = explain_failure(FAILED, logs(lines, ended(0, 1, 1.0)))
     assert reason is not None and "No module named 'torch'" in reason.text
     assert "`shoal env build` and `shoal run --env NAME`" in reason.fix and "the working tree?" in reason.fix
 
 
 def test_write_to_an_image_is_reported_with_the_fix() -> None:
     last = "OSError: [Errno 30] Read-only file system: '/opt/note'"
-    reason = explain_failure(FAILED, JobLogs(tuple(printed(0, *TRACEBACK[:3], last)), (ended(0, 1, 1.0),)))
+    reason = explain_failure(FAILED, logs(printed(0, *TRACEBACK[:3], last), ended(0, 1, 1.0)))
     assert reason is not None and "'/opt/note'" in reason.text and "use --container-name" in reason.fix
 
 
 def test_last_run_of_a_requeued_job_counts() -> None:
     lines = [*printed(0, *TRACEBACK), *printed(0, "OSError: disk full", restart=1, at=9.0)]
     ends = (ended(0, 1, 1.5), ended(0, 2, 9.5, restart=1))
-    reason = explain_failure(JobRecord("7", "FAILED", restarts=1), JobLogs(tuple(lines), ends))
+    reason = explain_failure(JobRecord("7", "FAILED", restarts=1), logs(lines, *ends))
     assert reason is not None and reason.details == ("OSError: disk full",)
 
 
@@ -275,193 +279,118 @@ def test_chained_exceptions_are_shown_together() -> None:
 def test_long_traceback_is_shortened_in_the_middle() -> None:
     frames = [f"  frame {number}" for number in range(100)]
     lines = printed(0, "before", TRACEBACK[0], *frames, TRACEBACK[-1], *("behind",) * 100)
-    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 9.0),)))
+    reason = explain_failure(FAILED, logs(lines, ended(0, 1, 9.0)))
     assert reason is not None and reason.text.endswith("exit status 1: ValueError: bad data in shard 7")
     assert len(reason.details) == 50 and reason.details[0] == TRACEBACK[0]
     assert reason.details[24:27] == ("  frame 23", "...", "  frame 92")
     assert reason.details[33:] == ("  frame 99", TRACEBACK[-1]) + ("behind",) * 15
 
 
+SILENT_STORE = "torch.distributed.DistNetworkError: The client socket has timed out after 15s"
+NO_PYTHON = "slurmstepd-fish1: error: execve(): /nope/python: No such file or directory"
+UNREACHED = "torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port 17: no answer"
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
 CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
     "killed for memory by the kernel": (
-        FAILED,
-        JobLogs((), (ended(1, 1, 5.0), ended(3, -9, 4.0, out_of_memory=True))),
-        "out of memory",
-        3,
-        "rank 3 on fish2 was killed: the memory was used up",
+        *(FAILED, logs(ended(1, 1, 5.0), ended(3, -9, 4.0, out_of_memory=True))),
+        *("out of memory", 3, "rank 3 on fish2 was killed: the memory was used up"),
     ),
     "no memory on the node": (
-        FAILED,
-        JobLogs(
-            tuple(printed(2, *(f"[rank2]: {line}" for line in (TRACEBACK[0], "MemoryError")))), (ended(2, 1, 2.0),)
-        ),
-        "out of memory",
-        2,
-        "rank 2 on fish2 ran out of memory on the node: MemoryError",
+        *(FAILED, logs(printed(2, f"[rank2]: {TRACEBACK[0]}", "[rank2]: MemoryError"), ended(2, 1, 2.0))),
+        *("out of memory", 2, "rank 2 on fish2 ran out of memory on the node: MemoryError"),
     ),
     "no memory on the GPU": (
-        FAILED,
-        JobLogs(tuple(printed(2, TRACEBACK[0], CUDA)), (ended(2, 1, 2.0),)),
-        "out of memory",
-        2,
-        f"rank 2 on fish2 ran out of memory on its GPU: {CUDA}",
+        *(FAILED, logs(printed(2, TRACEBACK[0], CUDA), ended(2, 1, 2.0))),
+        *("out of memory", 2, f"rank 2 on fish2 ran out of memory on its GPU: {CUDA}"),
     ),
     "Slurm says out of memory": (
         JobRecord("7", "OUT_OF_MEMORY", nodes="fish1"),
-        JobLogs(
-            tuple(printed(BATCH, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")), (ended(1, -9, 2.0),)
-        ),
-        "out of memory",
-        1,
-        "rank 1 on fish1 was killed: the job's memory was used up",
+        logs(printed(BATCH, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"), ended(1, -9, 2.0)),
+        *("out of memory", 1, "rank 1 on fish1 was killed: the job's memory was used up"),
     ),
     "time limit after a warning": (
         JobRecord("7", "TIMEOUT", time_limit="00:01:00"),
-        JobLogs((), (ended(0, -15, 60.0, signals=("SIGUSR1", "SIGTERM")),)),
-        "time limit",
-        None,
+        *(logs(ended(0, -15, 60.0, signals=("SIGUSR1", "SIGTERM"))), "time limit", None),
         "the job reached its time limit of 00:01:00; it was warned before, and did not ask to be queued again",
     ),
     "node failure": (
         JobRecord("7", "NODE_FAIL", nodes="fish[1-2]"),
-        JobLogs(
-            tuple(
-                printed(
-                    BATCH,
-                    "srun: error: Node failure on fish2",
-                    "slurmstepd-fish1: error: *** JOB 7 ON fish1 CANCELLED AT 2026-11-15T04:06:23 DUE TO NODE FAILURE,"
-                    " SEE SLURMCTLD LOG FOR DETAILS ***",
-                )
+        logs(
+            printed(
+                BATCH,
+                "srun: error: Node failure on fish2",
+                "slurmstepd-fish1: error: *** JOB 7 ON fish1 CANCELLED AT 2026-11-15T04:06:23 DUE TO NODE FAILURE,"
+                " SEE SLURMCTLD LOG FOR DETAILS ***",
             )
         ),
-        "node failure",
-        None,
-        "a node of the job failed: fish2",
+        *("node failure", None, "a node of the job failed: fish2"),
     ),
     "node failure that Slurm does not name": (
-        JobRecord("7", "NODE_FAIL", nodes="fish2"),
-        JobLogs(),
-        "node failure",
-        None,
-        "a node of the job failed: fish2",
+        *(JobRecord("7", "NODE_FAIL", nodes="fish2"), JobLogs()),
+        *("node failure", None, "a node of the job failed: fish2"),
     ),
     "rendezvous": (
-        FAILED,
-        JobLogs(
-            tuple(
-                printed(
-                    1, TRACEBACK[0], "torch.distributed.DistNetworkError: The client socket has timed out after 15s"
-                )
-            ),
-            (ended(1, 1, 2.0),),
-        ),
-        "rendezvous",
-        1,
-        "the ranks did not find each other; rank 1 on fish1 gave up first: torch.distributed.DistNetworkError: "
-        "The client socket has timed out after 15s",
+        *(FAILED, logs(printed(1, TRACEBACK[0], SILENT_STORE), ended(1, 1, 2.0)), "rendezvous", 1),
+        f"the ranks did not find each other; rank 1 on fish1 gave up first: {SILENT_STORE}",
     ),
     "crash": (
-        FAILED,
-        JobLogs((), (ended(0, -11, 1.0), ended(1, -15, 2.0))),
-        "script",
-        0,
-        "rank 0 on fish1 was ended by SIGSEGV",
+        *(FAILED, logs(ended(0, -11, 1.0), ended(1, -15, 2.0))),
+        *("script", 0, "rank 0 on fish1 was ended by SIGSEGV"),
     ),
     "no such Python": (
         replace(FAILED, comment="shoal:ab/cd"),
-        JobLogs(
-            tuple(
-                printed(
-                    BATCH,
-                    "slurmstepd-fish1: error: execve(): /nope/python: No such file or directory",
-                    "srun: error: fish1: tasks 0-1: Exited with exit code 2",
-                )
-            )
-        ),
-        "start",
-        None,
-        "no rank of the job has started: slurmstepd-fish1: error: execve(): /nope/python: No such file or directory",
+        logs(printed(BATCH, NO_PYTHON, "srun: error: fish1: tasks 0-1: Exited with exit code 2")),
+        *("start", None, f"no rank of the job has started: {NO_PYTHON}"),
     ),
     "no such program in the tree": (
-        FAILED,
-        JobLogs(tuple(printed(0, "shoal: cannot start ./go: [Errno 8] Exec format error")), (ended(0, 127, 1.0),)),
-        "start",
-        0,
-        "rank 0 on fish1: cannot start ./go: [Errno 8] Exec format error",
+        *(FAILED, logs(printed(0, "shoal: cannot start ./go: [Errno 8] Exec format error"), ended(0, 127, 1.0))),
+        *("start", 0, "rank 0 on fish1: cannot start ./go: [Errno 8] Exec format error"),
     ),
     "torchrun of one node does not reach the other": (
         FAILED,
-        JobLogs(
-            tuple(
-                printed(
-                    BATCH,
-                    "shoal: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port 17: no answer",
-                    *(f"  File torch, line {line}" for line in range(60)),
-                    "srun: error: fish2: task 1: Exited with exit code 1",
-                )
+        logs(
+            printed(
+                *(BATCH, f"shoal: {UNREACHED}", *(f"  File torch, line {line}" for line in range(60))),
+                "srun: error: fish2: task 1: Exited with exit code 1",
             )
         ),
-        "rendezvous",
-        None,
-        "no rank of the job has started: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port"
-        " 17: no answer",
+        *("rendezvous", None, f"no rank of the job has started: {UNREACHED}"),
     ),
     "plain srun": (
-        JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode"),
-        JobLogs(),
-        "unknown",
-        None,
-        "it ended with exit status 2 (NonZeroExitCode)",
+        *(JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode"), JobLogs()),
+        *("unknown", None, "it ended with exit status 2 (NonZeroExitCode)"),
     ),
     "plain sbatch": (
         JobRecord("7", "FAILED", exit_code=1, reason="NonZeroExitCode"),
-        JobLogs(tuple(printed(BATCH, *TRACEBACK, "srun: error: fish2: task 1: Exited with exit code 1"))),
-        "unknown",
-        None,
-        f"it ended with exit status 1: {TRACEBACK[-1]}",
+        logs(printed(BATCH, *TRACEBACK, "srun: error: fish2: task 1: Exited with exit code 1")),
+        *("unknown", None, f"it ended with exit status 1: {TRACEBACK[-1]}"),
     ),
     "nothing is known": (
-        JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode", comment="shoal:ab/cd"),
-        JobLogs(),
-        "unknown",
-        None,
-        "no rank of the job has started; it ended with exit status 2 (NonZeroExitCode)",
+        *(JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode", comment="shoal:ab/cd"), JobLogs()),
+        *("unknown", None, "no rank of the job has started; it ended with exit status 2 (NonZeroExitCode)"),
     ),
     "the file for its output could not be opened": (
-        JobRecord("7", "FAILED", exit_signal=53, batch_host="fish1", output="/scratch/none/7.log"),
-        JobLogs(),
-        "start",
-        None,
+        *(JobRecord("7", "FAILED", exit_signal=53, batch_host="fish1", output="/scratch/none/7.log"), JobLogs()),
+        *("start", None),
         "no rank of the job has started: fish1 could not open the file for its output, /scratch/none/7.log",
     ),
     "ranks died with their slurmstepd": (
-        FAILED,
-        JobLogs(tuple(printed(BATCH, "shoal: lost in turn 0: rank 1 on fish2: killed with its slurmstepd", *SRUN))),
-        "node failure",
-        None,
-        "ranks of the job are gone: rank 1 on fish2: killed with its slurmstepd",
+        *(FAILED, logs(printed(BATCH, "shoal: lost in turn 0: rank 1 on fish2: killed with its slurmstepd", *SRUN))),
+        *("node failure", None, "ranks of the job are gone: rank 1 on fish2: killed with its slurmstepd"),
     ),
     "ranks that died with their host in an earlier turn": (
         JobRecord("7", "FAILED", exit_code=1, restarts=1),
-        JobLogs(
-            (
-                *printed(BATCH, "shoal: lost in turn 0: rank 1 on fish2: the host was started again"),
-                LogLine(3.0, 1, 1, "ValueError: bad"),
-            ),
-            (ended(1, 1, 4.0, restart=1),),
+        logs(
+            printed(BATCH, "shoal: lost in turn 0: rank 1 on fish2: the host was started again"),
+            printed(1, "ValueError: bad", restart=1, at=3.0),
+            ended(1, 1, 4.0, restart=1),
         ),
-        "script",
-        1,
-        "rank 1 on fish1 failed first, with exit status 1: ValueError: bad",
+        *("script", 1, "rank 1 on fish1 failed first, with exit status 1: ValueError: bad"),
     ),
     "cancelled": (JobRecord("7", "CANCELLED"), JobLogs(), "cancelled", None, "the job was cancelled"),
     "preempted": (
-        JobRecord("7", "PREEMPTED"),
-        JobLogs(),
-        "cancelled",
-        None,
-        "the job was preempted by one of a higher partition",
+        *(JobRecord("7", "PREEMPTED"), JobLogs()),
+        *("cancelled", None, "the job was preempted by one of a higher partition"),
     ),
 }
 
@@ -476,7 +405,7 @@ def test_reason_matches_the_case(case: str) -> None:
 
 def test_last_output_of_a_killed_rank_is_its_own() -> None:
     said = printed(0, "epoch 3", "tracking: no answer; records stay on disk, training continues")
-    reason = explain_failure(FAILED, JobLogs(tuple(said), (ended(0, -9, 2.0),)))
+    reason = explain_failure(FAILED, logs(said, ended(0, -9, 2.0)))
     assert reason is not None and reason.details == ("epoch 3",)
 
 

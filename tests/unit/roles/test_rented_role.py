@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
-from tests.support.item_text import json_lines
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.item_text import json_lines
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact

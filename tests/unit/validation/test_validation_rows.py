@@ -12,59 +12,39 @@ from shoal.validation.types import JobOutcome, ValidationJob, ValidationRow
 
 NODES = ("fish1", "fish2")
 SIZES = [size_row(size, size / 1e9, 2, 0) for size in (1024, 1 << 20)]
+
+
+def each_node(test: str, **values: Any) -> list[dict[str, Any]]:
+    return [{"test": test, "node": node, "rank": rank, **values} for rank, node in enumerate(NODES)]
+
+
+def first_node(test: str, **values: Any) -> dict[str, Any]:
+    return {"test": test, "node": "fish1", "rank": 0, **values}
+
+
 VALUES: dict[str, list[dict[str, Any]]] = {
-    "cpu": [
-        {
-            "test": "cpu",
-            "node": node,
-            "rank": rank,
-            "cpus": 4,
-            "world": 2,
-            "vendor": "QEMU",
-            "environment": {"PATH": "/bin"},
-        }
-        | {"python": "3.11", "memlock": "unlimited"}
-        for rank, node in enumerate(NODES)
-    ],
-    "mpirun": [
-        {"test": "mpirun", "node": node, "rank": rank, "path": "/usr/bin/mpirun", "kind": "openmpi", "others": []}
-        | {"version": "mpirun (Open MPI) 4.1.4", "pmix": "ext3x"}
-        for rank, node in enumerate(NODES)
-    ],
-    "gpu": [
-        {"test": "gpu", "node": node, "rank": rank, "gpus": ["NVIDIA H200"], "expected": 1, "tflops": 600.0, "wrong": 0}
-        | {"h2d": 50.0, "d2d": 300.0}
-        for rank, node in enumerate(NODES)
-    ],
-    "torch": [
-        {"test": "torch", "node": "fish1", "rank": 0, "backend": "gloo", "version": "torch 2.13", "sizes": SIZES}
-        | {"ranks": 2, "nodes": [*NODES]},
-    ],
+    "cpu": each_node(
+        "cpu",
+        **{"cpus": 4, "world": 2, "vendor": "QEMU", "environment": {"PATH": "/bin"}},
+        **{"python": "3.11", "memlock": "unlimited"},
+    ),
+    "mpirun": each_node(
+        "mpirun",
+        **{"path": "/usr/bin/mpirun", "kind": "openmpi", "others": []},
+        **{"version": "mpirun (Open MPI) 4.1.4", "pmix": "ext3x"},
+    ),
+    "gpu": each_node("gpu", gpus=["NVIDIA H200"], expected=1, tflops=600.0, wrong=0, h2d=50.0, d2d=300.0),
+    "torch": [first_node("torch", backend="gloo", version="torch 2.13", sizes=SIZES, ranks=2, nodes=[*NODES])],
     "mpi": [
-        {"test": "mpi", "node": "fish1", "rank": 0, "sizes": SIZES, "ranks": 2, "nodes": [*NODES]},
-        {"test": "mpi-pair", "node": "fish1", "rank": 0, "pair": [*NODES], "latency_us": 40.0, "speed": 0.9},
+        first_node("mpi", sizes=SIZES, ranks=2, nodes=[*NODES]),
+        first_node("mpi-pair", pair=[*NODES], latency_us=40.0, speed=0.9),
     ],
     "links": [
-        {"test": "link-pair", "node": "fish1", "rank": 0, "pair": ["fish1", "fish2"], "speed": 1.2, "rtt_ms": 0.1},
+        first_node("link-pair", pair=["fish1", "fish2"], speed=1.2, rtt_ms=0.1),
         {"test": "link-pair", "node": "fish2", "rank": 1, "pair": ["fish2", "fish1"], "speed": 1.1, "rtt_ms": 0.1},
     ],
-    "hpcc": [
-        {"test": "hpcc", "node": node, "rank": rank, "gflops": 40.0, "triad": 20.0, "wrong": 0, "size": 1024, "cpus": 2}
-        | {"version": "hpcc 1.5.0"}
-        for rank, node in enumerate(NODES)
-    ],
-    "fio": [
-        {
-            "test": "fio",
-            "node": node,
-            "rank": rank,
-            "directory": "/data",
-            "write": 0.5,
-            "read": 0.8,
-            "version": "fio-3.33",
-        }
-        for rank, node in enumerate(NODES)
-    ],
+    "hpcc": each_node("hpcc", gflops=40.0, triad=20.0, wrong=0, size=1024, cpus=2, version="hpcc 1.5.0"),
+    "fio": each_node("fio", directory="/data", write=0.5, read=0.8, version="fio-3.33"),
 }
 
 
