@@ -74,17 +74,7 @@ def test_compatibility_of_controller_and_node(controller: str, node: str, answer
 
 def test_every_release_is_compatible_with_itself_and_the_previous_release() -> None:
     releases = [
-        "20.11",
-        "21.08",
-        "22.05",
-        "23.02",
-        "23.11",
-        "24.05",
-        "24.11",
-        "25.05",
-        "25.11",
-        "26.05",
-        "26.11",
+        *("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "24.11", "25.05", "25.11", "26.05", "26.11"),
         "27.05",
     ]
     assert all(is_compatible(V(release), V(release)) for release in releases)
