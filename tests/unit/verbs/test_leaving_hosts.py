@@ -258,34 +258,34 @@ async def test_controller_failure_lists_every_failure() -> None:
 # ---- down, when it cannot ask
 
 
-async def test_down_is_rejected_when_the_controller_is_unreachable(world: World, context: Context) -> None:
-    world.hosts["c1"].unreachable = True
-    with pytest.raises(ShoalError) as caught:
-        await down(context)
-    assert str(caught.value) == (
-        "cannot ask whether jobs run: c1: does not answer within 10 s\n"
-        "  fix: is the host up?; or use --force, which ends them"
-    )
-    assert "service slurmd" in world.agents["n1"].items
-    assert (await down(context, force=True)).released == ("n1", "n2")
-
-
-async def test_down_is_rejected_when_slurmctld_is_silent(world: World, context: Context) -> None:
-    world.slurm.broken = "Unable to contact slurm controller"
-    with pytest.raises(ShoalError) as caught:
-        await down(context)
-    assert str(caught.value) == (
-        "cannot ask whether jobs run: squeue on c1 failed: Unable to contact slurm controller\n"
-        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`; or use --force, which ends them"
-    )
-    assert (await down(context, force=True)).released == ("c1", "n1", "n2")
-
-
-async def test_down_is_rejected_when_slurmctld_is_stopped(world: World, context: Context) -> None:
+@cases(
+    "fault, words, released",
+    (
+        "unreachable",
+        "c1: does not answer within 10 s\n  fix: is the host up?; or use --force, which ends them",
+        ("n1", "n2"),
+    ),
+    (
+        "silent",
+        "squeue on c1 failed: Unable to contact slurm controller\n"
+        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`; or use --force, which ends them",
+        ("c1", "n1", "n2"),
+    ),
+    ("stopped", "slurmctld on c1 does not run (failed)", ("c1", "n1", "n2")),
+)
+async def test_down_is_rejected_when_it_cannot_ask_for_jobs(
+    world: World, context: Context, fault: str, words: str, released: tuple[str, ...]
+) -> None:
     facts = world.agents["c1"].facts
-    world.agents["c1"].facts = replace(facts, services={**facts.services, "slurmctld": "failed"})
-    with pytest.raises(ShoalError, match=r"cannot ask whether jobs run: slurmctld on c1 does not run \(failed\)"):
+    world.hosts["c1"].unreachable = fault == "unreachable"
+    world.slurm.broken = "Unable to contact slurm controller" if fault == "silent" else ""
+    if fault == "stopped":
+        world.agents["c1"].facts = replace(facts, services={**facts.services, "slurmctld": "failed"})
+    with pytest.raises(ShoalError) as caught:
         await down(context)
+    assert str(caught.value).startswith(f"cannot ask whether jobs run: {words}")
+    assert "service slurmd" in world.agents["n1"].items
+    assert (await down(context, force=True)).released == released
 
 
 async def test_down_needs_no_force_without_slurm() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 from rich.console import Console
 from tests.support.cases import cases
@@ -76,17 +77,20 @@ async def test_rented_hosts_that_stay_are_left_to_down() -> None:
     assert cloud.machines == [controller_machine]
 
 
-async def test_client_exception_is_reported_and_the_other_accounts_cleared() -> None:
-    class Broken(FakeRenter):
-        async def instances(self, cluster: str) -> list[RentedInstance]:
-            raise KeyError("items")
+class Broken(FakeRenter):
+    async def instances(self, cluster: str) -> list[RentedInstance]:
+        raise KeyError("items")
 
-    cloud = FakeRenter(machines=[machine("d")])
-    result = await reaped(**{"lambda": Broken(), "cloud": cloud})
+
+@cases(
+    "renter, words",
+    (Broken(), "lambda: its client failed: KeyError"),
+    (FakeRenter(machines=[machine("a")], down=True), "cloud: cannot be reached: connection refused"),
+)
+async def test_account_that_fails_is_reported_and_the_others_are_cleared(renter: FakeRenter, words: str) -> None:
+    result = await reaped(**{"lambda": renter, "cloud": FakeRenter(machines=[machine("d")])})
     assert ids(result.gone) == [("cloud", "d")] and not result.clean
-    assert {name: error.message for name, error in result.failures.items()} == {
-        "lambda": "lambda: its client failed: KeyError"
-    }
+    assert {name: error.message for name, error in result.failures.items()} == {"lambda": words}
 
 
 async def test_preview_deletes_nothing() -> None:
@@ -100,36 +104,18 @@ async def test_preview_deletes_nothing() -> None:
     assert time.slept == 0
 
 
-async def test_reap_repeats_until_the_lists_are_empty() -> None:
-    lambda_ = FakeRenter(machines=[machine("a")], lag=1, deletes_that_fail=2)
+@cases(
+    "behaviour, deletes",
+    ({"lag": 1, "deletes_that_fail": 2}, 1),  # a machine that is stopping is not deleted again with every list
+    ({"lag": 20}, 4),
+    ({"hidden": 1}, 1),
+    ({"lists_that_fail": 2}, 1),
+)
+async def test_reap_repeats_until_the_lists_are_empty(behaviour: dict[str, int], deletes: int) -> None:
+    lambda_ = FakeRenter(machines=[machine("a")], **behaviour)
     result = await reaped(**{"lambda": lambda_})
     assert result.clean and ids(result.gone) == [("lambda", "a")]
-    assert lambda_.deleted == ["a"]  # a machine that is stopping is not deleted again with every list
-
-
-async def test_machine_that_stays_is_deleted_again() -> None:
-    lambda_ = FakeRenter(machines=[machine("a")], lag=20)
-    assert (await reaped(**{"lambda": lambda_})).clean
-    assert lambda_.deleted == ["a", "a", "a", "a"]
-
-
-async def test_machine_listed_late_is_deleted() -> None:
-    lambda_ = FakeRenter(machines=[machine("a")], hidden=1)
-    result = await reaped(**{"lambda": lambda_})
-    assert ids(result.gone) == [("lambda", "a")]
-
-
-async def test_failed_list_is_retried() -> None:
-    result = await reaped(**{"lambda": FakeRenter(machines=[machine("a")], lists_that_fail=2)})
-    assert result.clean and len(result.gone) == 1
-
-
-async def test_unreachable_provider_is_reported_and_the_others_cleared() -> None:
-    cloud = FakeRenter(machines=[machine("d")], down=True)
-    result = await reaped(**{"lambda": FakeRenter(machines=[machine("a")]), "cloud": cloud})
-    assert ids(result.gone) == [("lambda", "a")]
-    assert not result.clean
-    assert result.failures["cloud"].message == "cloud: cannot be reached: connection refused"
+    assert lambda_.deleted == ["a"] * deletes
 
 
 async def test_provider_lost_midway_leaves_its_last_list_as_remaining() -> None:
@@ -143,20 +129,17 @@ async def test_provider_lost_midway_leaves_its_last_list_as_remaining() -> None:
     assert list(result.failures) == ["lambda"]
 
 
-async def test_remaining_machine_is_reported_with_the_provider_message() -> None:
-    lambda_ = FakeRenter(machines=[machine("a")], deletes_that_fail=1000)
-    result = await reaped(**{"lambda": lambda_})
-    assert ids(result.remaining) == [("lambda", "a")]
-    assert str(result.failures["lambda"]) == (
-        f"1 machines are still there after {MAX_LISTS} lists: try again\n  fix: delete them in the provider's console"
-    )
-
-
-async def test_key_without_delete_permission_is_reported_at_once() -> None:
-    lambda_ = FakeRenter(machines=[machine("a")], refuses=FailureKind.AUTH)
-    result = await reaped(**{"lambda": lambda_})
-    assert str(result.failures["lambda"]) == "you may not delete\n  fix: check that the key is valid and may delete"
-    assert ids(result.remaining) == [("lambda", "a")]
+@cases(
+    "behaviour, words",
+    (
+        {"deletes_that_fail": 1000},
+        f"1 machines are still there after {MAX_LISTS} lists: try again\n  fix: delete them in the provider's console",
+    ),
+    ({"refuses": FailureKind.AUTH}, "you may not delete\n  fix: check that the key is valid and may delete"),
+)
+async def test_remaining_machine_is_reported_with_the_provider_message(behaviour: dict[str, Any], words: str) -> None:
+    result = await reaped(**{"lambda": FakeRenter(machines=[machine("a")], **behaviour)})
+    assert (ids(result.remaining), str(result.failures["lambda"])) == ([("lambda", "a")], words)
 
 
 # ---- lists lag
@@ -182,17 +165,15 @@ async def test_empty_list_is_accepted_without_recent_orders(known: list[LedgerRe
         assert (list(result.failures), time.slept) == (doubted, seconds), verb
 
 
-async def test_machine_listed_minutes_late_is_deleted() -> None:
+async def test_machine_listed_minutes_late_is_reported_by_the_preview_and_deleted() -> None:
     for known in (None, [held("a", "intended")]):
         late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
-        result = await reap(context(ledger=controller(known)), clouds(**{"lambda": late}), Polling(sleep=NoSleep()))
+        one, renters, polling = context(ledger=controller(known)), clouds(**{"lambda": late}), Polling(sleep=NoSleep())
+        seen = await preview(one, renters, polling)
+        assert (ids(seen.found), late.deleted) == ([("lambda", "a")], [])
+        late.hidden = 50
+        result = await reap(one, renters, polling)
         assert (ids(result.gone), result.clean) == ([("lambda", "a")], True)
-
-
-async def test_preview_reports_late_machines_and_keeps_them() -> None:
-    late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
-    seen = await preview(context(ledger=controller(None)), clouds(**{"lambda": late}), Polling(sleep=NoSleep()))
-    assert (ids(seen.found), late.deleted) == ([("lambda", "a")], [])
 
 
 async def test_order_with_a_listed_machine_is_not_awaited() -> None:
@@ -317,14 +298,8 @@ def shown(show: object, value: object) -> str:
 
 @cases(
     "result, said",
-    (
-        ReapResult("reef", (replace(machine("a"), account="lambda"),)),
-        "1 machine released; no provider lists any more",
-    ),
-    (
-        ReapResult("reef", (), (replace(machine("a"), account="lambda"),)),
-        "0 machines released; run `shoal reap` again",
-    ),
+    (ReapResult("reef", (machine("a"),)), "1 machine released; no provider lists any more"),
+    (ReapResult("reef", (), (machine("a"),)), "0 machines released; run `shoal reap` again"),
 )
 def test_last_line_shows_the_result(result: ReapResult, said: str) -> None:
     assert shown(show_reap, result).splitlines()[-1].endswith(f"reef: {said}")
