@@ -1,12 +1,11 @@
 """What a person sees of findings: `shoal doctor`, and the hints of `shoal status` and `shoal jobs`."""
 
-import io
 import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from tests.support.cases import cases
+from tests.support.screens import screen_text
 from tests.unit.cli.test_screens import STATUS, ended
 from typer.testing import CliRunner
 
@@ -40,15 +39,8 @@ VIEW = ClusterView(
 RESULT = DoctorResult("reef", tuple(diagnose(VIEW)), ("n1", "n2", "n3"))
 
 
-def screen() -> tuple[Console, io.StringIO]:
-    out = io.StringIO()
-    return Console(file=out, width=300), out
-
-
 def test_findings_have_evidence_cause_fix_and_cost() -> None:
-    console, out = screen()
-    show_doctor(console, RESULT)
-    text = out.getvalue()
+    text = screen_text(show_doctor, RESULT, width=300)
     assert text.count("  cause: ") == text.count("  fix: ") == 4
     [stopped] = [block for block in re.split(r"\n(?=error|info|✗)", text) if block.startswith("error n[1,3]")]
     assert stopped.splitlines()[:3] == [
@@ -83,24 +75,18 @@ def test_exit_code_and_summary(
 
 
 def test_fixes_and_their_history_are_shown() -> None:
-    console, out = screen()
     outcomes = (
         FixOutcome("munge-key", "n1", "", "up", True, time=1_700_000_000.0, by="anna@desk"),
         FixOutcome("job-launch-failed", "", "7", "release", False, "no such job", 1_700_000_000.0, "anna@desk"),
     )
-    show_doctor(console, DoctorResult("reef", fixes=outcomes))
-    assert out.getvalue().splitlines()[:2] == [
+    assert screen_text(show_doctor, DoctorResult("reef", fixes=outcomes)).splitlines()[:2] == [
         "✓ fixed: munge-key, n1 (up)",
         "✗ not fixed: job-launch-failed, job 7 (release): no such job",
     ]
-    console, out = screen()
-    show_history(console, outcomes)
-    first, second = out.getvalue().splitlines()
+    first, second = screen_text(show_history, outcomes).splitlines()
     assert first.endswith("anna@desk fixed munge-key, n1 (up)")
     assert second.endswith("anna@desk did not fix job-launch-failed, job 7 (release): no such job")
-    console, out = screen()
-    show_history(console, ())
-    assert out.getvalue() == "no fix was applied yet\n"
+    assert screen_text(show_history, ()) == "no fix was applied yet\n"
 
 
 def test_finding_without_fix_is_a_usage_error() -> None:
@@ -109,13 +95,11 @@ def test_finding_without_fix_is_a_usage_error() -> None:
 
 
 def test_status_and_jobs_hint_at_what_the_doctor_knows() -> None:
-    console, out = screen()
     nodes = tuple(NodeState(name, ("IDLE", "DRAIN"), "Epilog error") for name in ("n1", "n2"))
-    show_status(console, replace(STATUS, nodes=nodes, jobs=VIEW.jobs))
-    assert "n[1-2]: the epilog failed on the node; see `shoal doctor --node n[1-2]`\n" in out.getvalue()
-    assert "a node could not start the job, and Slurm holds it: `shoal doctor --job 7`" in out.getvalue()
-    console, out = screen()
+    said = screen_text(show_status, replace(STATUS, nodes=nodes, jobs=VIEW.jobs))
+    assert "n[1-2]: the epilog failed on the node; see `shoal doctor --node n[1-2]`\n" in said
+    assert "a node could not start the job, and Slurm holds it: `shoal doctor --job 7`" in said
     held = JobRecord("7", "PENDING", reason=HELD.replace(" ", "_"))
-    show_jobs(console, JobsResult("reef", (JobView(held), JobView(JobRecord("8", "PENDING", reason="Resources")))))
-    assert "a node could not start the job, and Slurm holds it: `shoal doctor --job 7`" in out.getvalue()
-    assert "Resources" in out.getvalue()
+    waits = JobView(JobRecord("8", "PENDING", reason="Resources"))
+    said = screen_text(show_jobs, JobsResult("reef", (JobView(held), waits)))
+    assert "a node could not start the job, and Slurm holds it: `shoal doctor --job 7`" in said and "Resources" in said

@@ -1,13 +1,12 @@
 """How job results are shown."""
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from tests.support.cases import cases
+from tests.support.screens import screen_text
 
 from shoal.cli.job_commands import finish_follow, finish_logs, keep_running
 from shoal.cli.job_screens import (
@@ -33,22 +32,11 @@ from shoal.verbs.logs import LogsResult
 from shoal.verbs.submission import SubmittedJob
 
 
-def screen() -> tuple[Console, io.StringIO]:
-    out = io.StringIO()
-    return Console(file=out, width=200), out
-
-
-def test_log_line_starts_with_rank_and_restart_count() -> None:
-    console, out = screen()
-    for line in (LogLine(1, 3, 0, "a [b]\tc"), LogLine(1, 3, 2, "again"), LogLine(1, BATCH, 0, "srun: error")):
-        show_line(console, line)
-    assert out.getvalue() == "[3] a [b]\tc\n[3.2] again\n[-] srun: error\n"
-
-
-def test_log_line_can_start_with_its_time() -> None:
-    console, out = screen()
-    show_line(console, LogLine(1.25, 0, 0, "a"), timestamps=True)
-    assert out.getvalue().endswith(":01.250000 [0] a\n")
+def test_log_line_starts_with_rank_and_restart_count_or_its_time() -> None:
+    lines = (LogLine(1, 3, 0, "a [b]\tc"), LogLine(1, 3, 2, "again"), LogLine(1, BATCH, 0, "srun: error"))
+    said = "".join(screen_text(show_line, line) for line in lines)
+    assert said == "[3] a [b]\tc\n[3.2] again\n[-] srun: error\n"
+    assert screen_text(show_line, LogLine(1.25, 0, 0, "a"), timestamps=True).endswith(":01.250000 [0] a\n")
 
 
 def test_option_of_run_behind_a_script_without_it_is_noted() -> None:
@@ -60,7 +48,6 @@ def test_option_of_run_behind_a_script_without_it_is_noted() -> None:
 
 
 def test_job_list_shows_progress_or_the_reason() -> None:
-    console, out = screen()
     running = JobRecord("17", "RUNNING", "train", "ann", nodes="n[1-2]", run_time="00:01:00", time_limit="UNLIMITED")
     failed = JobRecord("18", "FAILED", "[red]x", "ann", restarts=2)
     views = (
@@ -71,8 +58,12 @@ def test_job_list_shows_progress_or_the_reason() -> None:
         JobView(JobRecord("22", "FAILED", reason="NonZeroExitCode")),
         JobView(JobRecord("20", "COMPLETED", work_dir="/jobs", comment="shoal:c0de/11b/torch")),
     )
-    show_jobs(console, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")}))
-    said = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    said = [
+        " ".join(line.split())
+        for line in screen_text(
+            show_jobs, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")})
+        ).splitlines()
+    ]
     assert said == [
         "✗ n9: does not answer",
         "fix: is it up?",
@@ -87,24 +78,20 @@ def test_job_list_shows_progress_or_the_reason() -> None:
 
 
 def test_number_of_jobs_left_out_is_shown() -> None:
-    console, out = screen()
-    show_jobs(console, JobsResult("reef", (JobView(JobRecord("17", "RUNNING")),), left_out=30))
-    assert out.getvalue().endswith("\n30 more ended within a day: `shoal jobs --all` lists them\n")
+    assert screen_text(show_jobs, JobsResult("reef", (JobView(JobRecord("17", "RUNNING")),), left_out=30)).endswith(
+        "\n30 more ended within a day: `shoal jobs --all` lists them\n"
+    )
 
 
 def test_empty_job_list_prints_no_jobs() -> None:
-    console, out = screen()
-    show_jobs(console, JobsResult("reef", ()))
-    assert out.getvalue() == "no jobs\n"
+    assert screen_text(show_jobs, JobsResult("reef", ())) == "no jobs\n"
 
 
 def test_job_end_shows_the_reason_its_lines_and_the_fix() -> None:
-    console, out = screen()
     reason = FailureReason(
         "script", "rank 2 failed first", 2, "n2", ("Traceback:", "ValueError: [x]\x1b[2J"), "look at it"
     )
-    show_job_end(console, JobRecord("17", "FAILED"), reason)
-    assert out.getvalue().splitlines() == [
+    assert screen_text(show_job_end, JobRecord("17", "FAILED"), reason).splitlines() == [
         "✗ job 17: failed: rank 2 failed first",
         "    Traceback:",
         "    ValueError: [x]\\x1b[2J",
@@ -134,30 +121,34 @@ def test_unreachable_nodes_are_reported_by_every_log_command(command: str, capsy
 
 
 def test_submitted_job_shows_the_command_to_follow_its_log() -> None:
-    console, out = screen()
-    show_submitted(console, SubmittedJob("17", "train", "main", 2, 4, "c0de", 2048, ""))
-    assert out.getvalue() == (
+    assert screen_text(show_submitted, SubmittedJob("17", "train", "main", 2, 4, "c0de", 2048, "")) == (
         "✓ job 17 (train): 4 processes on 2 nodes of main; 2 KiB sent\n  `shoal logs -f 17` shows what it prints\n"
     )
 
 
 def test_job_without_shared_storage_shows_the_checkpoint_warning() -> None:
     for nodes, said in ((1, []), (2, ["  checkpoints need storage that its nodes share: name it with --directory"])):
-        console, out = screen()
-        show_submitted(console, SubmittedJob("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False))
-        assert out.getvalue().splitlines()[2:] == said
+        assert (
+            screen_text(
+                show_submitted, SubmittedJob("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False)
+            ).splitlines()[2:]
+            == said
+        )
 
 
 def test_submitted_array_shows_the_command_to_follow_a_task() -> None:
-    console, output = screen()
-    show_submitted(console, SubmittedJob("17", "train", "main", 1, 4, "c0de", 0, "", array=True))
-    assert "  `shoal logs -f 17_N` shows what its task N prints\n" in output.getvalue()
+    assert "  `shoal logs -f 17_N` shows what its task N prints\n" in screen_text(
+        show_submitted, SubmittedJob("17", "train", "main", 1, 4, "c0de", 0, "", array=True)
+    )
 
 
 def test_profiled_job_shows_the_trace_directory() -> None:
-    console, out = screen()
-    show_submitted(console, SubmittedJob("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))
-    assert out.getvalue().splitlines()[-1] == "  its profile will be on its nodes in /jobs/17/profile"
+    assert (
+        screen_text(
+            show_submitted, SubmittedJob("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile")
+        ).splitlines()[-1]
+        == "  its profile will be on its nodes in /jobs/17/profile"
+    )
 
 
 @cases(
@@ -182,11 +173,9 @@ def test_interrupted_watch_reports_that_the_job_continues() -> None:
 
 
 def test_submitted_job_names_what_was_not_sent() -> None:
-    console, shown = screen()
     job = SubmittedJob("17", "train", "main", 1, 1, "c0de", 2048, "")
     left_out = LeftOut(7, 3 << 20, ("data/[a].bin", "b.bin"), links=("mnt -> /mnt",), submodules=("third/x",))
-    show_submitted(console, replace(job, left_out=left_out))
-    lines = shown.getvalue().splitlines()
+    lines = screen_text(show_submitted, replace(job, left_out=left_out)).splitlines()
     assert "  .gitignore kept 7 files (3.0 MiB) from being sent: data/[a].bin, b.bin, …" in lines
     assert "  --include PATTERN sends them" in lines
     assert "  links that leave the tree lead nowhere on nodes without their targets: mnt -> /mnt" in lines
@@ -201,16 +190,16 @@ def test_sizes_have_a_unit(size: int, text: str) -> None:
 
 
 def test_fetched_files_and_those_that_were_not_are_shown() -> None:
-    console, shown = screen()
     skipped = tuple(SkippedFile(f"link{number}\x1b", "a link that leaves the job's files") for number in range(7))
-    show_fetched(console, console, FetchResult("17", "/jobs/17", "job-17", 1, 2048, 3, skipped))
-    lines = shown.getvalue().splitlines()
+    result = FetchResult("17", "/jobs/17", "job-17", 1, 2048, 3, skipped)
+    lines = screen_text(lambda console: show_fetched(console, console, result)).splitlines()
     assert lines[0] == "not copied: link0\\x1b: a link that leaves the job's files"
     assert lines[5] == "not copied: 2 more; --json names them"
     assert lines[6] == "✓ 1 file (2.0 KiB) of job 17 in job-17; 3 were here already"
 
 
 def test_end_of_a_job_shows_its_directory() -> None:
-    console, shown = screen()
-    show_job_directory(console, JobRecord("17", "COMPLETED", nodes="n[1-2]", work_dir="/jobs"))
-    assert shown.getvalue() == "  its files are in /jobs/17 on n[1-2]; `shoal fetch 17` copies them\n"
+    assert (
+        screen_text(show_job_directory, JobRecord("17", "COMPLETED", nodes="n[1-2]", work_dir="/jobs"))
+        == "  its files are in /jobs/17 on n[1-2]; `shoal fetch 17` copies them\n"
+    )

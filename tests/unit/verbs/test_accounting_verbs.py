@@ -2,14 +2,13 @@
 
 import time
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-from rich.console import Console
 from tests.support.cases import cases
 from tests.support.fake_clusters import AT_ONCE
 from tests.support.fake_clusters import context_of as context_for
 from tests.support.fake_world import LAB, World, host_facts, lab
+from tests.support.screens import screen_text
 
 from shoal.agent.facts import FileFact
 from shoal.cli.accounting_commands import show_restore, show_usage
@@ -54,12 +53,6 @@ def context_of(made: World) -> Context:
 
 def answer(made: World, *command: str, with_: object, host: str = "c1") -> None:
     made.hosts[host].answers = {**made.hosts[host].answers, command: with_}  # type: ignore[dict-item]
-
-
-def shown(show: object, value: object) -> str:
-    out = StringIO()
-    show(Console(file=out, width=120), value)  # type: ignore[operator]
-    return out.getvalue()
 
 
 # ---- usage
@@ -114,15 +107,15 @@ async def test_silent_slurmdbd_is_reported() -> None:
 def test_hours_without_a_price_are_shown_separately() -> None:
     rows = (UsageRow("ann", 2, 8.0, 4.0, 10.0), UsageRow("bob", 1, 1.0, 3.0, None, 3.0))
     whole = UsageRow("total", 3, 9.0, 7.0, 10.0, 3.0)
-    text = shown(show_usage, UsageResult("reef", "user", 0, 100, rows, whole))
+    text = screen_text(show_usage, UsageResult("reef", "user", 0, 100, rows, whole))
     assert "user" in text and "GPU hours" in text and "10.00" in text and "total" in text
     assert "not in the cost: 3.00 GPU hours on nodesets that have no `price`" in text
-    assert "no usage" in shown(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
+    assert "no usage" in screen_text(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
 
 
 def test_no_cost_column_without_prices() -> None:
     row = UsageRow("17", 1, 1.0, 3.0, None, 3.0, "ann: [red]x")
-    text = shown(show_usage, UsageResult("reef", "job", 0, 100, (row,), row))
+    text = screen_text(show_usage, UsageResult("reef", "job", 0, 100, (row,), row))
     assert "cost" not in text and "ann: [red]x" in text
 
 
@@ -137,7 +130,7 @@ async def test_backups_are_listed_newest_first() -> None:
         ("slurm_acct_db-2-daily.sql.gz", 2048),
         ("slurm_acct_db-1-change.sql.gz", 1024),
     ]
-    assert "on c1; `shoal restore NAME` restores one" in shown(show_restore, result)
+    assert "on c1; `shoal restore NAME` restores one" in screen_text(show_restore, result)
 
 
 async def test_missing_backup_is_rejected_and_nothing_changes() -> None:
@@ -164,7 +157,7 @@ async def test_latest_backup_is_restored_and_the_previous_records_are_named() ->
     answer(made, "sh", with_=b"")
     result = await restore(context_of(made), "latest")
     assert (result.restored, result.before) == ("slurm_acct_db-2-daily.sql.gz", "slurm_acct_db-3-restore.sql.gz")
-    assert "the previous records are in slurm_acct_db-3-restore.sql.gz" in shown(show_restore, result)
+    assert "the previous records are in slurm_acct_db-3-restore.sql.gz" in screen_text(show_restore, result)
 
 
 async def test_slurmctld_that_does_not_start_after_a_restore_is_reported() -> None:
@@ -211,7 +204,7 @@ async def test_missing_backup_differs_from_missing_database() -> None:
     answer(made, DATABASE_PROGRAM, "list", with_=b"")
     with pytest.raises(ShoalError, match="there is no backup yet"):
         await restore(context_of(made), "latest")
-    assert "no backups yet" in shown(show_restore, await list_backups(context_of(made)))
+    assert "no backups yet" in screen_text(show_restore, await list_backups(context_of(made)))
     with pytest.raises(ShoalError, match="c1 has no accounting database yet"):
         await list_backups(context_of(world()))
 
@@ -295,11 +288,11 @@ async def test_silent_database_host_does_not_stop_status() -> None:
 
 def test_rotation_reports_the_failure_time_of_slurm_and_the_missing_hosts() -> None:
     done = RotatedKey("munge", ("c1", "n1"), False, 0.25, {"c1": 0.25}, 40, 1.23)
-    text = shown(show_keys, KeysResult("reef", (done,), {"n2": Unreachable("n2", "does not answer")}))
+    text = screen_text(show_keys, KeysResult("reef", (done,), {"n2": Unreachable("n2", "does not answer")}))
     assert "munge: a new key on c1,n1" in text
     assert "Slurm failed for 0.25 s (40 requests, the slowest answer took 1.2 s)" in text
     assert "n2 still has the old key: run `shoal up` once reachable" in text
-    again = shown(show_keys, KeysResult("reef", (RotatedKey("munge", ("c1",), True, 0.0, {}, 9),)))
+    again = screen_text(show_keys, KeysResult("reef", (RotatedKey("munge", ("c1",), True, 0.0, {}, 9),)))
     assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 requests" in again
 
 

@@ -5,14 +5,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.screens import screen_text
 
 from shoal.agent.facts import FileFact
 from shoal.cli.cluster_screens import show_services
@@ -256,27 +255,21 @@ def test_node_inspection_is_parsed() -> None:
     assert parse_inspection("") == NodeEnvironment("missing")
 
 
-def shown(show: Any, *values: Any) -> str:
-    console = Console(file=StringIO(), width=300)
-    show(console, *values)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_environment_screens_show_state_and_cleanup() -> None:
     link = "/shared/environments/torch"
     made = BuiltEnvironment.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0", "link": link})
-    text = shown(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
+    text = screen_text(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
     assert "torch: built; 1 package, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/torch" in text
     assert "copied to n[1-2]" in text
-    text = shown(
+    text = screen_text(
         show_list,
         [EnvironmentState("torch", "built", "shared", made, link), EnvironmentState("sea", "not built", "local")],
     )
     assert "2.13.0 cuda 13.0" in text and "\ntorch is in /shared/environments/torch\n" in text
     assert "`shoal env build sea` builds what is missing" in text
-    text = shown(show_cleaned, CleanResult("reef", {"c1": ("ab",)}, {"cd": "a process uses it"}), False)
+    text = screen_text(show_cleaned, CleanResult("reef", {"c1": ("ab",)}, {"cd": "a process uses it"}), False)
     assert text == "removed ab from c1\nkept cd: a process uses it\n"
-    assert shown(show_cleaned, CleanResult("reef"), True) == "nothing to clean\n"
+    assert screen_text(show_cleaned, CleanResult("reef"), True) == "nothing to clean\n"
 
 
 # ---- services in `status`
@@ -307,9 +300,9 @@ async def test_clock_offsets_are_relative_to_the_controller_and_skip_silent_host
 
 
 def test_equal_clocks_are_a_single_line_and_a_different_clock_is_named() -> None:
-    text = shown(show_services, status_with(clocks=Clocks({"n1": 0.02, "n2": -3.21}, ("n1",))))
+    text = screen_text(show_services, status_with(clocks=Clocks({"n1": 0.02, "n2": -3.21}, ("n1",))))
     assert text == "\nclocks: within 0.02 s of c1's, n2 -3.2 s; n1: containers, on their machine's clock\n"
-    assert shown(show_services, status_with(clocks=Clocks())) == shown(show_services, status_with()) == ""
+    assert screen_text(show_services, status_with(clocks=Clocks())) == screen_text(show_services, status_with()) == ""
 
 
 async def test_tracking_server_is_probed_from_the_controller() -> None:
@@ -319,7 +312,7 @@ async def test_tracking_server_is_probed_from_the_controller() -> None:
         host = FakeHost(Target("c1"), {login.ADDRESS_COMMAND: told, ("python3",): answer})
         health = await tracking_health(host, spec)
         assert health and (health.uri, health.well) == ("http://10.0.0.1:5000", well)
-        assert ("responds" in shown(show_services, status_with(tracking=health))) == well
+        assert ("responds" in screen_text(show_services, status_with(tracking=health))) == well
         assert "secret" not in repr(health)
     assert await tracking_health(FakeHost(Target("c1"), {}), spec) == TrackingHealth(
         "mlflow", "", False, "not set up yet; run `shoal up`"

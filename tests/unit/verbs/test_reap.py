@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
 from tests.support.cases import cases
 from tests.support.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
+from tests.support.screens import screen_text
 
 from shoal.cli.rental_commands import show_preview, show_reap
 from shoal.cloud.providers.api import PERMANENT_TOKEN, Abilities, FailureKind, RentedInstance
@@ -282,18 +281,12 @@ async def test_machines_of_an_account_missing_from_the_file_are_reported() -> No
             )
         ]
         show = show_preview if isinstance(result, ReapPreview) else show_reap
-        assert "account tide" in shown(show, result) and "no provider has" not in shown(show, result)
+        assert "account tide" in screen_text(show, result) and "no provider has" not in screen_text(show, result)
     assert isinstance(result, ReapResult) and not result.clean
     assert struck(host) == []
 
 
 # ---- what a person sees
-
-
-def shown(show: object, value: object) -> str:
-    out = StringIO()
-    show(Console(file=out, width=120), value)  # type: ignore[operator]
-    return out.getvalue()
 
 
 @cases(
@@ -302,10 +295,10 @@ def shown(show: object, value: object) -> str:
     (ReapResult("reef", (), (machine("a"),)), "0 machines released; run `shoal reap` again"),
 )
 def test_last_line_shows_the_result(result: ReapResult, said: str) -> None:
-    assert shown(show_reap, result).splitlines()[-1].endswith(f"reef: {said}")
+    assert screen_text(show_reap, result).splitlines()[-1].endswith(f"reef: {said}")
 
 
 def test_preview_screen_shows_the_machines() -> None:
-    text = shown(show_preview, ReapPreview("reef", (replace(machine("i-1", zone=""), account="lambda"),)))
+    text = screen_text(show_preview, ReapPreview("reef", (replace(machine("i-1", zone=""), account="lambda"),)))
     assert text.splitlines()[1].split() == ["lambda", "i-1", "burst1", "gpu_1x_a10", "us-west-1", "active", "$1.29"]
-    assert shown(show_preview, ReapPreview("reef", ())) == "reef: no provider lists a machine of this cluster\n"
+    assert screen_text(show_preview, ReapPreview("reef", ())) == "reef: no provider lists a machine of this cluster\n"
