@@ -19,6 +19,9 @@ from shoal.spec.rental import Budget
 NOW = datetime(2026, 11, 15, 12, tzinfo=UTC).timestamp()
 HOUR = 3600.0
 TEN = Offer("lambda", "big", "us-west-1", usd_hour=10.0)
+LATE = datetime(2026, 11, 15, 23, 45, tzinfo=UTC).timestamp()
+LAST_HOUR = datetime(2026, 11, 30, 23, 30, tzinfo=UTC).timestamp()
+BY_HOUR = Billing(step=3600)
 
 
 def made(token: str, hours_ago: float, nodeset: str = "burst", usd: float = 10.0, **values: Any) -> Rental:
@@ -44,12 +47,6 @@ def test_hourly_limit_can_be_reached_but_not_exceeded() -> None:
         "the budget of $19.99 an hour: $10.00 is in use, and big costs $10.00 an hour"
         " (raise `budget` and run `shoal up`, or wait until others end)"
     )
-
-
-def test_unfilled_order_counts_at_its_price() -> None:
-    order = rental("a", offer=TEN, usd_hour=10.0, intended_at=NOW)
-    assert asked(Budget(per_hour=20), order) is None
-    assert asked(Budget(per_hour=20), order, rental("b", offer=TEN, usd_hour=10.0, intended_at=NOW)) is not None
 
 
 def test_machine_being_released_counts_until_its_billing_ends() -> None:
@@ -104,35 +101,27 @@ def test_earlier_days_and_months_do_not_count() -> None:
     assert asked(Budget(per_month=10), october) is None
 
 
-def test_machine_running_over_midnight_counts_partly_for_each_day() -> None:
-    assert asked(Budget(per_day=140), made("a", 24)) is None  # 12 hours today, and two to come
-    assert asked(Budget(per_day=139.99), made("a", 24)) is not None
+def test_month_of_the_ledger_starts_with_the_month() -> None:
+    assert ledger_start(LAST_HOUR) == datetime(2026, 11, 1, tzinfo=UTC).timestamp()
+    assert ledger_start(LAST_HOUR + HOUR) == datetime(2026, 12, 1, tzinfo=UTC).timestamp()
 
 
-def test_reserve_before_midnight_covers_only_the_rest_of_the_day() -> None:
-    late = datetime(2026, 11, 15, 23, 45, tzinfo=UTC).timestamp()
-    assert asked(Budget(per_day=2.5), now=late) is None  # a quarter of an hour
-    assert asked(Budget(per_day=2.49), now=late) is not None
-    assert asked(Budget(per_month=10), now=late) is None
-    assert asked(Budget(per_month=9.99), now=late) is not None
-
-
-def test_last_hour_of_a_month_counts_for_that_month() -> None:
-    last = datetime(2026, 11, 30, 23, 30, tzinfo=UTC).timestamp()
-    assert asked(Budget(per_month=5), now=last) is None
-    assert asked(Budget(per_month=4.99), now=last) is not None
-    assert ledger_start(last) == datetime(2026, 11, 1, tzinfo=UTC).timestamp()
-    assert ledger_start(last + HOUR) == datetime(2026, 12, 1, tzinfo=UTC).timestamp()
-
-
-def test_started_hours_count_in_full_where_the_provider_bills_them() -> None:
-    by_hour = Billing(step=3600)
-    late = datetime(2026, 11, 15, 23, 45, tzinfo=UTC).timestamp()
-    assert asked(Budget(per_day=10), now=late, billing=by_hour) is None
-    assert asked(Budget(per_day=9.99), now=late, billing=by_hour) is not None
-    running = made("a", 0.5, billing=by_hour)  # a whole hour of it is billed already, the next one begins in 30 minutes
-    assert asked(Budget(per_day=30), running) is None
-    assert asked(Budget(per_day=29.99), running) is not None
+@cases(
+    "limit, enough, rentals, options",
+    ("per_hour", 20, [rental("a", offer=TEN, usd_hour=10.0, intended_at=NOW)], {}),  # an order that is not filled yet
+    ("per_day", 140, [made("a", 24)], {}),  # over midnight: 12 hours today, and two to come
+    ("per_day", 2.5, [], {"now": LATE}),  # a quarter of an hour until midnight
+    ("per_month", 10, [], {"now": LATE}),
+    ("per_month", 5, [], {"now": LAST_HOUR}),
+    ("per_day", 10, [], {"now": LATE, "billing": BY_HOUR}),
+    ("per_day", 30, [made("a", 0.5, billing=BY_HOUR)], {}),  # one hour is billed, the next begins in 30 minutes
+    ("per_day", 50, [made("a", 4, state="releasing")], {}),  # which needs no reserve
+)
+def test_limit_can_be_reached_but_not_exceeded(
+    limit: str, enough: float, rentals: list[Rental], options: dict[str, Any]
+) -> None:
+    assert asked(Budget(**{limit: enough}), *rentals, **options) is None
+    assert asked(Budget(**{limit: enough - 0.01}), *rentals, **options) is not None
 
 
 def test_each_nodeset_has_its_own_limit_and_machines() -> None:
@@ -178,12 +167,6 @@ def test_only_nodesets_with_machines_end() -> None:
     assert exhausted_nodesets(None, {"burst": budget, "old": budget}, rentals, NOW) == {
         "burst": "the budget of nodeset burst of $10.00 a month is used up: $10.00 is spent"
     }
-
-
-def test_machine_being_released_needs_no_reserve() -> None:
-    leaving = made("a", 4, state="releasing")
-    assert asked(Budget(per_day=50), leaving) is None
-    assert asked(Budget(per_day=49.99), leaving) is not None
 
 
 # What one rental costs.

@@ -360,7 +360,8 @@ async def test_old_bundles_are_removed_after_submission_only_where_they_pile_up(
     assert set(reef.nodes["n2"].calls[-2].argv[-1].split()) == {"c0de", "11b"}
 
 
-def failing() -> Reef:
+@pytest.fixture
+def failed() -> Reef:
     reef = Reef()
     reef.files = {
         "n1": "rank-0.0.log\t1.0 a\nrank-0.0.log\t3.0 c\n",
@@ -369,40 +370,37 @@ def failing() -> Reef:
     return reef
 
 
-async def test_logs_are_merged_and_the_failure_explained() -> None:
-    result = await logs(failing().context, "17")
+async def test_logs_are_merged_and_the_failure_explained(failed: Reef) -> None:
+    result = await logs(failed.context, "17")
     assert [(line.rank, line.text) for line in result.lines] == [(0, "a"), (3, "ValueError: bad"), (0, "c")]
     assert result.reason is not None
     assert result.reason.text == "rank 3 on n2 failed first, with exit status 1: ValueError: bad"
 
 
-async def test_logs_of_an_unreachable_node_are_skipped_and_the_others_shown() -> None:
-    reef = failing()
-    reef.nodes["n2"].unreachable = True
-    result = await logs(reef.context, "17")
+async def test_logs_of_an_unreachable_node_are_skipped_and_the_others_shown(failed: Reef) -> None:
+    failed.nodes["n2"].unreachable = True
+    result = await logs(failed.context, "17")
     assert [line.text for line in result.lines] == ["a", "c"]
     assert list(result.failures) == ["n2"]
 
 
-async def test_logs_of_a_job_unknown_to_slurm_are_shown() -> None:
-    reef = failing()
-    result = await logs(reef.context, "18")
+async def test_logs_of_a_job_unknown_to_slurm_are_shown(failed: Reef) -> None:
+    result = await logs(failed.context, "18")
     assert len(result.lines) == 3 and result.record is None
-    assert "/var/lib/shoal/jobs/reef/18" in reef.nodes["n1"].calls[0].argv
-    reef.files = {}
+    assert "/var/lib/shoal/jobs/reef/18" in failed.nodes["n1"].calls[0].argv
+    failed.files = {}
     with pytest.raises(UsageError, match="there is no job 18"):
-        await logs(reef.context, "18")
+        await logs(failed.context, "18")
     with pytest.raises(UsageError, match="there is no job 18"):
-        await follow(reef.context, "18", print)
+        await follow(failed.context, "18", print)
 
 
-async def test_follow_of_a_job_unknown_to_slurm_reuses_the_connections() -> None:
-    reef = failing()
+async def test_follow_of_a_job_unknown_to_slurm_reuses_the_connections(failed: Reef) -> None:
     seen: list[LogLine] = []
-    result = await follow(reef.context, "18", seen.append)
+    result = await follow(failed.context, "18", seen.append)
     assert [line.text for line in seen] == ["a", "ValueError: bad", "c"] and result.record is None
-    assert len([call for call in reef.controller.calls if "show" in call.argv]) == 1, "Slurm is asked once"
-    assert len(reef.nodes["n1"].calls) == 1
+    assert len([call for call in failed.controller.calls if "show" in call.argv]) == 1, "Slurm is asked once"
+    assert len(failed.nodes["n1"].calls) == 1
 
 
 async def test_batch_output_is_read_from_the_paths_of_the_job(reef: Reef) -> None:
@@ -428,16 +426,15 @@ def noted(number: int | str, state: str = "FAILED", day: str = "2026-11-15", mor
     return JOBCOMP.format(id=number, state=state, day=day, more=more)
 
 
-async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day() -> None:
-    reef = failing()
-    reef.states = ["RUNNING"]
-    reef.ended = noted(14, day="2026-11-13") + noted(15) + noted(16, "COMPLETED") + noted(17, "REQUEUED")
-    views = (await jobs(reef.context)).jobs
+async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day(failed: Reef) -> None:
+    failed.states = ["RUNNING"]
+    failed.ended = noted(14, day="2026-11-13") + noted(15) + noted(16, "COMPLETED") + noted(17, "REQUEUED")
+    views = (await jobs(failed.context)).jobs
     assert [(view.record.id, view.record.state) for view in views] == [
         *(("15", "FAILED"), ("16", "COMPLETED"), ("17", "RUNNING")),
     ]
     assert views[0].reason is not None and "ValueError: bad" in views[0].reason.text
-    assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
+    assert "/shared/jobs/15" in failed.nodes["n1"].argvs[-1]
 
 
 async def test_login_host_has_ended_jobs_from_accounting(reef: Reef) -> None:
@@ -504,31 +501,28 @@ async def test_job_cancelled_before_its_start_is_listed_once(reef: Reef) -> None
     assert len((await jobs(reef.context)).jobs) == 1
 
 
-async def test_reused_job_id_is_explained_only_by_its_own_logs() -> None:
-    reef = failing()
-    reef.ended = noted(17, day="2026-11-14")
-    before, now = (await jobs(reef.context)).jobs
+async def test_reused_job_id_is_explained_only_by_its_own_logs(failed: Reef) -> None:
+    failed.ended = noted(17, day="2026-11-14")
+    before, now = (await jobs(failed.context)).jobs
     assert (before.reason, now.record.work_dir) == (None, "/jobs") and now.reason is not None
 
 
-async def test_logs_of_a_job_purged_by_slurmctld_need_only_the_id() -> None:
-    reef = failing()
-    reef.ended = noted(15)
-    for verb in (lambda: logs(reef.context, "15"), lambda: follow(reef.context, "15", lambda line: None)):
+async def test_logs_of_a_job_purged_by_slurmctld_need_only_the_id(failed: Reef) -> None:
+    failed.ended = noted(15)
+    for verb in (lambda: logs(failed.context, "15"), lambda: follow(failed.context, "15", lambda line: None)):
         result = await verb()
         assert [line.text for line in result.lines] == ["a", "ValueError: bad", "c"]
         assert result.reason is not None and result.reason.node == "n2"
-        assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
-    assert (await cancel(reef.context, ["15"])).ended == ("15",)
+        assert "/shared/jobs/15" in failed.nodes["n1"].argvs[-1]
+    assert (await cancel(failed.context, ["15"])).ended == ("15",)
 
 
-async def test_array_purged_by_slurmctld_is_reported_with_its_tasks() -> None:
-    reef = failing()
-    reef.ended = "".join(noted(15 + task, more=f"ArrayJobId=15 ArrayTaskId={task} ") for task in range(2))
+async def test_array_purged_by_slurmctld_is_reported_with_its_tasks(failed: Reef) -> None:
+    failed.ended = "".join(noted(15 + task, more=f"ArrayJobId=15 ArrayTaskId={task} ") for task in range(2))
     with pytest.raises(UsageError) as caught:
-        await logs(reef.context, "15")
+        await logs(failed.context, "15")
     assert (caught.value.message, caught.value.hint) == ("job 15 is an array", "name one of it: 15_0, 15_1")
-    assert (await logs(reef.context, "15_1")).record is not None
+    assert (await logs(failed.context, "15_1")).record is not None
 
 
 async def test_follow_gets_the_final_state_of_a_job_purged_meanwhile(reef: Reef) -> None:
@@ -546,43 +540,42 @@ async def test_invalid_job_id_is_rejected_before_any_connection(reef: Reef, numb
     assert reef.controller.calls == []
 
 
-async def test_follow_ends_with_the_job() -> None:
-    reef = failing()
-    reef.states = ["RUNNING", "RUNNING", "FAILED"]
+async def test_follow_ends_with_the_job(failed: Reef) -> None:
+    failed.states = ["RUNNING", "RUNNING", "FAILED"]
     seen: list[LogLine] = []
-    result = await follow(reef.context, "17", seen.append)
+    result = await follow(failed.context, "17", seen.append)
     assert [line.text for line in seen] == ["a", "ValueError: bad", "c"]
     assert result.record is not None and result.record.state == "FAILED"
     assert result.reason is not None and result.reason.rank == 3
 
 
-async def test_follow_goes_on_after_a_requeue_on_a_host_that_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_follow_goes_on_after_a_requeue_on_a_host_that_was_away(
+    failed: Reef, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs_verb, "REOPEN_INTERVAL_S", 0.0)
-    reef = failing()
-    reef.states = ["RUNNING"]
+    failed.states = ["RUNNING"]
     seen: list[LogLine] = []
 
     def show(line: LogLine) -> None:
         seen.append(line)
         if line.text == "c":  # the node is started again, and the job with it
-            reef.files["n1"] += "rank-0.1.log\t4.0 again\n"
-            reef.record = reef.record.replace("Restarts=0", "Restarts=1")
-            reef.nodes["n1"].lose()
+            failed.files["n1"] += "rank-0.1.log\t4.0 again\n"
+            failed.record = failed.record.replace("Restarts=0", "Restarts=1")
+            failed.nodes["n1"].lose()
         if {"again", "shoal: job 17 was queued again, restart 1"} <= {line.text for line in seen}:
-            reef.states = ["COMPLETED"]
+            failed.states = ["COMPLETED"]
 
-    result = await follow(reef.context, "17", show)
+    result = await follow(failed.context, "17", show)
     texts = [line.text for line in seen if "queued again" not in line.text]
     assert texts == ["a", "ValueError: bad", "c", "again"]
     assert result.record is not None and result.record.state == "COMPLETED" and result.failures == {}
 
 
-async def test_jobs_shows_progress_and_failure_reasons() -> None:
-    reef = failing()
-    [view] = (await jobs(reef.context)).jobs
+async def test_jobs_shows_progress_and_failure_reasons(failed: Reef) -> None:
+    [view] = (await jobs(failed.context)).jobs
     assert view.reason is not None and view.reason.node == "n2"
-    reef.states = ["RUNNING"]
-    [view] = (await jobs(reef.context)).jobs
+    failed.states = ["RUNNING"]
+    [view] = (await jobs(failed.context)).jobs
     assert (view.progress, view.reason) == ({"step": 12, "loss": 0.5}, None)
 
 
@@ -596,9 +589,8 @@ async def test_cancel_ends_running_jobs_and_reports_ended_jobs(reef: Reef) -> No
         await cancel(reef.context, ["17", "99"])
 
 
-def test_job_can_be_submitted_from_python(tree: Path) -> None:
-    reef = failing()
-    made = shoal.Job("train.py", ["--lr", "0.1"], nodes=2, context=reef.context, tree=tree)
+def test_job_can_be_submitted_from_python(failed: Reef, tree: Path) -> None:
+    made = shoal.Job("train.py", ["--lr", "0.1"], nodes=2, context=failed.context, tree=tree)
     assert isinstance(made, Job)
     with pytest.raises(UsageError, match="not submitted yet"):
         made.wait()
@@ -612,8 +604,8 @@ def test_job_can_be_submitted_from_python(tree: Path) -> None:
         made.submit()
 
 
-async def test_job_can_be_submitted_inside_a_running_event_loop(tree: Path) -> None:
-    made = shoal.Job("train.py", nodes=2, context=failing().context, tree=tree)
+async def test_job_can_be_submitted_inside_a_running_event_loop(failed: Reef, tree: Path) -> None:
+    made = shoal.Job("train.py", nodes=2, context=failed.context, tree=tree)
     assert (made.submit().id, made.wait().state) == ("17", "FAILED")
     made.cancel()
 
