@@ -52,27 +52,25 @@ def context_of(made: World) -> Context:
 
 
 def answer(made: World, *command: str, with_: object, host: str = "c1") -> None:
-    made.hosts[host].answers = {**made.hosts[host].answers, command: with_}  # type: ignore[dict-item]
+    made.hosts[host].answers |= {command: with_}  # type: ignore[dict-item]
 
 
 # ---- usage
 
 
-async def test_usage_is_read_from_slurmdbd_and_summed() -> None:
-    made = world()
-    line = JOB_RECORD.join(("1", "ann", "lab", "1000", "4600", "n1", "cpu=4,gres/gpu=2", "train")) + "\n"
+@cases(
+    "text, nodes, row",
+    (BOOKS, "n1", ("lab", 2.0, None)),
+    (RENTS + "providers: {lambda: {key: env:KEY}}\n", "cloud[1-2]", ("cloud", 2.0, 1.5)),
+    ids=["a lab", "rented, in any state"],
+)
+async def test_usage_is_read_from_slurmdbd_and_summed(text: str, nodes: str, row: tuple[object, ...]) -> None:
+    made = world(text)
+    line = JOB_RECORD.join(("1", "ann", "lab", "1000", "4600", nodes, "cpu=4,gres/gpu=2", "train")) + "\n"
     answer(made, "env", with_=line.encode())
     result = await usage(context_of(made), "nodeset", "1970-01-01", None)
-    assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("lab", 2.0, None)]
+    assert [(one.name, one.gpu_hours, one.cost) for one in result.rows] == [row]
     assert result.total.jobs == 1
-
-
-async def test_rented_nodes_count_for_their_nodeset_in_any_state() -> None:
-    made = world(RENTS + "providers: {lambda: {key: env:KEY}}\n")
-    line = JOB_RECORD.join(("1", "ann", "lab", "1000", "4600", "cloud[1-2]", "cpu=4,gres/gpu=2", "train")) + "\n"
-    answer(made, "env", with_=line.encode())
-    result = await usage(context_of(made), "nodeset", "1970-01-01", None)
-    assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("cloud", 2.0, 1.5)]
 
 
 async def test_usage_without_accounting_is_rejected_with_the_fix() -> None:
@@ -122,9 +120,19 @@ def test_no_cost_column_without_prices() -> None:
 # ---- backups
 
 
-async def test_backups_are_listed_newest_first() -> None:
+def restorable(
+    backups: object = LIST, restored: object = b"", slurmdbd: object = b"answers\n", start: object = b""
+) -> World:
     made = world()
-    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
+    answer(made, DATABASE_PROGRAM, "list", with_=backups)
+    answer(made, DATABASE_PROGRAM, "restore", with_=restored)
+    answer(made, *SLURMDBD_COMMAND, with_=slurmdbd)
+    answer(made, "sh", with_=start)
+    return made
+
+
+async def test_backups_are_listed_newest_first() -> None:
+    made = restorable()
     result = await list_backups(context_of(made))
     assert [(backup.name, backup.size) for backup in result.backups] == [
         ("slurm_acct_db-2-daily.sql.gz", 2048),
@@ -134,8 +142,7 @@ async def test_backups_are_listed_newest_first() -> None:
 
 
 async def test_missing_backup_is_rejected_and_nothing_changes() -> None:
-    made = world()
-    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
+    made = restorable()
     with pytest.raises(UsageError) as caught:
         await restore(context_of(made), "../etc/passwd")
     assert "there is no backup '../etc/passwd'" in str(caught.value)
@@ -143,29 +150,20 @@ async def test_missing_backup_is_rejected_and_nothing_changes() -> None:
 
 
 async def test_latest_backup_is_restored_and_the_previous_records_are_named() -> None:
-    made = world()
     told = {"n": LIST}
-    answer(made, DATABASE_PROGRAM, "list", with_=lambda call: told["n"])
 
     def put_back(call: Call) -> bytes:
         assert call.argv[2] == "slurm_acct_db-2-daily.sql.gz"
         told["n"] = b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST
         return b""
 
-    answer(made, DATABASE_PROGRAM, "restore", with_=put_back)
-    answer(made, *SLURMDBD_COMMAND, with_=b"answers\n")
-    answer(made, "sh", with_=b"")
-    result = await restore(context_of(made), "latest")
+    result = await restore(context_of(restorable(lambda call: told["n"], put_back)), "latest")
     assert (result.restored, result.before) == ("slurm_acct_db-2-daily.sql.gz", "slurm_acct_db-3-restore.sql.gz")
     assert "the previous records are in slurm_acct_db-3-restore.sql.gz" in screen_text(show_restore, result)
 
 
 async def test_slurmctld_that_does_not_start_after_a_restore_is_reported() -> None:
-    made = world()
-    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
-    answer(made, DATABASE_PROGRAM, "restore", with_=b"")
-    answer(made, *SLURMDBD_COMMAND, with_=b"answers\n")
-    answer(made, "sh", with_=Result(1, stderr=b"Job for slurmctld.service failed.\n"))
+    made = restorable(start=Result(1, stderr=b"Job for slurmctld.service failed.\n"))
     with pytest.raises(SlurmError) as caught:
         await restore(context_of(made), "latest")
     assert str(caught.value) == (
@@ -175,9 +173,7 @@ async def test_slurmctld_that_does_not_start_after_a_restore_is_reported() -> No
 
 
 async def test_unreadable_backup_is_reported_with_the_state_of_the_records() -> None:
-    made = world()
-    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
-    answer(made, DATABASE_PROGRAM, "restore", with_=Result(1, stderr=b"gzip: unexpected end of file\n"))
+    made = restorable(restored=Result(1, stderr=b"gzip: unexpected end of file\n"))
     with pytest.raises(ShoalError) as caught:
         await restore(context_of(made), "latest")
     assert "c1: cannot restore slurm_acct_db-2-daily.sql.gz: gzip: unexpected end of file" in str(caught.value)
@@ -186,10 +182,7 @@ async def test_unreadable_backup_is_reported_with_the_state_of_the_records() -> 
 
 @cases("said, asked", (b"activating\n", 3), (b"active\n", 20), ids=["it ends", "it hangs"])
 async def test_backup_rejected_by_slurmdbd_is_reported_with_the_fix(said: bytes, asked: int) -> None:
-    made = world()
-    answer(made, DATABASE_PROGRAM, "list", with_=b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST)
-    answer(made, DATABASE_PROGRAM, "restore", with_=b"")
-    answer(made, *SLURMDBD_COMMAND, with_=said)
+    made = restorable(b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST, slurmdbd=said)
     with pytest.raises(SlurmError) as caught:
         await restore(context_of(made), "slurm_acct_db-1-change.sql.gz")
     assert str(caught.value) == (
@@ -200,8 +193,7 @@ async def test_backup_rejected_by_slurmdbd_is_reported_with_the_fix(said: bytes,
 
 
 async def test_missing_backup_differs_from_missing_database() -> None:
-    made = world()
-    answer(made, DATABASE_PROGRAM, "list", with_=b"")
+    made = restorable(b"")
     with pytest.raises(ShoalError, match="there is no backup yet"):
         await restore(context_of(made), "latest")
     assert "no backups yet" in screen_text(show_restore, await list_backups(context_of(made)))

@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 
 import pytest
-from rich.console import Console
+from tests.support.cases import cases
 from tests.support.fake_renters import RENTING, FakeRenter, context, opener
 from tests.support.fake_world import LAB
+from tests.support.screens import screen_text
 
 from shoal.cli.output import dump
 from shoal.cli.rental_commands import ROWS, show_offers
@@ -23,17 +23,21 @@ H100 = Offer("lambda", "gpu_8x_h100_sxm5", "us-west-1", usd_hour=31.92, gpu="H10
 A10 = Offer("lambda", "gpu_1x_a10", "us-east-1", usd_hour=1.29, gpu="A10", gpus=1, available="yes")
 A3 = Offer("cloud", "a3-highgpu-8g", "us-central1", "us-central1-b")
 SPOT = replace(A3, market="spot")
+EVERY = Query()
+
+
+async def offered(lambda_: list[Offer], cloud: list[Offer], query: Query = EVERY, text: str = RENTING) -> OffersResult:
+    """What two providers offer."""
+    renters = opener(**{"lambda": FakeRenter(lambda_), "cloud": FakeRenter(cloud)})
+    return await offers(context(text), query, opened=renters)
 
 
 def text_of(result: OffersResult, width: int = 160) -> str:
-    out = StringIO()
-    show_offers(Console(file=out, width=width), result)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in screen_text(show_offers, result, width=width).splitlines())
 
 
 async def test_offers_of_all_providers_are_cheapest_first_with_table_prices() -> None:
-    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3, SPOT])})
-    result = await offers(context(), Query(gpu="h100", gpus=8), opened=renters)
+    result = await offered([H100], [A3, SPOT], Query(gpu="h100", gpus=8))
     assert [(one.type, one.market, one.usd_hour, one.as_of) for one in result.offers] == [
         ("gpu_8x_h100_sxm5", "on-demand", 31.92, ""),
         ("a3-highgpu-8g", "spot", 52.6991, "2026-08-22"),
@@ -44,20 +48,19 @@ async def test_offers_of_all_providers_are_cheapest_first_with_table_prices() ->
 
 
 async def test_unmatched_offers_are_omitted() -> None:
-    renters = opener(**{"lambda": FakeRenter([H100, A10]), "cloud": FakeRenter([A3, SPOT])})
-    found = (await offers(context(), Query(gpu="A10"), opened=renters)).offers
-    assert [one.type for one in found] == ["gpu_1x_a10"]
-    found = (await offers(context(), Query(market="spot"), opened=renters)).offers
-    assert [one.market for one in found] == ["spot"]
-    found = (await offers(context(), Query(regions=("us-east-1",)), opened=renters)).offers
-    assert [one.region for one in found] == ["us-east-1"]
+    for query, expected in (
+        (Query(gpu="A10"), A10),
+        (Query(market="spot"), SPOT),
+        (Query(regions=("us-east-1",)), A10),
+    ):
+        [found] = (await offered([H100, A10], [A3, SPOT], query)).offers
+        assert (found.type, found.market, found.region) == (expected.type, expected.market, expected.region)
 
 
 async def test_unavailable_offers_are_last_after_unpriced_offers() -> None:
     out = replace(A10, region="us-west-1", available="no", usd_hour=0.5)
     odd = Offer("lambda", "gpu_1x_moon", "us-west-1", gpu="Moon", gpus=1, available="yes")
-    renters = opener(**{"lambda": FakeRenter([out, odd, A10]), "cloud": FakeRenter()})
-    result = await offers(context(), Query(), opened=renters)
+    result = await offered([out, odd, A10], [])
     assert [(one.type, one.available) for one in result.offers] == [
         ("gpu_1x_a10", "yes"),
         ("gpu_1x_moon", "yes"),
@@ -67,14 +70,12 @@ async def test_unavailable_offers_are_last_after_unpriced_offers() -> None:
 
 async def test_unpriced_offers_are_marked_as_outside_any_budget() -> None:
     unpriced = Offer("cloud", "g2-standard-8", "us-central1", "us-central1-a", gpu="L4", gpus=1, available="unknown")
-    both = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter([unpriced])})
-    shown = text_of(await offers(context(), Query(), opened=both))
+    shown = text_of(await offered([A10], [unpriced]))
     assert shown.splitlines()[2].split()[-3:-1] == ["?", "?"]
     assert shown.endswith(
         "\n?: neither the provider nor Shoal's table has a price. With a budget or a max_price it is not rented."
     )
-    priced = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter()})
-    assert "?" not in text_of(await offers(context(), Query(), opened=priced))
+    assert "?" not in text_of(await offered([A10], []))
 
 
 async def test_unavailable_provider_is_reported_beside_the_others() -> None:
@@ -107,20 +108,14 @@ async def test_only_named_providers_are_queried_by_account_or_kind() -> None:
     assert str(caught.value) == "cluster reef has no provider account azure\n  fix: use one of lambda, cloud"
 
 
-async def test_provider_prices_are_stored() -> None:
-    told = replace(H100, usd_hour=20.0)
-    renters = opener(**{"lambda": FakeRenter([told]), "cloud": FakeRenter()})
-    await offers(context(), Query(), opened=renters)
-    found = prices().find("lambda", H100.type, H100.region, "on-demand")
-    assert found is not None and found.usd_hour == 20.0
+SIMULATED = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:PATH, url: 'http://127.0.0.1:1'}")
 
 
-async def test_simulator_prices_are_not_stored() -> None:
-    text = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:PATH, url: 'http://127.0.0.1:1'}")
-    renters = opener(**{"lambda": FakeRenter([replace(H100, usd_hour=20.0)]), "cloud": FakeRenter()})
-    await offers(context(text), Query(), opened=renters)
+@cases("text, price", (RENTING, 20.0), (SIMULATED, 31.92))
+async def test_prices_of_a_provider_are_stored_and_those_of_a_simulator_are_not(text: str, price: float) -> None:
+    await offered([replace(H100, usd_hour=20.0)], [], text=text)
     found = prices().find("lambda", H100.type, H100.region, "on-demand")
-    assert found is not None and found.usd_hour == 31.92
+    assert found is not None and found.usd_hour == price
 
 
 async def test_cluster_without_accounts_is_reported_with_the_fix() -> None:
@@ -134,8 +129,7 @@ async def test_cluster_without_accounts_is_reported_with_the_fix() -> None:
 
 async def test_missing_key_affects_only_its_account(monkeypatch: pytest.MonkeyPatch) -> None:
     text = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:SHOAL_TEST_KEY}")
-    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3])})
-    result = await offers(context(text), Query(), opened=renters)
+    result = await offered([H100], [A3], text=text)
     assert [one.provider for one in result.offers] == ["cloud"]
     assert str(result.failures["lambda"]) == (
         "providers.lambda.key is env:SHOAL_TEST_KEY, and SHOAL_TEST_KEY is not set\n  fix: export SHOAL_TEST_KEY=..."
@@ -169,8 +163,7 @@ async def test_missing_package_for_release_is_an_error_of_check_plan_and_up(monk
 
 
 async def test_table_shows_region_price_and_date() -> None:
-    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3])})
-    result = await offers(context(), Query(), opened=renters)
+    result = await offered([H100], [A3])
     lines = [" ".join(line.split()) for line in text_of(result).splitlines()]
     assert lines == [
         "provider type market GPUs price of stock $/hour $/GPU where",
