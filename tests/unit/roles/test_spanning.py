@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.support.fake_world import host_facts, spec_of
+from tests.unit.roles.test_role_documents import TWO_SITES
 
 from shoal.agent.facts import Facts, FileFact, Package
 from shoal.roles.assembly import assemble
@@ -11,19 +12,12 @@ from shoal.slurm.conf import job_submit_lua, slurm_settings, topology_conf
 from shoal.slurm.model import ClusterConf
 from shoal.slurm.parsed_conf import switches_of_nodes
 
-TEXT = """
-cluster: reef
-controller: {provider: sandbox}
-nodesets:
-  fish: {provider: sandbox, count: 2}
-  kelp: {provider: sandbox, count: 1, site: b}
-"""
 NAMES = ("controller", "fish1", "fish2", "kelp1")
 FACTS = {name: host_facts(name, f"10.0.0.{number}", arch="x86_64") for number, name in enumerate(NAMES, 1)}
 
 
 def conf(facts: dict[str, Facts] = FACTS, more: str = "") -> ClusterConf:
-    return assemble(spec_of(TEXT + more), facts, {}).conf
+    return assemble(spec_of(TWO_SITES + more), facts, {}).conf
 
 
 def with_controller(**changes: object) -> dict[str, Facts]:
@@ -62,7 +56,7 @@ def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
 
 
 def test_single_site_needs_no_plugin() -> None:
-    one = assemble(spec_of(TEXT.replace(", site: b", "")), FACTS, {}).conf
+    one = assemble(spec_of(TWO_SITES.replace(", site: b", "")), FACTS, {}).conf
     assert "JobSubmitPlugins" not in slurm_settings(one)
     assert "max_switch_wait" not in slurm_settings(one)
 
