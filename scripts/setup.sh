@@ -3,6 +3,7 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
+cache=${SHOAL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/shoal}
 
 # step TITLE COMMAND...: run a command with a progress bar and its time; on failure print the end of its output.
 step() {
@@ -99,6 +100,27 @@ vm_packages() {
     esac
     # Debian 12 has virtiofsd in a package that QEMU needs.
     [ -e /usr/lib/qemu/virtiofsd ] || [ -e /usr/libexec/virtiofsd ] || system_packages virtiofsd:virtiofsd
+}
+
+# test_environment ARGUMENTS...: install what scripts/test and scripts/matrix need, and set their environment.
+test_environment() {
+    need_root
+    sandbox_packages
+    engine_packages
+    system_packages sshd:openssh-server scontrol:slurm-client slurmctld:slurmctld munged:munge sudo:sudo git:git \
+        cc:gcc cc:libc6-dev openssl:openssl
+    # Tests on virtual machines are not in the daily set.
+    if [ "${SHOAL_TEST_KIND:-}" = vm ] || [[ "$*" == *matrix* ]] || [[ "$*" == *test_vm* ]]; then vm_packages; fi
+    virtual_environment '[dev]'
+    # Bytecode is kept: without it each of the hundreds of processes here compiles what it imports.
+    unset PYTHONDONTWRITEBYTECODE
+    # Real Tailscale and Headscale, where they are available. The tests that need them are skipped elsewhere.
+    local tools=${SHOAL_TEST_TOOLS:-$root/../shared/tools} programs
+    if [ -x "$tools/unpack" ]; then
+        programs=$cache/tools
+        "$tools/unpack" "$programs"
+        PATH=$programs:$PATH
+    fi
 }
 
 apt_install() {

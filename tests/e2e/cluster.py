@@ -26,6 +26,7 @@ import pytest
 from tests import installed_images
 from tests.e2e.leftovers import TAG, noted
 from tests.sandbox_faults import SandboxFaults
+from tests.timing import phase
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
@@ -127,7 +128,8 @@ class Cluster:
         self, *arguments: str, status: int | None = 0, timeout: float = LIMIT
     ) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
-        done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
+        with phase(arguments[0], self.name):
+            done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
         report = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, report
         return done
