@@ -114,12 +114,15 @@ test_environment() {
     virtual_environment '[dev]'
     # Bytecode is kept: without it each of the hundreds of processes here compiles what it imports.
     unset PYTHONDONTWRITEBYTECODE
-    # Real Tailscale and Headscale, where they are available. The tests that need them are skipped elsewhere.
-    local tools=${SHOAL_TEST_TOOLS:-$root/../shared/tools} programs
+    tailscale_programs
+}
+
+# tailscale_programs: real Tailscale and Headscale, where they are available. The tests that need them are skipped elsewhere.
+tailscale_programs() {
+    local tools=${SHOAL_TEST_TOOLS:-$root/../shared/tools}
     if [ -x "$tools/unpack" ]; then
-        programs=$cache/tools
-        "$tools/unpack" "$programs"
-        PATH=$programs:$PATH
+        "$tools/unpack" "$cache/tools"
+        PATH=$cache/tools:$PATH
     fi
 }
 
@@ -128,9 +131,9 @@ apt_install() {
     apt-get update -q && apt-get install -q -y --no-install-recommends "$@"
 }
 
-# virtual_environment EXTRA: create .venv with Shoal in it, again whenever pyproject.toml has changed.
+# virtual_environment EXTRA: make .venv with Shoal in it, again whenever pyproject.toml has changed.
 virtual_environment() {
-    local extra=$1 stamp dev_stamp
+    local extra=$1 key
     if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "Shoal needs Python 3.11 or newer; python3 here is $(python3 -V 2>&1)." >&2
         exit 1
@@ -139,20 +142,78 @@ virtual_environment() {
         need_root
         step "python3-venv" apt_install python3-venv
     fi
-    stamp=$venv/.shoal-$(sha256sum "$root/pyproject.toml" | cut -c1-16)
-    dev_stamp="${stamp}[dev]"
-    stamp+=$extra
-    # [dev] includes every extra. Installing Shoal again would remove it for a moment from tests that run.
-    if [ -e "$stamp" ] || [ -e "$dev_stamp" ]; then return; fi
-    step "virtual environment" make_environment "$extra"
-    touch "$stamp"
+    key=$(sha256sum "$root/pyproject.toml" | cut -c1-16)
+    # [dev] includes every extra. Making it again would remove it for a moment from tests that run.
+    if [ -e "$venv/.shoal-$key$extra" ] || [ -e "$venv/.shoal-$key[dev]" ]; then return; fi
+    step "virtual environment" make_environment "$key" "$extra"
 }
 
+# make_environment KEY EXTRA: install packages once for each pyproject.toml and Python, into the user's cache. A checkout
+# has hard links to them, and its own src. What was killed is begun again: directories are complete or absent.
 make_environment() {
-    [ -x "$venv/bin/pip" ] || python3 -m venv --clear "$venv"
-    "$venv/bin/pip" install -q --disable-pip-version-check --no-compile -e "$root$1"
-    # pip would compile on one core. Some packages contain files that are not valid Python, hence `true`.
-    "$venv/bin/python" -m compileall -qq -j0 "$venv/lib" || true
+    set -e  # `step` runs this in a subshell of its own
+    local key=$1 extra=$2 kept=$cache/python place
+    rm -rf "$venv.new" "$venv.old"
+    if mkdir -p "$kept" 2>/dev/null && [ -w "$kept" ]; then
+        place=$kept/$key-$(python3 -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)' | cksum | cut -d' ' -f1)
+        [ ! -d "$place[dev]" ] || extra='[dev]'
+        place+=$extra
+        exec 9>"$place.lock"
+        flock 9
+        if [ ! -d "$place" ]; then
+            install_packages "$place.new" "$extra"
+            mv "$place.new" "$place"
+        fi
+        touch "$place"
+        # Of a cache on another file system, copies.
+        cp -al "$place" "$venv.new" 2>/dev/null || { rm -rf "$venv.new" && cp -a "$place" "$venv.new"; }
+        remove_old_environments "$kept"
+    else
+        install_packages "$venv.new" "$extra"
+    fi
+    point_environment "$venv.new"
+    touch "$venv.new/.shoal-$key$extra"
+    [ ! -e "$venv" ] || mv "$venv" "$venv.old"
+    mv "$venv.new" "$venv"
+    rm -rf "$venv.old"
+}
+
+# install_packages PLACE EXTRA: a new virtual environment. Compiled is what is imported, by importing it: of all files of
+# all packages, that is one in five.
+install_packages() {
+    local place=$1 extra=$2
+    rm -rf "$place"
+    python3 -m venv "$place"
+    "$place/bin/pip" install -q --disable-pip-version-check --no-compile -e "$root$extra"
+    printf '%s\n%s\n' "$place" "$root" >"$place/.made-for"
+    env -u PYTHONDONTWRITEBYTECODE "$place/bin/python" - <<'END'
+import contextlib, importlib
+
+for name in (
+    "shoal.cli.app", "asyncssh", "httpx", "pip._internal.cli.main", "pytest", "xdist.remote", "xdist.dsession",
+    "pytest_asyncio", "pytest_timeout", "hypothesis", "starlette.applications", "uvicorn", "google.auth.crypt",
+    "nebius.sdk", "numpy.random", "webdataset", "lmdb", "torch.distributed.run", "torch._dynamo", "torch.utils.data",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.nn.parallel",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+END
+}
+
+# point_environment PLACE: have files that name an environment's directory, or Shoal's, name those of this checkout.
+point_environment() {
+    local place=$1 made_in made_for site
+    { read -r made_in && read -r made_for; } <"$place/.made-for"
+    site=$(echo "$place"/lib/python3*/site-packages)
+    # sed writes a new file: the linked one stays as it is.
+    sed -i "s|$made_for|$root|g" "$site"/*shoal*.pth "$site"/shoal-*.dist-info/direct_url.json
+    grep -rlI -F "$made_in" "$place/bin" "$place/pyvenv.cfg" | xargs -d '\n' sed -i "s|$made_in|$venv|g"
+}
+
+# remove_old_environments PLACE: all but the three that were used last. Checkouts keep their hard links.
+remove_old_environments() {
+    find "$1" -mindepth 1 -maxdepth 1 -type d ! -name '*.new' -printf '%T@ %p\n' | sort -rn | tail -n +4 |
+        cut -d' ' -f2- | xargs -r -d '\n' rm -rf
 }
 
 # run_sandbox_bench NAME ARGUMENTS...: the same for a bench that needs sandbox hosts.

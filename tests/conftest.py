@@ -3,54 +3,71 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
+from functools import cache
 from math import inf
-from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts.suite.table import ROOT, saved_seconds
+from xdist.scheduler import LoadScopeScheduling
 
 SANDBOX = 7200 if os.environ.get("SHOAL_TEST_KIND") == "vm" else 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
+class GroupScheduling(LoadScopeScheduling):
+    """Hands out groups of files. pytest-xdist's own groups are lost under pytest 9.1 and newer."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _is_long(item):
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
         if item.get_closest_marker("timeout"):
             continue
         if item.get_closest_marker("matrix"):
             item.add_marker(pytest.mark.timeout(MATRIX))
         elif _is_long(item):
             item.add_marker(pytest.mark.timeout(SANDBOX))
-    turns = order({item.path: group_of(item) for item in items})
-    items.sort(key=lambda item: turns[item.path])
+    files = {item.nodeid.partition("::")[0] for item in items}
+    turns = order({file: group_of(file) for file in files}, saved_seconds(), os.environ.get("SHOAL_TEST_ORDER", ""))
+    items.sort(key=lambda item: turns[item.nodeid.partition("::")[0]])
 
 
-def group_of(item: pytest.Item) -> str:
-    """The tests of a group run in one process, one file after the other: they share a cluster."""
-    return getattr(getattr(item, "module", None), "GROUP", item.path.name)
+@cache
+def group_of(file: str) -> str:
+    """What a file calls its GROUP, else its own name.
+
+    The tests of a group run in one process, one file after the other: they share a cluster.
+    """
+    match = re.search(r'^GROUP = "(.+)"$', (ROOT / file).read_text(), re.MULTILINE)
+    return match[1] if match else file
 
 
-def order(groups: dict[Path, str]) -> dict[Path, int]:
+def order(groups: Mapping[str, str], saved: Mapping[str, float], kind: str) -> dict[str, int]:
     """The turn of each file. The group that takes longest is first: begun last, it would be left to run alone.
 
-    So says the table that was saved; a file that it does not have counts as long. Of SHOAL_TEST_ORDER=reverse, files on
-    sandbox hosts run in reverse order.
+    So says the table that was saved; a file that is not in it counts as long. With `reverse`, files on sandbox hosts
+    come in reverse order.
     """
-    saved = saved_seconds()
-    seconds = {path: saved.get(str(path.relative_to(ROOT)), inf) for path in groups}
+    seconds = {file: saved.get(file, inf) for file in groups}
     totals: Counter[str] = Counter()
-    for path, group in groups.items():
-        totals[group] += seconds[path]
-    files = sorted(groups, key=lambda path: (-totals[groups[path]], groups[path], -seconds[path], path))
-    if os.environ.get("SHOAL_TEST_ORDER") == "reverse":
-        turned = [path for path in files if "e2e" in path.parts][::-1]
-        files = [path if "e2e" not in path.parts else turned.pop(0) for path in files]
-    return {path: turn for turn, path in enumerate(files)}
+    for file, group in groups.items():
+        totals[group] += seconds[file]
+    files = sorted(groups, key=lambda file: (-totals[groups[file]], groups[file], -seconds[file], file))
+    if kind == "reverse":
+        turned = iter([file for file in reversed(files) if file.startswith("tests/e2e/")])
+        files = [next(turned) if file.startswith("tests/e2e/") else file for file in files]
+    return {file: turn for turn, file in enumerate(files)}
 
 
 def _is_long(item: pytest.Item) -> bool:

@@ -51,11 +51,6 @@ def phase(name: str, cluster: str) -> Iterator[None]:
         yield
 
 
-def plain_id(nodeid: str) -> str:
-    """A test's id without the group that pytest-xdist adds to it."""
-    return nodeid.rpartition("@")[0] if nodeid.rfind("@") > nodeid.rfind("]") else nodeid
-
-
 class Recorder:
     """The record of one process."""
 
@@ -101,7 +96,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._outcome, self._reason = "passed", ""
-        with self.recorded("test", plain_id(item.nodeid)) as more:
+        with self.recorded("test", item.nodeid) as more:
             result = yield
             more.update(outcome=self._outcome, reason=self._reason)
         return result

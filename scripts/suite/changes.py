@@ -40,6 +40,8 @@ class Choice:
     reasons: dict[str, str]
     all_units: int
     all_sandbox: int
+    by_hand: frozenset[str]
+    """Files of the matrix alone, which scripts/matrix runs."""
     without_tests: list[str] = field(default_factory=list)
 
     @property
@@ -48,16 +50,12 @@ class Choice:
 
     @property
     def sandbox(self) -> list[str]:
-        return [file for file in self.reasons if file.startswith("tests/e2e/")]
-
-    @property
-    def matrix(self) -> list[str]:
-        return [file for file in self.reasons if file.startswith("tests/matrix/")]
+        return [file for file in self.reasons if not is_unit(file) and file not in self.by_hand]
 
     @property
     def text(self) -> str:
         lines = [f"{len(self.changed)} files differ from {self.base}"]
-        lines += [f"  {file}: {reason}" for file, reason in self.reasons.items()]
+        lines += [f"  {file}: {reason}" for file, reason in self.reasons.items() if file not in self.by_hand]
         lines += [f"  {file}: no test names it" for file in self.without_tests]
         for title, chosen, total in (
             ("unit and contract", len(self.units), self.all_units),
@@ -108,12 +106,14 @@ def choose_for(base: str, changed: list[str], sources: Sources) -> Choice:
     for test in tests:
         if reason := _reason(test, changed, sources):
             reasons[test] = reason
+    by_hand = frozenset(test for test in tests if sources.is_by_hand(test))
     return Choice(
         base,
         changed,
         reasons,
         sum(map(is_unit, tests)),
-        sum(test.startswith("tests/e2e/") for test in tests),
+        sum(not is_unit(test) and test not in by_hand for test in tests),
+        by_hand,
         [file for file in changed if not any(file in reason for reason in reasons.values())] if reasons else changed,
     )
 
@@ -172,6 +172,11 @@ class Sources:
                 return {name: self.places(name) for name in ([names] if isinstance(names, str) else names)}
         return {}
 
+    def is_by_hand(self, test: str) -> bool:
+        """Whether all tests of the file have the mark matrix."""
+        marks = [node for node in self._tree(test).body if ast.unparse(node).startswith("pytestmark = ")]
+        return any(re.search(r"mark\.matrix|VM_BY_HAND", ast.unparse(node)) for node in marks)
+
     def places(self, name: str) -> list[str]:
         """The paths that a name in COVERS stands for: a package or module of Shoal, or any file or directory."""
         possible = (f"src/shoal/{name}", f"src/shoal/{name}.py", name)
@@ -201,9 +206,8 @@ class Sources:
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.Constant) and not at_once:
-                if isinstance(node.value, str) and re.fullmatch(r"(shoal|tests)[\w.]*\.\w+(:\w+)?", node.value):
-                    yield node.value.partition(":")[0]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not at_once:
+                yield from re.findall(r"\A((?:shoal|tests)[\w.]*\.\w+)(?::\w+)?\Z", node.value)
 
     def _named_files(self, file: str) -> Iterator[str]:
         """Files that strings name. A golden's name may have a variable part: f"roles/{name}.txt"."""
@@ -231,7 +235,7 @@ class Sources:
             yield from found
             if found and found[-1].endswith("/__init__.py"):
                 for lazy in self._modules(found[-1], at_once=False):
-                    # What is asked for. A test that imports a registry gets all that it names: code is the same for each.
+                    # What is asked for; a test that imports a registry gets all that it names.
                     registry = len(parts) > 2 and directory.parts[0] == "tests"
                     if lazy != name and (registry or lazy.rpartition(".")[2] == parts[-1]):
                         yield from self._module_files(lazy, directory)

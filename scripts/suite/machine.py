@@ -57,7 +57,6 @@ class Sampler:
             self._stop.set()
             thread.join()
             self.look()
-            remove_groups(self._root)
 
     def _run(self) -> None:
         while not self._stop.is_set():

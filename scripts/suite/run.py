@@ -1,4 +1,4 @@
-"""Runs the tests in parts, repeats files that failed, and ends with a table. scripts/test starts it after the set-up."""
+"""Runs the tests in parts, repeats files that failed, and ends with a table: scripts/test after the set-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.suite import changes, table
-from scripts.suite.machine import Sampler
+from scripts.suite.machine import Sampler, remove_groups
 from tests import timing
 
 ROOT = table.ROOT
@@ -277,6 +277,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, signal.SIG_IGN)
         run.stop()
+        remove_groups(timing.cpu_groups())
         shutil.rmtree(run.records, ignore_errors=True)
         remove_leftovers()
 
