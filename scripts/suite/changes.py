@@ -168,8 +168,7 @@ class Sources:
         """What a sandbox file says that it covers: each name with the paths that it stands for."""
         for node in self._tree(test).body:
             if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [COVERS]:
-                names = ast.literal_eval(node.value)
-                return {name: self.places(name) for name in ([names] if isinstance(names, str) else names)}
+                return {name: self.places(name) for name in ast.literal_eval(node.value).split()}
         return {}
 
     def is_by_hand(self, test: str) -> bool:
