@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ PROCESS = "SHOAL_TEST_PROCESS"
 """In the environment of all that a process of the run starts, hosts included: who has started it."""
 PHASES = ("up", "down")
 """Verbs whose time is recorded."""
+BOOT = r"^ +sandbox hosts +\S.* (\d+\.\d) s$"
+"""What `up` prints when hosts have been made and started."""
 GROUP = "tests-of-shoal-"
 _BEGUN = time.monotonic()
 
@@ -42,13 +45,13 @@ def group_seconds(group: Path) -> float:
 
 
 @contextmanager
-def phase(name: str, cluster: str) -> Iterator[None]:
-    """Record how long the block takes, if `name` is one of PHASES."""
+def phase(name: str, cluster: str) -> Iterator[Callable[[str], None]]:
+    """Record how long the block takes, if `name` is one of PHASES. It may pass on what the command printed."""
     if name not in PHASES or _recorder is None:
-        yield
+        yield lambda text: None
         return
-    with _recorder.recorded(name, cluster):
-        yield
+    with _recorder.recorded(name, cluster) as more:
+        yield lambda text: more.update(boot=sum(map(float, re.findall(BOOT, text, re.MULTILINE))))
 
 
 class Recorder:

@@ -105,7 +105,12 @@ def _phases(
             kind = "first-up"
         elif kind == "down":
             up.discard(cluster)
-        elif kind == "test" and row["file"] not in with_clusters:
+        if kind in ("up", "first-up") and row.get("boot"):
+            # What hosts use meanwhile is in the lines of `up`.
+            sums["boot"][0] += row["boot"]
+            sums[kind][0] -= row["boot"]
+            count["boot"] += 1
+        if kind == "test" and row["file"] not in with_clusters:
             continue
         count[kind] += 1
         for place, amount in enumerate(amounts):
@@ -113,12 +118,20 @@ def _phases(
             if kind in ("up", "first-up", "down"):
                 sums["test"][place] -= amount
     yield f"{'phase':<21}{'count':>7}{'seconds':>9}{'change':>9}{'CPU s':>9}{'hosts':>9}"
-    titles = {"collection": "collection", "first-up": "build-up", "up": "later-up", "test": "tests", "down": "down"}
+    titles = {
+        "collection": "collection",
+        "boot": "boot",
+        "first-up": "build-up",
+        "up": "later-up",
+        "test": "tests",
+        "down": "down",
+    }
     for kind, title in titles.items():
         seconds, cpu, used = sums[kind]
         of_hosts = f"{used:9.1f}" if samples.counted else ""
         yield f"{title:<21}{count[kind]:7}{seconds:9.1f}{_change(title, seconds, saved)}{cpu:9.1f}{of_hosts}"
-    yield f"clusters built: {count['clusters-built']}"
+    seen = f"; with those of benches and of the sandbox's own tests: {samples.clusters}" if samples.counted else ""
+    yield f"clusters built: {count['clusters-built']}{seen}"
 
 
 def _slowest(records: list[Record]) -> Iterable[str]:

@@ -128,8 +128,9 @@ class Cluster:
         self, *arguments: str, status: int | None = 0, timeout: float = LIMIT
     ) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
-        with phase(arguments[0], self.name):
+        with phase(arguments[0], self.name) as note:
             done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
+            note(done.stderr)
         report = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, report
         return done
