@@ -32,14 +32,18 @@ def compile_tests(files: list[Path]) -> None:
         compile_test(file, config)
 
 
-def compile_test(file: Path, config: Config) -> Path:
+def compile_test(file: Path, config: Config) -> None:
     """With pytest's own functions: nothing public does this without running the file."""
-    kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+    kept = kept_for(file)
     if rewrite._read_pyc(file, kept) is None:
         kept.parent.mkdir(exist_ok=True)
         version, code = rewrite._rewrite_test(file, config)
         rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, version, kept)
-    return kept
+
+
+def kept_for(file: Path) -> Path:
+    """Where pytest looks for the bytecode of a test."""
+    return rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
 
 
 if __name__ == "__main__":

@@ -82,6 +82,11 @@ class Run:
         finally:
             self.spans.append(table.Span(name, begin, time.monotonic()))
 
+    def prepare(self) -> None:
+        remove_leftovers()
+        # Otherwise each process of pytest compiles all tests.
+        subprocess.run([sys.executable, "-m", "scripts.suite.bytecode"], cwd=ROOT, check=False)
+
     def start(self, command: Sequence[str | Path], log: Path | None = None, **env: str) -> subprocess.Popen[bytes]:
         """Start a program in a process group of its own: Ctrl-C reaches it once, from stop()."""
         with log.open("wb") if log else contextlib.nullcontext() as out:
@@ -151,14 +156,12 @@ def remove_leftovers() -> None:
     subprocess.run([sys.executable, "-m", "tests.e2e.leftovers"], cwd=ROOT, check=False)
 
 
-def tests(run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], whole: bool) -> int:
+def run_parts(run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], whole: bool) -> int:
     """Run the parts; the exit status. The whole run has the checks and the build of Shoal's Slurm beside it."""
     logs = run.records
     beside = os.environ.get("SHOAL_TEST_UNITS") == "beside" and bool(sandbox_files)
     with run.span("prepare"):
-        remove_leftovers()
-        # Each process of pytest would compile all tests.
-        subprocess.run([sys.executable, "-m", "scripts.suite.bytecode"], cwd=ROOT, check=False)
+        run.prepare()
     check = build = None
     if whole:
         # For half of their time the checks use one core or wait for an index.
@@ -259,7 +262,7 @@ def main(arguments: Sequence[str]) -> int:
     run.spans.append(table.Span("set-up", run.begin, time.monotonic()))
     try:
         with Sampler().running() as samples:
-            status = tests(run, unit_files, sandbox_files, whole)
+            status = run_parts(run, unit_files, sandbox_files, whole)
         records = [row for name in ("units", "sandbox") for row in table.read_records(run.records / name)]
         about = heading()
         saved = table.saved_seconds()
