@@ -106,7 +106,7 @@ def choose_for(base: str, changed: list[str], sources: Sources) -> Choice:
     for test in tests:
         if reason := _reason(test, changed, sources):
             reasons[test] = reason
-    by_hand = frozenset(test for test in tests if sources.is_by_hand(test))
+    by_hand = frozenset(test for test in tests if not is_unit(test) and sources.is_by_hand(test))
     return Choice(
         base,
         changed,
@@ -142,6 +142,7 @@ class Sources:
         self.root = root
         self.files = sorted(files)
         self._needs: dict[str, list[str]] = {}
+        self._scans: dict[str, Scan] = {}
 
     def chain(self, file: str, changed: Sequence[str], within: str = "") -> str:
         """The shortest way by which a file depends on a changed one, as `a.py > b.py`; empty without one."""
@@ -173,8 +174,8 @@ class Sources:
 
     def is_by_hand(self, test: str) -> bool:
         """Whether all tests of the file have the mark matrix."""
-        marks = [node for node in self._tree(test).body if ast.unparse(node).startswith("pytestmark = ")]
-        return any(re.search(r"mark\.matrix|VM_BY_HAND", ast.unparse(node)) for node in marks)
+        lines = [ast.unparse(node) for node in self._tree(test).body if isinstance(node, ast.Assign)]
+        return any(re.match(r"pytestmark = .*(mark\.matrix|VM_BY_HAND)", line) for line in lines)
 
     def places(self, name: str) -> list[str]:
         """The paths that a name in COVERS stands for: a package or module of Shoal, or any file or directory."""
@@ -192,31 +193,19 @@ class Sources:
             above = [str(place / "conftest.py") for place in (directory, *directory.parents)]
             yield from (conftest for conftest in above if conftest in self._known)
         if file.endswith(".py") and file != SETTINGS:
-            at_once = file.endswith("/__init__.py")
-            for module in self._modules(file, at_once):
+            scan = self._scan(file)
+            package = file.endswith("/__init__.py")
+            for module in scan.at_once if package else scan.modules:
                 yield from self._module_files(module, directory)
-            if not at_once:
-                yield from self._named_files(file)
+            for text in () if package else scan.strings:
+                yield from self._by_name(text, file)
+            for prefix in scan.prefixes:
+                yield from (golden for golden in self.files if golden.startswith(f"tests/golden/{prefix}"))
 
-    def _modules(self, file: str, at_once: bool) -> Iterator[str]:
-        """The modules that a file imports, or that a registry in it names: "shoal.cloud.providers.aws:Aws"."""
-        for node in _run_nodes(self._tree(file), at_once):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not at_once:
-                yield from re.findall(r"\A((?:shoal|tests)[\w.]*\.\w+)(?::\w+)?\Z", node.value)
-
-    def _named_files(self, file: str) -> Iterator[str]:
-        """Files that strings name. A golden's name may have a variable part: f"roles/{name}.txt"."""
-        for node in ast.walk(self._tree(file)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield from self._by_name(node.value, file)
-            elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-                first = str(node.values[0].value)
-                if re.fullmatch(r"\w+/[\w/-]*", first):
-                    yield from (golden for golden in self.files if golden.startswith(f"tests/golden/{first}"))
+    def _scan(self, file: str) -> Scan:
+        if file not in self._scans:
+            self._scans[file] = scan_source((self.root / file).read_bytes())
+        return self._scans[file]
 
     def _by_name(self, name: str, asker: str) -> list[str]:
         if name in self._known:
@@ -233,7 +222,7 @@ class Sources:
             found = [file for path in paths for file in (f"{path}.py", f"{path}/__init__.py") if file in self._known]
             yield from found
             if found and found[-1].endswith("/__init__.py"):
-                for lazy in self._modules(found[-1], at_once=False):
+                for lazy in self._scan(found[-1]).modules:
                     # What is asked for; a test that imports a registry gets all that it names.
                     registry = len(parts) > 2 and directory.parts[0] == "tests"
                     if lazy != name and (registry or lazy.rpartition(".")[2] == parts[-1]):
@@ -259,13 +248,39 @@ class Sources:
         return {name: files for name, files in tails.items() if len(files) == 1 or name.startswith(NAMED_DIRECTORIES)}
 
 
-def _run_nodes(tree: ast.AST, at_once: bool) -> Iterator[ast.AST]:
-    """All nodes but those for type checkers alone; with `at_once`, what runs when the file is imported."""
-    waiting = deque([tree])
+@dataclass(frozen=True)
+class Scan:
+    """What a source names."""
+
+    modules: set[str]
+    """Those that it imports, or that a registry in it names: "shoal.cloud.providers.aws:Aws"."""
+    at_once: set[str]
+    """Those that it imports when it is imported itself."""
+    strings: set[str]
+    prefixes: set[str]
+    """How names with a variable part begin: a golden's f"roles/{name}.txt"."""
+
+
+def scan_source(source: bytes) -> Scan:
+    scan = Scan(set(), set(), set(), set())
+    waiting: deque[tuple[ast.AST, bool]] = deque([(ast.parse(source), True)])
     while waiting:
-        node = waiting.popleft()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            waiting.extend(node.orelse)
-        elif not (at_once and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            yield node
-            waiting.extend(ast.iter_child_nodes(node))
+        node, at_once = waiting.popleft()
+        modules: list[str] = []
+        below = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            below = list(node.orelse)  # the rest is never run
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            scan.strings.add(node.value)
+            scan.modules.update(re.findall(r"\A((?:shoal|tests)[\w.]*\.\w+)(?::\w+)?\Z", node.value))
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            scan.prefixes.update(re.findall(r"\A\w+/[\w/-]*\Z", str(node.values[0].value)))
+        scan.modules.update(modules)
+        scan.at_once.update(modules if at_once else ())
+        at_once = at_once and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        waiting.extend((child, at_once) for child in below)
+    return scan
