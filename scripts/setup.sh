@@ -156,8 +156,8 @@ make_environment() {
     rm -rf "$venv.new" "$venv.old"
     if mkdir -p "$kept" 2>/dev/null && [ -w "$kept" ]; then
         place=$kept/$key-$(python3 -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)' | cksum | cut -d' ' -f1)
-        [ ! -d "$place[dev]" ] || extra='[dev]'
-        place+=$extra
+        [ ! -d "$place-dev" ] || extra='[dev]'
+        place+=${extra:+-dev}
         exec 9>"$place.lock"
         flock 9
         if [ ! -d "$place" ]; then
@@ -179,7 +179,7 @@ make_environment() {
 }
 
 # install_packages PLACE EXTRA: a new virtual environment. Compiled is what is imported, by importing it: of all files of
-# all packages, that is one in five.
+# all packages, that is one in three.
 install_packages() {
     local place=$1 extra=$2
     rm -rf "$place"
