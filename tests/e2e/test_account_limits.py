@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import Cluster, running
 
+COVERS = "slurm/accounting remote/slurm_accounts.py"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 LIMITS = (

@@ -13,6 +13,10 @@ import pytest
 from tests.documents import ROOT, commands
 from tests.e2e.cluster import LIMIT, Cluster, kill, running
 
+COVERS = (
+    "roles/accounting slurm/accounting slurm/usage verbs/keys verbs/restore verbs/usage plan/rotation "
+    "remote/database.sh remote/keep_records.sh"
+)
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

@@ -30,6 +30,7 @@ from shoal.hosts.api import Host, Process, Result, Target
 from shoal.hosts.ssh import SshConnector
 from shoal.spec.member import Shape
 
+COVERS = "agent remote/agent hosts"
 pytestmark = pytest.mark.sandbox
 
 AGENT = "pgrep -f '^python3 -I -S -B -c'"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cluster import Cluster, kill, running
 
+COVERS = "roles/auth plan/rotation_slurm verbs/keys"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.documents import ROOT
 
+COVERS = "bench"
 pytestmark = pytest.mark.sandbox
 
 BENCHES = sorted(path.name for path in (ROOT / "bench").iterdir() if path.is_file() and os.access(path, os.X_OK))

@@ -20,6 +20,11 @@ from tests.e2e.engines import ENGINES, engine_lists, outside_prefix
 
 from shoal.sandbox.layout import Layout
 
+COVERS = (
+    "contract errors registry hostlist local_files verbs/context verbs/slurmctld agent hosts plan spec slurm/conf "
+    "roles/base roles/controller roles/compute roles/assembly roles/documents remote/agent cli verbs/up verbs/down "
+    "verbs/status verbs/check verbs/exec roles/auth roles/gpu_tools sandbox network/addresses"
+)
 pytestmark = pytest.mark.sandbox
 
 RELEASES = {"debian12": "22.05", "debian13": "24.11", "sid": "26.05"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import KIND, ON_DEBIAN_12, Cluster, running
 
+COVERS = "roles/compute slurm/conf jobs/failure"
 pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
 
 SPEC = """\

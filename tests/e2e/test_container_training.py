@@ -21,6 +21,7 @@ from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, renting, shown
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 from tests.sandbox_faults import SandboxFaults
 
+COVERS = "cloud/service/job_file_copier remote/job_file_transfer.py train jobs/launchers"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
 NAME = "ee-pods"

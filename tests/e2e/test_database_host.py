@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import LIMIT, Cluster, running
 
+COVERS = "roles/accounting slurm/accounting plan/ownership remote/database.sh"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\

@@ -15,6 +15,10 @@ import pytest
 from tests import nvml
 from tests.e2e.cluster import Cluster, login_keys, taken_down
 
+COVERS = (
+    "health verbs/doctor verbs/doctor_fixes verbs/doctor_job verbs/node verbs/node_files verbs/health "
+    "roles/node_health remote/node_health"
+)
 pytestmark = pytest.mark.sandbox
 HEALTH = "/var/lib/shoal/health"
 

@@ -18,6 +18,10 @@ from tests.e2e.leftovers import TAG, noted
 
 from shoal.spec.member import Shape
 
+COVERS = (
+    "README.md CONTRIBUTING.md examples/toy scripts/demo scripts/test scripts/environment tests/documents.py "
+    "verbs/init cli"
+)
 pytestmark = pytest.mark.sandbox
 
 README = ROOT / "README.md"

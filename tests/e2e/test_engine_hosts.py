@@ -29,6 +29,10 @@ from shoal.sandbox.network import gateway
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
+COVERS = (
+    "sandbox/engine sandbox/engine_hosts sandbox/engine_image sandbox/engine_checks examples/compose "
+    "examples/node-image"
+)
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("podman"), reason="needs root and podman"),

@@ -34,6 +34,11 @@ from shoal.remote.environment_builder import MARK
 from shoal.roles.clock import following_conf, serving_conf
 from shoal.sandbox.layout import Layout
 
+COVERS = (
+    "environments verbs/env verbs/env_build verbs/env_user roles/environments roles/tracking roles/clock tracking "
+    "remote/environment_builder.py remote/environment_files.py remote/environment_start.py "
+    "remote/environment_store.sh remote/service_venv.sh"
+)
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

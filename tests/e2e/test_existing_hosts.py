@@ -17,6 +17,10 @@ from tests.sandbox_faults import SandboxFaults
 from shoal.local_files import cache_dir
 from shoal.spec.member import Shape
 
+COVERS = (
+    "hosts verbs/operator_login verbs/early_login verbs/check verbs/down roles/base roles/host_record plan/ownership "
+    "remote/agent"
+)
 pytestmark = pytest.mark.sandbox
 
 MADE = "t-lent"

@@ -15,6 +15,7 @@ from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
 
+COVERS = "network/firewall roles/base"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends {} >/dev/null 2>&1\n"

@@ -30,6 +30,7 @@ from tests.e2e.simulated_clouds import Cloud, renting
 from shoal.roles import accounting, elastic
 from shoal.roles.orphaned_rentals import ACCOUNTS
 
+COVERS = "agent remote roles jobs/staging jobs/delivery storage"
 pytestmark = pytest.mark.sandbox
 
 PROVIDER_KEY = "sk-hostile-0123456789abcdef"

@@ -18,6 +18,10 @@ from tests.e2e.torch_env import give_torch
 
 from shoal.remote.runner.unpacked_image import IMAGES
 
+COVERS = (
+    "containers verbs/images verbs/image_build roles/containers roles/images jobs/script remote/runner "
+    "remote/image_store.py remote/image_archives.py remote/job_container.py"
+)
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

@@ -23,6 +23,10 @@ from shoal.containers.registry import MAKE_CERTIFICATE, TRUSTED
 from shoal.remote.runner.unpacked_image import IMAGES, LIMIT_FILE
 from shoal.roles.images import LIMIT
 
+COVERS = (
+    "containers verbs/images verbs/image_build roles/containers roles/images roles/image_registry remote/runner "
+    "remote/image_store.py remote/image_bundles.py remote/image_registry.py"
+)
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
 SPEC = """\

@@ -15,6 +15,7 @@ from tests.e2e.cluster import VM_BY_HAND, Cluster, login_keys, running
 from tests.e2e.image_files import write_root
 from tests.e2e.image_users import User, lines, shared
 
+COVERS = "containers roles/containers remote/runner"
 pytestmark = VM_BY_HAND
 SPEC = """\
 cluster: st-image-vm

@@ -14,6 +14,7 @@ from shoal.remote.docker_guard import SOCKET
 from shoal.roles.job_engines import ACCOUNT, JOBS, NETWORK, PACKAGE, PODMAN_STORE, STORE, UNIT
 from shoal.slurm.conf import EPILOG
 
+COVERS = "roles/job_engines remote/docker_guard remote/docker_daemon.sh remote/docker_runtime.py"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]  # hosts install Docker and podman
 
 SPEC = """\

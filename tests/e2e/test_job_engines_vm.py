@@ -13,6 +13,7 @@ from tests.e2e.test_job_engines import MAKE_ROOT, do, job, start
 
 from shoal.roles.job_engines import STORE
 
+COVERS = "roles/job_engines remote/docker_guard"
 pytestmark = VM_BY_HAND
 SPEC = """\
 cluster: st-engines-vm

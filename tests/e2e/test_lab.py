@@ -46,6 +46,10 @@ from tests.e2e.user_command_checks import (
     check_validation,
 )
 
+COVERS = (
+    "verbs/joined_cluster verbs/spec_cache verbs/own_jobs verbs/run_user verbs/cost verbs/ui verbs/usage roles/users "
+    "roles/user_program roles/client roles/node_logins remote/user_program.sh cloud/service cli"
+)
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

@@ -21,6 +21,7 @@ from tests.e2e.tracking_checks import (
     check_the_page_opens_through_ssh,
 )
 
+COVERS = "tracking roles/tracking roles/tracking_logins train/tracking verbs/ui"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\

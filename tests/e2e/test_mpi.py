@@ -14,6 +14,7 @@ from tests.e2e.test_lab import Client, joined_clients
 from tests.e2e.test_wireguard import DDP
 from tests.e2e.torch_env import give_torch
 
+COVERS = "jobs/mpi_failure jobs/launchers roles/plugins"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\

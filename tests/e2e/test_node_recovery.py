@@ -23,6 +23,7 @@ from tests.e2e.torch_env import give_torch
 from shoal.remote import nvidia_smi
 from shoal.remote.node_health.gpu_driver import DEBIAN_PACKAGES
 
+COVERS = "roles/node_health roles/gpu_driver remote/node_health jobs/hang train/progress.py"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]
 
 SPEC = """\

@@ -20,6 +20,8 @@ from tests.e2e.torch_env import give_torch
 
 from shoal.sandbox.layout import Layout
 
+COVERS = "proof verbs/prove train/proof_record.py train/proof_watch.py"
+
 SCRIPT = ROOT / "tests/unit/proof/train.py"
 WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
 

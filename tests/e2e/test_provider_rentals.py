@@ -34,6 +34,7 @@ from tests.e2e.simulated_clouds import (
     submit,
 )
 
+COVERS = "cloud src/shoal_simulators"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]  # two minutes for one of them, and not much more for all
 
 NAME = "ee-clouds"

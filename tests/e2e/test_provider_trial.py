@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.simulated_clouds import LATE_S, Cloud, bill, ended, renting
 
+COVERS = "verbs/provider_trial verbs/rented_accounts cloud/providers"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]  # six times `up`, and three machines that join
 
 NAME = "ee-try"

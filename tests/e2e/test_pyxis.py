@@ -21,6 +21,7 @@ from shoal.roles.pyxis import HOOKS, NVIDIA_HOOK, PMIX_HOOK, SETTINGS, SLURM_HOO
 from shoal.spec.containers import ENROOT, PLUGIN
 from shoal.spec.files import PLUGSTACK
 
+COVERS = "roles/pyxis roles/plugins remote/image_archives.py"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]  # a host installs a compiler
 
 SPEC = """\

@@ -18,6 +18,7 @@ from tests.e2e.simulated_clouds import Cloud, bill, ended, simulated, spent
 from shoal.roles.elastic import SUPERSEDED
 from shoal.spec.member import Shape
 
+COVERS = "verbs/controller_move remote/rental_ledger_move.py cloud/service/ledger"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
 
 HOSTS, NAME = "el-move", "el-moved"

@@ -23,6 +23,7 @@ from shoal_simulators.instances import InstanceOrder, MachineType, Profile
 from shoal_simulators.market import Market
 from shoal_simulators.sandbox_backend import SandboxBackend
 
+COVERS = "remote/watchdog.sh remote/end_pod.py remote/rental_lead.sh cloud/service/boot"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
 
 TYPES = (MachineType("cpu", "", 0, 0, 1, 1, 1.0, places={"here": 9}),)

@@ -23,6 +23,10 @@ from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
 
+COVERS = (
+    "cloud/service cloud/providers/runpod roles/rented remote/boot_pod.sh remote/boot_container.sh remote/tunnel.sh "
+    "remote/job_file_transfer.py"
+)
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 NAME = "x-pods"

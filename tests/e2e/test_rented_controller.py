@@ -24,6 +24,10 @@ from tests.e2e.cluster import LIMIT, Cluster, login_keys
 from tests.e2e.leftovers import noted
 from tests.e2e.simulated_clouds import GOOGLE_IMAGE, LATE_S, Cloud, bill, simulated
 
+COVERS = (
+    "verbs/rented_hosts verbs/rented_accounts verbs/rented_record verbs/rented_choices verbs/rented_costs verbs/reap "
+    "verbs/provider_accounts cloud/providers"
+)
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,  # minutes for each cloud

@@ -18,6 +18,7 @@ from tests.e2e.simulated_clouds import UNFINISHED, Cloud, bill, printed, renting
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
 
+COVERS = "cloud/service/machine_keys cloud/service/join cloud/service/boot network/wireguard remote/boot_machine.sh"
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(1500)]
 
 NAME = "el-keys"

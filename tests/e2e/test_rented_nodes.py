@@ -30,6 +30,10 @@ from tests.e2e.simulated_clouds import (
 
 from shoal.contract import WARNINGS_VARIABLE
 
+COVERS = (
+    "cloud elastic roles/elastic roles/rented verbs/rentals verbs/simulate verbs/run_rented verbs/provider_accounts "
+    "verbs/cost remote/power_request.py remote/rental_ledger.py remote/boot_machine.sh remote/watchdog.sh"
+)
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 NAME = "el-rent"

@@ -12,6 +12,7 @@ from tests.e2e.cluster import ON_DEBIAN_12
 from tests.e2e.simulated_clouds import shown
 from tests.e2e.test_provider_rentals import Case, Clouds, clouds, spec_of
 
+COVERS = "roles/rented_images roles/slurm_tree roles/slurm_source cloud/service/join"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]  # two minutes
 
 CASES = (

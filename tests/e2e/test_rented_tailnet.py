@@ -16,6 +16,7 @@ from tests.e2e.tailnet import Tailnet, needs_programs, tailnet
 from shoal.roles.tailscale import CONTROLLER_KEY
 from shoal.spec.member import Shape
 
+COVERS = "network/tailscale roles/tailscale remote/tailnet_join.py cloud/service/join"
 pytestmark = [needs_programs, pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 NAME = "tr-reef"

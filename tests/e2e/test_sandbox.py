@@ -19,6 +19,7 @@ from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
+COVERS = "sandbox"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemd-nspawn"), reason="needs root and systemd-nspawn"),

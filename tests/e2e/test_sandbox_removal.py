@@ -25,6 +25,7 @@ from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
+COVERS = "sandbox tests/e2e/leftovers.py"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemd-nspawn"), reason="needs root and systemd-nspawn"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cluster import Cluster, running
 
+COVERS = "roles/controller remote/returning_nodes.sh"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\

@@ -11,6 +11,7 @@ from tests.e2e.cluster import ON_DEBIAN_12, Cluster, taken_down
 
 from shoal.roles.slurm_tree import find_trees
 
+COVERS = "roles/slurm_source roles/slurm_tree remote/slurm_tree.sh plan/slurm_downtime"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,  # two minutes

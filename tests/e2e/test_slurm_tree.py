@@ -14,6 +14,10 @@ from tests.slurm_builds import next_build
 from shoal.roles.slurm_tree import find_trees
 from shoal.spec.member import Shape
 
+COVERS = (
+    "roles/slurm_tree roles/slurm_source remote/slurm_tree.sh remote/slurm_programs.sh remote/slurm_mask.sh "
+    "scripts/build-slurm scripts/slurm_wheel.py"
+)
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.timeout(600),

@@ -19,6 +19,7 @@ from tests.e2e.torch_env import give_torch
 from shoal.roles.slurm_tree import find_trees
 from shoal.sandbox.layout import Layout
 
+COVERS = "roles/slurm_tree roles/auth roles/plugins roles/node_logins remote/node_login.sh scripts/build-slurm"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.timeout(900),

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.cluster import VM_BY_HAND, Cluster, login_keys, running
 from tests.e2e.image_users import User
 
+COVERS = "roles/slurm_tree roles/compute"
 pytestmark = VM_BY_HAND
 SPEC = """\
 cluster: st-tree-vm

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import Cluster, running
 
+COVERS = "plan slurm network/wireguard roles/wireguard roles/files verbs/up verbs/check"
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(1200)]
 
 SPEC = """\

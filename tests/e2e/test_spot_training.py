@@ -32,6 +32,7 @@ from tests.matrix.stopped_jobs import Cell, Stopped
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
 
+COVERS = "train/stop.py train/checkpoint remote/preemption_notice.py cloud/service/reconcile"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(900), ON_DEBIAN_12]
 
 

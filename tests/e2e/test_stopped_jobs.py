@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.cluster import taken_down
 from tests.matrix.stopped_jobs import Cell, Matrix, Outcome, Stopped, judge
 
+COVERS = "train/stop.py train/checkpoint slurm/preemption jobs/failure tests/matrix/stopped_jobs.py"
 pytestmark = pytest.mark.sandbox
 
 PREEMPTED = Cell("srun", "preemption", 2)

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import KIND, LIMIT, ON_DEBIAN_12, SLOWNESS, Cluster, running
 
+COVERS = (
+    "storage roles/storage roles/shares roles/users roles/user_ids verbs/shares remote/share_copy.sh "
+    "remote/share_removal.sh remote/sftp_proxy.py"
+)
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

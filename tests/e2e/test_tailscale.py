@@ -26,6 +26,7 @@ from shoal.remote import program_text
 from shoal.roles.tailscale import KEYRING, SOURCE, SURE_LOGOUT
 from shoal.sandbox.layout import Layout
 
+COVERS = "network/tailscale roles/tailscale remote/tailnet_join.py remote/link_probe.py verbs/links"
 pytestmark = [pytest.mark.sandbox, needs_programs]
 
 

@@ -34,6 +34,7 @@ from shoal.sandbox.network import gateway
 from shoal.train.tracking.mlflow_client import MlflowClient
 from shoal.train.tracking.send import send
 
+COVERS = "examples/toy train jobs/launchers tracking"
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

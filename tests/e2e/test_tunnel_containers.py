@@ -18,6 +18,10 @@ from tests.sandbox_faults import SandboxFaults
 from shoal.local_files import cache_dir
 from shoal.spec.member import Shape
 
+COVERS = (
+    "network/tunnel remote/tunnel.sh remote/tunnel_end.sh remote/tunnel_removal.sh remote/boot_container.sh "
+    "remote/start.py remote/agent/supervise.py"
+)
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(400)]
 
 MADE = "t-reduced"

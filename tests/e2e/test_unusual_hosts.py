@@ -27,6 +27,7 @@ from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
 
+COVERS = "roles/user_ids roles/clock agent remote/agent/packages.py remote/agent/unix_accounts.py plan/observe verbs/up"
 pytestmark = pytest.mark.sandbox
 
 DESK = """\

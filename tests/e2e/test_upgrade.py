@@ -21,6 +21,7 @@ EARLIER = "191c6a8a0635702faf3578578f3c4643b6e30b4b"
 ROOT = Path(__file__).parents[2]
 AVAILABLE = subprocess.run(["git", "cat-file", "-e", EARLIER], cwd=ROOT, capture_output=True).returncode == 0
 
+COVERS = "spec roles cloud/service remote"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,

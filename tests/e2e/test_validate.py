@@ -15,6 +15,7 @@ from tests.e2e.cluster import ON_DEBIAN_12, Cluster, login_keys, running
 from tests.e2e.test_lab import Client, joined_clients
 from tests.e2e.torch_env import give_torch
 
+COVERS = "validation verbs/validate remote/validation"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]
 
 SPEC = """\

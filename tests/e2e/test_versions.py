@@ -18,6 +18,7 @@ from tests.e2e.test_vm import SLOW, assert_confined
 
 from shoal.spec.member import Shape
 
+COVERS = "slurm/versions slurm/conf plan/diff roles/compute"
 pytestmark = pytest.mark.sandbox
 
 MIXED = """\

@@ -33,6 +33,7 @@ from tests.vm_faults import (
 
 from shoal.sandbox.qemu import recorded_accelerator
 
+COVERS = "sandbox/vm sandbox/vm_disk sandbox/qemu network/wireguard storage"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(7200)]
 
 SPEC = """\

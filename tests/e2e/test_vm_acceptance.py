@@ -26,6 +26,7 @@ from tests.e2e.cluster import KIND, LIMIT, Cluster, running
 from tests.e2e.test_storage import Lab
 from tests.vm_faults import shell, slow_down, speed_up
 
+COVERS = "sandbox/vm roles/compute storage network/wireguard"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,

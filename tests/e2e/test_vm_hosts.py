@@ -26,6 +26,7 @@ from shoal.sandbox.provider import SandboxProvider
 from shoal.sandbox.qemu import programs, trial_boots
 from shoal.spec.member import Shape
 
+COVERS = "sandbox/vm sandbox/vm_disk sandbox/vm_snapshot sandbox/qemu"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),

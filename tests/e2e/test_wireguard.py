@@ -19,6 +19,10 @@ from tests.e2e.torch_env import give_torch
 
 from shoal.remote.agent.network import reach
 
+COVERS = (
+    "network/wireguard network/links network/addresses roles/wireguard plan/rotation_wireguard verbs/links "
+    "remote/link_probe.py"
+)
 pytestmark = pytest.mark.sandbox
 
 SPEC = """\

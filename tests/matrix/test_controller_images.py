@@ -21,6 +21,7 @@ from tests.e2e.simulated_clouds import IMPATIENT, UNFINISHED, Cloud, bill, ended
 
 from shoal.roles.slurm_tree import find_trees
 
+COVERS = "cloud/providers roles/rented_images cloud/service/join"
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.matrix,  # minutes for each controller

@@ -32,6 +32,7 @@ from tests.e2e.cluster import Cluster, login_keys, taken_down
 from shoal.plan.nodes import LEAVING_REASON
 from shoal.remote.node_health.node import STATE
 
+COVERS = "health remote/node_health roles/node_health"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 MINUTES = float(os.environ.get("SHOAL_ALARM_MINUTES", "30"))
 NOTE, DRAINED = "fan broken", "fish3"

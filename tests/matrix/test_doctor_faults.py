@@ -22,6 +22,7 @@ from tests.e2e.cluster import IMAGE, KIND, Cluster, login_keys, running, taken_d
 from tests.matrix.doctor_cases import CASES, CLOCK_CASE, RETURN, RETURN_DEVICE, cancel_jobs
 from tests.matrix.doctor_scene import HANG_EPILOG, SCRIPT, SPEC, THAW, VM_SPEC, Case, Scene, await_health, play
 
+COVERS = "health verbs/doctor verbs/doctor_fixes remote/node_health roles/node_health"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 

@@ -15,6 +15,7 @@ from shoal.cloud.providers.api import RentalOrder
 from shoal.cloud.service.service import RECONCILE_INTERVAL_S
 from shoal_simulators.instances import KINDS, InstanceOrder
 
+COVERS = "cloud elastic"
 pytestmark = pytest.mark.matrix
 
 

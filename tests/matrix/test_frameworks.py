@@ -21,6 +21,7 @@ from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster, login_keys, running
 from tests.e2e.test_lab import joined_clients
 
+COVERS = "jobs/failure jobs/logs train/progress.py"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 SPEC = """\

@@ -19,6 +19,7 @@ from tests.e2e.cluster import ON_DEBIAN_12, login_keys, running
 from tests.e2e.test_lab import joined_clients
 from tests.e2e.torch_env import give_torch
 
+COVERS = "validation verbs/validate remote/validation"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, ON_DEBIAN_12]
 
 TABLE = ROOT / "bench/results/validate.txt"
