@@ -16,6 +16,7 @@ DOCUMENTS = [
 LENT = "as it stands, on hosts called as in the README, by test_the_readme_builds_a_cluster"
 DEMO = "as it stands, by test_the_demo_shows_a_training_and_a_status"
 COLLECT = "with --collect-only behind it, on some of the files, by test_arguments_go_to_pytest"
+CHOOSE = "what they choose and how they run it, by tests/unit/test_suite.py"
 TOY = "as it stands, on the demo's cluster, by test_the_toys_readme_trains_on_the_demos_cluster of the matrix"
 PAGE = "as it stands, on nodes that have torch, by test_the_commands_of_the_page_on_training_run_its_script"
 ALONE = "as it stands, with the page's script, by test_every_command_that_needs_no_cluster_runs_the_changed_script"
@@ -126,7 +127,8 @@ COMMANDS = {
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,
-    "scripts/test -m matrix": COLLECT,
+    "scripts/test --changed": CHOOSE,
+    "scripts/matrix --for 60m": CHOOSE,
 }
 """Every command in the documents, and how it is run. One that is not here fails a test."""
 

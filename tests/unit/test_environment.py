@@ -1,6 +1,7 @@
-"""scripts/environment: packages for sandbox hosts, installed once, complete or absent."""
+"""scripts/environment and scripts/setup.sh: packages for hosts and checkouts, installed once, complete or absent."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -109,3 +110,91 @@ def test_failed_installation_is_reported_and_leaves_nothing(machine: Machine) ->
     assert process.returncode == 1 and "No matching distribution" in errors and "Traceback" not in errors
     assert errors.endswith(f"cannot install the packages of {machine.requirements}: see above\n")
     assert os.listdir(machine.shared("one")) == []
+
+
+INSTALL = """\
+install_packages() {
+    [ ! -e "$FAKE/killed" ] || { mkdir -p "$1/half"; rm "$FAKE/killed"; kill -KILL $BASHPID; }
+    rm -rf "$1" && mkdir -p "$1/bin" "$1/lib/python3.11/site-packages/shoal-1.dist-info"
+    echo "$2" >>"$FAKE/installed"
+    site=$1/lib/python3.11/site-packages
+    echo package >"$site/package.py"
+    echo "$root/src" >"$site/_editable_impl_shoal.pth"
+    echo "file://$root" >"$site/shoal-1.dist-info/direct_url.json"
+    printf '#!%s/bin/python\\n' "$1" >"$1/bin/pytest"
+    echo "command = venv $1" >"$1/pyvenv.cfg"
+    printf '%s\\n%s\\n' "$1" "$root" >"$1/.made-for"
+}
+"""
+"""What installs packages, without an index."""
+
+
+class Checkouts:
+    """Checkouts of the project that share a cache."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.cache = directory / "cache"
+
+    def set_up(self, name: str, extra: str = "", project: str = "", status: int = 0) -> Path:
+        """Make the virtual environment of a checkout."""
+        root = self.directory / name
+        (root / "scripts").mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "scripts/setup.sh", root / "scripts")
+        (root / "pyproject.toml").write_text(project)
+        script = f"set -euo pipefail; . {root}/scripts/setup.sh\n{INSTALL}\nvirtual_environment '{extra}'"
+        env = {**os.environ, "SHOAL_CACHE": str(self.cache), "FAKE": str(self.directory)}
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done
+        return root / ".venv"
+
+    @property
+    def installed(self) -> list[str]:
+        return (self.directory / "installed").read_text().splitlines()
+
+
+@pytest.fixture
+def checkouts(tmp_path: Path) -> Checkouts:
+    return Checkouts(tmp_path)
+
+
+def test_checkouts_share_packages_and_each_has_its_own_source(checkouts: Checkouts) -> None:
+    one, two = checkouts.set_up("one"), checkouts.set_up("two")
+    checkouts.set_up("two")
+    assert checkouts.installed == [""]
+    site = "lib/python3.11/site-packages"
+    assert (one / site / "package.py").samefile(two / site / "package.py")
+    for venv in (one, two):
+        assert (venv / site / "_editable_impl_shoal.pth").read_text() == f"{venv.parent}/src\n"
+        assert (venv / site / "shoal-1.dist-info/direct_url.json").read_text() == f"file://{venv.parent}\n"
+        assert (venv / "bin/pytest").read_text() == f"#!{venv}/bin/python\n"
+        assert (venv / "pyvenv.cfg").read_text() == f"command = venv {venv}\n"
+        assert sorted(os.listdir(venv.parent)) == [".venv", "pyproject.toml", "scripts"]
+
+
+def test_developers_packages_serve_who_needs_fewer(checkouts: Checkouts) -> None:
+    checkouts.set_up("one", "[dev]")
+    checkouts.set_up("two")
+    checkouts.set_up("one")
+    assert checkouts.installed == ["[dev]"]
+
+
+def test_changed_project_has_other_packages_and_three_are_kept(checkouts: Checkouts) -> None:
+    for at in range(5):
+        checkouts.set_up("one", project=f"# {at}")
+    assert len(checkouts.installed) == 5
+    assert len([path for path in (checkouts.cache / "python").iterdir() if path.is_dir()]) == 3
+
+
+def test_killed_set_up_is_begun_again(checkouts: Checkouts) -> None:
+    (checkouts.directory / "killed").touch()
+    checkouts.set_up("one", status=1)
+    assert not (checkouts.directory / "one/.venv").exists()
+    assert (checkouts.set_up("one") / "bin/pytest").exists()
+    assert [path.name for path in (checkouts.cache / "python").iterdir() if path.suffix == ".new"] == []
+
+
+def test_packages_are_installed_into_the_checkout_where_no_cache_can_be(checkouts: Checkouts) -> None:
+    checkouts.cache.write_text("a file")
+    venv = checkouts.set_up("one")
+    assert (venv / "bin/pytest").read_text() == f"#!{venv}/bin/python\n"
