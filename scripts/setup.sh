@@ -3,7 +3,7 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-cache=${SHOAL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/shoal}
+cache=${SHOAL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/shoal}
 
 # step TITLE COMMAND...: run a command with a progress bar and its time; on failure print the end of its output.
 step() {

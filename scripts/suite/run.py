@@ -137,10 +137,11 @@ class Run:
 
 def stop(program: subprocess.Popen[bytes]) -> None:
     """Stop a program as Ctrl-C does, with time for its clusters to go; then end it and what it started."""
-    if program.poll() is None:
-        program.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            program.wait(STOP_TIMEOUT_S)
+    if program.poll() is not None:
+        return
+    program.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(STOP_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
     program.wait()
