@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 from tests import installed_images
 from tests.e2e.leftovers import TAG, noted
+from tests.e2e.shoal_server import CAPTURED, NOBODY, ROOTS_PROGRAM, finish
 from tests.sandbox_faults import SandboxFaults
 from tests.timing import phase
 
@@ -90,10 +90,6 @@ def login_keys(*users: str) -> Iterator[Path]:
         yield place
 
 
-NOBODY = 65534
-"""The user id of an ordinary user's commands on this machine. On the cluster it is another."""
-
-
 VM_BY_HAND = [
     pytest.mark.sandbox,
     pytest.mark.matrix,
@@ -125,11 +121,11 @@ class Cluster:
         self._begun: list[subprocess.Popen[str]] = []
 
     def shoal(
-        self, *arguments: str, status: int | None = 0, timeout: float = LIMIT
+        self, *arguments: str, status: int | None = 0, timeout: float = LIMIT, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
         with phase(arguments[0], self.name) as note:
-            done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
+            done = finish(self.begin(*arguments, **CAPTURED, cwd=cwd), timeout)
             note(done.stderr)
         report = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, report
@@ -141,24 +137,23 @@ class Cluster:
         return json.loads(self.shoal(*with_json, status=status, timeout=timeout).stdout)
 
     def line(self, *arguments: str) -> list[str]:
+        """The command line of the real program, for tests that start it themselves."""
+        return ROOTS_PROGRAM.line(*self._with_file(*arguments))
+
+    def begin(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """Begin a command line, with options of subprocess.Popen."""
+        return ROOTS_PROGRAM.popen(*self._with_file(*arguments), env=self.env, **options)
+
+    def _with_file(self, *arguments: str) -> list[str]:
         # Options come after the verb and before `--`, where the command of `exec` and `ssh` begins.
-        line = list(arguments)
-        at = 2 if line[0] in ("node", "env", "bench", "keys") else 1
-        return [sys.executable, "-m", "shoal", *line[:at], "--file", str(self.file), *line[at:]]
+        at = 2 if arguments[0] in ("node", "env", "bench", "keys") else 1
+        return [*arguments[:at], "--file", str(self.file), *arguments[at:]]
 
     def background(
         self, *arguments: str, stderr: int = subprocess.STDOUT, cwd: Path | None = None
     ) -> subprocess.Popen[str]:
         """Begin a command line, and go on. What a failed test leaves running ends before the cluster goes."""
-        begun = subprocess.Popen(
-            self.line(*arguments),
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=self.env,
-            cwd=cwd,
-            start_new_session=True,
-        )
+        begun = self.begin(*arguments, stdout=subprocess.PIPE, stderr=stderr, cwd=cwd, start_new_session=True)
         self._begun.append(begun)
         return begun
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import LIMIT, Cluster
+from tests.e2e.shoal_server import ROOTS_PROGRAM
 
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 
@@ -112,8 +112,8 @@ def check_operator_who_is_a_user(cluster: Cluster, key: Path, tree: Path) -> Non
     try:
         for host in addresses:
             cluster.on(host, "sh", "-c", f"echo 'alice ALL=(ALL) NOPASSWD: ALL' > {sudoers}")
-        line = [sys.executable, "-m", "shoal", "run", "-f", str(file), "--json", "--wait", "who.py"]
-        done = subprocess.run(line, cwd=tree, env=cluster.env, capture_output=True, text=True, timeout=LIMIT)
+        line = ("run", "-f", str(file), "--json", "--wait", "who.py")
+        done = ROOTS_PROGRAM.run(*line, cwd=tree, env=cluster.env, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout)
         shown = [line["text"] for line in result["lines"] if line["rank"] >= 0]

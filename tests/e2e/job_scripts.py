@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -138,12 +137,7 @@ class Jobs(Cluster):
         subprocess.run(["git", "-C", str(self.tree), "init", "-q"], check=True, timeout=LIMIT)
 
     def shoal(self, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-        here = os.getcwd()
-        os.chdir(self.tree)
-        try:
-            return super().shoal(*arguments, **more)
-        finally:
-            os.chdir(here)
+        return super().shoal(*arguments, cwd=self.tree, **more)
 
     def submit(self, *arguments: str) -> str:
         return str(self.json("run", *arguments)["id"])

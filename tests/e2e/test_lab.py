@@ -33,6 +33,7 @@ from tests.e2e.lab_checks import (
     check_training,
     give_wheels,
 )
+from tests.e2e.shoal_server import CAPTURED, finish, users_program
 from tests.e2e.simulated_clouds import Cloud, renting
 from tests.e2e.submission_checks import check_files_and_options
 from tests.e2e.torch_env import give_torch
@@ -92,11 +93,6 @@ if os.environ.get("WAIT"):
     time.sleep(3600)
 """
 
-HIDE_ROOT = """\
-mount --rbind "$1/.pyenv" "$2/.pyenv" 2> /dev/null; mount --rbind "$2" "$1"; cd "$3" && shift 3 && exec "$@"
-"""
-"""In a mount namespace of its own: root's home without root's files, for the interpreter may be in it."""
-
 
 class Client:
     """A person at their own machine, who has a key and a login."""
@@ -112,19 +108,16 @@ class Client:
         (self.tree / "train.py").write_text(SCRIPT)
         address = cluster.instances()["controller"].address
         (self.home / ".ssh/config").write_text(f"Host desktop\n    HostName {address}\n    IdentityFile {key}\n")
-        self.masked = place / f"{user}-root"
-        (self.masked / ".pyenv").mkdir(parents=True)
         for path in (self.home, *self.home.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
 
-    def line(self, *words: str) -> list[str]:
-        hidden = ["unshare", "--mount", "sh", "-c", HIDE_ROOT, "sh", "/root", str(self.masked), str(self.tree)]
-        identity = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
-        environment = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={self.home}", f"PYTHONPATH={os.pathsep.join(PATHS)}"]
-        return [*hidden, *identity, *environment, sys.executable, "-m", "shoal", *words]
+    def begin(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Begin a command, with options of subprocess.Popen."""
+        env = {"PATH": "/usr/bin:/bin", "HOME": str(self.home), "PYTHONPATH": os.pathsep.join(PATHS)}
+        return users_program().popen(*words, env=env, cwd=self.tree, **options)
 
     def shoal(self, *words: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(self.line(*words), capture_output=True, text=True, timeout=LIMIT)
+        done = finish(self.begin(*words, **CAPTURED), LIMIT)
         said = f"{self.user}: shoal {' '.join(words)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, said
         return done

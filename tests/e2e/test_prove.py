@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster, login_keys, taken_down
+from tests.e2e.shoal_server import ROOTS_PROGRAM
 from tests.e2e.test_lab import Client
 from tests.e2e.torch_env import give_torch
 
@@ -43,9 +43,8 @@ time.sleep(3000)
 
 def prove(directory: Path, *arguments: str, status: int = 0, path: str = "") -> subprocess.CompletedProcess[str]:
     """`path` is where the script finds packages that this Python has not."""
-    command = [sys.executable, "-m", "shoal", "prove", *arguments]
     env = {**os.environ, "PYTHONPATH": path} if path else None
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, env=env)
+    done = ROOTS_PROGRAM.run("prove", *arguments, cwd=directory, env=env, timeout=900)
     assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
     return done
 

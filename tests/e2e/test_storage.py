@@ -186,9 +186,7 @@ def test_staged_share_is_copied_before_a_job_and_back_after_the_job(lab: Lab, tm
     work = "import os\nnumber = int(open('/scratch/number').read()) + 1\n"
     work += "open('/scratch/results/' + os.uname().nodename, 'w').write(str(number))"
     (tmp_path / "work.py").write_text(work + "\n")
-    run = [*lab.line("run", "-N2", "--wait"), "work.py"]
-    done = subprocess.run(run, cwd=tmp_path, env=lab.env, capture_output=True, text=True, timeout=300 * SLOWNESS)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    lab.shoal("run", "-N2", "--wait", "work.py", cwd=tmp_path)
     assert lab.shell("controller", "cd /scratch/results && head -n1 *").split() == [
         *("==>", "fish1", "<==", "21"),
         *("==>", "fish2", "<==", "21"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster
@@ -56,6 +57,11 @@ class EarlierCluster(Cluster):
     def line(self, *arguments: str) -> list[str]:
         line = super().line(*arguments)
         return line if self.upgraded else [sys.executable, "-c", START, str(self.file.parent / "earlier"), *line[3:]]
+
+    def begin(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        if self.upgraded:
+            return super().begin(*arguments, **options)
+        return subprocess.Popen(self.line(*arguments), text=True, env=self.env, **options)
 
 
 START = """\

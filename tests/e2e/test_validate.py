@@ -121,11 +121,10 @@ def test_slow_node_is_isolated(lab: Lab) -> None:
 
 def test_ctrl_c_leaves_no_job(lab: Lab) -> None:
     cluster, alice = lab
-    begun = subprocess.Popen(
-        alice.line("validate", "--quick"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    begun = alice.begin("validate", "--quick", start_new_session=True, **streams)
     cluster.wait("a job is queued", lambda: "validate" in cluster.on("controller", "squeue", "-h", "-o", "%j"))
     begun.send_signal(signal.SIGINT)
-    output = begun.communicate(timeout=120)[0].decode()
+    output = begun.communicate(timeout=120)[0]
     assert begun.returncode == 130 and "its jobs are cancelled" in output, output
     cluster.wait("no job is left", lambda: not cluster.on("controller", "squeue", "-h").strip())

@@ -150,8 +150,8 @@ def check_no_password_lies_about(cluster: Cluster, host: str, job: str) -> None:
 
 def check_the_page_opens_through_ssh(cluster: Cluster) -> None:
     """The password is told only to who asks, and Ctrl-C ends it."""
-    line = cluster.line("ui", "mlflow", "--json", "--show-password")
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=cluster.env, start_new_session=True)
+    line = ("ui", "mlflow", "--json", "--show-password")
+    process = cluster.begin(*line, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout
         report = json.loads(read_object(process))

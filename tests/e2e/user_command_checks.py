@@ -119,8 +119,7 @@ def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None
     assert failed.stdout == "[0] half\n" and "ended with status 3" in failed.stderr
     assert "--now cannot have --array" in alice.shoal("run", "--now", "--array", "0-1", "fail.py", status=2).stderr
 
-    line = alice.line("run", "--now", "--export", "WAIT=1", "train.py")
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as watched:
+    with alice.begin("run", "--now", "--export", "WAIT=1", "train.py", stdout=subprocess.PIPE) as watched:
         assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
         watched.send_signal(signal.SIGINT)
         assert watched.wait(LIMIT) == 130
