@@ -30,8 +30,10 @@ from tests.timing import phase
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
+from shoal.sandbox import lifecycle
 from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
+from shoal.slurm.state import NODES_COMMAND, parse_nodes
 
 KIND = os.environ.get("SHOAL_TEST_KIND", "")
 """What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_confinement.py` uses virtual machines.
@@ -90,6 +92,14 @@ def login_keys(*users: str) -> Iterator[Path]:
         yield place
 
 
+ALIVE = f"ServerAliveInterval={20 if KIND == 'vm' else 5}"
+KEEP_CONNECTION = ("-o", "ControlMaster=auto", "-o", "ControlPersist=300", "-o", ALIVE)
+"""The commands of a test share a connection to a host: a login takes 170 ms of CPU, nearly all of it on the host.
+
+A connection on which nothing comes for three times the interval ends, and the next command makes another.
+"""
+
+
 VM_BY_HAND = [
     pytest.mark.sandbox,
     pytest.mark.matrix,
@@ -110,12 +120,11 @@ class Cluster:
         # Host keys of an earlier run would be those of other machines.
         self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state"), TAG: self.name}
         self.provider = SandboxProvider()
-        self._sockets: Path | None = None
+        self._sockets = Path(tempfile.mkdtemp(prefix="shoal-ssh-"))
+        atexit.register(shutil.rmtree, self._sockets, ignore_errors=True)
         if "sandbox: vm" in text:
             self.provider = SandboxProvider(installed_images.prepare_machines(text))
             self.env["SHOAL_CACHE"] = str(self.provider.cache)
-            self._sockets = Path(tempfile.mkdtemp(prefix="shoal-ssh-"))
-            atexit.register(shutil.rmtree, self._sockets, ignore_errors=True)
         # Set by pytest-xdist, and in force for the tables of `shoal` as if the user had said so.
         self.env.pop("COLUMNS", None)
         self._begun: list[subprocess.Popen[str]] = []
@@ -162,6 +171,7 @@ class Cluster:
         for process in self._begun:
             if process.poll() is None:
                 kill(process)
+        self._end_connections()
         self.shoal("down", "--force")
 
     def on(self, host: str, *argv: str, status: int | None = 0) -> str:
@@ -175,28 +185,26 @@ class Cluster:
         assert status is None or group["status"] == status, group
         return str(group["stdout"])
 
-    def ssh(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
-        """A shell command on a sandbox host, without Shoal, also when the spec no longer names it."""
+    def ssh(self, host: str, command: str, login: bool = False) -> subprocess.CompletedProcess[str]:
+        """A shell command on a sandbox host, without Shoal, also when the spec no longer names it.
+
+        `login`: with a login of its own, not over the connection that is kept.
+        """
         target = self.instances()[host]
         options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
         # OpenSSH's own choice of key exchange takes a quarter of a second of CPU.
         options += ["-o", "KexAlgorithms=curve25519-sha256", "-p", str(target.port or 22)]
         line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}"]
-        if self._sockets is not None:
-            line[1:1] = self._share_connection(host, line)
-        return subprocess.run([*line, command], capture_output=True, text=True, timeout=LIMIT / 2)
+        if not login:
+            # Another one for each boot: a connection to the time before hangs.
+            leader = lifecycle.group(Layout(self.provider.cache, self.name), host).leader()
+            line[1:1] = ["-S", str(self._sockets / f"{host}-{leader}"), *KEEP_CONNECTION]
+        return subprocess.run([*line, command], capture_output=True, text=True, timeout=LIMIT / 2, env=self.env)
 
-    def _share_connection(self, host: str, line: list[str]) -> list[str]:
-        """Options for one connection to a host that all commands share: under emulation each login takes seconds."""
-        assert self._sockets is not None
-        socket = self._sockets / host
-        if not socket.exists():
-            alive = ("-o", "ServerAliveInterval=20", "-o", "ControlPersist=300")
-            subprocess.run(
-                [line[0], "-fNM", "-S", str(socket), *alive, *line[1:]], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=LIMIT / 2,
-            )  # fmt: skip
-        return ["-S", str(socket)]
+    def _end_connections(self, host: str = "*") -> None:
+        for socket in self._sockets.glob(f"{host}-*"):
+            subprocess.run(["ssh", "-q", "-O", "exit", "-S", socket, "-"], stderr=subprocess.DEVNULL, timeout=LIMIT)
+            socket.unlink(missing_ok=True)
 
     def install(self, packages: Mapping[str, str]) -> None:
         """Install packages of the distribution on hosts, on all at once: their names with blanks, by host."""
@@ -219,12 +227,13 @@ class Cluster:
     def fault(self, what: str, host: str) -> None:
         """cut, heal, freeze, thaw, kill, start, reboot, fill_disk or empty_disk a host."""
         asyncio.run(getattr(SandboxFaults(self.provider.cache), what)(self.name, host))
-        if self._sockets is not None:
-            (self._sockets / host).unlink(missing_ok=True)
+        self._end_connections(host)
 
     def states(self) -> dict[str, set[str]]:
-        """The state flags of every node, by name."""
-        return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
+        """The state flags of every node, by name, as `shoal status` reads them."""
+        if "controller" not in self.instances():
+            return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
+        return {node.name: set(node.state) for node in parse_nodes(self.on("controller", *NODES_COMMAND))}
 
     def wait(self, what: str, condition: Callable[[], bool], seconds: float = 600.0) -> None:
         """Wait for something that Slurm or a host does in its own time. Who cannot be asked yet is asked again."""
@@ -239,10 +248,11 @@ class Cluster:
                 problem = f"; asked last, it failed: {error}"
             assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s{problem}"
             # What takes long to ask is asked less often: on a busy machine, questions would slow what is waited for.
-            time.sleep(min(max(0.5, time.monotonic() - asked), 3))
+            time.sleep(min(max(0.25, time.monotonic() - asked), 3))
 
     def answers(self, host: str) -> bool:
-        return self.ssh(host, "true").returncode == 0
+        """Whether it lets root log in."""
+        return self.ssh(host, "true", login=True).returncode == 0
 
 
 @contextmanager

@@ -25,7 +25,7 @@ CAPABILITIES = ("AUDIT_WRITE", "NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_BOOT", 
 SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 """The PATH of an ordinary user often lacks them, and podman's helpers need iptables."""
 ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
-STORAGE_FILES = (Path("/etc/containers/storage.conf"), Path.home() / ".config/containers/storage.conf")
+STORAGE_FILES = ("/etc/containers/storage.conf", "~/.config/containers/storage.conf")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def find_engine(name: str) -> Engine:
     path = os.pathsep.join([os.environ.get("PATH", ""), *SYSTEM_PROGRAMS])
     if needs_runc() and shutil.which("runc", path=path):
         options += ["--runtime", "runc"]
-    if is_rootless() and "STORAGE_DRIVER" not in os.environ and not any(file.exists() for file in STORAGE_FILES):
+    storage_files = [Path(file).expanduser() for file in STORAGE_FILES]
+    if is_rootless() and "STORAGE_DRIVER" not in os.environ and not any(file.exists() for file in storage_files):
         # Debian's default copies the whole image for every host.
         options += ["--storage-driver", "overlay"]
     group = delegated_cgroup() if is_rootless() else None
