@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -93,11 +94,27 @@ def login_keys(*users: str) -> Iterator[Path]:
 
 
 ALIVE = f"ServerAliveInterval={20 if KIND == 'vm' else 5}"
-KEEP_CONNECTION = ("-o", "ControlMaster=auto", "-o", "ControlPersist=300", "-o", ALIVE)
-"""The commands of a test share a connection to a host: a login takes 170 ms of CPU, nearly all of it on the host.
+"""A connection on which nothing comes for three times as long ends, and the next command makes another."""
 
-A connection on which nothing comes for three times the interval ends, and the next command makes another.
-"""
+
+def keep_connection(layout: Layout, host: str) -> list[str]:
+    """Options of ssh for one connection that commands share: a login takes 170 ms of CPU, nearly all on the host."""
+    leader = lifecycle.group(layout, host).leader()  # with another boot another connection, for the old one hangs
+    persist = ("-o", "ControlMaster=auto", "-o", "ControlPersist=300", "-o", ALIVE)
+    return ["-S", f"{_sockets()}/{layout.id}-{host}-{leader}", *persist]
+
+
+def end_connections(layout: Layout, host: str = "*") -> None:
+    for socket in _sockets().glob(f"{layout.id}-{host}-*"):
+        subprocess.run(["ssh", "-q", "-O", "exit", "-S", socket, "-"], stderr=subprocess.DEVNULL, timeout=LIMIT)
+        socket.unlink(missing_ok=True)
+
+
+@functools.cache
+def _sockets() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="shoal-ssh-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 VM_BY_HAND = [
@@ -120,8 +137,6 @@ class Cluster:
         # Host keys of an earlier run would be those of other machines.
         self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state"), TAG: self.name}
         self.provider = SandboxProvider()
-        self._sockets = Path(tempfile.mkdtemp(prefix="shoal-ssh-"))
-        atexit.register(shutil.rmtree, self._sockets, ignore_errors=True)
         if "sandbox: vm" in text:
             self.provider = SandboxProvider(installed_images.prepare_machines(text))
             self.env["SHOAL_CACHE"] = str(self.provider.cache)
@@ -171,7 +186,7 @@ class Cluster:
         for process in self._begun:
             if process.poll() is None:
                 kill(process)
-        self._end_connections()
+        end_connections(self._layout)
         self.shoal("down", "--force")
 
     def on(self, host: str, *argv: str, status: int | None = 0) -> str:
@@ -196,15 +211,8 @@ class Cluster:
         options += ["-o", "KexAlgorithms=curve25519-sha256", "-p", str(target.port or 22)]
         line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}"]
         if not login:
-            # Another one for each boot: a connection to the time before hangs.
-            leader = lifecycle.group(Layout(self.provider.cache, self.name), host).leader()
-            line[1:1] = ["-S", str(self._sockets / f"{host}-{leader}"), *KEEP_CONNECTION]
+            line[1:1] = keep_connection(self._layout, host)
         return subprocess.run([*line, command], capture_output=True, text=True, timeout=LIMIT / 2, env=self.env)
-
-    def _end_connections(self, host: str = "*") -> None:
-        for socket in self._sockets.glob(f"{host}-*"):
-            subprocess.run(["ssh", "-q", "-O", "exit", "-S", socket, "-"], stderr=subprocess.DEVNULL, timeout=LIMIT)
-            socket.unlink(missing_ok=True)
 
     def install(self, packages: Mapping[str, str]) -> None:
         """Install packages of the distribution on hosts, on all at once: their names with blanks, by host."""
@@ -217,7 +225,11 @@ class Cluster:
 
     def addresses(self) -> dict[str, str]:
         """The address of each host on the cluster's network; the machine may reach it at another."""
-        return {host.name: host.address for host in Layout(self.provider.cache, self.name).hosts().values()}
+        return {host.name: host.address for host in self._layout.hosts().values()}
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.provider.cache, self.name)
 
     def edit(self, old: str, new: str) -> None:
         text = self.file.read_text()
@@ -227,7 +239,7 @@ class Cluster:
     def fault(self, what: str, host: str) -> None:
         """cut, heal, freeze, thaw, kill, start, reboot, fill_disk or empty_disk a host."""
         asyncio.run(getattr(SandboxFaults(self.provider.cache), what)(self.name, host))
-        self._end_connections(host)
+        end_connections(self._layout, host)
 
     def states(self) -> dict[str, set[str]]:
         """The state flags of every node, by name, as `shoal status` reads them."""

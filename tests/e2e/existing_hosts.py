@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tests.e2e.cluster import IMAGE
+from tests.e2e.cluster import IMAGE, end_connections, keep_connection
 from tests.e2e.leftovers import noted
 
 from shoal.hosts.provider import Instance, Request
-from shoal.local_files import state_directory
+from shoal.local_files import cache_dir, state_directory
+from shoal.sandbox.layout import Layout
 from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
@@ -21,8 +22,8 @@ from shoal.spec.member import Shape
 class Lent:
     """Some hosts, and a root shell on each that does not go through Shoal."""
 
-    def __init__(self, instances: Mapping[str, Instance]) -> None:
-        self.instances = instances
+    def __init__(self, made_as: str, instances: Mapping[str, Instance]) -> None:
+        self._layout, self.instances = Layout(cache_dir(), made_as), instances
 
     @property
     def identity(self) -> str:
@@ -35,7 +36,8 @@ class Lent:
     def shell(self, name: str, script: str, *, status: int | None = 0) -> str:
         """Run a shell script on a host as root, and return what it printed."""
         done = subprocess.run(
-            ["ssh", "-q", "-i", self.identity, "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
+            ["ssh", "-q", *keep_connection(self._layout, name), "-i", self.identity,
+             "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
              "-o", "KexAlgorithms=curve25519-sha256",  # the quickest
              f"root@{self.instances[name].target.address}", "sh -s"],
             input=script, capture_output=True, text=True, timeout=300,
@@ -50,6 +52,7 @@ def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Ite
     provider = SandboxProvider()
 
     def clean() -> None:
+        end_connections(Layout(cache_dir(), made_as))
         asyncio.run(provider.destroy(made_as, _quiet))
         for cluster in clusters:
             shutil.rmtree(state_directory(cluster), ignore_errors=True)
@@ -59,7 +62,7 @@ def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Ite
         try:
             requests = [Request(name, _on_image(shape)) for name, shape in shapes.items()]
             made = asyncio.run(provider.create(made_as, requests, _quiet))
-            yield Lent({instance.name: instance for instance in made})
+            yield Lent(made_as, {instance.name: instance for instance in made})
         finally:
             clean()
 

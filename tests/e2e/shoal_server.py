@@ -1,6 +1,6 @@
 """`shoal` for tests: processes forked from one that has loaded it, because loading takes longer than most commands.
 
-The first call of each command in a process of pytest starts the real program, `python -m shoal`; later ones are forked.
+The first call of each command in a run of pytest starts the real program, `python -m shoal`; later ones are forked.
 Root's calls and those of an ordinary user count apart. Under coverage every call starts the real program.
 
 A server is a process of its own, begun at the first call that needs it: it has one thread. It ends with the process of
@@ -59,7 +59,7 @@ class Program:
 
     def __init__(self, *prefix: str) -> None:
         self.prefix = prefix
-        self._called: set[str] = set()
+        self._called: dict[str, socket.socket] = {}
 
     def line(self, *arguments: str) -> list[str]:
         """The command line of the real program."""
@@ -67,11 +67,25 @@ class Program:
 
     def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """Begin a call. The options of subprocess.Popen that work here: streams, env, cwd and start_new_session."""
-        command = command_of(arguments)
-        if command not in self._called or any(name in os.environ for name in COVERAGE):
-            self._called.add(command)
+        if self._is_first(" ".join(arguments[: 2 if arguments[0] in WITH_SUBCOMMANDS else 1])):
             return subprocess.Popen(self.line(*arguments), text=True, **options)
         return Call(self._server, arguments, text=True, **options)
+
+    def _is_first(self, command: str) -> bool:
+        """Whether this call starts the real program."""
+        if any(name in os.environ for name in COVERAGE):
+            return True
+        if command in self._called:
+            return False
+        # A name that one process can have. It is free again when all processes of the run have ended.
+        self._called[command] = claim = socket.socket(socket.AF_UNIX)
+        atexit.register(claim.close)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+        try:
+            claim.bind(f"\0shoal {run} {' '.join(self.prefix[-1:])} {command}")
+        except OSError:
+            return False
+        return True
 
     def run(self, *arguments: str, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
         """Call it, and return what it printed."""
@@ -102,10 +116,6 @@ def finish(process: subprocess.Popen[str], timeout: float) -> subprocess.Complet
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def command_of(arguments: Sequence[str]) -> str:
-    return " ".join(arguments[: 2 if arguments[0] in WITH_SUBCOMMANDS else 1])
 
 
 ROOTS_PROGRAM = Program()

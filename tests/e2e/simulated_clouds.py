@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 from tests.e2e.cluster import IMAGE, Cluster
 from tests.e2e.leftovers import TAG, noted
+from tests.e2e.shoal_server import ROOTS_PROGRAM
 
 GOOGLE_IMAGE = {"debian13": "debian-cloud/debian-13", "sid": "sid"}.get(IMAGE, "debian-cloud/debian-12")
 """What Google's machines run in tests with packages: the system of the controller. Its default is Ubuntu 24.04."""
@@ -69,11 +69,11 @@ def renting(
 @contextmanager
 def simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
     """The address of a cloud whose machines are beside the hosts of a sandbox cluster."""
-    line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, "--json", *cloud.options]
+    line = ["simulate", cloud.kind, "--cluster", cluster, "--json", *cloud.options]
     if IMAGE:
         line += ["--image", IMAGE]
     env = {**os.environ, TAG: cluster}
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
+    process = ROOTS_PROGRAM.popen(*line, stdout=subprocess.PIPE, start_new_session=True, env=env)
     try:
         assert process.stdout is not None
         output = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.cluster import LIMIT, Cluster
+from tests.e2e.shoal_server import ROOTS_PROGRAM
 from tests.e2e.simulated_clouds import Cloud, apart, asleep, bill, ended, renting
 from tests.small_wheels import small_wheel, uv_wheel
 
@@ -133,8 +133,7 @@ def test_job_of_a_user_runs_there_as_the_user_and_its_files_return(pods: Pods, t
     env = {**pods.cluster.env, "HOME": str(tmp_path)}
 
     def shoal(*words: str) -> str:
-        line = [sys.executable, "-m", "shoal", *words]
-        done = subprocess.run(line, cwd=pods.tree, env=env, capture_output=True, text=True, timeout=LIMIT)
+        done = ROOTS_PROGRAM.run(*words, cwd=pods.tree, env=env, timeout=LIMIT)
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
