@@ -137,9 +137,8 @@ def test_hosts_file_rewritten_by_cloud_init_is_repaired_before_slurm_starts(lent
     before = lent.shell("gpu1", "cat /etc/hosts")
     lent.shell("gpu1", f"printf '{HOSTS_FILES['gpu1']}' > /etc/hosts; systemctl restart shoal-names slurmd")
     assert sorted(lent.shell("gpu1", "cat /etc/hosts").splitlines()) == sorted(before.splitlines())
-    lent.shell(
-        "gpu1", "until ss -Hltn | grep -q :6818; do sleep 0.1; done"
-    )  # slurmd is started and does not listen yet
+    # `restart` does not wait until slurmd listens.
+    lent.shell("gpu1", "until ss -Hltn | grep -q :6818; do sleep 0.1; done")
     assert listening(lent, "gpu1") == {f"{lent.instances['gpu1'].target.address}:6818"}
 
 

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def make_app(command: str = "") -> typer.Typer:
-    """The app with the one command that is called: typer builds every command it knows. All, where it is none."""
+    """The app with the one command that is called: typer builds every command it knows. All, for the help."""
     app = typer.Typer(
         name="shoal",
         cls=ShoalGroup,
@@ -89,7 +89,7 @@ def make_app(command: str = "") -> typer.Typer:
         epilog="`shoal COMMAND --help` shows examples. Begin with init, check and up; then run.",
     )
     app.callback(invoke_without_command=True)(_main_options)
-    for name in [command] if command in _MODULES else _MODULES:
+    for name in [] if command == "--version" else [command] if command in _MODULES else _MODULES:
         module = importlib.import_module(f"shoal.cli.{_MODULES[name]}")
         entry = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
         if isinstance(entry, typer.Typer):
