@@ -102,7 +102,7 @@ def start_server(*line: str) -> socket.socket:
     with theirs:
         fds = [theirs.fileno()]
         process = subprocess.Popen([*line, str(fds[0])], cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=fds)
-    atexit.register(process.wait)
+    atexit.register(process.wait, 60)
     atexit.register(ours.close)
     return ours
 
@@ -252,7 +252,7 @@ def _become(call: dict[str, Any], fds: list[int]) -> None:
     sys.argv = [str(Path(shoal.__file__).with_name("__main__.py")), *call["arguments"]]
     sys.path[:1] = [call["directory"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.write(fds[3], b"pid %d" % os.getpid())
-    os.closerange(3, max(fds) + 1)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
 def _show_environ(text: str) -> None:
