@@ -14,6 +14,9 @@ LEAVING_REASON = "shoal: leaving the cluster"
 
 NOT_READY = frozenset({"DOWN", "UNKNOWN", "NOT_RESPONDING", "FUTURE", "INVALID_REG", "INVAL"})
 
+AWAITED = "idle+not_responding"
+"""The state of a node that was resumed, or whose slurmctld was started, until it answers. A silent one becomes DOWN."""
+
 UNSCHEDULED = NOT_READY | {"DRAIN", "FAIL", "POWERING_DOWN", "POWERED_DOWN"}
 """States that `resume` ends."""
 

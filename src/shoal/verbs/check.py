@@ -12,7 +12,7 @@ from shoal.network.addresses import strangers
 from shoal.plan.cluster_findings import drained_findings, space_findings
 from shoal.plan.connections import Fleet
 from shoal.plan.diff import make_plan, network_addresses
-from shoal.plan.nodes import unready_nodes
+from shoal.plan.nodes import AWAITED, unready_nodes
 from shoal.plan.observe import Observation, observe
 from shoal.plan.ownership import foreign_hosts, unusable_host_findings, without_other_clusters
 from shoal.plan.reachability import connection_addresses, unreachable_findings
@@ -147,8 +147,15 @@ async def _nodes(context: Context, fleet: Fleet, observed: Observation) -> list[
         return [Finding("error", error.message, fix=error.hint, host=context.controller.name)]
     except CommandTimeout as error:
         return [Finding("error", error.cause, fix=slurmctld_fix(error.host), host=error.host)]
+    return [_unready(name, reason) for name, reason in missing.items()]
+
+
+def _unready(node: str, reason: str) -> Finding:
+    if reason == AWAITED:
+        what = "has just been resumed, and Slurm waits for its answer"
+        return Finding("warning", what, reason, f"if it stays so, run `shoal doctor --node {node}`", host=node)
     what, fix = "Slurm cannot use the node", "run `shoal up`; `shoal status` shows the state"
-    return [Finding("error", what, reason, fix, host=name) for name, reason in missing.items()]
+    return Finding("error", what, reason, fix, host=node)
 
 
 async def _contract(context: Context, fleet: Fleet, plan_findings: Sequence[Finding]) -> list[Finding]:

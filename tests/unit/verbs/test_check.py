@@ -50,6 +50,17 @@ async def test_drained_node_is_a_warning_with_its_reason(world: World, context: 
     ]
 
 
+async def test_node_that_slurm_has_just_resumed_is_a_warning() -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.states["n1"] = "IDLE*"
+    [finding] = await check(context)
+    assert finding.level == "warning" and str(finding) == (
+        "n1: has just been resumed, and Slurm waits for its answer, found idle+not_responding, if it stays so, run "
+        "`shoal doctor --node n1`"
+    )
+
+
 async def test_images_with_versions_that_cannot_talk_are_errors_before_hosts_are_made() -> None:
     provider = FakeProvider()
     text = (
