@@ -21,6 +21,12 @@ from shoal.sandbox.programs import call_logged, last_lines
 
 SLURM = ("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "nftables", "libpmix2")
 """What `up` installs on hosts of any spec, on Debian 12."""
+PARTS = (
+    *("libpam-slurm-adopt", "wireguard-tools", "wireguard-go", "nfs-ganesha", "nfs-ganesha-vfs", "netbase", "sshfs"),
+    *("rsync", "mariadb-server", "slurmdbd", "python3-venv", "python3-pip-whl", "libnfs-utils"),
+    *("crun", "skopeo", "umoci", "buildah", "uidmap", "fuse-overlayfs"),
+)
+"""What it installs on containers for the parts of a spec; and a client of NFS, which is test_storage.py's."""
 PACKAGES = (
     *("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpam-slurm-adopt"),
     *("nftables", "chrony", "wireguard-tools", "nfs-kernel-server", "nfs-common", "netbase", "rsync", "sshfs"),
@@ -35,7 +41,7 @@ MORE_PACKAGES = {
 """By image: what only its `up` installs, with `containers`, too, and what test_vm.py needs for its faults."""
 STOPPED = (
     *("munge", "slurmctld", "slurmd", "chrony", "nfs-server", "rpcbind.service", "rpcbind.socket"),
-    *("docker.service", "docker.socket", "containerd", "mariadb", "slurmdbd"),
+    *("docker.service", "docker.socket", "containerd", "mariadb", "slurmdbd", "nfs-ganesha", "docker-registry"),
 )
 """Services that `up` or a test enables: a host that has only just been made does not run them."""
 INSTALL = """\
@@ -66,12 +72,19 @@ SHARED = (
 """Directories of the user's cache that the one for containers has, too."""
 
 
-def prepare_containers() -> Path:
-    """The cache for clusters of containers: the user's, with Slurm's packages installed in the image of Debian 12."""
-    shared, cache = cache_dir(), _place("installed-tests", SLURM)
+def prepare_containers(*, parts: bool) -> Path:
+    """The cache for clusters of containers: the user's, with packages installed in the image of Debian 12."""
+    shared = cache_dir()
+    cache = _prepare_containers(shared, shared, SLURM)
+    return _prepare_containers(shared, cache, SLURM, PARTS) if parts else cache
+
+
+def _prepare_containers(shared: Path, base: Path, *packages: Sequence[str]) -> Path:
+    """The same for one layer of packages, the last, on an image of the cache `base`, which has the others."""
+    cache = _place("installed-tests", *packages)
     for name in SHARED:
         _share(shared / name, cache / name)
-    asyncio.run(_ensure(shared, cache, "debian12", SLURM))
+    asyncio.run(_ensure(base, cache, "debian12", packages[-1]))
     return cache
 
 
