@@ -10,7 +10,7 @@ Other attacks have tests of their own, below tests/:
     files of a job that root reads    unit/jobs/test_hostile_files.py, unit/jobs/test_job_directory.py
     keys, shares, groups in the file  unit/spec/test_dangerous_values.py
     a neighbour in a LAN (ARP)        unit/verbs/test_check.py: `check` warns; docs/network.md has the remedy
-    first key of a rented machine     e2e/test_rented_host_keys.py
+    first key of a rented machine     e2e/test_rented_nodes.py
     another user's runs, environments e2e/test_lab.py, with MLflow itself
 """
 

@@ -1,7 +1,7 @@
 """Every provider end to end: a job starts two nodes and ends, they are released, and the ledger equals the bill.
 
 The providers' clouds are simulated beside one cluster, which rents from all of them at once; their machines are sandbox
-hosts. Those of the sandbox itself and of RunPod are in test_rented_nodes.py and test_rented_containers.py.
+hosts. Those of the sandbox itself and of RunPod are in test_rented_nodes.py.
 
     python -m tests.e2e.test_provider_rentals > bench/results/elastic-e2e.txt    how long it took with each, and cost
 """

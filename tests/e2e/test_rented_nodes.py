@@ -1,17 +1,26 @@
-"""Rented nodes: a simulated cloud whose machines are sandbox hosts, and a cluster that rents from it.
+"""Rented nodes: simulated clouds whose machines and containers are sandbox hosts, and a cluster that rents from them.
 
-The cloud runs beside the cluster on this machine, as with `shoal simulate`. It keeps its own bill.
+The clouds run beside the cluster on this machine, as with `shoal simulate`. Each keeps its own bill. A container has no
+share and no home: the files of `shoal run` reach it through the controller, and the files that jobs write are copied
+back while they run. The tests share the cluster and run in this order: a container joins first, which must not keep a
+machine from joining after it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, login_keys
 from tests.e2e.image_files import HERE, OTHER
 from tests.e2e.image_users import User, lines, write_image
 from tests.e2e.simulated_clouds import (
@@ -27,8 +36,12 @@ from tests.e2e.simulated_clouds import (
     state,
     submit,
 )
+from tests.small_wheels import small_wheel, uv_wheel
 
 from shoal.contract import WARNINGS_VARIABLE
+from shoal.jobs.record import USER_JOBS_DIRECTORY
+from shoal.local_files import cache_dir
+from shoal.sandbox.layout import Layout
 
 COVERS = (
     "cloud elastic roles/elastic roles/rented verbs/rentals verbs/simulate verbs/run_rented verbs/provider_accounts "
@@ -38,23 +51,29 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 NAME = "el-rent"
 BOTH = "burst[1-2]"
-KEY = "sk-e2e-0123456789abcdef"
+KEY, POD_KEY = "sk-e2e-0123456789abcdef", "rp-e2e-0123456789abcdef"
 SPEC = f"""\
 cluster: {NAME}
+network: wireguard
 controller: {{provider: sandbox, memory: 1G}}
 providers:
   acme: {{kind: sandbox, url: "URL-OF-sandbox", key: "env:SANDBOX_KEY"}}
-budget: {{per_hour: 5}}
+  runpod: {{url: "URL-OF-runpod", key: "env:RUNPOD_KEY"}}
+budget: {{per_hour: 9}}
 nodesets:
   burst: {{provider: acme, type: gpu-2, max: 2, idle: 10s, cpus: 1, memory: 1G, gpus: 2}}
   spot: {{provider: acme, type: cpu, market: spot, max: 1, idle: 10s, cpus: 1, memory: 1G}}
   small: {{provider: acme, type: gpu, max: 1, idle: 10s, cpus: 2, memory: 1G}}
   enough: {{provider: acme, type: gpu, max: 1, idle: 10s, cpus: 1, memory: 1G}}
   poor: {{provider: acme, type: cpu, max: 2, idle: 10s, cpus: 1, memory: 1G, budget: {{per_hour: 0.06}}}}
+  pods: {{provider: runpod, type: NVIDIA A40, region: EU-RO-1, max: 2, cpus: 1, memory: 2G, gpus: 1, idle: 10s}}
+  large: {{provider: runpod, type: 8x NVIDIA A40, region: EU-RO-1, max: 1, cpus: 72, memory: 2G, gpus: 8, idle: 10s}}
+environments:
+  bowl: {{requirements: bowl.txt, place: local}}
 files:
-  /opt/site/note: {{source: note, hosts: [burst]}}
+  /opt/site/note: {{source: note, hosts: [burst, pods]}}
 users:
-  ann: {{uid: 2001}}
+  ann: {{uid: 2001, keys: ["file:KEYS/ann.pub"]}}
 containers: oci
 """
 CONFINED = f"""\
@@ -67,24 +86,196 @@ nodesets:
 """
 
 
+SCRIPT = """\
+import contextlib, json, os, sys, time
+from pathlib import Path
+
+job, node, gpu = Path(os.environ["SHOAL_JOB_DIR"]), os.environ["SLURMD_NODENAME"], os.environ["CUDA_VISIBLE_DEVICES"]
+with contextlib.suppress(ImportError):
+    import herring
+    print("uses", herring.VERSION, sys.prefix)
+print(f"on {node} with gpu {gpu}")
+print(Path("/opt/site/note").read_text().strip())
+for step in range(int(sys.argv[1])):
+    checkpoint = job / f"checkpoints/step-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_text(str(step))
+    (job / "progress.new").write_text(json.dumps({"step": step, "updated": time.time()}))
+    (job / "progress.new").rename(job / "progress.json")
+    print("step", step)
+    time.sleep(float(sys.argv[2]))
+Path("result.txt").write_text("42")
+if "fail" in sys.argv:
+    raise ValueError("no such luck")
+"""
+JOBS = f"/var/lib/shoal/jobs/{NAME}"
+PUBLIC = "/etc/ssh/ssh_host_ed25519_key.pub"
+
+
+class Pods:
+    """The cluster, the address of its cloud, and a working tree with the script."""
+
+    def __init__(self, cluster: Cluster, url: str, tree: Path, key: Path) -> None:
+        self.cluster, self.url, self.tree, self.key = cluster, url, tree, key
+        (tree / "train.py").write_text(SCRIPT)
+
+    def run(self, *arguments: str, options: Sequence[str] = ()) -> str:
+        """Queue a job of `shoal run` for the first container."""
+        with chdir(self.tree):
+            return str(self.cluster.json("run", *options, "-p", "pods", "-w", "pods1", "train.py", *arguments)["id"])
+
+    def shown(self, job: str) -> dict[str, Any]:
+        """The job as `shoal jobs` shows it."""
+        [match] = [entry for entry in self.cluster.json("jobs")["jobs"] if entry["record"]["id"] == job]
+        return dict(match)
+
+    def kept(self, path: str) -> str:
+        """A file of a job, where it is kept."""
+        return self.cluster.on("controller", "cat", f"{JOBS}/{path}")
+
+
 @pytest.fixture(scope="module")
-def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+def clouds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[str, str], Path]]:
+    """The cluster, the addresses of its clouds by kind, and a directory with the user's key."""
     place = tmp_path_factory.mktemp("rented")
     (place / "note").write_text("from the file\n")
-    with renting(place, SPEC, Cloud("sandbox", KEY)) as (cluster, urls):
-        yield cluster, urls["sandbox"]
+    (place / "bowl.txt").write_text("--no-index\n--find-links /shared/index\nherring\n")
+    both = Cloud("sandbox", KEY), Cloud("runpod", POD_KEY, ("--boot-seconds", "1"))
+    with login_keys("ann") as keys, renting(place, SPEC.replace("KEYS", str(keys)), *both) as (cluster, urls):
+        index = Layout(cache_dir(), NAME).shared / "index"
+        small_wheel(index, "herring", "1.0")
+        uv_wheel(index)
+        yield cluster, urls, keys
+
+
+@pytest.fixture(scope="module")
+def rented(clouds: tuple[Cluster, dict[str, str], Path]) -> tuple[Cluster, str]:
+    """The cluster, and the address of the cloud with machines."""
+    return clouds[0], clouds[1]["sandbox"]
+
+
+@pytest.fixture(scope="module")
+def pods(clouds: tuple[Cluster, dict[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Pods:
+    cluster, urls, keys = clouds
+    return Pods(cluster, urls["runpod"], tmp_path_factory.mktemp("tree"), keys / "ann")
+
+
+# ---- containers
+
+
+def test_job_starts_a_container_with_its_environment_and_its_files_return(pods: Pods) -> None:
+    conf = pods.cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
+    assert "PartitionName=pods Nodes=pods[1-2] " in conf and " MaxNodes=1 " in conf
+    [made] = pods.cluster.json("env", "build", "bowl")["made"]
+    job = pods.run("3", "0.2", options=("--env", "bowl"))
+    shown = pods.cluster.shoal("logs", "-f", job).stdout.splitlines()
+    report = [line for line in shown if line.startswith("[0] ")]  # srun may have had to wait, and said so
+    assert report[:3] == [f"[0] uses 1.0 {made['path']}", "[0] on pods1 with gpu 0", "[0] from the file"]
+    assert report[3:] == [f"[0] step {step}" for step in range(3)]
+    assert pods.shown(job)["record"]["state"] == "COMPLETED"
+    assert (pods.kept(f"{job}/tree/result.txt"), pods.kept(f"{job}/checkpoints/step-2/weights")) == ("42", "2")
+    machine = bill(pods.url)["machines"][0]
+    assert (machine["type"], machine["region"], machine["usd_hour"]) == ("NVIDIA A40", "EU-RO-1", 0.44)
+
+
+def test_job_of_a_user_runs_there_as_the_user_and_its_files_return(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir()
+    address = pods.cluster.instances()["controller"].address
+    (tmp_path / ".ssh/config").write_text(f"Host desktop\n    HostName {address}\n    IdentityFile {pods.key}\n")
+    env = {**pods.cluster.env, "HOME": str(tmp_path)}
+
+    def shoal(*words: str) -> str:
+        line = [sys.executable, "-m", "shoal", *words]
+        done = subprocess.run(line, cwd=pods.tree, env=env, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    shoal("join", "ann@desktop")
+    job = json.loads(shoal("run", "--json", "-p", "pods", "-w", "pods1", "train.py", "3", "0.2"))["id"]
+    report = [line for line in shoal("logs", "-f", job).splitlines() if line.startswith("[0] ")]
+    assert report == ["[0] on pods1 with gpu 0", "[0] from the file", *(f"[0] step {step}" for step in range(3))]
+    place = f"{USER_JOBS_DIRECTORY}/ann/{job}"
+    assert pods.cluster.on("controller", "cat", f"{place}/checkpoints/step-2/weights") == "2"
+    assert set(pods.cluster.on("controller", "find", place, "-printf", r"%u\n").split()) == {"ann"}
+
+
+def test_container_below_its_nodeset_is_explained_on_the_job(pods: Pods) -> None:
+    """RunPod promises 72 CPUs, and the container has those of this machine."""
+    wake = ("sbatch", "--parsable", "--partition=large", "--output=/dev/null", "--wrap", "true")
+    job = pods.cluster.on("controller", *wake).strip()
+    said = "CPUs and nodeset large says 72"
+    pods.cluster.wait("it says why it waits", lambda: said in pods.shown(job)["record"]["waits_for"], seconds=120)
+    pods.cluster.on("controller", "scancel", job)
+
+
+def test_script_failure_in_a_container_is_reported_with_its_reason(pods: Pods) -> None:
+    job = pods.run("1", "0", "fail")
+    report = pods.cluster.shoal("logs", "-f", job, status=None)
+    assert "[0] ValueError: no such luck" in report.stdout.splitlines()
+    reason = pods.shown(job)["reason"]
+    assert reason["text"] == "rank 0 on pods1 failed first, with exit status 1: ValueError: no such luck"
+    assert pods.kept(f"{job}/tree/result.txt") == "42"
+
+
+def test_progress_is_visible_while_a_job_runs_and_cancel_keeps_checkpoints(pods: Pods) -> None:
+    job = pods.run("100000", "0.5")
+    pods.cluster.wait("its progress is here", lambda: pods.shown(job)["progress"].get("step", 0) >= 2)
+    assert pods.kept(f"{job}/checkpoints/step-0/weights") == "0"
+    pods.cluster.shoal("cancel", job)
+    pods.cluster.wait("it has ended", lambda: pods.shown(job)["record"]["state"] == "CANCELLED")
+    printed = [line["text"] for line in pods.cluster.json("logs", job)["lines"] if line["rank"] == 0]
+    last = printed[-1].removeprefix("step ")
+    assert int(last) >= 2 and pods.kept(f"{job}/checkpoints/step-{last}/weights") == last
+
+
+def test_idle_container_is_released_and_the_ledger_matches_the_bill(pods: Pods) -> None:
+    pods.cluster.wait("it goes", lambda: ended(pods.url), 300)
+    pods.cluster.wait("Slurm knows", lambda: asleep(pods.cluster, "pods[1-2]"), 200)
+    assert pods.cluster.json("cost")["machines"] == 0
+    assert apart(pods.cluster, pods.url, "pods") == ""
+
+
+def test_sbatch_gets_a_new_container_for_the_same_node(pods: Pods) -> None:
+    before = {machine["id"] for machine in bill(pods.url)["machines"]}
+    wake = "timeout 250 sbatch --wait -p pods --gpus=1 -o /dev/null --wrap 'srun hostname'"
+    pods.cluster.on("controller", "sh", "-c", wake)
+    assert len({machine["id"] for machine in bill(pods.url)["machines"]} - before) == 1
+    report = pods.cluster.on("controller", "sh", "-c", "journalctl; cat /proc/[0-9]*/cmdline; true")
+    assert "shoal-elastic" in report and POD_KEY not in report
+
+
+# ---- machines
+
+
+def expected_key(cluster: Cluster, node: str) -> str:
+    """The host key that the ledger has for the newest machine of a node."""
+    read = "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute(sys.argv[2], sys.argv[3:]).fetchone())"
+    query = "SELECT host_key FROM rentals WHERE node = ? ORDER BY intended_at DESC"
+    return cluster.on("controller", "python3", "-c", read, "/var/lib/shoal/elastic/ledger.db", query, node).strip()
+
+
+def boot_scripts() -> list[str]:
+    """The boot scripts that the clouds got, as they stored them."""
+    directory = Layout(cache_dir(), NAME).dir / "simulators"
+    return [path.read_text() for path in directory.glob("*.json")]
 
 
 def test_job_starts_two_rented_nodes_and_they_are_released(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
-    assert asleep(cluster)
+    assert asleep(cluster, BOTH)
     assert bill(url)["machines"] == []
-    show = "srun sh -c 'hostname; cat /opt/site/note; echo $CUDA_VISIBLE_DEVICES'"
+    show = f"srun sh -c 'hostname; cat /opt/site/note; echo $CUDA_VISIBLE_DEVICES; cut -d \" \" -f 2 {PUBLIC}'"
     job = submit(cluster, BOTH, show, "--gpus-per-node=2")
     cluster.wait("the job ends", lambda: state(cluster, job) not in UNFINISHED, seconds=240)
     assert state(cluster, job) == "COMPLETED", printed(cluster, job)
-    assert sorted(printed(cluster, job)) == sorted(["burst1", "burst2", *["0,1", "from", "the", "file"] * 2])
+    said = printed(cluster, job)
+    own = {word for word in said if word.startswith("AAAA")}
+    assert sorted({*said} - own) == sorted({"burst1", "burst2", "0,1", "from", "the", "file"}) and len(own) == 2
     assert len(bill(url)["machines"]) == 2
+    # The host keys that they made at the join; nobody else had the private halves.
+    assert {expected_key(cluster, node) for node in ("burst1", "burst2")} == {f"ssh-ed25519 {key}" for key in own}
+    assert not [script for script in boot_scripts() if any(key in script for key in own)]
+    assert "PRIVATE KEY" not in cluster.on("controller", "journalctl", "-u", "shoal-elastic", "--no-pager")
     cluster.wait("its nodes go", lambda: ended(url), seconds=240)
 
 
@@ -215,12 +406,16 @@ def test_machine_without_cgroups_is_explained_where_slurm_confines_jobs(
         cluster.on("controller", "scancel", job)
 
 
+def set_faults(url: str, *kinds: str) -> None:
+    """From now on the cloud has these faults."""
+    faults = json.dumps([{"kind": kind, "times": -1} for kind in kinds]).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", faults, method="PUT"), timeout=30):
+        pass
+
+
 def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
-    faults = json.dumps([{"kind": "stockout", "times": -1}]).encode()
-    ask = urllib.request.Request(f"{url}/_simulator/faults", faults, method="PUT")
-    with urllib.request.urlopen(ask, timeout=30):
-        pass
+    set_faults(url, "stockout")
     job = submit(cluster, "burst1", "true")
 
     def comment() -> str:
@@ -231,8 +426,7 @@ def test_stockout_is_shown_on_the_job(rented: tuple[Cluster, str]) -> None:
     [listed] = [entry for entry in cluster.json("jobs")["jobs"] if entry["record"]["id"] == job]
     assert "out of gpu-2" in listed["record"]["waits_for"]
     cluster.on("controller", "scancel", job)
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", b"[]", method="PUT"), timeout=30):
-        pass
+    set_faults(url)
 
 
 def test_node_without_its_machine_has_all_features_again(rented: tuple[Cluster, str]) -> None:
@@ -257,3 +451,33 @@ nodesets:
         refused = " ".join(cluster.shoal(verb, status=1).stderr.split())
         assert said in refused and "name another `image` there" in refused
     assert said in " ".join(cluster.shoal("check", status=1).stdout.split()) and cluster.instances() == {}
+
+
+def shorten_timeout(cluster: Cluster) -> None:
+    """The service as it is, but it waits for the right key for 15 s and not for three minutes."""
+    unit = cluster.on("controller", "systemctl", "cat", "shoal-elastic")
+    [python] = re.findall(r"^ExecStart=(\S+) -m shoal.elastic$", unit, re.MULTILINE)
+    program = (
+        "from shoal.cloud.service import join; join.OTHER_KEY_TIMEOUT_S = 15.0; import shoal.elastic as e; e.main()"
+    )
+    lines = f'[Service]\nExecStart=\nExecStart={python} -c "{program}"\n'
+    place = "/run/systemd/system/shoal-elastic.service.d"
+    write = f"mkdir -p {place}; printf %s {shlex.quote(lines)} > {place}/short.conf; systemctl daemon-reload"
+    cluster.on("controller", "sh", "-c", f"{write}; systemctl restart shoal-elastic")
+
+
+def test_machine_with_another_host_key_is_rejected_and_released(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    shorten_timeout(cluster)
+    before = {one["id"] for one in bill(url)["machines"]}
+    set_faults(url, "other-host-key")
+    job = submit(cluster, "burst2", "hostname")
+
+    def rejected() -> bool:
+        return any(one["ended"] for one in bill(url)["machines"] if one["id"] not in before)
+
+    cluster.wait("the machine is released", rejected, seconds=500)
+    log = cluster.on("controller", "journalctl", "-u", "shoal-elastic", "--no-pager")
+    assert "shows another host key than the one that the machine got at boot" in log
+    assert state(cluster, job) != "COMPLETED"
+    cluster.on("controller", "scancel", job)
