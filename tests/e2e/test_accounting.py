@@ -86,43 +86,34 @@ def test_second_up_has_no_changes(cluster: Cluster) -> None:
     assert cluster.json("plan")["changes"] == []
 
 
-def test_accounts_follow_the_spec_after_a_backup(cluster: Cluster) -> None:
+def test_accounts_and_qos_follow_the_spec_after_a_backup(cluster: Cluster) -> None:
+    """The partition's QOS is new: slurmctld would not start with a partition whose QOS is missing."""
     made = {"lab||gres/gpu=2|", "lab|ann||", "lab|bob||", "bio|||", "bio|cat||gres/gpu=1"}
     assert made <= associations(cluster)
     cluster.on(CONTROLLER, "sacctmgr", "-i", "add", "account", "theirs")
-    before = len(cluster.json("restore")["backups"])
-    cluster.edit("[ann, bob], group_gpus: 2", "[ann], group_gpus: 1")
-    try:
-        assert cluster.json("up")["changed"] == [CONTROLLER]
-        assert {"lab||gres/gpu=1|", "lab|ann||", "theirs|||"} <= associations(cluster)
-        assert not any("bob" in line for line in associations(cluster))
-        assert len(cluster.json("restore")["backups"]) == before + 1
-    finally:
-        cluster.edit("[ann], group_gpus: 1", "[ann, bob], group_gpus: 2")
-    assert cluster.json("up")["changed"] == [CONTROLLER]
-    assert made <= associations(cluster)
-
-
-def test_options_of_a_qos_and_the_qos_of_a_partition_are_set_and_reset(cluster: Cluster) -> None:
-    """The partition's QOS is new: slurmctld would not start with a partition whose QOS is missing."""
+    backups = len(cluster.json("restore")["backups"])
     options = "Flags: DenyOnLimit, UsageFactor: 0.5, GrpWall: 90, GraceTime: 30, Preempt: fast, MaxTRESPerUser: mem=64G"
     before = cluster.file.read_text()
     night = f"    night: {{options: {{{options}}}}}\n"
     partition = "partitions: {main: {nodesets: ALL, options: {QOS: night, AllowAccounts: 'root,lab'}}}\n"
-    cluster.file.write_text(before + night + partition)
     shown = ("sacctmgr", "-nP", "show", "qos", "night", "format=flags,usagefactor,grpwall,gracetime,preempt,maxtrespu")
     try:
-        assert cluster.json("up")["whole"]
+        fewer = before.replace("[ann, bob], group_gpus: 2", "[ann], group_gpus: 1")
+        cluster.file.write_text(fewer + night + partition)
+        assert cluster.json("up")["changed"] == [CONTROLLER]
+        assert {"lab||gres/gpu=1|", "lab|ann||", "theirs|||"} <= associations(cluster)
+        assert not any("bob" in line for line in associations(cluster))
+        assert len(cluster.json("restore")["backups"]) == backups + 1
         assert cluster.on(CONTROLLER, *shown) == "DenyOnLimit|0.500000|01:30:00|00:00:30|fast|mem=64G\n"
         assert "QoS=night" in cluster.on(CONTROLLER, "scontrol", "show", "partition", "main")
         assert cluster.json("up")["unchanged"]
         cluster.file.write_text(before + "    night: {}\n")
-        assert cluster.json("up")["whole"]
+        assert cluster.json("up")["changed"] == [CONTROLLER]
+        assert made <= associations(cluster)
         assert cluster.on(CONTROLLER, *shown) == "|1.000000||00:00:00||\n"
     finally:
         cluster.file.write_text(before)
     assert cluster.json("up")["whole"]
-    assert cluster.json("up")["unchanged"]
 
 
 def test_user_without_an_account_cannot_submit(cluster: Cluster) -> None:
@@ -198,12 +189,20 @@ def test_restore_loads_a_backup_and_can_be_undone(cluster: Cluster) -> None:
     assert set(filter(None, modes)) == {"700 root", "600 root"}
 
 
+BOOTED = "slurmctld slurmdbd mariadb shoal-backup.timer shoal-firewall"
+
+
+def test_services_start_at_boot(cluster: Cluster) -> None:
+    assert set(cluster.on(CONTROLLER, "sh", "-c", f"systemctl is-enabled {BOOTED}").split()) == {"enabled"}
+
+
+@pytest.mark.matrix  # tests/e2e/test_cluster.py reboots a controller daily
 def test_cluster_recovers_after_a_controller_reboot(cluster: Cluster) -> None:
     before = recorded(cluster)
     assert before
     cluster.fault("reboot", CONTROLLER)
     cluster.wait("records", lambda: before.items() <= recorded(cluster).items(), seconds=240)
-    ready = "systemctl is-active slurmctld slurmdbd mariadb shoal-backup.timer shoal-firewall && sinfo -h -t idle -o %n"
+    ready = f"systemctl is-active {BOOTED} && sinfo -h -t idle -o %n"
     cluster.wait("the node", lambda: NODE in cluster.ssh(CONTROLLER, ready).stdout, seconds=240)
     wait_for_records(cluster, [sbatch(cluster, "true")])
 

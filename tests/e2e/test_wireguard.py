@@ -281,6 +281,7 @@ def test_members_join_and_leave_while_the_others_keep_their_sessions(cluster: Cl
     assert {host: since(cluster, host) for host in stay} == up_since
 
 
+@pytest.mark.matrix  # test_lost_nat_state and test_tunnel_containers.py cut connections daily
 def test_disconnected_site_reconnects(cluster: Cluster) -> None:
     for host in ("fish1", "fish2"):
         cluster.fault("cut", host)
@@ -294,6 +295,7 @@ def test_disconnected_site_reconnects(cluster: Cluster) -> None:
         cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
 
 
+@pytest.mark.matrix  # the hub is rebooted daily
 def test_rebooted_host_reconnects(cluster: Cluster) -> None:
     cluster.fault("reboot", "fish1")
     cluster.wait("fish1 runs jobs again", lambda: works(cluster, "fish1"))
