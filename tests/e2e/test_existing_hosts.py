@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster, kill, read_until
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster, kill, read_until
 from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 from tests.sandbox_faults import SandboxFaults
 
@@ -32,12 +32,16 @@ def lent() -> Iterator[Lent]:
         "desk": Shape(gpus=1, memory_mb=1024),
         "gpu1": Shape(gpus=1, memory_mb=1024),
         "small": Shape(memory_mb=1024, disk_mb=1500),
+        "newer": Shape(memory_mb=512, image="debian13"),
     }
-    with lent_hosts(MADE, shapes) as made:
+    with lent_hosts(MADE, shapes, "x-window") as made:
         for name, text in HOSTS_FILES.items():
             made.shell(name, f"printf '{text}' > /etc/hosts; ip address add 192.0.2.7/32 dev eth0")
         made.shell("small", "hostname vps-17")
         made.shell("gpu1", "mkdir -p /etc/cloud && touch /etc/cloud/cloud.cfg")
+        for name in ("desk", "newer"):
+            # Not before all of it has started: what boots writes files too, and so does what runs once a day.
+            made.shell(name, "systemctl is-system-running --wait; systemctl stop '*.timer'; touch /root/before")
         yield made
 
 
@@ -53,6 +57,57 @@ HOSTS_FILES = {
 def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     text = spec_text("lent", lent, "desk", ("gpu1", "small"), compute=True)
     return Cluster(tmp_path_factory.mktemp("lent"), text)
+
+
+OUTSIDE = {
+    "too old": (
+        "newer",
+        "desk",
+        [
+            "desk: Slurm too old for the controller's",
+            "Slurm 22.05.8; the controller newer has 24.11.5 and talks to 23.02 to 24.11",
+            "install Slurm 23.02 to 24.11 on desk; or take desk out of the spec",
+        ],
+    ),
+    "newer": (
+        "desk",
+        "newer",
+        [
+            "newer: Slurm newer than the controller's",
+            "Slurm 24.11.5; the controller desk has 22.05.8 and talks to 22.05",
+            "install Slurm 22.05 on newer; or take newer out of the spec",
+        ],
+    ),
+}
+
+
+@ON_DEBIAN_12
+@pytest.mark.parametrize("case", list(OUTSIDE))
+def test_releases_outside_the_window_are_rejected_and_no_host_changes(lent: Lent, tmp_path: Path, case: str) -> None:
+    controller, node, texts = OUTSIDE[case]
+    cluster = Cluster(tmp_path, spec_text("x-window", lent, controller, (node,)))
+    output = cluster.shoal("up", status=1).stderr
+    assert "cannot talk to each other; nothing was changed" in output
+    for text in texts:
+        assert text in output, output
+    assert cluster.shoal("plan", status=1).stderr.endswith(output.partition("error:")[2])
+    findings = cluster.json("check", status=1)["findings"]
+    assert f"{node}: " + findings[0]["what"] == texts[0] and findings[0]["host"] == node, findings
+    assert cluster.json("up", status=1)["error"] == "VersionWindow"
+    for name in (controller, node):
+        assert_untouched(lent, name)
+
+
+def assert_untouched(lent: Lent, name: str) -> None:
+    """Nothing was installed, no account made, no file written but the agent's own cache and the system's logs."""
+    skipped = ("/var/lib/shoal", "/var/log", "/proc", "/sys", "/run", "/dev", "/tmp")
+    own = " -o ".join(f"-path {path}" for path in skipped)
+    written = lent.shell(name, f"find / \\( {own} \\) -prune -o -newer /root/before -type f -print").split()
+    # sshd and sudo remember whom they let in.
+    assert [path for path in written if not path.startswith(("/var/lib/sudo/", "/var/lib/systemd/"))] == []
+    assert lent.shell(name, "dpkg -l munge slurmd slurmctld slurm-client 2>/dev/null | grep ^ii; true") == ""
+    assert lent.shell(name, "ls /etc/munge /etc/slurm /etc/shoal 2>/dev/null; getent passwd munge slurm; true") == ""
+    assert lent.shell(name, "nft list tables 2>/dev/null; grep shoal /etc/hosts; true") == ""
 
 
 def test_full_disk_on_a_host_does_not_stop_the_others(cluster: Cluster) -> None:
