@@ -309,7 +309,7 @@ def test_provider_keys_are_readable_only_by_root(rented: tuple[Cluster, str]) ->
 
 def test_released_nodes_return_to_power_saving_without_flags(rented: tuple[Cluster, str]) -> None:
     cluster, _ = rented  # the tests before this one used the time in which Slurm lets them rest
-    cluster.wait("all nodes sleep", lambda: asleep(cluster), seconds=240)
+    cluster.wait("all of them sleep", lambda: asleep(cluster, BOTH, "spot1"), seconds=240)
 
 
 @pytest.mark.matrix  # tests/unit/cloud/test_service_restart.py has every step of it
@@ -317,13 +317,13 @@ def test_service_killed_repeatedly_orders_nothing_twice_and_leaves_no_machine(
     rented: tuple[Cluster, str],
 ) -> None:
     cluster, url = rented
-    assert asleep(cluster)
+    assert asleep(cluster, BOTH)
     before = len(bill(url)["machines"])
     job = submit(cluster, BOTH, "srun hostname")
     for _ in range(6):
         cluster.ssh("controller", "systemctl kill --signal=KILL shoal-elastic; sleep 1; systemctl start shoal-elastic")
     cluster.wait("the job ends", lambda: state(cluster, job) == "COMPLETED", seconds=300)
-    cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
+    cluster.wait("its nodes go", lambda: asleep(cluster, BOTH), seconds=240)
     cluster.wait("its machines go", lambda: ended(url), seconds=60)
     assert len(bill(url)["machines"]) == before + 2
 
@@ -471,7 +471,7 @@ def test_machine_with_another_host_key_is_rejected_and_released(rented: tuple[Cl
     shorten_timeout(cluster)
     before = {one["id"] for one in bill(url)["machines"]}
     set_faults(url, "other-host-key")
-    job = submit(cluster, "burst2", "hostname")
+    job = submit(cluster, "enough1", "hostname")
 
     def rejected() -> bool:
         return any(one["ended"] for one in bill(url)["machines"] if one["id"] not in before)
