@@ -41,7 +41,7 @@ MORE_PACKAGES = {
 """By image: what only its `up` installs, with `containers`, too, and what test_vm.py needs for its faults."""
 STOPPED = (
     *("munge", "slurmctld", "slurmd", "chrony", "nfs-server", "rpcbind.service", "rpcbind.socket"),
-    *("docker.service", "docker.socket", "containerd", "mariadb", "slurmdbd", "nfs-ganesha", "docker-registry"),
+    *("docker.service", "docker.socket", "containerd", "mariadb", "slurmdbd", "nfs-ganesha"),
 )
 """Services that `up` or a test enables: a host that has only just been made does not run them."""
 INSTALL = """\
