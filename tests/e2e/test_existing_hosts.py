@@ -137,18 +137,15 @@ def test_host_of_another_cluster_is_taken_over_only_on_request(cluster: Cluster,
     reach = f"user: shoal, identity: {lent.identity}"
     text = f"cluster: lent2\ncontroller: {{host: {lent.entry('gpu1')}, compute: true, {reach}}}\n"
     other = Cluster(tmp_path, text)
-    for verb in ("check", "plan", "up"):
-        done = other.shoal(verb, status=1)
-        words = " ".join((done.stdout + done.stderr).split())
-        assert "gpu1: belongs to cluster lent (controller desk" in words, words
-        assert f"running: job {job} (root)" in words and "up --take-over" in words, words
+    words = " ".join(other.shoal("up", status=1).stderr.split())
+    assert "gpu1: belongs to cluster lent (controller desk" in words, words
+    assert f"running: job {job} (root)" in words and "up --take-over" in words, words
     assert state_of(cluster, job) == "RUNNING"
     assert f"running: job {job} (root)" in " ".join(other.shoal("plan", "--take-over").stdout.split())
     assert other.json("up", "--take-over", timeout=600)["whole"]
     assert other.on("gpu1", "srun", "hostname").strip() == "gpu1"
     assert "sleep 1200" not in lent.shell("gpu1", "ps axo args")
     assert "taken over by cluster lent2" in cluster.on("desk", "scontrol", "show", "node", "gpu1")
-    assert other.json("up")["unchanged"]
     refused = cluster.shoal("up", status=1)
     assert "gpu1: is the controller of cluster lent2" in refused.stderr, refused.stderr
     other.shoal("down", "--yes")
@@ -166,14 +163,11 @@ def test_renamed_cluster_is_rejected_before_anything_changes(cluster: Cluster) -
     before = cluster.on("desk", "cat", "/etc/slurm/slurm.conf")
     cluster.edit("cluster: lent", "cluster: lagoon")
     try:
-        for verb in ("check", "plan", "up", "down"):
-            options = ("--yes", "--force") if verb == "down" else ()
-            done = cluster.shoal(verb, *options, status=1)
-            assert "`cluster: lent`" in " ".join((done.stdout + done.stderr).split()), "the fix names the old name"
+        refused = " ".join(cluster.shoal("up", status=1).stderr.split())
+        assert "`cluster: lent`" in refused, "the fix names the old name"
     finally:
         cluster.edit("cluster: lagoon", "cluster: lent")
     assert cluster.on("desk", "cat", "/etc/slurm/slurm.conf") == before
-    assert cluster.json("up")["unchanged"]
 
 
 def test_slurm_listens_only_on_the_network_address_under_any_hostname(lent: Lent) -> None:
