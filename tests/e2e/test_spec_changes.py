@@ -146,9 +146,7 @@ def test_up_does_not_restart_slurmctld_whose_state_is_read_only(cluster: Cluster
 def test_versions_of_images_are_compared_before_hosts_are_made(tmp_path: Path) -> None:
     text = SPEC.replace("el-lan", "el-images").replace("count: 1,", "count: 1, image: debian13,")
     fresh = Cluster(tmp_path, text.replace("sandbox, memory", "sandbox, image: debian12, memory"))
-    for verb in ("check", "plan", "up"):
-        done = fresh.shoal(verb, status=1)
-        assert "Slurm newer than the controller's" in " ".join((done.stdout + done.stderr).split())
+    assert "Slurm newer than the controller's" in " ".join(fresh.shoal("up", status=1).stderr.split())
     assert fresh.instances() == {}
 
 
