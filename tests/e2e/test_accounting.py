@@ -83,7 +83,6 @@ def connects(host: str, port: int) -> bool:
 
 def test_second_up_has_no_changes(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
-    assert cluster.json("plan")["changes"] == []
 
 
 def test_accounts_and_qos_follow_the_spec_after_a_backup(cluster: Cluster) -> None:
