@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.proof.train import TOTAL, train
-from tests.unit.train.procs import ranks
+from tests.unit.train.procs import fresh_ranks
 
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import Comparison, compare
@@ -99,8 +99,8 @@ def _train(rank: int, root: str, cases: list[Case], world: int) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("proof")
     cases = [*RIGHT, *WRONG]
-    ranks(1, _train, str(made / "one"), cases, 1)
-    ranks(WORLD, _train, str(made / "many"), cases, WORLD)
+    fresh_ranks(1, _train, str(made / "one"), cases, 1)
+    fresh_ranks(WORLD, _train, str(made / "many"), cases, WORLD)
     return made
 
 

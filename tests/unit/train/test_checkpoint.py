@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.train.procs import ranks
+from tests.unit.train.procs import fresh_ranks, ranks
 from tests.unit.train.training import build, digest, train_step
 
 from shoal.train.checkpoint import Checkpointer, TrainState
@@ -293,7 +293,7 @@ def _all_ranks_failed_alike_and_loudly(results: list[Any], cause: str) -> None:
 def test_training_continues_on_a_full_disk_and_all_ranks_report(tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "disk").mkdir()
     with _mounted("-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk")) as disk:
-        results = ranks(2, _train_on_a_bad_disk, str(disk), asynchronous)
+        results = fresh_ranks(2, _train_on_a_bad_disk, str(disk), asynchronous)
         _all_ranks_failed_alike_and_loudly(results, "No space left on device")
         assert _names(disk) == []  # a failed attempt does not keep what little space there is
 
@@ -303,7 +303,9 @@ def test_training_continues_in_a_read_only_directory_and_all_ranks_report(tmp_pa
     (tmp_path / "disk").mkdir()
     with _mounted("--bind", str(tmp_path / "disk"), str(tmp_path / "disk")) as disk:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(disk)], check=True)
-        _all_ranks_failed_alike_and_loudly(ranks(2, _train_on_a_bad_disk, str(disk), False), "Read-only file system")
+        _all_ranks_failed_alike_and_loudly(
+            fresh_ranks(2, _train_on_a_bad_disk, str(disk), False), "Read-only file system"
+        )
 
 
 def _on_private_disks(rank: int, directory: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.train.procs import start
+from tests.unit.train.procs import kill, ranks, start
 from tests.unit.train.training import build, digest, train_step
 
 from shoal.train.checkpoint import Checkpointer
@@ -47,7 +46,7 @@ def _die_at(count: int, directory: str) -> None:
     sys.addaudithook(watch)
 
 
-def _resume(rank: int, directory: str) -> None:
+def _resume(rank: int, directory: str) -> tuple[int | None, str]:
     state = build("fsdp", seed=9)
     checkpointer = Checkpointer(directory)
     checkpointer.claim()
@@ -55,7 +54,8 @@ def _resume(rank: int, directory: str) -> None:
     restored = digest(state)
     train_step(state)
     assert checkpointer.save(5, state).committed
-    Path(directory, f"resumed-{rank}").write_text(json.dumps([step, restored]))
+    checkpointer.close()
+    return step, restored
 
 
 def _run_until_one_dies(count: int, *args: Any) -> list[int]:
@@ -67,10 +67,7 @@ def _run_until_one_dies(count: int, *args: Any) -> list[int]:
             for child, _ in children:
                 child.join(300)
     finally:
-        for child, pipe in children:
-            child.kill()
-            child.join()
-            pipe.close()
+        kill(children)
     return [child.exitcode for child, _ in children]
 
 
@@ -79,15 +76,12 @@ def _whole_checkpoint_is_found(directory: Path, count: int) -> int:
     newest = files.committed(directory)[0]
     manifest = files.read_manifest(newest)
     assert files.find_damage(newest, manifest.files) == ""
-    assert _run_until_one_dies(count, _resume, str(directory)) == [0] * count
-    steps = set()
-    for rank in range(count):
-        step, restored = json.loads((directory / f"resumed-{rank}").read_text())
+    resumed = ranks(count, _resume, str(directory))
+    for rank, (step, restored) in enumerate(resumed):
+        assert step == files.step_of(newest)
         assert restored == (directory / f"parameters-{step}-{rank}").read_text()
-        steps.add(step)
-    assert len(steps) == 1 and steps == {files.step_of(newest)}
     assert files.list_leftovers(directory) == []
-    return steps.pop()
+    return files.step_of(newest)
 
 
 def test_kill_at_each_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

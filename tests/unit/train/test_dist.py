@@ -11,8 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run
+from tests.unit.train.procs import start_script
 from tests.unit.train.two_hosts import ADDRESSES, ONE_RANK, RENDEZVOUS_ONLY, TwoHosts, outcome, two_hosts
 
-from shoal.train import rendezvous_errors
+from shoal.train import multiprocess, rendezvous_errors
 from shoal.train.dist import REPORT_AFTER_S, init, set_threads, use_interface
 from shoal.train.env import read_env
 from shoal.train.errors import EnvError
@@ -100,28 +100,33 @@ def test_missing_ranks_are_named_within_15_seconds_by_default() -> None:
     assert REPORT_AFTER_S + 2 * len(rendezvous_errors.PROBE_PORTS) * rendezvous_errors.PROBE_TIMEOUT_S <= 15
 
 
-def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
-    """Run a command to its end. Returns the JSON of its ranks, in the order of ranks, and all other output."""
-    base = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=base | environ, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    said = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    return sorted(said, key=lambda found: int(found["rank"])), ended.stderr
+TORCHRUN, SPAWN = Path(torch.distributed.run.__file__), Path(multiprocess.__file__)
+
+
+def run(script: Path, *arguments: str, errors: Path) -> tuple[list[dict[str, Any]], str]:
+    """Run a script to its end. Returns the JSON of its ranks, in the order of ranks, and all other output."""
+    process, output = start_script(script, *arguments, errors=errors, OMP_NUM_THREADS="1")
+    with output:
+        said = [json.loads(line) for line in output if line.startswith("{")]
+    process.join(600)
+    assert process.exitcode == 0, errors.read_text()
+    return sorted(said, key=lambda found: int(found["rank"])), errors.read_text()
 
 
 @pytest.mark.parametrize(
-    ("launcher", "command"),
+    ("launcher", "program", "options"),
     [
-        ("torchrun", ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
-        ("torchrun", ["torch.distributed.run", "--master-port=0", "--nproc-per-node=2"]),
-        ("spawn", ["shoal.train.multiprocess", "--nprocs=2"]),
+        ("torchrun", TORCHRUN, ["--standalone", "--nproc-per-node=2"]),
+        ("torchrun", TORCHRUN, ["--master-port=0", "--nproc-per-node=2"]),
+        ("spawn", SPAWN, ["--nprocs=2"]),
     ],
     ids=["torchrun --standalone", "torchrun with a static rendezvous", "spawn"],
 )
-def test_script_runs_unchanged_under_each_launcher(launcher: str, command: list[str]) -> None:
-    if "--master-port=0" in command:
-        command = [*command[:1], f"--master-port={free_port()}", *command[2:]]
-    said, beside = run([sys.executable, "-m", *command, str(ONE_RANK)])
+def test_script_runs_unchanged_under_each_launcher(
+    tmp_path: Path, launcher: str, program: Path, options: list[str]
+) -> None:
+    options = [option.replace("port=0", f"port={free_port()}") for option in options]
+    said, beside = run(program, *options, str(ONE_RANK), errors=tmp_path / "errors")
     assert [(found["rank"], found["launcher"], found["total"]) for found in said] == [
         (0, launcher, 3.0),
         (1, launcher, 3.0),
@@ -131,8 +136,8 @@ def test_script_runs_unchanged_under_each_launcher(launcher: str, command: list[
     assert re.search(r"rank +node +local rank +GPU\n0 +\S+ +0 +none\n1 +\S+ +1 +none\nNo rank has a GPU", beside)
 
 
-def test_script_runs_unchanged_alone_without_opening_a_port() -> None:
-    said, _ = run([sys.executable, str(ONE_RANK)])
+def test_script_runs_unchanged_alone_without_opening_a_port(tmp_path: Path) -> None:
+    said, _ = run(ONE_RANK, errors=tmp_path / "errors")
     assert [(found["launcher"], found["total"], found["port"]) for found in said] == [("python", 1.0, 0)]
 
 
@@ -153,16 +158,14 @@ def test_spawn_forwards_signals_to_its_ranks_and_returns_their_exit_code(tmp_pat
         "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
         "time.sleep(120)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.train.multiprocess", "--nprocs", "2", str(script), str(tmp_path)],
-        stderr=subprocess.PIPE,
-    )
-    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=120)
-    assert process.returncode == 75
+    process, output = start_script(SPAWN, "--nprocs", "2", str(script), str(tmp_path), errors=tmp_path / "errors")
+    with output:
+        while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+            assert process.is_alive()
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGUSR1)
+        process.join(120)
+    assert process.exitcode == 75
 
 
 def test_spawn_numbers_ranks_over_nodes_and_rejects_several_starts_per_node() -> None:

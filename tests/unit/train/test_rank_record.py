@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.unit.train.procs import start
+from tests.unit.train.procs import kill, start
 
 from shoal.jobs.hang import describe_stacks, parse_stacks
 from shoal.remote import python_command
@@ -54,9 +54,7 @@ def test_rank_that_the_others_wait_for_is_named(monkeypatch: Any) -> None:
         assert lines[1].startswith("rank 0 on ") and "distributed_c10d.py:" in lines[1], lines
         assert all(child.is_alive() for child, _ in children), "to ask does not disturb them"
     finally:
-        for child, _ in children:
-            child.kill()
-            child.join()
+        kill(children)
 
 
 PROGRAM = """\

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.train.procs import ranks, start_script
+from tests.unit.train.procs import fresh_ranks, start_script
 
 from shoal import contract
 from shoal.contract import KILL_WAIT_S
@@ -173,7 +173,7 @@ def _signal_one_rank(rank: int, victim: int) -> Any:
 
 
 def test_all_ranks_stop_at_the_same_step_after_a_signal_to_a_single_rank() -> None:
-    results = ranks(2, _signal_one_rank, 1)
+    results = fresh_ranks(2, _signal_one_rank, 1)
     assert results == [(Stop(4, "SIGUSR1", None, 1.0), ""), (Stop(4, "SIGUSR1", None, 1.0), "SIGUSR1")]
 
 

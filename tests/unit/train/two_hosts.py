@@ -6,15 +6,23 @@ first, has an address, and leads nowhere. Only `mesh0` leads to the other host.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from tests.unit.train.procs import start_script
+
+Script = tuple[Any, TextIO, Path]
+"""Its process, its output, and the file with its errors."""
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 ONE_RANK = Path(__file__).with_name("one_rank.py")
 RENDEZVOUS_ONLY = Path(__file__).with_name("rendezvous_only.py")
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
@@ -24,34 +32,45 @@ class TwoHosts:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.namespaces = [f"shoal-t{os.getpid()}-{number}" for number in (1, 2)]
-        self.running: list[subprocess.Popen[str]] = []
+        self.running: list[Script] = []
 
-    def start(self, host: int, environ: Mapping[str, str], script: Path, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, host: int, environ: Mapping[str, str], script: Path, *arguments: str) -> Script:
         """Run a script as a process of this host (0 or 1), under its name and with its /etc/hosts."""
-        inside = f'hostname gpu{host + 1} && mount --bind {self.place}/hosts{host} /etc/hosts && exec "$@"'
-        command = ["ip", "netns", "exec", self.namespaces[host], "unshare", "--mount", "--uts", "sh", "-c", inside, "-"]
-        base = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [*command, sys.executable, str(script), *arguments],
-            env=base | dict(environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.running.append(process)
-        return process
+        entry = partial(enter, self.namespaces[host], f"gpu{host + 1}", f"{self.place}/hosts{host}")
+        errors = self.place / f"errors{len(self.running)}"
+        process, output = start_script(script, *arguments, errors=errors, enter=entry, **environ)
+        self.running.append((process, output, errors))
+        return self.running[-1]
 
     def cut(self) -> None:
         """From now on the first host's answers to the second are lost."""
         ip("-n", self.namespaces[0], "route", "add", "blackhole", f"{ADDRESSES[1]}/32")
 
 
-def outcome(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+def enter(namespace: str, host: str, names: str) -> None:
+    """Make this process one of that host, as `ip netns exec` and `unshare --mount --uts` would."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: Any) -> None:
+        if getattr(libc, function)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{function}{arguments}")
+
+    with open(f"/run/netns/{namespace}") as file:
+        call("setns", file.fileno(), CLONE_NEWNET)
+    call("unshare", CLONE_NEWNS | CLONE_NEWUTS)
+    socket.sethostname(host)
+    call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)  # with the interfaces of the namespace
+    call("mount", names.encode(), b"/etc/hosts", None, MS_BIND, None)
+
+
+def outcome(script: Script) -> tuple[dict[str, Any], str]:
     """The JSON that the script printed, and the output of the library."""
-    out, err = process.communicate(timeout=600)
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    assert lines, err
-    return json.loads(lines[-1]), err
+    process, output, errors = script
+    lines = [line for line in output if line.startswith("{")]
+    process.join(600)
+    assert lines, errors.read_text()
+    return json.loads(lines[-1]), errors.read_text()
 
 
 @contextmanager
@@ -74,9 +93,10 @@ def two_hosts(place: Path) -> Iterator[TwoHosts]:
                 ip("-n", name, "link", "set", link, "up")
         yield hosts
     finally:
-        for process in hosts.running:
+        for process, output, _ in hosts.running:
             process.kill()
-            process.communicate()
+            process.join()
+            output.close()
         for name in hosts.namespaces:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
