@@ -1,6 +1,8 @@
 """The `shoal` command as a person runs it: help, exit codes, JSON, Ctrl-C."""
 
+import contextlib
 import getpass
+import io
 import json
 import os
 import re
@@ -18,7 +20,7 @@ from tests.unit.hosts.sshd_server import Sshd, needs_sshd, running_sshd
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from shoal.cli.app import make_app
+from shoal.cli.app import main, make_app
 from shoal.cli.help import placeholder
 
 BAD = "cluster: reef\ncontroler: {host: c1}\nnodesets:\n  lab: {hosts: [n1, n1]}\n"
@@ -46,12 +48,26 @@ def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+APP: Any = get_command(make_app())
+
+
 def shoal(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, timeout=60, **more)
 
 
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    """What `shoal` prints and returns, without a process of its own."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["shoal", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+    printed = [stream.seek(0) or stream.read() for stream in (out, err)]
+    return subprocess.CompletedProcess(words, int(end.value.code or 0), *printed)
+
+
 def invoke(*words: str) -> Any:
-    return CliRunner().invoke(make_app(), list(words))
+    return CliRunner().invoke(make_app(*words[:1]), list(words))
 
 
 def with_json(words: list[str]) -> list[str]:
@@ -60,7 +76,7 @@ def with_json(words: list[str]) -> list[str]:
 
 
 def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in (group or get_command(make_app())).commands.items():
+    for name, command in (group or APP).commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*before, name))
         else:
@@ -116,7 +132,7 @@ def test_help_is_shown_without_a_command() -> None:
 
 @cases("words", ("run", "--help"), ("node", "--help"), ("node", "drain", "--help"), ("rnu",))
 def test_command_loaded_alone_prints_the_same_output(words: tuple[str, ...]) -> None:
-    alone, among_all = shoal(*words), invoke(*words)
+    alone, among_all = call(*words), CliRunner().invoke(make_app(), list(words))
     assert alone.returncode == among_all.exit_code
     assert alone.stdout.split() == among_all.stdout.split()
 
@@ -174,10 +190,10 @@ def test_invalid_file_is_a_json_object_of_findings(words: list[str]) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_command_line_exits_2_with_the_fix(words: list[str], message: str, fix: str) -> None:
-    done = shoal(*words)
+    done = call(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    told = shoal(*with_json(words))
+    told = call(*with_json(words))
     assert told.returncode == 2
     said = json.loads(told.stdout)
     assert said["error"] == "UsageError"
@@ -234,11 +250,11 @@ def test_refused_connection_is_an_error_with_a_fix() -> None:
     Path("shoal.yaml").write_text(
         "cluster: r\ncontroller: {host: {name: c1, address: 127.0.0.1, port: 1}, compute: true}\n"
     )
-    done = shoal("status")
+    done = call("status")
     assert done.returncode == 1
     assert done.stderr.startswith("error: c1: ")
     assert "\n  fix: " in done.stderr
-    told = json.loads(shoal("status", "--json").stdout)
+    told = json.loads(call("status", "--json").stdout)
     assert told["error"] == "Unreachable"
     assert told["fix"]
 

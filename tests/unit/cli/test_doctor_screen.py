@@ -90,7 +90,7 @@ def test_fixes_and_their_history_are_shown() -> None:
 
 
 def test_finding_without_fix_is_a_usage_error() -> None:
-    done = CliRunner().invoke(make_app(), ["doctor", "low-memory"])
+    done = CliRunner().invoke(make_app("doctor"), ["doctor", "low-memory"])
     assert done.exit_code == 2 and "use `shoal doctor --fix low-memory`" in done.output
 
 

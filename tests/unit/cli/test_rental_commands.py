@@ -141,7 +141,7 @@ def still_there(clouds: dict[str, str]) -> list[str]:
 
 
 def shoal(*words: str) -> Any:
-    return CliRunner().invoke(make_app(), list(words))
+    return CliRunner().invoke(make_app(words[0]), list(words))
 
 
 def test_offers_lists_every_cloud_and_exits_3_if_a_cloud_is_down(clouds: dict[str, str], tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_impossible_request_is_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    done = CliRunner().invoke(make_app(), ["prove", "train.py", "-n", "4", "--json", *words])
+    done = CliRunner().invoke(make_app("prove"), ["prove", "train.py", "-n", "4", "--json", *words])
     told = json.loads(done.stdout)
     assert done.exit_code == 2 and told["message"].startswith(said) and told["fix"] == fix
 

@@ -310,7 +310,7 @@ def test_command_that_needs_root_says_so_and_advises_no_sudo(line: str) -> None:
     store(RECORD, Login("desktop", "alice"))
     words = line.split()
     at = 2 if words[0] in ("node", "keys", "bench") else 1
-    done = CliRunner().invoke(make_app(), [*words[:at], "--json", *words[at:]])
+    done = CliRunner().invoke(make_app(words[0]), [*words[:at], "--json", *words[at:]])
     answer = json.loads(done.output)
     assert (done.exit_code, answer["error"]) == (2, "UsageError")
     assert "needs the operator's file of cluster reef, and the right to become root" in answer["message"]
