@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from typing import Any
 import pytest
 
 from shoal.sandbox.cgroups import hierarchies
+from shoal.sandbox.layout import Layout
 
 DIRECTORY = "SHOAL_TEST_TIMES"
 PROCESS = "SHOAL_TEST_PROCESS"
 """In the environment of all that a process of the run starts, hosts included: who has started it."""
 PHASES = ("up", "down")
 """Verbs whose time is recorded."""
-BOOT = r"^ +sandbox hosts +\S.* (\d+\.\d) s$"
-"""What `up` prints when hosts have been made and started."""
 GROUP = "tests-of-shoal-"
 _BEGUN = time.monotonic()
 
@@ -45,13 +43,26 @@ def group_seconds(group: Path) -> float:
 
 
 @contextmanager
-def phase(name: str, cluster: str) -> Iterator[Callable[[str], None]]:
-    """Record how long the block takes, if `name` is one of PHASES. It may pass on what the command printed."""
+def phase(name: str, cluster: Layout) -> Iterator[None]:
+    """Record how long the block takes, if `name` is one of PHASES."""
     if name not in PHASES or _recorder is None:
-        yield lambda text: None
+        yield
         return
-    with _recorder.recorded(name, cluster) as more:
-        yield lambda text: more.update(boot=sum(map(float, re.findall(BOOT, text, re.MULTILINE))))
+    begin = time.time()
+    with _recorder.recorded(name, cluster.cluster) as more:
+        try:
+            yield
+        finally:
+            more["boot"] = boot_seconds(cluster.dir, begin)
+
+
+def boot_seconds(cluster: Path, since: float) -> float:
+    """From the start of the first host that has booted since then, until the last one was ready."""
+    hosts = [(host / "launch", host / "ready") for host in cluster.glob("hosts/*")]
+    booted = [(launch, ready) for launch, ready in hosts if launch.exists() and ready.exists()]
+    times = [(launch.stat().st_mtime, ready.stat().st_mtime) for launch, ready in booted]
+    times = [(start, ready) for start, ready in times if start >= since]
+    return max(ready for _, ready in times) - min(start for start, _ in times) if times else 0.0
 
 
 class Recorder:

@@ -157,10 +157,15 @@ def remove_leftovers() -> None:
     subprocess.run([sys.executable, "-m", "tests.e2e.leftovers"], cwd=ROOT, check=False)
 
 
-def run_parts(run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], whole: bool) -> int:
-    """Run the parts; the exit status. The whole run has the checks and the build of Shoal's Slurm beside it."""
+def run_parts(
+    run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], *, whole: bool, beside: bool = False
+) -> int:
+    """Run the parts; the exit status. The whole run has the checks and the build of Shoal's Slurm beside it.
+
+    With `beside`, the units get what the part on sandbox hosts leaves idle.
+    """
     logs = run.records
-    beside = os.environ.get("SHOAL_TEST_UNITS") == "beside" and bool(sandbox_files)
+    beside = beside and bool(sandbox_files)
     with run.span("prepare"):
         run.prepare()
     check = build = None
@@ -263,7 +268,9 @@ def main(arguments: Sequence[str]) -> int:
     run.spans.append(table.Span("set-up", run.begin, time.monotonic()))
     try:
         with Sampler().running() as samples:
-            status = run_parts(run, unit_files, sandbox_files, whole)
+            status = run_parts(
+                run, unit_files, sandbox_files, whole=whole, beside=os.environ.get("SHOAL_TEST_UNITS") == "beside"
+            )
         records = [row for name in ("units", "sandbox") for row in table.read_records(run.records / name)]
         about = heading()
         saved = table.saved_seconds()

@@ -148,9 +148,8 @@ class Cluster:
         self, *arguments: str, status: int | None = 0, timeout: float = LIMIT, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
-        with phase(arguments[0], self.name) as note:
+        with phase(arguments[0], Layout(self.provider.cache, self.name)):
             done = finish(self.begin(*arguments, **CAPTURED, cwd=cwd), timeout)
-            note(done.stderr)
         report = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, report
         return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from scripts.suite import bytecode, changes, machine, matrix, table
 from scripts.suite.run import SANDBOX_FILES, UNIT_FILES, Run, parse, run_parts, sandbox, units
 from tests.conftest import order
 from tests.documents import ROOT
+from tests.timing import boot_seconds
 
 FILES = {
     "src/shoal/__init__.py": "def __getattr__(name):\n    from shoal.verbs.job import Job\n    return Job\n",
@@ -177,6 +179,18 @@ def test_table_adds_up_phases_files_and_hosts_and_compares_with_the_saved_one(tm
     assert text.endswith("1 files below 3 s each\n")
 
 
+def test_boot_lasts_from_the_first_start_until_the_last_host_is_ready(tmp_path: Path) -> None:
+    times = {"earlier": (10, 20), "first": (100, 104), "last": (101, 109)}
+    for host, (start, ready) in times.items():
+        (tmp_path / "hosts" / host).mkdir(parents=True)
+        for name, moment in (("launch", start), ("ready", ready)):
+            (tmp_path / "hosts" / host / name).touch()
+            os.utime(tmp_path / "hosts" / host / name, (moment, moment))
+    (tmp_path / "hosts/failed").mkdir()
+    assert boot_seconds(tmp_path, 99) == 9
+    assert boot_seconds(tmp_path, 200) == 0
+
+
 def test_half_a_line_of_a_killed_process_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "gw0.jsonl").write_text('{"kind": "test"}\n{"kind": "te')
     assert table.read_records(tmp_path) == [{"kind": "test"}]
@@ -261,10 +275,9 @@ def test_build_that_fails_fails_the_run_and_says_what_was_skipped(
     assert "FAILED: scripts/build-slurm, so tests of `slurm: {from: shoal}` were skipped" in capsys.readouterr().out
 
 
-def test_units_run_beside_the_sandbox_at_low_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_TEST_UNITS", "beside")
+def test_units_run_beside_the_sandbox_at_low_priority(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, unit=2)
-    assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=False) == 2
+    assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=False, beside=True) == 2
     assert run.order == ["prepare", "tests/unit", "tests/e2e"] and run.lines[1].startswith("nice -n19 ")
 
 
