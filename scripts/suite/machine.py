@@ -25,8 +25,8 @@ class Samples:
     """Moment, core seconds idle and in all since the machine booted."""
     hosts: list[tuple[float, str, float]] = field(default_factory=list)
     """Moment, process of the tests that started the host, CPU seconds since the moment before."""
-    clusters: int = 0
-    """How often a cluster had its first host, that of a bench or a test of the sandbox too."""
+    clusters: set[tuple[str, str]] = field(default_factory=set)
+    """Those that had hosts, and the process of the tests that started them. Benches have some, too."""
     counted: bool = False
     """Whether this machine says what a group has used."""
 
@@ -78,10 +78,9 @@ class Sampler:
                 delta = used[group.name] - (before if before <= used[group.name] else 0.0)
                 if not (owner := self._owners.get(group.name, "")):
                     self._owners[group.name] = owner = find_owner(group)
-                if owner and delta > 0:
+                if owner:
+                    self.samples.clusters.add((group.name[: len(HOSTS) - 1], owner))
                     self.samples.hosts.append((now, owner, delta))
-        clusters = {name[: len(HOSTS) - 1] for name in used} - {name[: len(HOSTS) - 1] for name in self._used}
-        self.samples.clusters += len(clusters)
         self._used = used
         self._owners = {name: owner for name, owner in self._owners.items() if name in used}
 

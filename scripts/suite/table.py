@@ -130,7 +130,9 @@ def _phases(
         seconds, cpu, used = sums[kind]
         of_hosts = f"{used:9.1f}" if samples.counted else ""
         yield f"{title:<21}{count[kind]:7}{seconds:9.1f}{_change(title, seconds, saved)}{cpu:9.1f}{of_hosts}"
-    seen = f"; with those of benches and of the sandbox's own tests: {samples.clusters}" if samples.counted else ""
+    mine = {row["process"] for row in records}
+    others = sum(process in mine for _, process in samples.clusters)
+    seen = f"; with those of benches and of the sandbox's own tests: {others}" if samples.counted else ""
     yield f"clusters built: {count['clusters-built']}{seen}"
 
 

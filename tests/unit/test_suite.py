@@ -150,7 +150,9 @@ def record(kind: str, name: str, begin: float, end: float, **more: object) -> di
 
 
 def test_table_adds_up_phases_files_and_hosts_and_compares_with_the_saved_one(tmp_path: Path) -> None:
-    samples = machine.Samples([(0, 0, 0), (50, 20, 100), (100, 60, 200)], [], counted=True, clusters=2)
+    samples = machine.Samples(
+        [(0, 0, 0), (50, 20, 100), (100, 60, 200)], [], {("a", "gw0-1"), ("b", "gw0-1"), ("c", "else")}, True
+    )
     samples.hosts = [(15, "gw0-1", 3.0), (25, "gw0-1", 1.0), (26, "gw1-2", 7.0)]
     records = [
         record("collection", "", 0, 5, file=""),
