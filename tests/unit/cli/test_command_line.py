@@ -55,11 +55,13 @@ def shoal(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, timeout=60, **more)
 
 
-def call(*words: str) -> subprocess.CompletedProcess[str]:
+def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """What `shoal` prints and returns, without a process of its own."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["shoal", *words])
+        for name, value in environ.items():
+            patch.setenv(name, value)
         with pytest.raises(SystemExit) as end:
             main()
     printed = [stream.seek(0) or stream.read() for stream in (out, err)]
@@ -392,7 +394,7 @@ def test_full_disk_is_reported_and_not_called_a_bug() -> None:
 def completed(line: str) -> list[str]:
     """What bash offers at the end of a line."""
     variables = {"_SHOAL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
-    return shoal(env={**os.environ, **variables}).stdout.split()
+    return call(**variables).stdout.split()
 
 
 @cases(

@@ -8,7 +8,6 @@ from array import array
 from pathlib import Path
 
 import pytest
-import torch
 from tests.unit.proof.records import many
 
 from shoal.proof import compare
@@ -37,7 +36,7 @@ def test_relative_directory_is_below_the_job_directory(tmp_path: Path) -> None:
 
 
 def test_records_of_two_ranks_are_read_as_a_single_run(tmp_path: Path) -> None:
-    third = 1 / 3
+    torch, third = pytest.importorskip("torch"), 1 / 3
     for rank, (loss, samples, shard) in enumerate(((1.0, "ab", (1.0, 2.0)), (third, "cdef", (third,)))):
         made = recording(tmp_path, rank, 2)
         made.model("fsdp", ["norm"], [])
