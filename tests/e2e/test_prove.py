@@ -66,7 +66,7 @@ def test_correct_script_passes_with_the_documented_output(tree: Path, ranks: str
     assert sorted(path.name for path in tree.iterdir()) == ["train.py"], "nothing is left behind"
 
 
-@pytest.mark.matrix  # tests/unit/proof/test_proving.py trains in single precision every day
+@pytest.mark.matrix  # tests/unit/train/test_proving.py trains in single precision every day
 def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None:
     arguments = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
     report = json.loads(prove(tree, "train.py", "-n", "2", *arguments).stdout)
@@ -75,7 +75,7 @@ def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None
     assert 0 < row["found"]["parameters"]["relative"] <= 1e-6, "single precision: it does not agree to the last bit"
 
 
-# tests/unit/proof/test_proving.py trains with each of these faults every day, and finds the same causes.
+# tests/unit/train/test_proving.py trains with each of these faults every day, and finds the same causes.
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
