@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness import run_command
 from tests.e2e.leftovers import noted
 
 from shoal.hosts.api import Target
 from shoal.sandbox.provider import SandboxProvider
+
+NODE = "fish1"
+"""The first node of every cluster that `provide_cluster` has."""
+USER = "ada"
+"""Who has a key on these clusters, where a bench needs an ordinary user."""
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Options of benches that can run on a cluster which is up, with their smallest size."""
+    parser.add_argument("--on", type=Path, metavar="FILE", help="use the sandbox cluster of this file, which is up")
+    parser.add_argument("--key", type=Path, help=f"with --on: the private key of its user {USER}")
+
+
+@contextmanager
+def provide_cluster(directory: Path, text: str, options: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
+    """The name of a cluster that is up, its file, and the key of USER: that of `--on`, or one of this text.
+
+    The text has KEY where the path of the user's key belongs. The bench takes away what it puts on the cluster.
+    """
+    if options.on:
+        yield options.on.read_text().split("cluster:")[1].split()[0], options.on, options.key
+        return
+    name, file, key = text.split("cluster:")[1].split()[0], directory / "shoal.yaml", directory / "key"
+    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
+    file.write_text(text.replace("KEY", str(key)))
+    with reserve_cluster(name):
+        run_command(Path(sys.executable).with_name("shoal"), "up", "--file", file)
+        yield name, file, key
+
+
+def targets(cluster: str) -> list[Target]:
+    return [instance.target for instance in asyncio.run(SandboxProvider().instances(cluster))]
 
 
 @contextmanager

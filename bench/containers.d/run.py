@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from harness import BenchError, bench_parser, describe_machine, report, run_bench, run_command, show_progress
-from sandbox import reserve_cluster, write_ssh_config
+from harness import BenchError, bench_parser, describe_machine, report, run_bench, show_progress
+from sandbox import NODE, USER, add_cluster_options, provide_cluster, targets, write_ssh_config
 
 from shoal.local_files import cache_dir
+from shoal.remote.runner.unpacked_image import IMAGES
 from shoal.roles import pyxis
 from shoal.sandbox.layout import Layout
-from shoal.sandbox.provider import SandboxProvider
 
 HERE = Path(__file__).parent
-SHOAL = Path(sys.executable).with_name("shoal")
-CLUSTER, USER, NODE = "bench-containers", "ada", "node1"
 SPEC = f"""\
-cluster: {CLUSTER}
+cluster: bench-containers
 controller: {{provider: sandbox}}
 nodesets:
-  node: {{provider: sandbox, count: 1, memory: 2G}}
+  fish: {{provider: sandbox, count: 1, memory: 2G}}
 users:
   {USER}: {{keys: ["file:KEY.pub"]}}
 containers: oci
@@ -68,8 +64,9 @@ IN_JOB = "export XDG_RUNTIME_DIR=/tmp/run-{user}; mkdir -p -m 700 $XDG_RUNTIME_D
 class Hosts:
     """The hosts of the cluster, by plain ssh."""
 
-    def __init__(self, directory: Path, key: Path) -> None:
+    def __init__(self, directory: Path, cluster: str, key: Path) -> None:
         self._directory, self._key = directory, key
+        self.shared = Layout(cache_dir(), cluster).shared
 
     def run(self, host: str, command: str, *, user: str = "root", stdin: str = "") -> str:
         identity = ["-i", str(self._key), "-l", user] if user != "root" else []
@@ -95,24 +92,27 @@ def main() -> None:
     options = _parse_arguments()
     scratch = Path(tempfile.mkdtemp(prefix="containers-"))
     os.environ["XDG_STATE_HOME"] = str(scratch / "state")
-    key = scratch / "key"
-    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
-    (scratch / "shoal.yaml").write_text(SPEC.replace("KEY", str(key)))
     try:
-        with reserve_cluster(CLUSTER):
-            run_command(SHOAL, "up", "--file", scratch / "shoal.yaml")
-            write_ssh_config(scratch, [host.target for host in asyncio.run(SandboxProvider().instances(CLUSTER))])
-            hosts = Hosts(scratch, key)
-            heading = describe_machine(options, hosts.run("controller", "srun --version").strip())
-            commands, notes = _prepare(hosts, small=options.small)
-            show_progress(f"timing {', '.join(commands)}, {options.rounds} rounds")
-            shared = Layout(cache_dir(), CLUSTER).shared
-            shutil.copy(HERE / "timer.py", shared / "timer.py")
-            plan = json.dumps({"commands": commands, "rounds": options.rounds})
-            times = json.loads(hosts.as_user("python3 /shared/timer.py", stdin=plan))
+        with provide_cluster(scratch, SPEC, options) as (cluster, _, key):
+            write_ssh_config(scratch, targets(cluster))
+            hosts = Hosts(scratch, cluster, key)
+            try:
+                heading = describe_machine(options, hosts.run("controller", "srun --version").strip())
+                commands, notes = _prepare(hosts, small=options.small)
+                show_progress(f"timing {', '.join(commands)}, {options.rounds} rounds")
+                shutil.copy(HERE / "timer.py", hosts.shared / "timer.py")
+                plan = json.dumps({"commands": commands, "rounds": options.rounds})
+                times = json.loads(hosts.as_user("python3 /shared/timer.py", stdin=plan))
+            finally:
+                _clean_up(hosts)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report("containers", options, f"{heading}\n\n{_table(times)}\n{notes}\n{_target(times)}\n")
+
+
+def _clean_up(hosts: Hosts) -> None:
+    hosts.run("controller", f"rm -rf {PLACE} /shared/timer.py /shared/shoal-jobs/{USER}/images")
+    hosts.run(NODE, f"rm -rf {IMAGES}/{USER}")
 
 
 def _prepare(hosts: Hosts, *, small: bool) -> tuple[dict[str, str], str]:
@@ -153,9 +153,8 @@ def _prepare_podman(hosts: Hosts) -> str:
 
 def _prepare_pyxis(hosts: Hosts) -> str:
     """Install enroot and pyxis as `containers: {engine: pyxis}` does; the name of a container that is there."""
-    shared = Layout(cache_dir(), CLUSTER).shared
     for file in ("enroot.deb", "spank_pyxis.so"):
-        shutil.copy(Path(PYXIS_FILES) / file, shared / file)
+        shutil.copy(Path(PYXIS_FILES) / file, hosts.shared / file)
     hosts.install(*pyxis.PACKAGES)
     hosts.run(NODE, "dpkg --install --force-confold /shared/enroot.deb")
     hosts.run(NODE, f"mkdir -p {Path(pyxis.SETTINGS).parent} && cat > {pyxis.SETTINGS}", stdin=pyxis.enroot_conf())
@@ -193,6 +192,7 @@ def _target(times: dict[str, list[float]]) -> str:
 def _parse_arguments() -> argparse.Namespace:
     parser = bench_parser("containers", __doc__ or "")
     parser.add_argument("--rounds", type=int, default=20, help="how often each is started")
+    add_cluster_options(parser)
     options = parser.parse_args()
     if options.small:
         options.rounds = 1

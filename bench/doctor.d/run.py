@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import base64
 import json
 import os
@@ -17,22 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from harness import BenchError, bench_parser, describe_machine, report, run_bench, run_command, show_progress
-from sandbox import reserve_cluster, write_ssh_config
+from harness import BenchError, bench_parser, describe_machine, report, run_bench, show_progress
+from sandbox import NODE, add_cluster_options, provide_cluster, targets, write_ssh_config
 from tests import nvml
 
 from shoal.remote.node_health.node import INTERVAL_S
 from shoal.roles.node_health import COMMAND
-from shoal.sandbox.provider import SandboxProvider
 from shoal.slurm.conf import HEALTH_HOOK, HEALTH_INTERVAL_S
 
 SHOAL = Path(sys.executable).with_name("shoal")
-CLUSTER, NODE = "bench-doctor", "node1"
-SPEC = f"""\
-cluster: {CLUSTER}
-controller: {{provider: sandbox}}
+SPEC = """\
+cluster: bench-doctor
+controller: {provider: sandbox}
 nodesets:
-  node: {{provider: sandbox, count: NODES, gpus: 2}}
+  fish: {provider: sandbox, count: NODES, gpus: 2}
 """
 MAX_RATIO, MAX_CPU_PERCENT = 2.0, 0.1
 GPUS = 8
@@ -49,6 +46,14 @@ for _ in range(runs):
 print(json.dumps(results))
 """
 """On the node: wall time and CPU time of each run of a command, its children included."""
+LIBRARY = "/usr/lib/$(uname -m)-linux-gnu/libnvidia-ml.so.1"
+HEALTH = "/var/lib/shoal/health"
+KEEP = f"cp -a {HEALTH} {HEALTH}.kept"
+RESTORE = (
+    f"rm -rf {LIBRARY} /etc/shoal-nvml {HEALTH} && ldconfig && mv {HEALTH}.kept {HEALTH}"
+    " && systemctl start shoal-health.timer"
+)
+"""On the node, before and after it has simulated GPUs of a health program alone."""
 Times = list[float]
 
 
@@ -62,11 +67,12 @@ def main() -> None:
     programs: dict[str, tuple[float, float]] = {}
     try:
         for number in options.hosts:
-            with reserve_cluster(CLUSTER):
-                spec = scratch / f"{number}.yaml"
-                spec.write_text(SPEC.replace("NODES", str(number - 1)))
+            (directory := scratch / str(number)).mkdir()
+            show_progress(f"{number} hosts: shoal up")
+            with provide_cluster(directory, SPEC.replace("NODES", str(number - 1)), options) as (cluster, spec, _):
                 commands[number] = _time_commands(spec, number, options)
                 if number == options.hosts[-1]:
+                    write_ssh_config(scratch, targets(cluster))
                     programs = _time_programs(scratch, options)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -76,8 +82,6 @@ def main() -> None:
 
 def _time_commands(spec: Path, number: int, options: argparse.Namespace) -> dict[str, Times]:
     """The two commands in turn on a cluster that is healthy and needs no change."""
-    show_progress(f"{number} hosts: shoal up")
-    run_command(SHOAL, "up", "--file", spec)
     _wait("every node has been checked once", lambda: not _run("doctor", spec)["findings"])
     times: dict[str, Times] = {"up": [], "doctor": []}
     for round_number in range(options.rounds + 1):
@@ -114,12 +118,19 @@ def _wait(what: str, condition: Callable[[], bool], seconds: float = 120.0) -> N
 
 def _time_programs(scratch: Path, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Wall and CPU seconds of a run of the health program and of its hook, on a node with simulated GPUs."""
-    write_ssh_config(scratch, [host.target for host in asyncio.run(SandboxProvider().instances(CLUSTER))])
+    _ssh(scratch, KEEP)
+    try:
+        return _time_with_simulated_gpus(scratch, options)
+    finally:
+        _ssh(scratch, RESTORE)
+
+
+def _time_with_simulated_gpus(scratch: Path, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     library = base64.b64encode(nvml.build(scratch).read_bytes()).decode()
     answers = nvml.answers(*({} for _ in range(GPUS)))
     _ssh(
         scratch,
-        f"echo {library} | base64 -d > /usr/lib/$(uname -m)-linux-gnu/libnvidia-ml.so.1; ldconfig; "
+        f"echo {library} | base64 -d > {LIBRARY}; ldconfig; "
         f"echo {shlex.quote(answers)} > /etc/shoal-nvml; systemctl stop shoal-health.timer",
     )
     medians = {}
@@ -185,9 +196,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser = bench_parser("doctor", __doc__ or "", result="doctor-times")
     parser.add_argument("--hosts", type=_host_counts, default=[3, 16], help="numbers of hosts, for example 3,16")
     parser.add_argument("--rounds", type=int, default=5, help="how often each command runs on each number of hosts")
+    add_cluster_options(parser)
     options = parser.parse_args()
     if options.small:
-        options.hosts, options.rounds = [2], 0
+        options.hosts, options.rounds = [3 if options.on else 2], 0
     return options
 
 

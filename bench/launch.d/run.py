@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from harness import BenchError, bench_parser, describe_machine, report, run_bench, show_progress
-from testbed import CLUSTER, HERE, PYTHONPATH, SHOAL, Testbed, create_testbed
+from sandbox import add_cluster_options
+from testbed import HERE, PYTHONPATH, SHOAL, Testbed, create_testbed
 
 RANKS = 4
 BARE, BATCH, AGAIN, NOW = "srun", "sbatch", "shoal again", "shoal now"
@@ -88,7 +89,7 @@ def shoal_as_user(*options: str) -> Callable[[Testbed, str], list[str]]:
 
     def command(testbed: Testbed, marks: str) -> list[str]:
         variables = [f"--export=PYTHONPATH={PYTHONPATH}", f"--export=LAUNCH_MARKS={marks}"]
-        line = [str(SHOAL), "run", "--cluster", CLUSTER, "-N2", *options, *variables, "probe.py"]
+        line = [str(SHOAL), "run", "--cluster", testbed.cluster, "-N2", *options, *variables, "probe.py"]
         return ["env", f"HOME={testbed.home}", *line]
 
     return command
@@ -147,7 +148,7 @@ def main() -> None:
     if options.first:
         os.nice(-15)
     try:
-        with create_testbed(scratch) as testbed:
+        with create_testbed(scratch, options) as testbed:
             if options.first:
                 testbed.prioritize()
             if options.small:
@@ -319,6 +320,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = bench_parser("launch", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--first", action="store_true", help="give the bench and its hosts priority on this machine")
+    add_cluster_options(parser)
     options = parser.parse_args()
     if options.small:
         options.rounds = 1

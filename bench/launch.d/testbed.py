@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import json
 import shutil
 import subprocess
@@ -13,21 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT, BenchError, peer_environment, run_command
-from sandbox import reserve_cluster, write_ssh_config
+from sandbox import USER, provide_cluster, targets, write_ssh_config
 
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
-from shoal.sandbox.provider import SandboxProvider
 
 HERE = Path(__file__).parent
 SHOAL = Path(sys.executable).with_name("shoal")
-CLUSTER = "bench-launch"
-USER = "ada"
 SPEC = f"""\
-cluster: {CLUSTER}
+cluster: bench-launch
 controller: {{provider: sandbox}}
 nodesets:
-  node: {{provider: sandbox, count: 2, gpus: 2, memory: 2G}}
+  fish: {{provider: sandbox, count: 2, gpus: 2, memory: 2G}}
 users:
   {USER}: {{keys: ["file:KEY.pub"]}}
 """
@@ -60,12 +57,13 @@ class Testbed:
     """The cluster while it is up."""
 
     directory: Path
-    shared: Path
-    """The directory that the hosts mount as /shared."""
+    cluster: str
+    spec: Path
 
     @property
-    def spec(self) -> Path:
-        return self.directory / "shoal.yaml"
+    def shared(self) -> Path:
+        """The directory that the hosts mount as /shared."""
+        return Layout(cache_dir(), self.cluster).shared
 
     @property
     def tree(self) -> Path:
@@ -105,9 +103,10 @@ class Testbed:
 
     def prioritize(self) -> None:
         """Give the hosts priority on the CPUs, for a machine that is not idle."""
-        for shares in Path("/sys/fs/cgroup").glob(f"cpu*/{Layout(cache_dir(), CLUSTER).prefix}*/cpu.shares"):
+        prefix = Layout(cache_dir(), self.cluster).prefix
+        for shares in Path("/sys/fs/cgroup").glob(f"cpu*/{prefix}*/cpu.shares"):
             shares.write_text("65536")
-        for weight in Path("/sys/fs/cgroup").glob(f"{Layout(cache_dir(), CLUSTER).prefix}*/cpu.weight"):
+        for weight in Path("/sys/fs/cgroup").glob(f"{prefix}*/cpu.weight"):
             weight.write_text("10000")
 
     def settle(self) -> None:
@@ -116,29 +115,39 @@ class Testbed:
 
 
 @contextmanager
-def create_testbed(directory: Path) -> Iterator[Testbed]:
-    """Build the cluster with `shoal up` and install what is not measured; remove it at the end."""
-    testbed = Testbed(directory, Layout(cache_dir(), CLUSTER).shared)
-    key = directory / "key"
-    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
-    testbed.spec.write_text(SPEC.replace("KEY", str(key)))
-    testbed.tree.mkdir()
-    with reserve_cluster(CLUSTER):
-        run_command(SHOAL, "up", "--file", testbed.spec)
-        instances = asyncio.run(SandboxProvider().instances(CLUSTER))
-        write_ssh_config(directory, [instance.target for instance in instances])
+def create_testbed(directory: Path, options: argparse.Namespace) -> Iterator[Testbed]:
+    """A cluster with what is not measured installed; at the end it is removed, or is as it was."""
+    with provide_cluster(directory, SPEC, options) as (cluster, spec, key):
+        testbed = Testbed(directory, cluster, spec)
+        testbed.tree.mkdir()
+        write_ssh_config(directory, targets(cluster))
         _join(testbed, key)
-        run_command(sys.executable, ROOT / "scripts/environment", CLUSTER)
+        run_command(sys.executable, ROOT / "scripts/environment", cluster)
         [packages] = peer_environment("submitit", "submitit").parent.glob("lib/python3*/site-packages")
-        shutil.copytree(packages, testbed.shared / "submitit", ignore=shutil.ignore_patterns("pip", "setuptools"))
-        for folder in (testbed.marks, testbed.shared / "logs"):
-            folder.mkdir()
-            folder.chmod(0o777)  # for the user, too
-        for name in ("probe.py", "submit.py"):
-            shutil.copy(HERE / name, testbed.shared / name)
-        for name, text in SHIMS.items():
-            testbed.on_controller(f"cat > /usr/local/bin/{name} <<'END'\n{text}END\nchmod 755 /usr/local/bin/{name}")
-        yield testbed
+        try:
+            _install(testbed, packages)
+            yield testbed
+        finally:
+            _uninstall(testbed)
+
+
+def _install(testbed: Testbed, packages: Path) -> None:
+    shutil.copytree(packages, testbed.shared / "submitit", ignore=shutil.ignore_patterns("pip", "setuptools"))
+    for folder in (testbed.marks, testbed.shared / "logs"):
+        folder.mkdir()
+        folder.chmod(0o777)  # for the user, too
+    for name in ("probe.py", "submit.py"):
+        shutil.copy(HERE / name, testbed.shared / name)
+    for name, text in SHIMS.items():
+        testbed.on_controller(f"cat > /usr/local/bin/{name} <<'END'\n{text}END\nchmod 755 /usr/local/bin/{name}")
+
+
+def _uninstall(testbed: Testbed) -> None:
+    testbed.on_controller(f"cd /usr/local/bin && rm -f {' '.join(SHIMS)}")
+    for name in ("submitit", "marks", "logs"):
+        shutil.rmtree(testbed.shared / name, ignore_errors=True)
+    for name in ("probe.py", "submit.py", "job.sh"):
+        (testbed.shared / name).unlink(missing_ok=True)
 
 
 def _join(testbed: Testbed, key: Path) -> None:

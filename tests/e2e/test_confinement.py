@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import KIND, ON_DEBIAN_12, Cluster, running
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.standing import Standing
 
 COVERS = "roles/compute slurm/conf jobs/failure"
+GROUP = "reef"
 pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
-
-SPEC = """\
-cluster: x-confined
-controller: {provider: sandbox, memory: 512M}
-nodesets:
-  fish: {provider: sandbox, count: 2, gpus: 2, memory: 512M, cgroups: true}
-"""
 
 EATS = """\
 import os, time
@@ -31,9 +25,8 @@ OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("confined"), SPEC) as made:
-        yield made
+def cluster(standing: Standing) -> Cluster:
+    return standing.cluster
 
 
 def settings(cluster: Cluster, file: str) -> dict[str, str]:
@@ -83,6 +76,7 @@ def test_two_jobs_on_a_node_hold_different_gpus(cluster: Cluster) -> None:
     assert sorted(opened) == [["open 0"], ["open 1"]], (first, second)
     ended = ["scontrol", "show", "job", job]
     cluster.wait("it ends", lambda: "JobState=COMPLETED" in cluster.on("controller", *ended))
+    cluster.on("fish1", "rm", "/tmp/release", "/tmp/first.out")
 
 
 def test_background_processes_end_with_their_job(cluster: Cluster) -> None:
@@ -94,27 +88,6 @@ def test_background_processes_end_with_their_job(cluster: Cluster) -> None:
     assert cluster.on("controller", "srun", "-w", node, "bash", "-c", leave).strip().isdecimal()
     gone = ["sh", "-c", "pgrep -x -f 'sleep 77777' || true"]
     cluster.wait("it is gone", lambda: cluster.on(node, *gone) == "")
-
-
-@pytest.mark.skipif(KIND == "vm", reason="every virtual machine has cgroups")
-def test_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) -> None:
-    """The settings are the whole cluster's, so the weakest host decides, and jobs run all the same."""
-    plain = "  plain: {provider: sandbox, count: 1, memory: 512M}\n"
-    before = cluster.file.read_text()
-    cluster.file.write_text(before + plain)
-    assert cluster.json("up")["whole"]
-    assert settings(cluster, "slurm.conf")["ProctrackType"] == "proctrack/linuxproc"
-    assert "TaskPlugin" not in settings(cluster, "slurm.conf")
-    assert settings(cluster, "cgroup.conf")["ConstrainDevices"] == "no"
-    assert sorted(cluster.on("controller", "srun", "-N3", "hostname").split()) == ["fish1", "fish2", "plain1"]
-    output = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
-    assert "open 0" in output and "open 1" in output, output
-
-    cluster.file.write_text(before)
-    assert cluster.json("up")["removed"] == ["plain1"]
-    assert settings(cluster, "slurm.conf")["ProctrackType"] == "proctrack/cgroup"
-    output = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
-    assert "open 0" in output and "open 1" not in output, output
 
 
 def test_job_memory_is_limited_to_its_request(cluster: Cluster) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, login_keys, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill
+from tests.e2e.standing import INDEX, Standing
 from tests.e2e.test_lab import Client
 from tests.e2e.tracking_checks import (
     address,
@@ -24,7 +25,6 @@ from tests.e2e.tracking_checks import (
     check_no_password_lies_about,
     check_nobody_outside_reaches_it,
     check_the_page_opens_through_ssh,
-    put_stand_in,
 )
 from tests.small_wheels import small_wheel, torch_like, uv_wheel
 
@@ -39,21 +39,9 @@ COVERS = (
     "remote/environment_builder.py remote/environment_files.py remote/environment_start.py "
     "remote/environment_store.sh remote/service_venv.sh"
 )
+GROUP = "reef"
 pytestmark = pytest.mark.sandbox
 
-SPEC = """\
-cluster: en-env
-controller: {provider: sandbox, memory: 1G}
-nodesets:
-  fish: {provider: sandbox, count: 2, gpus: 1, memory: 1G}
-environments:
-  torch: {requirements: torch.txt}
-  bowl: {requirements: bowl.txt, place: local}
-  sea: {requirements: sea.txt}
-users:
-  alice: {keys: ["file:KEYS/alice.pub"]}
-"""
-INDEX = "--no-index\n--find-links /shared/index\n"
 SCRIPT = """\
 import sys, time
 import herring
@@ -62,32 +50,46 @@ time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 """
 
 
-@pytest.fixture(scope="module")
-def keys() -> Iterator[Path]:
-    with login_keys("alice") as directory:
-        yield directory
+REMOVED = {
+    "controller": "/shared/environments /shared/index /shared/chrony.conf /shared/alice.out /shared/begun /shared/go"
+    " /shared/shoal-jobs/alice/environments /tmp/chrony /tmp/chrony_*.deb",
+    "fish1": "/var/lib/shoal/environments",
+    "fish2": "/var/lib/shoal/environments '/opt/a copy'",
+}
+"""What the builds leave, and the tests."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Cluster]:
-    place = tmp_path_factory.mktemp("environments")
-    (place / "train.py").write_text(SCRIPT)
-    (place / "torch.txt").write_text(INDEX + "herring==1.0\n")
-    (place / "bowl.txt").write_text(INDEX + "herring==1.0\n")
-    (place / "sea.txt").write_text(INDEX + "torch\n")
-    with running(place, SPEC.replace("KEYS", str(keys))) as made:
-        index = Layout(cache_dir(), made.name).shared / "index"
-        small_wheel(index, "herring", "1.0", needs="sprat")
-        small_wheel(index, "herring", "2.0", needs="sprat")
-        small_wheel(index, "sprat", "1.0")
-        torch_like(index, "9.1+cu130", "13.0")
-        uv_wheel(index)
-        yield made
+def cluster(standing: Standing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environments]:
+    made = standing.view(Environments)
+    made.tree = tmp_path_factory.mktemp("environments")
+    made.env["SHOAL_FILE"] = str(made.file)
+    (made.tree / "train.py").write_text(SCRIPT)
+    place, index = made.file.parent, Layout(cache_dir(), made.name).shared / "index"
+    files = {path: path.read_text() for path in place.glob("*.txt")}
+    for name, version, needs in (("herring", "1.0", "sprat"), ("herring", "2.0", "sprat"), ("sprat", "1.0", "")):
+        small_wheel(index, name, version, needs=needs)
+    torch_like(index, "9.1+cu130", "13.0")
+    uv_wheel(index)
+    yield made
+    for path, text in files.items():
+        path.write_text(text)
+    for host, paths in REMOVED.items():
+        made.on(host, "sh", "-c", f"rm -rf {paths}")
+
+
+class Environments(Cluster):
+    """A cluster whose file names environments, and a directory with the script of the jobs."""
+
+    tree: Path
+
+    def requirements(self, name: str) -> Path:
+        return self.file.with_name(f"{name}.txt")
 
 
 @pytest.fixture(autouse=True)
-def in_the_tree(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(cluster.file.parent)
+def in_the_tree(cluster: Environments, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cluster.tree)
 
 
 def printed(result: dict[str, object]) -> list[str]:
@@ -114,11 +116,11 @@ def test_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -> N
     assert cluster.on("fish2", "/opt/a copy/bin/herring-says") == "herring 1.0\n"
 
 
-def test_running_job_keeps_its_environment_during_a_rebuild(cluster: Cluster) -> None:
+def test_running_job_keeps_its_environment_during_a_rebuild(cluster: Environments) -> None:
     [old] = cluster.json("env", "build", "torch")["made"]
     job = cluster.json("run", "--env", "torch", "--gpus-per-node", "0", "train.py", "600")["id"]
     try:
-        (cluster.file.parent / "torch.txt").write_text(INDEX + "herring==2.0\n")
+        cluster.requirements("torch").write_text(INDEX + "herring==2.0\n")
         output = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
         assert "environment torch was built from another version of its file" in output
         [new] = cluster.json("env", "build", "torch")["made"]
@@ -154,11 +156,17 @@ def test_nodes_get_local_copies_and_a_node_without_a_copy_is_named(cluster: Clus
     assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
 
 
-def test_torch_too_new_for_all_drivers_is_an_error_and_not_published(
-    cluster: Cluster,
-) -> None:
+@pytest.fixture
+def old_drivers(cluster: Cluster) -> Iterator[None]:
     for node in ("fish1", "fish2"):
-        cluster.on(node, "sed", "-i", "s/$/, 535.54.03/", "/etc/shoal-gpus")
+        cluster.on(node, "sed", "-i.kept", "s/$/, 535.54.03/", "/etc/shoal-gpus")
+    yield
+    for node in ("fish1", "fish2"):
+        cluster.on(node, "mv", "/etc/shoal-gpus.kept", "/etc/shoal-gpus")
+
+
+@pytest.mark.usefixtures("old_drivers")
+def test_torch_too_new_for_all_drivers_is_an_error_and_not_published(cluster: Cluster) -> None:
     built = cluster.json("env", "build", "sea", status=1)
     [finding] = built["findings"]
     assert finding["what"] == "environment sea: the driver is too old for torch 9.1+cu130, built for CUDA 13.0"
@@ -170,8 +178,8 @@ def test_torch_too_new_for_all_drivers_is_an_error_and_not_published(
     assert [(finding["level"], finding["host"]) for finding in built["findings"]] == [("warning", "fish2")]
 
 
-def test_next_build_finishes_a_killed_build(cluster: Cluster) -> None:
-    (cluster.file.parent / "bowl.txt").write_text(INDEX + "sprat\n")
+def test_next_build_finishes_a_killed_build(cluster: Environments) -> None:
+    cluster.requirements("bowl").write_text(INDEX + "sprat\n")
     wheels = Layout(cache_dir(), cluster.name).shared / "environments" / "wheels"
     before = set(wheels.iterdir())
     process = cluster.background("env", "build", "bowl")
@@ -220,8 +228,8 @@ def test_documented_commands_run(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def alice(cluster: Cluster, keys: Path) -> Client:
-    client = Client(cluster, keys / "homes", "alice", keys / "alice")
+def alice(standing: Standing) -> Client:
+    client = standing.client("alice", "environments")
     (client.tree / "train.py").write_text(SCRIPT)
     (client.tree / "requirements.txt").write_text(INDEX + "herring==1.0\n")
     assert set(client.json("join", "alice@desktop")["environments"]) == {"torch", "bowl", "sea"}
@@ -233,7 +241,7 @@ def test_user_uses_the_environments_of_the_cluster_and_cannot_take_their_names(c
     version = made["packages"][0].removeprefix("herring==")
     assert printed(alice.json("run", "--wait", "--env", "torch", "train.py")) == [f"uses {version} {made['path']}"]
     refused = alice.shoal("env", "build", "torch", "--requirements", "requirements.txt", status=2).stderr
-    assert "cluster en-env has an environment torch already" in refused
+    assert f"cluster {cluster.name} has an environment torch already" in refused
     assert "belongs to the cluster" in alice.shoal("env", "remove", "torch", status=2).stderr
     assert cluster.on("fish2", f"{made['link']}/bin/herring-says") == f"herring {version}\n"
 
@@ -283,12 +291,8 @@ def test_plain_job_keeps_its_environment_while_its_owner_builds_another(cluster:
     cluster.wait("it has ended", lambda: f"late 1.0 {library}" in (shared / "alice.out").read_text())
 
 
-def test_jobs_report_to_the_tracking_server_and_access_from_outside_fails(cluster: Cluster) -> None:
-    put_stand_in(cluster, "controller")
-    cluster.file.write_text(cluster.file.read_text() + "tracking: mlflow\n")
-    assert cluster.json("up")["whole"]
-    assert cluster.json("up")["unchanged"]
-    job = check_jobs_report(cluster, cluster.file.parent)
+def test_jobs_report_to_the_tracking_server_and_access_from_outside_fails(cluster: Environments) -> None:
+    job = check_jobs_report(cluster, cluster.tree)
     check_nobody_outside_reaches_it(cluster)
     check_no_password_lies_about(cluster, "controller", job)
     check_the_page_opens_through_ssh(cluster)
@@ -302,12 +306,3 @@ def test_status_shows_the_health_of_the_tracking_server(cluster: Cluster) -> Non
     assert not health["well"] and "refused" in health["said"]
     assert cluster.json("up")["changed"] == ["controller"]
     cluster.wait("it answers again", lambda: cluster.json("status")["tracking"]["well"])
-
-
-def test_tracking_server_removed_from_the_spec_is_stopped_and_its_port_closed(cluster: Cluster) -> None:
-    cluster.edit("tracking: mlflow\n", "")
-    assert cluster.json("up")["whole"]
-    assert cluster.on("controller", "systemctl", "is-active", "shoal-mlflow", status=None).strip() == "inactive"
-    assert "5000" not in cluster.on("controller", "nft", "list", "table", "inet", "shoal")
-    cluster.on("controller", "test", "-e", "/var/lib/shoal-mlflow")
-    assert cluster.json("up")["unchanged"]

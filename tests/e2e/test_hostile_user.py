@@ -1,7 +1,8 @@
 """A user who attacks: what hosts keep secret, other users and their jobs, root through what root reads and runs.
 
-Each attack runs on one cluster under `network: lan`, and again after its change to WireGuard. Beside each attack is a
-control: the same with the rights that the attacker lacks, so that an attack which is merely mistyped does not pass.
+Each attack runs on the standing cluster, over WireGuard, and by hand (-m matrix) on one under `network: lan`. Beside
+each attack is a control: the same with the rights that the attacker lacks, so that an attack which is merely mistyped
+does not pass.
 
 Other attacks have tests of their own, below tests/:
     answers of providers and MLflow   unit/providers/test_hostile_answers.py, unit/train/test_hostile_tracking_server.py
@@ -21,41 +22,23 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster
-from tests.e2e.simulated_clouds import Cloud, renting
+from tests.e2e.standing import PROVIDER_KEY, Standing, build_lagoon
 
 from shoal.roles import accounting, elastic
 from shoal.roles.orphaned_rentals import ACCOUNTS
 
 COVERS = "agent remote roles jobs/staging jobs/delivery storage"
+GROUP = "lagoon"
 pytestmark = pytest.mark.sandbox
 
-PROVIDER_KEY = "sk-hostile-0123456789abcdef"
 TOKEN = "token-of-alice-0123456789abcdef"
 """What alice gives her job in its environment."""
-SPEC = """\
-cluster: st-hostile
-network: lan
-controller: {provider: sandbox, memory: 1G, compute: true, cgroups: true}
-providers:
-  acme: {kind: sandbox, url: "URL-OF-sandbox", key: "env:SANDBOX_KEY"}
-budget: {per_hour: 1}
-nodesets:
-  fish: {provider: sandbox, count: 1, memory: 512M, gpus: 2, cgroups: true}
-  burst: {provider: acme, type: cpu, max: 1, cpus: 1, memory: 1G}
-storage:
-  /data: {kind: nfs, path: /shared/data}
-environments:
-  torch: {requirements: torch.txt}
-accounting: true
-users:
-  mallory: {uid: 2001}
-  alice: {uid: 2002}
-"""
-ALICE = 2002
+ALICE = 2004
 HOSTS = ("controller", "fish1")
 SEPARATOR = "=====end====="
 SECRETS = {
@@ -71,29 +54,28 @@ PRIVATE_KEY = "/etc/shoal/wireguard.key"
 """Of each host, with WireGuard."""
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    place = tmp_path_factory.mktemp("hostile")
-    (place / "torch.txt").write_text("--no-index\nherring\n")
-    with renting(place, SPEC, Cloud("sandbox", PROVIDER_KEY)) as (cluster, _):
+NOTES = "/home/alice/notes /shared/shoal-jobs/alice/notes"
+REMOVED = {
+    "controller": f"{NOTES} /data/alice /data/jobs /tmp/mallory-* /tmp/slurm-*.out /tmp/sent /home/mallory/key*",
+    "fish1": "/home/alice/notes /home/alice/held.out /tmp/slurm-*.out /tmp/sent",
+    "fish2": "/tmp/slurm-*.out",
+}
+"""What alice has to lose, and what the attacks leave."""
+
+
+# In a LAN the same attacks once more; test_storage.py and test_spec_changes.py have its shares and firewall every day.
+@pytest.fixture(scope="module", params=["wireguard", pytest.param("lan", marks=pytest.mark.matrix)])
+def cluster(request: pytest.FixtureRequest, standing: Standing) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        made = (standing if request.param == "wireguard" else build_lagoon(stack, "lan")).cluster
         for host, paths in SECRETS.items():
             for path in paths:
                 if path.endswith("/notes"):
-                    run_as(cluster, "alice", f"echo {TOKEN} > {path}; chmod 600 {path}", host)
-        yield cluster
-
-
-# Over WireGuard the same attacks once more; test_wireguard.py looks at its private keys every day.
-@pytest.fixture(scope="module", params=["lan", pytest.param("wireguard", marks=pytest.mark.matrix)])
-def cluster(request: pytest.FixtureRequest, made: Cluster) -> Cluster:
-    if request.param == "wireguard":
-        # Slurm ends no job whose processes know the controller by an address that it no longer has.
-        for user in ("alice", "mallory"):
-            made.on("controller", "scancel", f"--user={user}")
-        made.wait("no job is left", lambda: made.on("controller", "squeue", "-h") == "")
-        made.edit("network: lan", "network: wireguard")
-        assert made.json("up")["whole"]
-    return made
+                    run_as(made, "alice", f"echo {TOKEN} > {path}; chmod 600 {path}", host)
+        yield made
+        made.on("controller", "scancel", "--user=alice,mallory")
+        for host, removed in REMOVED.items():
+            made.on(host, "sh", "-c", f"rm -rf {removed}")
 
 
 def network_of(cluster: Cluster) -> str:
@@ -323,8 +305,9 @@ FORGED_JOB = "9999"
 def test_files_and_names_of_a_job_neither_block_nor_deceive_the_operator(cluster: Cluster) -> None:
     place = f"/tmp/mallory-{network_of(cluster)}"
     forged = f"\\nJobId={FORGED_JOB} JobName=y UserId=alice({ALICE}) JobState=FAILED"
-    submit = f"sbatch --parsable -J \"$(printf 'evil{ESCAPE}{forged}')\" -w controller -D {place} --wrap 'sleep 3600'"
-    read_shadow = "sbatch --parsable -w controller -o /etc/shadow --wrap true"
+    sbatch = "sbatch --parsable -p desk -w controller"
+    submit = f"{sbatch} -J \"$(printf 'evil{ESCAPE}{forged}')\" -D {place} --wrap 'sleep 3600'"
+    read_shadow = f"{sbatch} -o /etc/shadow --wrap true"
     shadow, job = run_as(cluster, "mallory", f"mkdir -p {place}; {read_shadow}; {submit} -o {place}/out").split()
     files = (
         f"mkdir {place}/{job} && cd {place}/{job} && mkfifo progress.json rank-0.0.log && ln -s /dev/zero rank-1.0.log"
@@ -366,19 +349,20 @@ def test_directories_made_in_advance_give_nobody_roots_rights(
     (tmp_path / "hello.py").write_text("print('hello')\n")
     monkeypatch.chdir(tmp_path)
     run_as(cluster, "mallory", SQUATTED)
-    cluster.shoal("run", "--wait", "--nodelist", "controller", "--gpus-per-node", "0", "hello.py")
+    run = ("run", "--wait", "--partition", "desk", "--nodelist", "controller", "--gpus-per-node", "0", "hello.py")
+    cluster.shoal(*run)
     said = cluster.shoal("run", "--directory", "/shared/jobs", "hello.py", status=None)
     assert said.returncode != 0 and "/shared/jobs belongs to mallory" in said.stderr
     for command in (("env", "list"), ("run", "--env", "torch", "hello.py")):
         assert re.search("/data/environments(/names)? belongs to mallory", cluster.shoal(*command, status=2).stderr)
     for host in HOSTS:
         assert cluster.on(host, "sh", "-c", "cat /tmp/owned 2> /dev/null; true") == ""
-    assert "uid=2001" in run_as(
+    assert "uid=2003" in run_as(
         cluster, "mallory", f"/data/environments/{ID}/bin/python; cat /tmp/owned; rm /tmp/owned"
     )
     run_as(cluster, "mallory", "rm -r /data/environments /shared/jobs")
     # Nor can mallory take the place of the users' own directories, or of those of root's jobs to come.
-    root = "/var/lib/shoal/jobs/st-hostile"
+    root = f"/var/lib/shoal/jobs/{cluster.name}"
     ahead = (f"mkdir {root}/9999", f"ln -s /tmp/owned {root}/9999.out", f"mv {root} {root}.old")
     swaps = ("mkdir shoal-jobs/eve", "mv shoal-jobs a", "rm -r shoal-jobs/alice", "ln -s /etc shoal-jobs/alice/16.out")
     attacks = [f"cd /shared; {word}" for word in (*ahead, *swaps)]

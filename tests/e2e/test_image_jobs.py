@@ -1,6 +1,6 @@
 """Jobs in images: two nodes on Slurm 22.05 over WireGuard, ordinary users who log in to the controller.
 
-The tests share one cluster and run in the order of this file; tests/e2e/test_image_matrix.py has the longer ones.
+The tests run in the order of this file; tests/e2e/test_image_matrix.py has the longer ones.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cluster import ON_DEBIAN_12, Cluster
 from tests.e2e.image_files import BROKEN, HERE, OTHER, file, hostile_files, layer_of, write_archive
-from tests.e2e.image_users import User, image_cluster, lines, shared, user_with_image, write_image
-from tests.e2e.torch_env import give_torch
+from tests.e2e.image_users import User, lines, shared, user_with_image, write_image
+from tests.e2e.standing import Standing
+from tests.e2e.torch_env import PYTHONPATH
 
 from shoal.remote.runner.unpacked_image import IMAGES
 
@@ -22,23 +23,8 @@ COVERS = (
     "containers verbs/images verbs/image_build roles/containers roles/images jobs/script remote/runner "
     "remote/image_store.py remote/image_archives.py remote/job_container.py"
 )
+GROUP = "lagoon"
 pytestmark = pytest.mark.sandbox
-
-SPEC = """\
-cluster: st-images
-network: wireguard
-controller: {provider: sandbox, memory: 1G}
-nodesets:
-  n: {provider: sandbox, count: 2, gpus: 2, memory: 2G, cgroups: true}
-users:
-  ann: {uid: 2001, keys: ["file:KEYS/ann.pub"]}
-  bob: {uid: 2002, keys: ["file:KEYS/bob.pub"]}
-partitions:
-  main: {nodesets: [n], default: true}
-  urgent: {nodesets: [n], priority: 10}
-containers: {engine: oci, registry: true}
-"""
-
 
 INTERRUPT = """\
 import signal, subprocess, sys, time
@@ -51,18 +37,29 @@ sys.exit(program.wait())
 """Runs a command, as a person who presses Ctrl-C when Slurm has a job of it."""
 
 
+REGISTRY = "/var/lib/docker-registry"
+ARCHIVES = ("one", "hostile", "tiny", "other", "cuda", *BROKEN)
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with image_cluster(tmp_path_factory.mktemp("images"), SPEC) as made:
-        place = shared(made)
-        write_image(made, "hostile", *hostile_files())
-        write_archive(place / "tiny.tar", layer_of([file("mark", random.Random(1).randbytes(1 << 20).hex())]))
-        write_archive(place / "other.tar", layer_of([file("mark", "other")]), architecture=OTHER)
-        cuda = layer_of([file("mark", "cuda")])
-        write_archive(place / "cuda.tar", cuda, env=["NVIDIA_REQUIRE_CUDA=cuda>=99.1"])
-        for name, write in BROKEN.items():
-            write(place / f"{name}.tar")
-        yield made
+def cluster(standing: Standing) -> Iterator[Cluster]:
+    made = standing.cluster
+    place = shared(made)
+    write_image(made, "one")
+    write_image(made, "hostile", *hostile_files())
+    write_archive(place / "tiny.tar", layer_of([file("mark", random.Random(1).randbytes(1 << 20).hex())]))
+    write_archive(place / "other.tar", layer_of([file("mark", "other")]), architecture=OTHER)
+    cuda = layer_of([file("mark", "cuda")])
+    write_archive(place / "cuda.tar", cuda, env=["NVIDIA_REQUIRE_CUDA=cuda>=99.1"])
+    for name, write in BROKEN.items():
+        write(place / f"{name}.tar")
+    yield made
+    for name in ARCHIVES:
+        (place / f"{name}.tar").unlink()
+    for user in ("ann", "bob"):
+        made.on("controller", "sh", "-c", f"rm -rf /home/{user}/work /shared/shoal-jobs/{user}/*")
+        for node in ("fish1", "fish2"):
+            made.on(node, "rm", "-rf", f"{IMAGES}/{user}")
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +79,9 @@ def test_job_runs_in_an_image_on_two_nodes_as_its_user(ann: User) -> None:
     assert [words[:3] for words in seen] == [["0", "2", "0"], ["1", "2", "0"]]
     assert {tuple(words[4:]) for words in seen} == {("hello", "2001", "one", "0", "tree")}
     assert seen[0][3] == seen[1][3] and seen[0][3].startswith("10.77.")
-    stored = ann.cluster.on("n1", "ls", "/var/lib/shoal/images/ann").split()
+    stored = ann.cluster.on("fish1", "ls", "/var/lib/shoal/images/ann").split()
     assert stored == sorted(["containers", pulled["id"], f"{pulled['id']}.lock"])
-    assert ann.cluster.on("n1", "stat", "-c", "%U %a", "/var/lib/shoal/images/ann") == "ann 700\n"
+    assert ann.cluster.on("fish1", "stat", "-c", "%U %a", "/var/lib/shoal/images/ann") == "ann 700\n"
 
 
 def test_mounts_home_and_working_directory(ann: User) -> None:
@@ -101,19 +98,19 @@ def test_image_that_cannot_run_is_rejected_before_the_job_starts(ann: User) -> N
     assert f"is for {OTHER}, and the nodes are {HERE}" in other
     assert "you have no image maxi" in ann.run("--image maxi", status=2)
     newer = ann.run("--gpus-per-node 1 --image /shared/cuda.tar", status=2)
-    assert "needs CUDA 99.1, and the drivers of n[1-2] are for 13.0 or older" in newer
+    assert "needs CUDA 99.1, and the drivers of fish[1-2] are for 13.0 or older" in newer
     assert ann.do("squeue -h -u ann") == ""
 
 
 def test_users_have_images_of_one_name_and_a_hostile_one_is_harmless(bob: User, cluster: Cluster) -> None:
     bob.json("image pull /shared/hostile.tar --name mini")  # ann has another mini
-    cluster.on("n1", "install", "-D", "-m", "4755", "/usr/bin/id", "/var/tmp/setuid/become-root")
-    assert cluster.on("n1", "runuser", "-u", "bob", "--", "/var/tmp/setuid/become-root", "-u") == "0\n"
-    shown = lines(bob.run("-w n1 --image mini --mount /var/tmp/setuid:/opt/setuid", "show.sh"), "shown")
+    cluster.on("fish1", "install", "-D", "-m", "4755", "/usr/bin/id", "/var/tmp/setuid/become-root")
+    assert cluster.on("fish1", "runuser", "-u", "bob", "--", "/var/tmp/setuid/become-root", "-u") == "0\n"
+    shown = lines(bob.run("-w fish1 --image mini --mount /var/tmp/setuid:/opt/setuid", "show.sh"), "shown")
     assert shown == [["2002", "hostile", "2002", "2002", "NoNewPrivs:", "1"]]
-    cluster.on("n1", "rm", "-r", "/var/tmp/setuid")
-    assert cluster.on("n1", "sh", "-c", "ls /etc/shoal-was-here /tmp/shoal-was-here 2> /dev/null; true") == ""
-    assert cluster.on("n1", "sh", "-c", f"find {IMAGES}/bob ! -user bob -o -type b -o -type c") == ""
+    cluster.on("fish1", "rm", "-r", "/var/tmp/setuid")
+    assert cluster.on("fish1", "sh", "-c", "ls /etc/shoal-was-here /tmp/shoal-was-here 2> /dev/null; true") == ""
+    assert cluster.on("fish1", "sh", "-c", f"find {IMAGES}/bob ! -user bob -o -type b -o -type c") == ""
     bob.json("image pull /shared/tiny.tar --name mini")
     assert len(bob.json("image prune")["removed"]) == 1
     bob.json("image remove mini")
@@ -130,16 +127,16 @@ def test_broken_image_is_named_and_leaves_nothing(ann: User, cluster: Cluster) -
         assert message in ann.do(f"shoal image pull /shared/{name}.tar --name broken", status=2)
     assert "broken" not in ann.do("shoal image list")
     # Its archive is whole: a node sees what a layer is worth when it unpacks it.
-    assert "cannot get image /shared/layer.tar: umoci" in ann.run("-w n1 --image /shared/layer.tar", status=1)
-    assert ".new" not in cluster.on("n1", "ls", "-A", f"{IMAGES}/ann")
+    assert "cannot get image /shared/layer.tar: umoci" in ann.run("-w fish1 --image /shared/layer.tar", status=1)
+    assert ".new" not in cluster.on("fish1", "ls", "-A", f"{IMAGES}/ann")
 
 
 @ON_DEBIAN_12
 def test_limits_of_the_job_hold_in_an_image(ann: User, cluster: Cluster) -> None:
-    seen = ann.run("-w n1 --gpus-per-node 1 --mem 250M --image mini", "limits.py 100")
+    seen = ann.run("-w fish1 --gpus-per-node 1 --mem 250M --image mini", "limits.py 100")
     assert re.findall(r"(?:opened|denied) \d", seen) == ["opened 0", "denied 1"]
     assert f"took {100 << 20}" in seen
-    seen = ann.run("-w n1 --gpus-per-node 2 --ntasks-per-node 1 --mem 60M --image mini", "limits.py 150", status=1)
+    seen = ann.run("-w fish1 --gpus-per-node 2 --ntasks-per-node 1 --mem 60M --image mini", "limits.py 150", status=1)
     assert re.findall(r"(?:opened|denied) \d", seen) == ["opened 0", "opened 1"]
     assert "took" not in seen and "the memory was used up" in seen
 
@@ -161,37 +158,37 @@ def test_plain_srun_and_sbatch_run_in_a_bundle_of_an_image(ann: User, cluster: C
     ann.do(f"cd {place} && sbatch --wait -N1 -C images --container={bundle} --output=out plain.py")
     output = ann.do(f"cat {place}/out")
     assert lines(output, "plain") == [["0", "1", "0", "1", "0", *inside]] and "RunTimeQuery" not in output
-    ended = ann.do(f"srun -w n1 --container={bundle} sh -c 'exit 7'", status=7)
-    assert ended == "srun: error: n1: task 0: Exited with exit code 7\n"
+    ended = ann.do(f"srun -w fish1 --container={bundle} sh -c 'exit 7'", status=7)
+    assert ended == "srun: error: fish1: task 0: Exited with exit code 7\n"
     terminal = ann.do(
-        f"script -qec 'srun --pty -w n1 --container={bundle} sh -c \"tty; cat /mark; sleep 1\"' /dev/null"
+        f"script -qec 'srun --pty -w fish1 --container={bundle} sh -c \"tty; cat /mark; sleep 1\"' /dev/null"
     )
     assert "/dev/pts/" in terminal and "one" in terminal
-    ann.do(f"(setsid srun -w n1 --container={bundle} sleep 600 > /dev/null 2>&1 < /dev/null &)")
+    ann.do(f"(setsid srun -w fish1 --container={bundle} sleep 600 > /dev/null 2>&1 < /dev/null &)")
     cluster.wait("a job without `-C images` is entered", lambda: "one" in ann.do("shoal exec -- cat /mark || true"))
     ann.do("scancel --me")
 
 
 def test_running_container_is_entered_saved_warned_and_cancelled(ann: User, cluster: Cluster) -> None:
-    job = ann.start("-w n1 --image mini --container-name live", "wait.py")
-    group = cluster.on("n1", "sh", "-c", "cat /proc/$(pgrep -x -f 'python3 wait.py')/cgroup")
+    job = ann.start("-w fish1 --image mini --container-name live", "wait.py")
+    group = cluster.on("fish1", "sh", "-c", "cat /proc/$(pgrep -x -f 'python3 wait.py')/cgroup")
     assert f"/job_{job}/" in group
     assert ann.do(f"shoal exec --job {job} -- sh -c 'cat /mark; id -u; echo saved > /opt/live; pwd'").count("one") == 1
-    assert "2001" in ann.do(f"shoal ssh --job {job} n1 'cat /mark && id -u'")
+    assert "2001" in ann.do(f"shoal ssh --job {job} fish1 'cat /mark && id -u'")
     assert "No such file" in ann.do(f"shoal exec --outside --job {job} -- cat /mark", status=1)
     saved = ann.json(f"image save tuned live --job {job}")
     assert saved["architecture"] == HERE and saved["digest"].startswith("sha256:")
     ann.do(f"scancel --batch --signal=USR1 {job}")
     cluster.wait("it was warned", lambda: "warned" in ann.do(f"shoal logs {job}"))
     ann.do(f"shoal cancel {job}")
-    cluster.wait("nothing is left", lambda: cluster.on("n1", "pgrep", "-u", "ann", status=None) == "")
-    assert "saved hello" in ann.run("-w n2 --image tuned", "saved.sh")
+    cluster.wait("nothing is left", lambda: cluster.on("fish1", "pgrep", "-u", "ann", status=None) == "")
+    assert "saved hello" in ann.run("-w fish2 --image tuned", "saved.sh")
 
 
 def test_array_and_preemption_in_an_image(ann: User, torch: str, cluster: Cluster) -> None:
     """The training that is preempted saves a checkpoint with `shoal.train`, and goes on from it."""
-    job = ann.start(f"-w n1 --exclusive --image mini {torch}", "resume.py")
-    array = ann.run("-w n1 -p urgent --array 0-1 --image mini")
+    job = ann.start(f"-w fish1 --exclusive --image mini {torch}", "resume.py")
+    array = ann.run("-w fish1 -p urgent --array 0-1 --image mini")
     assert len(re.findall(r"job \d+_[01]: completed", array)) == 2
     now = ("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would let it wait for two minutes
     cluster.wait("it may start", lambda: cluster.on("controller", *now) == "")
@@ -199,9 +196,9 @@ def test_array_and_preemption_in_an_image(ann: User, torch: str, cluster: Cluste
 
 
 @pytest.fixture(scope="module")
-def torch(cluster: Cluster) -> str:
-    """torch where Python of the image looks for packages, as an option: a second copy of its files takes long."""
-    return f"--mount {give_torch(cluster.name, cluster.env)}:/usr/lib/python3/dist-packages:ro"
+def torch() -> str:
+    """torch where Python of the image looks for packages, as an option."""
+    return f"--mount {PYTHONPATH}:/usr/lib/python3/dist-packages:ro"
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "spawn"])
@@ -213,62 +210,63 @@ def test_ranks_in_images_train_together(ann: User, torch: str, launcher: str) ->
 def test_registry_that_is_down_or_returns_wrong_data(ann: User, cluster: Cluster) -> None:
     ann.do("shoal image pull /shared/tiny.tar --name tiny")
     assert ann.json("image push tiny")["reference"] == "controller:5001/ann/tiny"
-    storage = "/var/lib/docker-registry/docker/registry/v2/blobs"
     damage = "dd if=/dev/zero of={} bs=1 count=64 seek=4096 conv=notrunc"
-    cluster.on("controller", "sh", "-c", f"find {storage} -name data -size +1000k -exec {damage} ';' 2>&1")
+    find = f"find {REGISTRY}/docker/registry/v2/blobs -name data -size +1000k -exec {damage} ';' 2>&1"
+    cluster.on("controller", "sh", "-c", find)
     pull = "shoal image pull controller:5001/ann/tiny --name damaged"
-    assert "the registry returned wrong data" in ann.do(pull, status=2)
-    cluster.on("controller", "systemctl", "stop", "docker-registry")
-    assert "the registry is down or cannot be reached" in ann.do(pull, status=2)
+    try:
+        assert "the registry returned wrong data" in ann.do(pull, status=2)
+        cluster.on("controller", "systemctl", "stop", "docker-registry")
+        assert "the registry is down or cannot be reached" in ann.do(pull, status=2)
+    finally:
+        cluster.on("controller", "sh", "-c", f"rm -rf {REGISTRY}/docker; systemctl restart docker-registry")
     assert "damaged" not in ann.do("shoal image list")
     assert "the registry's name is not known" in ann.do("shoal image pull registry.invalid/x", status=2)
 
 
 def test_full_disk_leaves_no_part_of_the_image(ann: User, cluster: Cluster) -> None:
     mount = ("mount", "-t", "tmpfs", "tmpfs", IMAGES, "-o")
-    cluster.on("n2", *mount, "mode=1777,size=60m")
+    cluster.on("fish2", *mount, "mode=1777,size=60m")
     try:
         for words, larger in (
             ("MB are free", "size=900m,nr_inodes=500"),
             ("no space left on device", "nr_inodes=50000"),
         ):
-            assert words in ann.run("-w n2 --image mini", status=1)
-            left = cluster.on("n2", "ls", "-A", f"{IMAGES}/ann").split()
+            assert words in ann.run("-w fish2 --image mini", status=1)
+            left = cluster.on("fish2", "ls", "-A", f"{IMAGES}/ann").split()
             assert [name for name in left if not name.endswith(".lock")] == ["containers"]
-            cluster.on("n2", *mount, f"remount,{larger}")
-        assert lines(ann.run("-w n2 --image mini"))[0][6] == "one"
+            cluster.on("fish2", *mount, f"remount,{larger}")
+        assert lines(ann.run("-w fish2 --image mini"))[0][6] == "one"
     finally:
-        cluster.on("n2", "umount", IMAGES)
+        cluster.on("fish2", "umount", IMAGES)
 
 
-def test_named_container_keeps_what_jobs_change_over_a_reboot(ann: User, cluster: Cluster) -> None:
+def test_named_container_keeps_what_jobs_change(ann: User, cluster: Cluster) -> None:
     assert "Read-only file system" in ann.run("--image mini --export NOTE=1", status=1)
-    note = "-w n1 --container-name mine --export NOTE=1"
+    note = "-w fish1 --container-name mine --export NOTE=1"
     assert lines(ann.run(f"--image mini {note}"), "note") == [["x"]]
-    cluster.fault("reboot", "n1")
-    cluster.wait("n1 is back", lambda: cluster.answers("n1") and "IDLE" in cluster.states()["n1"])
     assert lines(ann.run(note), "note") == [["xx"]]
     bundle = ann.do("shoal image bundle --container-name mine").strip()
-    assert ann.do(f"srun --quiet -w n1 {bundle}/run cat /opt/note") == "xx"
+    assert ann.do(f"srun --quiet -w fish1 {bundle}/run cat /opt/note") == "xx"
     kept = {entry["name"]: entry for entry in ann.json("image list")["containers"]}
-    assert (kept["mine"]["image"], kept["mine"]["nodes"]) == ("mini", ["n1"])
+    assert (kept["mine"]["image"], kept["mine"]["nodes"]) == ("mini", ["fish1"])
     assert "mine" in ann.do("shoal image list")
-    cluster.on("controller", "scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
+    cluster.on("controller", "scontrol", "update", "NodeName=fish1", "State=DRAIN", "Reason=test")
     for command in ("save late mine", "remove mine"):  # their jobs wait for the node
-        ann.do(f"python3 -c {shlex.quote(INTERRUPT)} shoal image {command} --node n1", status=130)
+        ann.do(f"python3 -c {shlex.quote(INTERRUPT)} shoal image {command} --node fish1", status=130)
         cluster.wait("Slurm has no job of it", lambda: ann.do("squeue -h -u ann") == "")
-    cluster.on("controller", "scontrol", "update", "NodeName=n1", "State=RESUME")
-    missing = ann.do("shoal image remove mine --node n2", status=2)
-    assert "cannot remove container mine: n2: there is no container mine of yours here" in missing
-    ann.do("shoal image remove mine --node n1")
+    cluster.on("controller", "scontrol", "update", "NodeName=fish1", "State=RESUME")
+    missing = ann.do("shoal image remove mine --node fish2", status=2)
+    assert "cannot remove container mine: fish2: there is no container mine of yours here" in missing
+    ann.do("shoal image remove mine --node fish1")
     assert "mine" not in {entry["name"] for entry in ann.json("image list")["containers"]}
     assert "there is no container mine here; give --image once" in ann.run(note, status=1)
 
 
 def test_images_of_a_user_who_does_not_come_back_go_after_a_month(ann: User, cluster: Cluster) -> None:
     [mini] = [image["id"] for image in ann.json("image list")["images"] if image["name"] == "mini"]
-    assert cluster.on("n1", "systemctl", "is-active", "shoal-images.timer") == "active\n"
+    assert cluster.on("fish1", "systemctl", "is-active", "shoal-images.timer") == "active\n"
     for age, is_left in (("29", True), ("31", False)):
-        cluster.on("n1", "touch", "-d", f"{age} days ago", f"{IMAGES}/ann/{mini}.lock")
-        cluster.on("n1", "systemctl", "start", "shoal-images.service")
-        assert (mini in cluster.on("n1", "ls", f"{IMAGES}/ann").split()) == is_left
+        cluster.on("fish1", "touch", "-d", f"{age} days ago", f"{IMAGES}/ann/{mini}.lock")
+        cluster.on("fish1", "systemctl", "start", "shoal-images.service")
+        assert (mini in cluster.on("fish1", "ls", f"{IMAGES}/ann").split()) == is_left

@@ -323,6 +323,15 @@ def test_host_without_user_namespaces_gets_no_such_jobs(ann: User, cluster: Clus
         cluster.on("n2", "umount", LIMIT)
 
 
+def test_named_container_outlives_a_reboot(ann: User, cluster: Cluster) -> None:
+    note = "-w n1 --container-name mine --export NOTE=1"
+    assert lines(ann.run(f"--image mini {note}"), "note") == [["x"]]
+    cluster.fault("reboot", "n1")
+    cluster.wait("n1 is back", lambda: cluster.answers("n1") and "IDLE" in cluster.states()["n1"])
+    assert lines(ann.run(note), "note") == [["xx"]]
+    ann.do("shoal image remove mine --node n1")
+
+
 def test_removed_section_removes_everything_but_what_a_job_runs_in(ann: User, cluster: Cluster) -> None:
     job = ann.start("-w n1 --image mini", "until.py")
     cluster.edit("containers: {engine: oci, registry: true}\n", "")

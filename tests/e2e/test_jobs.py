@@ -1,7 +1,4 @@
-"""Jobs on a real cluster: a controller and two nodes with two simulated GPUs each. The hosts have Python and no torch.
-
-The tests share one cluster and run in the order of this file.
-"""
+"""Jobs on a real cluster: a controller and two nodes with two simulated GPUs each. The scripts need no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import taken_down
 from tests.e2e.job_scripts import Jobs
+from tests.e2e.standing import Standing
 
 from shoal.verbs.context import open_context
 from shoal.verbs.job import Job
@@ -20,15 +17,20 @@ COVERS = (
     "verbs/run_user train/launcher_variables.py train/env.py train/gpu_binding.py remote/job_directory.py "
     "remote/job_start.sh remote/job_end.sh remote/task_prolog.sh remote/log_reader.py"
 )
+GROUP = "reef"
 pytestmark = pytest.mark.sandbox
+PLACE = "/var/lib/shoal/jobs/st-reef"
+LEFT = "/shared/turns /shared/end-of-plain /tmp/gpu-jobs /tmp/all-* /tmp/mine-* /usr/local/bin/nsys"
+"""What the scripts leave outside of their jobs' directories."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    made = Jobs(tmp_path_factory.mktemp("jobs"))
-    with taken_down(made):
-        made.json("up", timeout=600)
-        yield made
+def cluster(standing: Standing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    made = standing.view(Jobs)
+    made.give_tree(tmp_path_factory.mktemp("jobs"))
+    yield made
+    for node in ("fish1", "fish2"):
+        made.on(node, "sh", "-c", f"rm -rf {LEFT}")
 
 
 def test_ranks_run_per_gpu_on_two_nodes_and_their_output_is_shown(cluster: Jobs) -> None:
@@ -62,12 +64,13 @@ def test_lines_keep_their_node_on_shared_storage(cluster: Jobs) -> None:
 
 
 def test_bundle_is_sent_once_without_ignored_files(cluster: Jobs) -> None:
-    inode = ("sh", "-c", "stat -c '%i %n' /var/lib/shoal/jobs/j-jobs/code/*")
-    before = cluster.on("fish1", *inode)
-    result = cluster.json("run", "--wait", "hello.py")
+    options = ("run", "--wait", "--nodelist", "fish1", "hello.py")
+    bundle = f"{PLACE}/code/{cluster.json(*options)['code']}.tar"
+    before = cluster.on("fish1", "stat", "-c", "%i", bundle)
+    result = cluster.json(*options)
     assert result["record"]["state"] == "COMPLETED"
-    assert cluster.on("fish1", *inode) == before and before.count("\n") == 1
-    tree = cluster.on("fish1", "ls", "-A", f"/var/lib/shoal/jobs/j-jobs/{result['id']}/tree").split()
+    assert cluster.on("fish1", "stat", "-c", "%i", bundle) == before
+    tree = cluster.on("fish1", "ls", "-A", f"{PLACE}/{result['id']}/tree").split()
     assert "hello.py" in tree and "secret.txt" not in tree
 
 
@@ -216,7 +219,7 @@ def test_tracked_job_gets_its_run_and_keeps_the_password_private(cluster: Jobs) 
     [line] = [line["text"] for line in result["lines"] if line["rank"] == 0]
     uri, experiment, code, run, password = line.split("|")
     assert (uri, experiment, code, password) == ("http://mlflow:5000", "it's $5", result["code"], "hunter2 '$x")
-    assert run.startswith(f"j-jobs-{result['id']}-")
+    assert run.startswith(f"{cluster.name}-{result['id']}-")
     job_text = cluster.on("controller", "scontrol", "-dd", "show", "job", result["id"])
     script = cluster.on("controller", "scontrol", "write", "batch_script", result["id"], "-")
     assert f"Comment=shoal:{code}/" in job_text and "hunter2" not in job_text + script
@@ -246,7 +249,7 @@ def test_profile_report_is_kept_beside_the_logs_and_its_path_shown(cluster: Jobs
     for node in ("fish1", "fish2"):
         cluster.on(node, "sh", "-c", 'printf %s "$0" > /usr/local/bin/nsys; chmod 755 /usr/local/bin/nsys', fake)
     result = cluster.json("run", "--wait", "-N2", "--profile", "nsys", "hello.py")
-    assert result["traces"] == f"/var/lib/shoal/jobs/j-jobs/{result['id']}/profile"
+    assert result["traces"] == f"{PLACE}/{result['id']}/profile"
     for rank, node in enumerate(("fish1", "fish1", "fish2", "fish2")):
         trace = f"{result['traces']}/rank-{rank}.0.nsys-rep"
         assert f"shoal: --profile nsys: {node}:{trace}" in [line["text"] for line in result["lines"]]
@@ -256,20 +259,20 @@ def test_profile_report_is_kept_beside_the_logs_and_its_path_shown(cluster: Jobs
 
 def test_directory_of_an_earlier_job_with_the_same_id_is_moved_aside(cluster: Jobs) -> None:
     """As on a host that was lent to a cluster which was built again, and counts from 1 again."""
-    place = "/var/lib/shoal/jobs/j-jobs"
-    coming = int(cluster.submit("--launcher", "python", "hello.py")) + 1
-    old = f"mkdir -p {place}/{coming}/tree && echo 'print(\"old code\")' > {place}/{coming}/tree/hello.py"
+    job = cluster.submit("-N2", "--sbatch=--hold", "hello.py")
+    old = f"mkdir -p {PLACE}/{job}/tree && echo 'print(\"old code\")' > {PLACE}/{job}/tree/hello.py"
     for node in ("fish1", "fish2"):
         cluster.on(node, "sh", "-c", old)
-    result = cluster.json("run", "--wait", "-N2", "hello.py")
-    assert result["id"] == str(coming)
-    assert not any("old code" in line["text"] for line in result["lines"])
+    cluster.on("controller", "scontrol", "release", job)
+    cluster.shoal("logs", "--follow", job)
+    said = cluster.lines(job)
+    assert sum(line.startswith("hello") for line in said) == 4 and "old code" not in said
     for node in ("fish1", "fish2"):
-        assert "old code" in cluster.on(node, "sh", "-c", f"cat {place}/{coming}.before-*/tree/hello.py")
+        assert "old code" in cluster.on(node, "sh", "-c", f"cat {PLACE}/{job}.before-*/tree/hello.py")
 
 
 def test_next_job_removes_old_unused_bundles(cluster: Jobs) -> None:
-    code = "/var/lib/shoal/jobs/j-jobs/code"
+    code = f"{PLACE}/code"
     crowd = f"for n in $(seq 30); do touch -d '30 days ago' {code}/0$n.tar; done"
     for node in ("fish1", "fish2"):
         cluster.on(node, "sh", "-c", crowd)
@@ -277,6 +280,7 @@ def test_next_job_removes_old_unused_bundles(cluster: Jobs) -> None:
     for node in ("fish1", "fish2"):
         left = cluster.on(node, "ls", code).split()
         assert 20 <= len(left) < 30 and cluster.json("run", "--dry-run", "hello.py")["code"] + ".tar" in left
+        cluster.on(node, "sh", "-c", f"rm -f {code}/0*.tar")
 
 
 def test_job_can_be_submitted_from_python(cluster: Jobs) -> None:

@@ -7,32 +7,23 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.documents import ROOT
-from tests.e2e.cluster import LIMIT, Cluster, login_keys, taken_down
+from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.shoal_server import ROOTS_PROGRAM
-from tests.e2e.test_lab import Client
-from tests.e2e.torch_env import give_torch
+from tests.e2e.standing import Standing
 
 from shoal.sandbox.layout import Layout
 
 COVERS = "proof verbs/prove train/proof_record.py train/proof_watch.py"
-
+GROUP = "reef"
 SCRIPT = ROOT / "tests/unit/proof/train.py"
 WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
 
-SPEC = """\
-cluster: prove-e2e
-controller: {provider: sandbox, memory: 1G}
-nodesets:
-  fish: {provider: sandbox, count: 2, gpus: 2, memory: 3G}
-users:
-  alice: {keys: ["file:KEYS/alice.pub"]}
-"""
 HANG = """\
 import time
 from shoal.train import init
@@ -112,8 +103,9 @@ def test_script_without_the_training_calls_fails_with_the_missing_call(tree: Pat
 class Jobs(Cluster):
     """A cluster whose commands run where the toy example is."""
 
-    def __init__(self, directory: Path, keys: Path) -> None:
-        super().__init__(directory, SPEC.replace("KEYS", str(keys)))
+    tree: Path
+
+    def give_tree(self, directory: Path) -> None:
         self.tree = directory / "tree"
         shutil.copytree(ROOT / "examples/toy", self.tree)
         (self.tree / "hang.py").write_text(HANG)
@@ -130,18 +122,10 @@ class Jobs(Cluster):
 
 
 @pytest.fixture(scope="module")
-def keys() -> Iterator[Path]:
-    with login_keys("alice") as directory:
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path_factory.mktemp("prove"), keys)
-    with taken_down(made):
-        made.json("up", timeout=600)
-        give_torch(made.name)
-        yield made
+def cluster(standing: Standing, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    made = standing.view(Jobs)
+    made.give_tree(tmp_path_factory.mktemp("prove"))
+    return made
 
 
 @pytest.mark.sandbox
@@ -155,7 +139,7 @@ def test_toy_passes_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> N
     assert report["passed"] and report["steps"] == 10, report
     assert report["losses"][-1] < report["losses"][0]
     records = cluster.on(
-        "fish1", "sh", "-c", "find /var/lib/shoal/jobs/prove-e2e -name 'rank-*.end' | grep proof || true"
+        "fish1", "sh", "-c", f"find /var/lib/shoal/jobs/{cluster.name} -name 'rank-*.end' | grep proof || true"
     )
     assert records == "", "they are taken away from the nodes"
 
@@ -178,8 +162,8 @@ def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
 
 
 @pytest.mark.sandbox
-def test_user_proves_a_script_with_jobs_of_their_own(cluster: Jobs, keys: Path) -> None:
-    alice = Client(cluster, keys / "homes", "alice", keys / "alice")
+def test_user_proves_a_script_with_jobs_of_their_own(cluster: Jobs, standing: Standing) -> None:
+    alice = standing.client("alice", "prove")
     alice.json("join", "alice@desktop")
     for name in ("train.py", "curve.py", "wrong.py"):
         shutil.copy(cluster.tree / name, alice.tree)

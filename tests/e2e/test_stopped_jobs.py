@@ -1,6 +1,6 @@
 """Jobs that Slurm stops continue where they were, on a real cluster. tests/matrix/signals has every way to stop one.
 
-The tests share one cluster, whose jobs run at the same time.
+The jobs of the tests run at the same time.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import taken_down
+from tests.e2e.standing import Standing
 from tests.matrix.stopped_jobs import Cell, Matrix, Outcome, Stopped, judge
 
 COVERS = "train/stop.py train/checkpoint slurm/preemption jobs/failure tests/matrix/stopped_jobs.py"
+GROUP = "reef"
 pytestmark = pytest.mark.sandbox
 
 PREEMPTED = Cell("srun", "preemption", 2)
@@ -22,11 +23,13 @@ CELLS = [PREEMPTED, *(pytest.param(cell, marks=pytest.mark.matrix) for cell in (
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    made = Matrix(tmp_path_factory.mktemp("stopping"), "x-stopping", at_once=4)
-    with taken_down(made):
-        made.start()
-        yield made
+def cluster(standing: Standing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    made = standing.view(Matrix)
+    made.nodes = 2
+    made.prepare(tmp_path_factory.mktemp("stopping"), at_once=4)
+    made.share_nodes()
+    yield made
+    made.on("controller", "scontrol", "update", "PartitionName=main", "OverSubscribe=NO")
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +58,8 @@ def test_check_reports_a_cluster_that_breaks_the_preemption_contract(cluster: Ma
     less = "jobs have less time to save after SIGTERM than they count on"
     lost = "a preempted job does not save its work and start again"
     assert not {less, lost} & {*_findings(cluster)}
-    cluster.edit("SlurmdTimeout: 60", "SlurmdTimeout: 60, KillWait: 5, PreemptMode: CANCEL")
-    cluster.json("up")
-    cluster.edit(", KillWait: 5, PreemptMode: CANCEL", "")  # the file is corrected, the cluster not yet
+    change = "s/^KillWait=.*/KillWait=5/; s/^PreemptMode=.*/PreemptMode=CANCEL/"
+    cluster.on("controller", "sh", "-c", f"sed -i '{change}' /etc/slurm/slurm.conf && scontrol reconfigure")
     fixes = _findings(cluster)
     assert (fixes[less], fixes[lost]) == ("run `shoal up`, which sets 30", "run `shoal up`, which sets REQUEUE")
     cluster.json("up")

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import pytest
 from tests.documents import COMMANDS, PAGE, ROOT, TRAINING, changed_script, commands
-from tests.e2e.cluster import LIMIT, Cluster, running
-from tests.e2e.torch_env import PYTHONPATH, give_torch
+from tests.e2e.cluster import LIMIT, Cluster
+from tests.e2e.standing import Standing
+from tests.e2e.torch_env import PYTHONPATH
 
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
@@ -35,14 +36,9 @@ from shoal.train.tracking.mlflow_client import MlflowClient
 from shoal.train.tracking.send import send
 
 COVERS = "examples/toy train jobs/launchers tracking"
+GROUP = "reef"
 pytestmark = pytest.mark.sandbox
 
-SPEC = """\
-cluster: toy-e2e
-controller: {provider: sandbox, memory: 1G}
-nodesets:
-  fish: {provider: sandbox, count: 2, gpus: 2, memory: 2G}
-"""
 STEPS = 120
 """Ten epochs of 1,437 images in batches of 128."""
 LAUNCHERS = ("srun", "torchrun", "spawn", "pmix", "python")
@@ -78,7 +74,7 @@ class Outcome:
 
 
 class Toy:
-    """A cluster with torch on it and a job for each way, queued at once."""
+    """A job for each way, queued at once on a cluster with torch."""
 
     def __init__(self, cluster: Cluster, tree: Path, server: MlflowClient | None, ways: list[tuple[str, str]]) -> None:
         self.cluster, self.server = cluster, server
@@ -107,13 +103,11 @@ class Toy:
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Toy]:
+def toy(standing: Standing, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Toy]:
     everything = any(item.get_closest_marker("matrix") for item in request.session.items)
     directory = tmp_path_factory.mktemp("toy")
-    with running(directory, SPEC) as cluster:
-        give_torch(cluster.name)
-        with mlflow_server(cluster, directory) as server:
-            yield Toy(cluster, directory / "tree", server, WAYS if everything else EVERY_DAY)
+    with mlflow_server(standing.cluster, directory) as server:
+        yield Toy(standing.cluster, directory / "tree", server, WAYS if everything else EVERY_DAY)
 
 
 @contextmanager
@@ -207,14 +201,31 @@ def test_mlflow_has_a_run_per_job_with_every_loss_and_the_plot(toy: Toy) -> None
         assert {"loss.svg", "job.sbatch"} <= {file["path"] for file in files}
 
 
+SHARED_PACKAGES = "/usr/local/lib/python3.11/dist-packages/shared.pth"
+AS_IN_A_LAB = f"""\
+set -e
+echo {PYTHONPATH} > {SHARED_PACKAGES}
+mkdir -p /shared/jobs /var/lib/shoal/jobs
+mount --bind /shared/jobs /var/lib/shoal/jobs
+"""
+AS_BEFORE = f"umount /var/lib/shoal/jobs; rm {SHARED_PACKAGES}"
+
+
+@pytest.fixture
+def lab_nodes(toy: Toy) -> Iterator[None]:
+    """Nodes as a lab has them: torch is installed, and the jobs' directory is on storage that they share."""
+    hosts = ("controller", "fish1", "fish2")
+    try:
+        for host in hosts:
+            toy.cluster.on(host, "sh", "-c", AS_IN_A_LAB)
+        yield
+    finally:
+        for host in hosts:
+            toy.cluster.on(host, "sh", "-c", AS_BEFORE)
+
+
+@pytest.mark.usefixtures("lab_nodes")
 def test_documented_training_commands_run(toy: Toy, tmp_path: Path) -> None:
-    """On nodes as a lab has them: torch is installed, and the jobs' directory is on storage that they share."""
-    for host in ("controller", "fish1", "fish2"):
-        packages = f"echo {PYTHONPATH} > /usr/local/lib/python3.11/dist-packages/shared.pth"
-        done = toy.cluster.ssh(
-            host, f"{packages} && mkdir -p /var/lib/shoal && ln -sfn /shared/jobs /var/lib/shoal/jobs"
-        )
-        assert done.returncode == 0, done
     shutil.copy(toy.cluster.file, tmp_path)
     (tmp_path / "train.py").write_text(changed_script())
     lines = [line for line in commands(TRAINING)[0] if COMMANDS[line] == PAGE]

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.torch_env import give_torch
+from tests.e2e.torch_env import PYTHONPATH, give_torch
 
 from shoal.jobs.model import LAUNCHER_NAMES, job_from_options
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
-from shoal.verbs.context import open_context
+from shoal.verbs.context import Context, open_context
 from shoal.verbs.run import run
 
 SIGNALS = ("USR1", "USR2", "TERM")
@@ -123,8 +123,14 @@ class Outcome:
 class Matrix(Cluster):
     """A cluster with two nodes for the jobs, and one to fall back to."""
 
+    nodes = 3
+    python = PYTHONPATH
+    at_once: int
+    tree: Path
+    jobs: Path
+    context: Context
+
     def __init__(self, directory: Path, name: str, *, cgroups: bool = False, at_once: int = 10) -> None:
-        self.at_once = at_once
         shape = f"provider: sandbox, cpus: 2, memory: {2 * at_once}G, cgroups: {str(cgroups).lower()}"
         super().__init__(
             directory,
@@ -139,16 +145,23 @@ class Matrix(Cluster):
             # A node that is gone is found out sooner than in five minutes.
             "slurm: {options: {SlurmdTimeout: 60}}\n",
         )
-        self.tree = directory / "tree"
+        self.prepare(directory, at_once)
+
+    def prepare(self, directory: Path, at_once: int) -> None:
+        """Have the script of the jobs in this directory."""
+        self.at_once, self.tree = at_once, directory / "tree"
         self.tree.mkdir()
         shutil.copy(Path(__file__).with_name("train.py"), self.tree / "train.py")
-        self.jobs = Layout(cache_dir(), name).shared / JOBS.removeprefix("/shared/")
+        self.jobs = Layout(cache_dir(), self.name).shared / JOBS.removeprefix("/shared/")
         self.context = open_context(self.file)
 
     def start(self) -> None:
         self.json("up", timeout=600)
-        self.python = give_torch(self.name)
-        # A job has two ranks on a node, and they sleep most of the time: many share the CPUs.
+        give_torch(self.name)
+        self.share_nodes()
+
+    def share_nodes(self) -> None:
+        """A job has two ranks on a node, and they sleep most of the time: many share the CPUs."""
         share = ("scontrol", "update", "PartitionName=main", f"OverSubscribe=FORCE:{self.at_once}")
         self.on("controller", *share)
 
@@ -205,7 +218,7 @@ class Matrix(Cluster):
 
     def preempt(self) -> None:
         """A job of a higher partition that wants all nodes for itself."""
-        options = ["-p", "urgent", "--exclusive", "-N3", "-o", "/dev/null"]
+        options = ["-p", "urgent", "--exclusive", f"-N{self.nodes}", "-o", "/dev/null"]
         self.on("controller", "sbatch", *options, "--wrap", "sleep 5")
 
     def kill_node(self, host: str = "fish2") -> None:
