@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness import BenchError, run_command
-from sandbox import reserve_cluster, write_ssh_config
-
-from shoal.sandbox.provider import SandboxProvider
+from harness import BenchError
+from sandbox import provide_cluster, targets, write_ssh_config
 
 
 class Hosts:
@@ -33,16 +30,13 @@ class Hosts:
 
 
 @contextmanager
-def create_cluster(folder: Path, cluster: str, text: str) -> Iterator[Hosts]:
-    """Build a cluster with `shoal up`; remove it at the end."""
-    directory = folder / cluster
+def create_cluster(folder: Path, text: str, options: argparse.Namespace) -> Iterator[Hosts]:
+    """A cluster by `shoal up`, which is removed at the end, or the one of `--on`."""
+    directory = folder / text.split("cluster:")[1].split()[0]
     directory.mkdir()
-    spec = directory / "shoal.yaml"
-    spec.write_text(text)
-    with reserve_cluster(cluster):
-        # A state directory of its own: host keys of an earlier run would not match.
-        os.environ["XDG_STATE_HOME"] = str(directory / "state")
-        run_command(sys.executable, "-m", "shoal", "up", "--file", spec)
-        targets = [instance.target for instance in asyncio.run(SandboxProvider().instances(cluster))]
-        write_ssh_config(directory, targets)
-        yield Hosts(directory / "ssh_config", {target.name: str(target.address) for target in targets})
+    # A state directory of its own: host keys of an earlier run would not match.
+    os.environ["XDG_STATE_HOME"] = str(directory / "state")
+    with provide_cluster(directory, text, options) as (cluster, _, _):
+        hosts = targets(cluster)
+        write_ssh_config(directory, hosts)
+        yield Hosts(directory / "ssh_config", {target.name: str(target.address) for target in hosts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import tempfile
@@ -9,15 +10,15 @@ from pathlib import Path
 
 from harness import BenchError, bench_parser, describe_machine, report, run_bench
 from hosts import Hosts, create_cluster
+from sandbox import add_cluster_options
 from shares import SIZE_MB, measure_shares
 
-CLUSTER = "bench-network"
-SPEC = f"""\
-cluster: {CLUSTER}
+SPEC = """\
+cluster: bench-network
 network: wireguard
-controller: {{provider: sandbox}}
+controller: {provider: sandbox}
 nodesets:
-  fish: {{provider: sandbox, count: 1}}
+  fish: {provider: sandbox, count: 1}
 """
 TARGET = 0.95
 PORT = 5201
@@ -33,6 +34,7 @@ ip address add {own}/24 dev bare0
 ip link set bare0 mtu 1420 up
 wg show bare0 public-key
 """
+REMOVE_BARE = "ip link delete bare0; rm -f /run/bare.key"
 PEER = "wg set bare0 peer {key} allowed-ips {address}/32 endpoint {endpoint}:51999"
 
 # Counts the bytes that arrive on one connection for some seconds, after a second that is not counted.
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("all", "wireguard", "shares"), default="all")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=2.0)
+    add_cluster_options(parser)
     options = parser.parse_args()
     if options.small:
         options.rounds, options.seconds = 1, 0.5
@@ -80,28 +83,37 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="network-") as folder:
         text = describe_machine(options) + "\n"
         if options.what in ("all", "wireguard"):
-            text += measure(Path(folder), options.rounds, options.seconds) + "\n"
+            text += measure(Path(folder), options) + "\n"
         if options.what in ("all", "shares"):
-            text += measure_shares(Path(folder), options.rounds, size_mb=8 if options.small else SIZE_MB)
+            text += measure_shares(Path(folder), options, size_mb=8 if options.small else SIZE_MB)
     report("network", options, text)
 
 
-def measure(folder: Path, rounds: int, seconds: float) -> str:
-    with create_cluster(folder, CLUSTER, SPEC) as hosts:
+def measure(folder: Path, options: argparse.Namespace) -> str:
+    with create_cluster(folder, SPEC, options) as hosts:
         create_bare_link(hosts)
-        links = {
-            "bare wg": "10.99.0.1",
-            "Shoal": hosts.run("fish1", "getent ahostsv4 controller").split()[0],
-            "no tunnel": hosts.addresses["controller"],
-        }
-        rates: dict[str, list[float]] = {name: [] for name in links}
-        for number in range(rounds):
-            # Each is first in every other round.
-            for name in sorted(links, reverse=bool(number % 2)):
-                if name != "no tunnel" or number < 3:
-                    rates[name].append(throughput(hosts, links[name], seconds))
-        version = hosts.run("fish1", "dpkg-query -W -f '${Package} ${Version}' wireguard-go")
-    return table(version, rates, rounds, seconds)
+        try:
+            rates = measure_links(hosts, options.rounds, options.seconds)
+            version = hosts.run("fish1", "dpkg-query -W -f '${Package} ${Version}' wireguard-go")
+        finally:
+            for host in ("controller", "fish1"):
+                hosts.run(host, REMOVE_BARE)
+    return table(version, rates, options.rounds, options.seconds)
+
+
+def measure_links(hosts: Hosts, rounds: int, seconds: float) -> dict[str, list[float]]:
+    links = {
+        "bare wg": "10.99.0.1",
+        "Shoal": hosts.run("fish1", "getent ahostsv4 controller").split()[0],
+        "no tunnel": hosts.addresses["controller"],
+    }
+    rates: dict[str, list[float]] = {name: [] for name in links}
+    for number in range(rounds):
+        # Each is first in every other round.
+        for name in sorted(links, reverse=bool(number % 2)):
+            if name != "no tunnel" or number < 3:
+                rates[name].append(throughput(hosts, links[name], seconds))
+    return rates
 
 
 def create_bare_link(hosts: Hosts) -> None:

@@ -21,6 +21,10 @@ GROWS = (
     *(r"/root/\.(cache|local|config|ssh/known_hosts.*)(/.*)?", r"/home/[^/]+/\.(cache|local|config|ssh)(/.*)?"),
     # Python compiles what it imports.
     *(r".*/__pycache__(/.*)?", r".*\.pyc"),
+    # What torch compiles, by user.
+    *(r"/tmp/torchinductor_[^/]+(/.*)?",),
+    # Copies by useradd, before its last change.
+    *(r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-",),
     # Rewritten by systemd, by package management or at every `up`, with nothing of a test in it.
     *(r"/etc/(ld\.so\.cache|machine-id|mtab)", r"/tmp/systemd-private-.*", r"/var/tmp/systemd-private-.*"),
     # Packages for all tests: many files, which are hard links.
@@ -75,6 +79,7 @@ def firewall():
     for line in text.splitlines():
         if line.startswith("table"):
             table = line.strip(" {")
+            rules.append(table)
         elif line.strip(" {}\t"):
             rules.append(f"{table}: {' '.join(line.split())}")
     return rules

@@ -1,28 +1,25 @@
-"""`shoal prove` on the toy example: on this machine, and as jobs of a real cluster."""
+"""`shoal prove` on the toy example as jobs of a real cluster. test_local_prove.py has it on this machine."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster
-from tests.e2e.shoal_server import ROOTS_PROGRAM
 from tests.e2e.standing import Standing
+from tests.e2e.test_local_prove import SCRIPT, prove
 
 from shoal.sandbox.layout import Layout
 
 COVERS = "proof verbs/prove train/proof_record.py train/proof_watch.py"
 GROUP = "reef"
-SCRIPT = ROOT / "tests/unit/proof/train.py"
-WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
+pytestmark = pytest.mark.sandbox
 
 HANG = """\
 import time
@@ -30,74 +27,6 @@ from shoal.train import init
 init()
 time.sleep(3000)
 """
-
-
-def prove(directory: Path, *arguments: str, status: int = 0, path: str = "") -> subprocess.CompletedProcess[str]:
-    """`path` is where the script finds packages that this Python has not."""
-    env = {**os.environ, "PYTHONPATH": path} if path else None
-    done = ROOTS_PROGRAM.run("prove", *arguments, cwd=directory, env=env, timeout=900)
-    assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
-    return done
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    shutil.copy(SCRIPT, tmp_path / "train.py")
-    return tmp_path
-
-
-@pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.matrix)])
-def test_correct_script_passes_with_the_documented_output(tree: Path, ranks: str) -> None:
-    done = prove(tree, "train.py", "-n", ranks)
-    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("✓ same")]
-    assert [(row[0], row[1]) for row in rows] == WAYS
-    last = f"✓ train.py trains the same with {ranks} processes as with one: nothing differs by more than 1e-12"
-    assert done.stdout.splitlines()[-1] == last
-    assert "one process" in done.stderr and "spawn fsdp" in done.stderr, "progress while it works"
-    assert sorted(path.name for path in tree.iterdir()) == ["train.py"], "nothing is left behind"
-
-
-@pytest.mark.matrix  # tests/unit/train/test_proving.py trains in single precision every day
-def test_single_precision_is_compared_with_its_own_tolerance(tree: Path) -> None:
-    arguments = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
-    report = json.loads(prove(tree, "train.py", "-n", "2", *arguments).stdout)
-    [row] = report["rows"]
-    assert report["passed"] and report["tolerance"] == 1e-6 and report["steps"] == len(report["losses"]) == 8
-    assert 0 < row["found"]["parameters"]["relative"] <= 1e-6, "single precision: it does not agree to the last bit"
-
-
-# tests/unit/train/test_proving.py trains with each of these faults every day, and finds the same causes.
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        pytest.param(
-            "same samples",
-            "step 1: every rank reads the same 8 samples, numbers 1-8 of the 16 that one process reads",
-            marks=pytest.mark.matrix,
-        ),
-        ("sums", "gradients are summed over the 2 ranks instead of averaged"),
-        pytest.param(
-            "sampler without epochs", "the DistributedSampler shuffles every epoch alike", marks=pytest.mark.matrix
-        ),
-    ],
-)
-def test_wrong_script_fails_with_the_cause(tree: Path, fault: str, said: str) -> None:
-    done = prove(tree, "train.py", "--launcher", "torchrun", "--parallel", "ddp", "--", fault, status=1)
-    [cause] = [line for line in done.stdout.splitlines() if line.startswith("✗ torchrun ddp: ")]
-    assert "✗ differs" in done.stdout and said in cause
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        pytest.param(  # tests/unit/proof/test_local_runner.py has it every day
-            "no init", "the script recorded nothing: it never called shoal.train.init()", marks=pytest.mark.matrix
-        ),
-        ("no loss", "the script reported no loss"),
-    ],
-)
-def test_script_without_the_training_calls_fails_with_the_missing_call(tree: Path, fault: str, said: str) -> None:
-    assert f"error: {said}" in prove(tree, "train.py", "--", fault, status=1).stderr
 
 
 class Jobs(Cluster):
@@ -128,7 +57,6 @@ def cluster(standing: Standing, tmp_path_factory: pytest.TempPathFactory) -> Job
     return made
 
 
-@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,pmix", marks=pytest.mark.matrix)]
 )
@@ -144,7 +72,6 @@ def test_toy_passes_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> N
     assert records == "", "they are taken away from the nodes"
 
 
-@pytest.mark.sandbox
 @pytest.mark.matrix
 def test_toy_passes_on_this_machine_in_single_precision(cluster: Jobs) -> None:
     arguments = ("--launcher", "torchrun", "--parallel", "ddp", "--dtype", "float32", "--steps", "3", "--json")
@@ -153,7 +80,6 @@ def test_toy_passes_on_this_machine_in_single_precision(cluster: Jobs) -> None:
     assert report["passed"] and (report["tolerance"], report["steps"]) == (1e-6, 3), report
 
 
-@pytest.mark.sandbox
 @pytest.mark.matrix  # the next test has it every day, as a user and with DDP
 def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
     report = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
@@ -161,7 +87,6 @@ def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
     assert not report["passed"] and "it is divided by the number of ranks twice" in row["cause"]
 
 
-@pytest.mark.sandbox
 def test_user_proves_a_script_with_jobs_of_their_own(cluster: Jobs, standing: Standing) -> None:
     alice = standing.client("alice", "prove")
     alice.json("join", "alice@desktop")
@@ -177,7 +102,6 @@ def test_user_proves_a_script_with_jobs_of_their_own(cluster: Jobs, standing: St
     assert len(alice.json("jobs")["jobs"]) >= 4
 
 
-@pytest.mark.sandbox
 def test_ctrl_c_cancels_the_job(cluster: Jobs) -> None:
     running = cluster.start("prove", "--export", "PYTHONPATH=/shared/env", "hang.py")
     jobs = ("squeue", "-h", "-n", "prove-hang", "-o", "%T")
