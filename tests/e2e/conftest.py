@@ -13,7 +13,7 @@ WITH_SLURM = {"lagoon"}
 """Groups whose image has Slurm's packages: they show that `up` installs all others."""
 WITH_PARTS = {
     *("accounting", "doctor", "lab", "rented_nodes", "spec_changes", "storage", "tailscale", "wireguard"),
-    "reef",
+    *("reef", "parts_turned_off"),
 }
 """Groups and files whose image has those of the parts of a spec, too. test_cluster.py and others have one without any."""
 

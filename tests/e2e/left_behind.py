@@ -21,8 +21,8 @@ GROWS = (
     *(r"/root/\.(cache|local|config|ssh/known_hosts.*)(/.*)?", r"/home/[^/]+/\.(cache|local|config|ssh)(/.*)?"),
     # Python compiles what it imports.
     *(r".*/__pycache__(/.*)?", r".*\.pyc"),
-    # What torch compiles, by user.
-    *(r"/tmp/torchinductor_[^/]+(/.*)?",),
+    # What torch and its data workers leave of every job.
+    *(r"/tmp/torch(inductor|elastic)_[^/]+(/.*)?", r"/tmp/pymp-[^/]+(/.*)?"),
     # Copies by useradd, before its last change.
     *(r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-",),
     # Rewritten by systemd, by package management or at every `up`, with nothing of a test in it.

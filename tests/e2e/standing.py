@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests import installed_images
@@ -51,8 +51,6 @@ environments:
   torch: {requirements: torch.txt}
   bowl: {requirements: bowl.txt, place: local}
   sea: {requirements: sea.txt}
-# A node that is gone is given up sooner than in five minutes.
-slurm: {options: {SlurmdTimeout: 60}}
 """
 """A LAN with GPUs, cgroups, accounting, environments and a tracking server: where jobs train."""
 TRACKING = "tracking: mlflow\n"
@@ -137,8 +135,11 @@ class Standing:
 LOOK = Path(__file__).with_name("left_behind.py").read_text()
 
 
-def _changes(plan: dict[str, object]) -> list[str]:
-    return [line for line in json.dumps(plan, indent=1, sort_keys=True).splitlines() if line.strip()]
+def _changes(plan: dict[str, Any]) -> list[str]:
+    """What `plan` would change on each host, and whatever else it has to say."""
+    changes = [f"{host['name']}: {json.dumps(change)}" for host in plan["hosts"] for change in host["changes"]]
+    others = {key: value for key, value in plan.items() if key not in ("hosts", "cost") and value}
+    return changes + [f"{key}: {json.dumps(value)}" for key, value in others.items()]
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:
@@ -147,10 +148,16 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
     for host in sorted(before.keys() | after.keys()):
         old, new = before.get(host, {}), after.get(host, {})
         for kind in sorted(old.keys() | new.keys()):
-            was, now = old.get(kind, []), new.get(kind, [])
-            found += [f"{host}: {kind} that was not there: {line}" for line in now if line not in was]
-            found += [f"{host}: {kind} that is gone: {line}" for line in was if line not in now]
+            was, now = {*old.get(kind, [])}, {*new.get(kind, [])}
+            found += [f"{host}: {kind} that was not there: {line}" for line in _highest(now - was)]
+            found += [f"{host}: {kind} that is gone: {line}" for line in _highest(was - now)]
     return found
+
+
+def _highest(lines: set[str]) -> list[str]:
+    """Without the files in directories that are named themselves."""
+    paths = {line.split()[0] for line in lines}
+    return sorted(line for line in lines if not paths & {str(path) for path in Path(line.split()[0]).parents})
 
 
 class StandingClusters:
@@ -186,6 +193,7 @@ def build_lagoon(stack: ExitStack, network: str = "wireguard") -> Standing:
     made = _place(spec, stack, {"torch.txt": "--no-index\nherring\n"})
     made.cluster.edit("URL-OF-sandbox", stack.enter_context(simulated(made.cluster.name, cloud)))
     made.cluster.env[cloud.variable] = cloud.key
+    stack.callback(made.cluster.down)  # while the cloud is there to be asked
     return _ready(made)
 
 

@@ -50,9 +50,11 @@ time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 """
 
 
+RANKS = 4
+"""Of a job on both nodes, which have two GPUs each."""
 REMOVED = {
     "controller": "/shared/environments /shared/index /shared/chrony.conf /shared/alice.out /shared/begun /shared/go"
-    " /shared/shoal-jobs/alice/environments /tmp/chrony /tmp/chrony_*.deb",
+    " /shared/shoal-jobs/alice/environments /tmp/chrony /tmp/chrony_*.deb /var/lib/shoal/environments",
     "fish1": "/var/lib/shoal/environments",
     "fish2": "/var/lib/shoal/environments '/opt/a copy'",
 }
@@ -109,7 +111,7 @@ def test_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -> N
     again = cluster.json("env", "build", "torch")
     assert again["fresh"] == [] and again["made"][0]["path"] == made["path"]
     done = cluster.json("run", "--wait", "-N2", "--env", "torch", "train.py")
-    assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
+    assert printed(done) == [f"uses 1.0 {made['path']}"] * RANKS
     assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
     # Its programs find the Python beside them, wherever a copy is.
     cluster.on("fish2", "cp", "-r", made["path"], "/opt/a copy")
@@ -143,7 +145,7 @@ def test_nodes_get_local_copies_and_a_node_without_a_copy_is_named(cluster: Clus
     [made] = built["made"]
     assert (made["path"], built["copied"]) == (f"{LOCAL_DIRECTORY}/{made['id']}", {"bowl": ["fish1", "fish2"]})
     done = cluster.json("run", "--wait", "-N2", "--env", "bowl", "train.py")
-    assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
+    assert printed(done) == [f"uses 1.0 {made['path']}"] * RANKS
     cluster.on("fish2", "rm", "-rf", made["path"])
     output = cluster.shoal("run", "-N2", "--env", "bowl", "train.py", status=3).stderr
     assert "fish2 cannot use environment bowl, so nothing was queued" in output
@@ -224,7 +226,7 @@ def test_documented_commands_run(cluster: Cluster) -> None:
         assert done.returncode == 0, f"{line}: {done.stdout}\n{done.stderr}"
         output[line] = done.stdout
     assert "torch: no changes" in output["shoal env build torch"]
-    assert output["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
+    assert output["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == RANKS
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +241,8 @@ def alice(standing: Standing) -> Client:
 def test_user_uses_the_environments_of_the_cluster_and_cannot_take_their_names(cluster: Cluster, alice: Client) -> None:
     [made] = cluster.json("env", "build", "torch")["made"]
     version = made["packages"][0].removeprefix("herring==")
-    assert printed(alice.json("run", "--wait", "--env", "torch", "train.py")) == [f"uses {version} {made['path']}"]
+    done = alice.json("run", "--wait", "-N2", "--env", "torch", "train.py")
+    assert printed(done) == [f"uses {version} {made['path']}"] * RANKS
     refused = alice.shoal("env", "build", "torch", "--requirements", "requirements.txt", status=2).stderr
     assert f"cluster {cluster.name} has an environment torch already" in refused
     assert "belongs to the cluster" in alice.shoal("env", "remove", "torch", status=2).stderr
@@ -251,7 +254,7 @@ def test_user_runs_the_documented_commands_about_an_environment_of_their_own(clu
     output = [alice.shoal(*shlex.split(line)[1:]).stdout for line in block]
     path = "/shared/shoal-jobs/alice/environments"
     assert f"mine: built; 2 packages, Python 3.11; {path}/mine" in output[0]
-    assert output[1].count(f"uses 1.0 {path}/") == 2
+    assert output[1].count(f"uses 1.0 {path}/") == RANKS
     assert "the name is free again" in output[2] and "removed " in output[2]
     assert set(cluster.on("controller", "ls", path).split()) == {"archives", "names", "wheels"}
 
@@ -283,7 +286,8 @@ def test_plain_job_keeps_its_environment_while_its_owner_builds_another(cluster:
         ("torch", "", "/shared/environments/torch"),
         ("mine", "alice", new["link"]),
     }
-    assert printed(alice.json("run", "--wait", "--env", "mine", "train.py")) == [f"uses 2.0 {new['path']}"]
+    done = alice.json("run", "--wait", "-N2", "--env", "mine", "train.py")
+    assert printed(done) == [f"uses 2.0 {new['path']}"] * RANKS
     removed = json.loads(alice.shoal("env", "remove", "mine", "--json").stdout)
     assert removed["kept"] == {entry["id"]: f"job {job} uses it" for entry in (old, new)}, removed
     (shared / "go").touch()
