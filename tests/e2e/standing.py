@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import pytest
 from tests import installed_images
 from tests.e2e.cluster import Cluster, login_keys, taken_down
+from tests.e2e.leftovers import noted
 from tests.e2e.simulated_clouds import Cloud, simulated
 from tests.e2e.test_lab import Client
 from tests.e2e.torch_env import give_torch
@@ -180,6 +181,7 @@ class StandingClusters:
 
 def build_reef(stack: ExitStack) -> Standing:
     made = _place(REEF, stack, REQUIREMENTS)
+    stack.enter_context(taken_down(made.cluster))
     assert made.cluster.json("up")["whole"]
     put_stand_in(made.cluster, "controller")
     made.cluster.file.write_text(made.cluster.file.read_text() + TRACKING)
@@ -187,13 +189,13 @@ def build_reef(stack: ExitStack) -> Standing:
 
 
 def build_lagoon(stack: ExitStack, network: str = "wireguard") -> Standing:
-    cloud, spec = Cloud("sandbox", PROVIDER_KEY), LAGOON
-    if network != "wireguard":
-        spec = spec.replace("wireguard", network).replace("st-lagoon", f"st-{network}")
-    made = _place(spec, stack, {"torch.txt": "--no-index\nherring\n"})
-    made.cluster.edit("URL-OF-sandbox", stack.enter_context(simulated(made.cluster.name, cloud)))
+    cloud, name = Cloud("sandbox", PROVIDER_KEY), "st-lagoon" if network == "wireguard" else f"st-{network}"
+    spec = LAGOON.replace("st-lagoon", name).replace("network: wireguard", f"network: {network}")
+    stack.enter_context(noted(name))
+    url = stack.enter_context(simulated(name, cloud))
+    made = _place(spec.replace("URL-OF-sandbox", url), stack, {"torch.txt": "--no-index\nherring\n"})
     made.cluster.env[cloud.variable] = cloud.key
-    stack.callback(made.cluster.down)  # while the cloud is there to be asked
+    stack.callback(made.cluster.down)
     return _ready(made)
 
 
@@ -201,14 +203,12 @@ GROUPS = {"reef": build_reef, "lagoon": build_lagoon}
 
 
 def _place(spec: str, stack: ExitStack, files: Mapping[str, str]) -> Standing:
-    """A cluster that has no hosts yet, and goes when the stack is closed."""
+    """A cluster that has no hosts yet."""
     keys = stack.enter_context(login_keys(*LOGINS))
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-standing-")))
     for name, text in files.items():
         (directory / name).write_text(text)
-    made = Standing(Cluster(directory, spec.replace("KEYS", str(keys))), keys)
-    stack.enter_context(taken_down(made.cluster))
-    return made
+    return Standing(Cluster(directory, spec.replace("KEYS", str(keys))), keys)
 
 
 def _ready(made: Standing) -> Standing:

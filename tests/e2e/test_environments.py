@@ -286,8 +286,8 @@ def test_plain_job_keeps_its_environment_while_its_owner_builds_another(cluster:
         ("torch", "", "/shared/environments/torch"),
         ("mine", "alice", new["link"]),
     }
-    done = alice.json("run", "--wait", "-N2", "--env", "mine", "train.py")
-    assert printed(done) == [f"uses 2.0 {new['path']}"] * RANKS
+    done = alice.json("run", "--wait", "--gpus-per-node", "1", "--env", "mine", "train.py")
+    assert printed(done) == [f"uses 2.0 {new['path']}"]
     removed = json.loads(alice.shoal("env", "remove", "mine", "--json").stdout)
     assert removed["kept"] == {entry["id"]: f"job {job} uses it" for entry in (old, new)}, removed
     (shared / "go").touch()
