@@ -56,7 +56,7 @@ PRIVATE_KEY = "/etc/shoal/wireguard.key"
 
 NOTES = "/home/alice/notes /shared/shoal-jobs/alice/notes"
 REMOVED = {
-    "controller": f"{NOTES} /data/alice /data/jobs /tmp/mallory-* /tmp/slurm-*.out /tmp/sent /home/mallory/key*",
+    "controller": f"{NOTES} /shared/data/alice /shared/data/jobs /tmp/mallory-* /tmp/slurm-*.out /tmp/sent /home/mallory/key*",
     "fish1": "/home/alice/notes /home/alice/held.out /tmp/slurm-*.out /tmp/sent",
     "fish2": "/tmp/slurm-*.out",
 }
@@ -73,7 +73,8 @@ def cluster(request: pytest.FixtureRequest, standing: Standing) -> Iterator[Clus
                 if path.endswith("/notes"):
                     run_as(made, "alice", f"echo {TOKEN} > {path}; chmod 600 {path}", host)
         yield made
-        made.on("controller", "scancel", "--user=alice,mallory")
+        for user in ("alice", "mallory"):
+            made.on("controller", "scancel", f"--user={user}")
         for host, removed in REMOVED.items():
             made.on(host, "sh", "-c", f"rm -rf {removed}")
 
@@ -97,7 +98,7 @@ def attempt_all(
         f"(timeout 120 bash -c {shlex.quote(f'set -o pipefail; {script}')} > $d/{n} 2>&1; echo $? > $d/{n}.status) &"
         for n, script in enumerate(scripts)
     ]
-    show = f"wait; for n in {{0..{len(scripts) - 1}}}; do cat $d/$n.status $d/$n; printf {SEPARATOR}; done"
+    show = f"wait; for n in {{0..{len(scripts) - 1}}}; do cat $d/$n.status $d/$n; printf {SEPARATOR}; done; rm -r $d"
     output = run_as(cluster, user, "d=$(mktemp -d)\n" + "\n".join((*begin, show)), host)
     parts = (part.partition("\n") for part in output.split(SEPARATOR))
     return {script: (int(status), text) for script, (status, _, text) in zip(scripts, parts, strict=False)}
@@ -149,10 +150,11 @@ def test_no_file_process_or_job_shows_a_secret_to_users(cluster: Cluster) -> Non
     assert "held" in shown and not any(secret in shown for secret in secrets)
 
 
-WRITABLE = "find / /run /shared \\( -path /proc -o -path /sys -o -path /dev -o -path /data \\) -prune -o"
-SHARE = ("/shared/data", "/srv/shoal-shares/data")
-"""The share on its server, and where members that mount it over SSH see it."""
-FOR_ALL = ("/tmp", "/var/tmp", "/shared", "/run/lock", *SHARE)
+PRUNED = " -o ".join(f"-path {path}" for path in ("/proc", "/sys", "/dev", "/data", "/over-ssh"))
+WRITABLE = f"find / /run /shared \\( {PRUNED} \\) -prune -o"
+SHARES = ("/shared/data", "/shared/over-ssh", "/srv/shoal-shares/data", "/srv/shoal-shares/over-ssh")
+"""The shares on their server, and where members that mount them over SSH see them."""
+FOR_ALL = ("/tmp", "/var/tmp", "/shared", "/run/lock", "/var/lib/shoal/images", *SHARES)
 OWN = ("/home/mallory", "/shared/shoal-jobs/mallory", "/var/lib/shoal/user-jobs/mallory")
 
 

@@ -14,8 +14,8 @@ from shoal.environments.cuda import is_driver_fit, newest_cuda
 from shoal.errors import UsageError
 from shoal.remote.image_facts import config_facts, directory_facts
 from shoal.roles.images import image_features
-from shoal.slurm.state import NodeState
-from shoal.verbs.images import unfit_nodes
+from shoal.slurm.state import NodeState, PartitionState
+from shoal.verbs.images import nodes_with_images, unfit_nodes
 
 OF_CUDA_IMAGE = "cuda>=12.4 brand=tesla,driver>=470,driver<471 brand=nvidia,driver>=535,driver<536"
 IMAGE = StoredImage("cuda", architecture="amd64", cuda=OF_CUDA_IMAGE)
@@ -114,3 +114,14 @@ def test_directory_needs_the_cuda_of_its_own_libraries(tmp_path: Path) -> None:
     (image / "usr/local/cuda-9").mkdir()
     (image / "usr/local/cuda-9/lib64").symlink_to(host)
     assert directory_facts(str(image))["cuda"] == "cuda>=12.0"
+
+
+def test_nodes_of_other_partitions_do_not_say_what_the_job_can_run() -> None:
+    """One that may be rented has the features of every CPU type."""
+    partitions = [PartitionState("main", "UP", default=True), PartitionState("cloud", "UP")]
+    [own], plain = nodes(own=""), replace(NODES[3], name="plain", features=(), partitions=("desk",))
+    rented = replace(own, name="rented", partitions=("cloud",), features=(*own.features, "images-arm64"))
+    cluster = (own, rented, plain)
+    assert nodes_with_images(job(), cluster, partitions) == [own]
+    assert nodes_with_images(job(partition="cloud"), cluster, partitions) == [rented]
+    assert nodes_with_images(job(partition="desk"), cluster, partitions) == cluster
