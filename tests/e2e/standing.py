@@ -122,8 +122,11 @@ class Standing:
     def snapshot(self) -> Snapshot:
         with ThreadPoolExecutor() as pool:
             plan = pool.submit(self.cluster.shoal, "plan", "--json")
-            hosts = dict(zip(names := sorted(self.cluster.instances()), pool.map(self._look, names), strict=True))
-            return {**hosts, "the cluster": {"plan": _changes(json.loads(plan.result().stdout))}}
+            first = self._look("controller")  # it waits until Slurm has ended what was cancelled
+            others = sorted(self.cluster.instances().keys() - {"controller"})
+            hosts = dict(zip(others, pool.map(self._look, others), strict=True))
+            changes = _changes(json.loads(plan.result().stdout))
+        return {"controller": first, **hosts, "the cluster": {"plan": changes}}
 
     def _look(self, host: str) -> dict[str, list[str]]:
         line = ["python3", "-c", LOOK, *(["controller"] if host == "controller" else [])]

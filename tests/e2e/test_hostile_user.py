@@ -56,7 +56,8 @@ PRIVATE_KEY = "/etc/shoal/wireguard.key"
 
 NOTES = "/home/alice/notes /shared/shoal-jobs/alice/notes"
 REMOVED = {
-    "controller": f"{NOTES} /shared/data/alice /shared/data/jobs /tmp/mallory-* /tmp/slurm-*.out /tmp/sent /home/mallory/key*",
+    "controller": f"{NOTES} /shared/data/alice /shared/data/jobs /home/mallory/key*"
+    " /tmp/mallory-* /tmp/slurm-*.out /tmp/sent",
     "fish1": "/home/alice/notes /home/alice/held.out /tmp/slurm-*.out /tmp/sent",
     "fish2": "/tmp/slurm-*.out",
 }
