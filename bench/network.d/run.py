@@ -80,6 +80,8 @@ def main() -> None:
         options.rounds, options.seconds = 1, 0.5
     if options.save and options.what != "all":
         parser.error("--save needs both parts")
+    if options.on and options.what != "wireguard":
+        parser.error("--on is for `wireguard` alone: the peers of the shares are packages that would stay on the hosts")
     with tempfile.TemporaryDirectory(prefix="network-") as folder:
         text = describe_machine(options) + "\n"
         if options.what in ("all", "wireguard"):

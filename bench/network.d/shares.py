@@ -19,18 +19,15 @@ nodesets:
   fish: {provider: sandbox, count: 1}
 storage:
   /over-ssh: {kind: sshfs, path: /shared/over-ssh}
-  /data: {kind: nfs, path: /shared/data}
+  /over-nfs: {kind: nfs, path: /shared/over-nfs}
 """
 Source = TypeVar("Source")
 SIZE_MB = 192
 SERVER_TIMEOUT_S = 120
 TARGET = 0.95
 
-KEYS = "/root/.ssh/authorized_keys"
-PURGE = "DEBIAN_FRONTEND=noninteractive apt-get purge -qy --autoremove"
-
 # Random data, so that nothing can compress it.
-FILL = "cd /shared; head -c {size}M /dev/urandom > over-ssh/noise; cp over-ssh/noise data/"
+FILL = "cd /shared; head -c {size}M /dev/urandom > over-ssh/noise; cp over-ssh/noise over-nfs/"
 
 # As in the manual page, with a key of its own.
 SSHFS = """
@@ -44,7 +41,7 @@ sshfs -o IdentityFile=/root/bench_key,StrictHostKeyChecking=no,UserKnownHostsFil
 GANESHA = """
 NFS_CORE_PARAM { Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; }
 NFSv4 { Graceless = true; }
-EXPORT { Export_Id = 1; Path = /shared/data; Pseudo = /shared/data; Access_Type = RW; Protocols = 4;
+EXPORT { Export_Id = 1; Path = /shared/over-nfs; Pseudo = /shared/over-nfs; Access_Type = RW; Protocols = 4;
          FSAL { Name = VFS; } }
 """
 
@@ -69,30 +66,17 @@ print(total * 8 / (time.perf_counter() - begin) / 1e6)
 """
 
 
-CLEAN_UP = {
-    "controller": f"rm -f /shared/over-ssh/noise /shared/data/noise; mv {KEYS}.kept {KEYS}; {PURGE} libnfs-utils",
-    "fish1": "umount /mnt/by-hand; rmdir /mnt/by-hand; rm -f /root/bench_key*;"
-    f" kill $(cat /run/ganesha/bench.pid); {PURGE} nfs-ganesha nfs-ganesha-vfs libnfs-utils;"
-    " rm -rf /etc/bench.conf /run/ganesha",
-}
-
-
 def measure_shares(folder: Path, options: argparse.Namespace, size_mb: int) -> str:
     """The table for both kinds of shares."""
     with create_cluster(folder, SPEC, options) as hosts:
         hosts.run("controller", FILL.format(size=size_mb))
-        try:
-            tables = [measure_sshfs(hosts, options.rounds), measure_nfs(hosts, options.rounds)]
-        finally:
-            if options.on:
-                for host, command in CLEAN_UP.items():
-                    hosts.run(host, f"{command}; true")
+        tables = [measure_sshfs(hosts, options.rounds), measure_nfs(hosts, options.rounds)]
     return f"reading a file of {size_mb} MB, {options.rounds} rounds in turns\n\n" + "\n".join(tables)
 
 
 def measure_sshfs(hosts: Hosts, rounds: int) -> str:
     key = hosts.run("fish1", "ssh-keygen -q -t ed25519 -N '' -f /root/bench_key && cat /root/bench_key.pub")
-    hosts.run("controller", f"cp -p {KEYS} {KEYS}.kept; cat >> {KEYS}", key + "\n")
+    hosts.run("controller", "cat >> /root/.ssh/authorized_keys", key + "\n")
     hosts.run("fish1", "sh -s", SSHFS.format(server=hosts.addresses["controller"]))
     paths = {"sshfs by hand": "/mnt/by-hand/noise", "Shoal's sshfs": "/over-ssh/noise"}
     return measure_in_turns(rounds, paths, lambda path: float(hosts.run("fish1", f"python3 - {path}", READ)))
@@ -104,11 +88,9 @@ def measure_nfs(hosts: Hosts, rounds: int) -> str:
     hosts.run("controller", "DEBIAN_FRONTEND=noninteractive apt-get install -qy libnfs-utils")
     hosts.run("fish1", "systemctl stop nfs-ganesha; cat > /etc/bench.conf", GANESHA)
     hosts.run("fish1", "mkdir -p /run/ganesha; ganesha.nfsd -f /etc/bench.conf -p /run/ganesha/bench.pid")
-    seen_from = {"controller": "fish1", "fish1": "controller"}
-    address = {host: hosts.run(other, f"getent ahostsv4 {host}").split()[0] for host, other in seen_from.items()}
     urls = {
-        "ganesha by hand": ("controller", f"nfs://{address['fish1']}/shared/data/noise?version=4"),
-        "Shoal's ganesha": ("fish1", f"nfs://{address['controller']}/shared/data/noise?version=4"),
+        "ganesha by hand": ("controller", f"nfs://{hosts.addresses['fish1']}/shared/over-nfs/noise?version=4"),
+        "Shoal's ganesha": ("fish1", f"nfs://{hosts.addresses['controller']}/shared/over-nfs/noise?version=4"),
     }
 
     def read(source: tuple[str, str]) -> float:

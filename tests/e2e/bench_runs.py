@@ -12,6 +12,8 @@ from tests.e2e.standing import Standing
 BENCHES = sorted(path.name for path in (ROOT / "bench").iterdir() if path.is_file() and os.access(path, os.X_OK))
 ON_STANDING_CLUSTERS = {"reef": ("launch", "doctor"), "lagoon": ("containers", "network")}
 """By group. `converge` and `elastic` measure how hosts are built."""
+PARTS = {"network": ("wireguard", "shares")}
+"""The part of a bench that leaves a cluster as it was, and the other."""
 BENCH_TIMEOUT_S = 1500
 
 

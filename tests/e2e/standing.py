@@ -80,7 +80,6 @@ partitions:
   cloud: {nodesets: [burst]}
 storage:
   /data: {kind: nfs, path: /shared/data}
-  /over-ssh: {kind: sshfs, path: /shared/over-ssh}
 environments:
   torch: {requirements: torch.txt}
 accounting: true

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from tests.documents import ROOT
-from tests.e2e.bench_runs import BENCHES, ON_STANDING_CLUSTERS, run_small
+from tests.e2e.bench_runs import BENCHES, ON_STANDING_CLUSTERS, PARTS, run_small
 
 COVERS = "bench"
 pytestmark = pytest.mark.sandbox
@@ -20,6 +20,11 @@ WITHOUT_PEERS = {"converge": "--no-peers", "elastic": "--no-peer"}
 @pytest.mark.parametrize("name", [name for name in BENCHES if name not in ELSEWHERE])
 def test_bench_passes_its_checks_at_the_smallest_size(name: str) -> None:
     run_small(name, *([WITHOUT_PEERS[name]] if name in WITHOUT_PEERS else []))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_other_part_of_a_bench_passes_its_checks(name: str) -> None:
+    run_small(name, PARTS[name][1])
 
 
 @pytest.mark.matrix

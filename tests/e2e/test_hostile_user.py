@@ -151,11 +151,10 @@ def test_no_file_process_or_job_shows_a_secret_to_users(cluster: Cluster) -> Non
     assert "held" in shown and not any(secret in shown for secret in secrets)
 
 
-PRUNED = " -o ".join(f"-path {path}" for path in ("/proc", "/sys", "/dev", "/data", "/over-ssh"))
-WRITABLE = f"find / /run /shared \\( {PRUNED} \\) -prune -o"
-SHARES = ("/shared/data", "/shared/over-ssh", "/srv/shoal-shares/data", "/srv/shoal-shares/over-ssh")
-"""The shares on their server, and where members that mount them over SSH see them."""
-FOR_ALL = ("/tmp", "/var/tmp", "/shared", "/run/lock", "/var/lib/shoal/images", *SHARES)
+WRITABLE = "find / /run /shared \\( -path /proc -o -path /sys -o -path /dev -o -path /data \\) -prune -o"
+SHARE = ("/shared/data", "/srv/shoal-shares/data")
+"""The share on its server, and where members that mount it over SSH see it."""
+FOR_ALL = ("/tmp", "/var/tmp", "/shared", "/run/lock", "/var/lib/shoal/images", *SHARE)
 OWN = ("/home/mallory", "/shared/shoal-jobs/mallory", "/var/lib/shoal/user-jobs/mallory")
 
 

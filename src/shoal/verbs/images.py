@@ -45,7 +45,7 @@ from shoal.jobs.resolve import gpus_of
 from shoal.plan.progress import Phase, ProgressReporter
 from shoal.remote.image_store import CAUSE, EXIT_WITH_CAUSE
 from shoal.remote.runner.driver_files import SWITCH, least_cuda, numbers
-from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
+from shoal.slurm.state import NODES_COMMAND, NodeState, PartitionState, parse_nodes
 from shoal.spec.checks import InvalidValue, secret_reference
 from shoal.spec.cluster_record import ClusterRecord
 from shoal.spec.local_files import resolve_secret
@@ -369,6 +369,17 @@ async def job_image(
         record.proxy if record else {},
         unfit,
     )
+
+
+def nodes_with_images(
+    job: JobSpec, nodes: Sequence[NodeState], partitions: Iterable[PartitionState]
+) -> Sequence[NodeState]:
+    """The nodes of the job's partition that run jobs in images; where there are none, all nodes.
+
+    What may be rented for another partition has the features of every CPU type.
+    """
+    name = job.partition or next((partition.name for partition in partitions if partition.default), None)
+    return [node for node in nodes if name in node.partitions and FEATURE in node.features] or nodes
 
 
 def unfit_nodes(image: StoredImage, job: JobSpec, nodes: Sequence[NodeState]) -> tuple[str, ...]:

@@ -218,10 +218,11 @@ async def _resolve(
     nodes, partitions = parse_nodes(node_text), parse_partitions(partition_text)
     image: JobImage | None = None
     if job.image or job.container_name:
-        from shoal.verbs.images import job_image  # few jobs have one
+        from shoal.verbs.images import job_image, nodes_with_images  # few jobs have one
 
         controller, login = await connections.fleet.host(context.controller.name), await connections.login
-        image = await job_image(controller, login.record, job, nodes, context.progress)
+        able = nodes_with_images(job, nodes, partitions)
+        image = await job_image(controller, login.record, job, able, context.progress)
         job = replace(job, constraint=image.constraint(job.constraint))
         nodes = [node for node in nodes if node.name not in image.unfit]
     root, place = job_root(job, context.cluster), environment.path if environment else ""

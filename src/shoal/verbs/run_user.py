@@ -127,14 +127,15 @@ async def prepare_as_user(
         environment = await user_job_environment(host, record, job.environment)
         job = replace(job, python=environment.program)
     node_text, partition_text = await connections.slurm
-    nodes, image = parse_nodes(node_text), None
+    nodes, partitions, image = parse_nodes(node_text), parse_partitions(partition_text), None
     if job.image or job.container_name:
-        from shoal.verbs.images import job_image  # few jobs have one
+        from shoal.verbs.images import job_image, nodes_with_images  # few jobs have one
 
-        image = await job_image(host, record, job, nodes, context.progress)
+        able = nodes_with_images(job, nodes, partitions)
+        image = await job_image(host, record, job, able, context.progress)
         job = replace(job, constraint=image.constraint(job.constraint))
         nodes = [node for node in nodes if node.name not in image.unfit]
-    resolved = _resolve(record, job, storage, nodes, parse_partitions(partition_text))
+    resolved = _resolve(record, job, storage, nodes, partitions)
     resolved = replace(resolved, exclude=(*resolved.exclude, *(image.unfit if image else ())))
     if resolved.containers:
         await _require_transferable(host, record, resolved, environment)
