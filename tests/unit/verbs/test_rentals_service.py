@@ -102,9 +102,8 @@ async def test_down_starts_the_watch_before_stopping_the_service() -> None:
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
         world.hosts["c1"].answers |= {WATCH: watch}
-        passing = asyncio.create_task(time_passes(cloud))
-        await down(context)
-        passing.cancel()
+        async with time_passes(cloud):
+            await down(context)
         argvs = [argv[:3] for argv in world.hosts["c1"].argvs]
         assert argvs.index(WATCH) < argvs.index(SERVICE[0])
         assert exit_notes() == []
