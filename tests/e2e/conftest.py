@@ -15,7 +15,7 @@ WITH_PARTS = {
     *("accounting", "doctor", "lab", "rented_nodes", "spec_changes", "storage", "tailscale", "wireguard"),
     *("reef", "parts_turned_off"),
 }
-"""Groups and files whose image has those of the parts of a spec, too. test_cluster.py and others have one without any."""
+"""Groups and files whose image has those of all parts, too. That of test_cluster.py and others has none of either."""
 
 
 @pytest.fixture(scope="module", autouse=True)
