@@ -198,7 +198,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "closed":
         stopper.close()
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-    loader = DataLoader(Slow(), batch_size=4, num_workers=2, multiprocessing_context=context,
+    loader = DataLoader(Slow(), batch_size=4, num_workers=1 + (context == "fork"), multiprocessing_context=context,
                         worker_init_fn=worker_signals if protect else None)
     with hold_stop_signals() if protect else contextlib.nullcontext():
         batches = iter(loader)
