@@ -30,6 +30,8 @@ STOP_TIMEOUT_S = 60
 MAX_REPEATED = 8
 """Where more files fail, the fault is not their neighbours'."""
 UNIT_FILES = ("tests/unit", "tests/contract")
+TRAINING_FILES = "tests/unit/train"
+"""They load torch, 4 s and half a gigabyte in each process: in processes of their own, the other unit tests do not."""
 SANDBOX_FILES = ("tests/e2e",)
 
 
@@ -53,8 +55,14 @@ class Part:
         ]
 
 
-def units(files: Sequence[str] = UNIT_FILES, nice: int = 0) -> Part:
-    return Part("units", files, 4, nice=nice)
+def units(files: Sequence[str] = UNIT_FILES, nice: int = 0) -> list[Part]:
+    """The unit tests, those of training apart: the parts run at the same time."""
+    others = [file for file in files if not file.startswith(TRAINING_FILES)]
+    training = [file for file in files if file.startswith(TRAINING_FILES)]
+    if "tests/unit" in files:
+        others, training = [f"--ignore={TRAINING_FILES}", *files], [TRAINING_FILES]
+    parts = (Part("units", others, 3 if training else 4, nice=nice), Part("training", training, 2, nice=nice))
+    return [part for part in parts if part.files]
 
 
 def sandbox(files: Sequence[str] = SANDBOX_FILES) -> Part:
@@ -114,6 +122,16 @@ class Run:
             print(f"{part.name}: stopped after {LIMIT_S} s", file=sys.stderr)
             stop(program)
             return 124
+
+    def finish_parts(self, parts: Sequence[Part], programs: Sequence[subprocess.Popen[bytes]], begin: float) -> int:
+        """Wait for the unit tests, show what was said into logs, and repeat failed files; the exit status."""
+        statuses = [self.finish_part(part, program) for part, program in zip(parts, programs, strict=True)]
+        self.spans.append(table.Span("units", begin, time.monotonic()))
+        for part in parts:
+            if (log := self.records / f"{part.name}.log").exists():
+                print(log.read_text())
+        repeated = [self.finish_files(part, status) for part, status in zip(parts, statuses, strict=True)]
+        return max(repeated, default=0)
 
     def finish_files(self, part: Part, status: int) -> int:
         """Run each failed file again, alone and with a cluster of its own, and count that result."""
@@ -175,14 +193,14 @@ def run_parts(
         # The tests of `slurm: {from: shoal}` use the wheel in the cache. A machine without it builds it here.
         build = run.start(["nice", ROOT / "scripts/build-slurm"], logs / "build")
     status, unbuilt = 0, ""
-    fast = units(unit_files, nice=19 if beside else 0)
-    slow = sandbox(sandbox_files)
-    first = run.start_part(fast, logs / "units.log" if beside else None) if unit_files else None
+    fast, slow = units(unit_files, nice=19 if beside else 0), sandbox(sandbox_files)
     begin = time.monotonic()
-    if first and not beside:
-        status = run.finish_part(fast, first)
-        run.spans.append(table.Span(fast.name, begin, time.monotonic()))
-        status = run.finish_files(fast, status)
+    # The output of parts that run beside another is shown when they have ended.
+    first = [
+        run.start_part(part, None if part is fast[0] and not beside else logs / f"{part.name}.log") for part in fast
+    ]
+    if not beside:
+        status = run.finish_parts(fast, first, begin)
     if check and not beside and check.poll():
         return report_check(check, logs / "check")  # as it has failed already, the longer part can wait
     if build:
@@ -192,12 +210,9 @@ def run_parts(
     if sandbox_files:
         with run.span(slow.name):
             later = run.finish_part(slow, run.start_part(slow))
-        if first and beside:
+        if beside:
             with run.span("wait-for-units"):
-                status = run.finish_part(fast, first)
-            run.spans.append(table.Span(fast.name, begin, time.monotonic()))
-            print((logs / "units.log").read_text())
-            status = run.finish_files(fast, status)
+                status = run.finish_parts(fast, first, begin)
         status = run.finish_files(slow, later) or status
     if check:
         with run.span("wait-for-check"):
@@ -271,7 +286,7 @@ def main(arguments: Sequence[str]) -> int:
             status = run_parts(
                 run, unit_files, sandbox_files, whole=whole, beside=os.environ.get("SHOAL_TEST_UNITS") == "beside"
             )
-        records = [row for name in ("units", "sandbox") for row in table.read_records(run.records / name)]
+        records = [row for name in ("units", "training", "sandbox") for row in table.read_records(run.records / name)]
         about = heading()
         saved = table.saved_seconds()
         if saved:

@@ -15,6 +15,7 @@ from tests.e2e.leftovers import TAG, noted
 from tests.e2e.standing import Standing
 from tests.e2e.test_documented_commands import run
 
+COVERS = "scripts/demo examples/toy jobs verbs/run verbs/status"
 GROUP = "reef"
 pytestmark = pytest.mark.sandbox
 

@@ -6,6 +6,7 @@ import pytest
 from tests.e2e.bench_runs import ON_STANDING_CLUSTERS, PARTS, run_small
 from tests.e2e.standing import Standing
 
+COVERS = "bench containers network"
 GROUP = "lagoon"
 pytestmark = pytest.mark.sandbox
 

@@ -9,6 +9,7 @@ from tests.e2e.cluster import KIND, ON_DEBIAN_12, Cluster, running
 from tests.e2e.test_confinement import OPEN_BOTH, settings
 from tests.e2e.tracking_checks import put_stand_in
 
+COVERS = "roles tracking sandbox/cgroups.py plan/diff"
 pytestmark = [
     pytest.mark.sandbox,
     ON_DEBIAN_12,

@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.left_behind import grows
 from tests.e2e.standing import Standing, differences
 
+COVERS = "tests/e2e/standing.py tests/e2e/left_behind.py"
 GROUP = "reef"
 pytestmark = pytest.mark.sandbox
 

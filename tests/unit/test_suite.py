@@ -203,9 +203,13 @@ def test_idle_and_busy_core_seconds_are_read() -> None:
 
 
 def test_parts_choose_daily_tests_and_hand_out_files_or_groups() -> None:
-    assert {"-m", "not matrix", "--dist=loadfile", "tests/unit", "tests/contract"} <= {*units().command()}
+    others, training = units()
+    assert {"-m", "not matrix", "--dist=loadfile", "tests/unit", "tests/contract"} <= {*others.command()}
+    assert "--ignore=tests/unit/train" in others.files and training.files == ["tests/unit/train"]
     assert {"-m", "not matrix", "--dist=loadgroup", "tests/e2e"} <= {*sandbox().command()}
-    assert units(nice=19).command()[:2] == ["nice", "-n19"]
+    assert all(part.command()[:2] == ["nice", "-n19"] for part in units(nice=19))
+    assert [part.name for part in units(["tests/unit/train/test_stop.py"])] == ["training"]
+    assert [part.name for part in units(["tests/unit/jobs/test_runner.py"])] == ["units"]
 
 
 class Program:
@@ -239,18 +243,18 @@ class FakeRun(Run):
 
     @property
     def order(self) -> list[str]:
-        words = ("prepare", "scripts/check", "scripts/build-slurm", "tests/unit", "tests/e2e")
+        words = ("prepare", "scripts/check", "scripts/build-slurm", "tests/contract", "tests/unit/train", "tests/e2e")
         return [next(word for word in words if word in line) for line in self.lines]
 
 
-ORDER = ["prepare", "scripts/check", "scripts/build-slurm", "tests/unit", "tests/e2e"]
+ORDER = ["prepare", "scripts/check", "scripts/build-slurm", "tests/contract", "tests/unit/train", "tests/e2e"]
 
 
 def test_whole_run_has_the_checks_and_all_daily_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 0
     assert run.order == ORDER
-    assert capsys.readouterr().out == "what it said\n"
+    assert capsys.readouterr().out == "what it said\n\nwhat it said\n", "the training's, and that of the checks"
     spans = ["prepare", "units", "wait-for-build", "sandbox", "wait-for-check"]
     assert [span.name for span in run.spans] == spans
 
@@ -258,8 +262,8 @@ def test_whole_run_has_the_checks_and_all_daily_tests(tmp_path: Path, capsys: py
 def test_failed_check_ends_the_run_before_the_longer_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path, check=1)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 1
-    assert run.order == ORDER[:4]
-    assert capsys.readouterr().out == "what it said\nFAILED: scripts/check\n"
+    assert run.order == ORDER[:5]
+    assert capsys.readouterr().out == "what it said\n\nwhat it said\nFAILED: scripts/check\n"
 
 
 @pytest.mark.parametrize("part", ["unit", "e2e"])
@@ -280,7 +284,9 @@ def test_build_that_fails_fails_the_run_and_says_what_was_skipped(
 def test_units_run_beside_the_sandbox_at_low_priority(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, unit=2)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=False, beside=True) == 2
-    assert run.order == ["prepare", "tests/unit", "tests/e2e"] and run.lines[1].startswith("nice -n19 ")
+    assert run.order == ["prepare", "tests/contract", "tests/unit/train", "tests/e2e"] and run.lines[1].startswith(
+        "nice -n19 "
+    )
 
 
 @pytest.mark.parametrize(
