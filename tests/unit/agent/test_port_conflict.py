@@ -20,10 +20,7 @@ def port() -> Iterator[int]:
 @cases(
     "journal, unit",
     ("slurmd: error: Error binding slurm stream socket to port ({port}): Address already in use", ""),
-    (
-        "ERROR: [Errno 98] Address already in use",
-        "ExecStart={{ argv[]=/opt/mlflow server --port {port} --workers 2 }}",
-    ),
+    ("ERROR: [Errno 98] Address already in use", "ExecStart={{ argv[]=/opt/mlflow server --port {port} --workers 2 }}"),
     ("[Errno 98] error while attempting to bind on address: address already in use", "argv[]=x --port {port}"),
     ids=["Slurm", "MLflow", "another MLflow"],
 )

@@ -75,10 +75,7 @@ def test_root_file_system_is_built_where_the_user_logs_in() -> None:
 
 @cases(
     "text, names",
-    (
-        "ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 r.org/x:12\nFROM One\n",
-        ["mini", "r.org/x:12"],
-    ),
+    ("ARG BASE=mini\nFROM $BASE AS one\nFROM --platform=linux/arm64 r.org/x:12\nFROM One\n", ["mini", "r.org/x:12"]),
     ("FROM $X\n", []),
     ('ARG BASE="debian:12"\nFROM $BASE\n', ["debian:12"]),
     ("ARG BASE='debian:12'\nFROM \"${BASE}\"\n", ["debian:12"]),

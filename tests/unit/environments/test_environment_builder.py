@@ -293,10 +293,7 @@ error: Couldn't parse requirement in `r.txt` at position 0
 @cases(
     "output, reason",
     (FETCH, "no answer from the package index: Connection refused (os error 111)"),
-    (
-        OPERATOR,
-        'Couldn\'t parse requirement in `r.txt` at position 0\nno such comparison operator "="\n         six=1',
-    ),
+    (OPERATOR, 'Couldn\'t parse requirement in `r.txt` at position 0\nno such comparison operator "="\n         six=1'),
     ("killed", "killed"),
 )
 def test_uv_error_is_shown_without_earlier_output(output: str, reason: str) -> None:

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"signal": "sigusr2@300", "output": "/scratch/%A-%a.log", "error": "/scratch/%A-%a.err", "job_name": "big"},
     },
     "profiled-and-tracked": {
-        **{"profile": "torch", "tracking_uri": "http://mlflow:5000", "experiment": "it's $5", "gpus_per_node": 1},
+        **{"profile": "torch", "tracking_uri": "http://mlflow:5000", "experiment": "it's $5", "gpus_per_node": 1}
     },
     "program": {"script": "bin/go", "partition": "cpu", "directory": "/shared/jobs"},
 }

@@ -130,11 +130,7 @@ class Reef:
                 await program.readline()
             return 0
 
-        return {
-            ("sh",): shell,
-            ("env",): b"",
-            ("python3",): python,
-        }
+        return {("sh",): shell, ("env",): b"", ("python3",): python}
 
     def sent(self) -> dict[str, list[str]]:
         return {
@@ -431,7 +427,7 @@ async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day(faile
     failed.ended = noted(14, day="2026-11-13") + noted(15) + noted(16, "COMPLETED") + noted(17, "REQUEUED")
     views = (await jobs(failed.context)).jobs
     assert [(view.record.id, view.record.state) for view in views] == [
-        *(("15", "FAILED"), ("16", "COMPLETED"), ("17", "RUNNING")),
+        *(("15", "FAILED"), ("16", "COMPLETED"), ("17", "RUNNING"))
     ]
     assert views[0].reason is not None and "ValueError: bad" in views[0].reason.text
     assert "/shared/jobs/15" in failed.nodes["n1"].argvs[-1]

@@ -60,11 +60,7 @@ def test_down_node_is_excluded_and_gets_no_bundle() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "unknown partition": (
-        {"partition": "mian"},
-        "there is no partition 'mian'",
-        "did you mean `main`?",
-    ),
+    "unknown partition": ({"partition": "mian"}, "there is no partition 'mian'", "did you mean `main`?"),
     "closed partition": ({"partition": "closed"}, "partition closed is down", "choose another with --partition"),
     "too many nodes": (
         {"nodes": 4},
@@ -121,11 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "--nodelist gpu[1-2] names 2 nodes and --nodes says 1",
         "use --nodes 2",
     ),
-    "a node of another partition": (
-        {"nodelist": "cpu1"},
-        "partition main has no node cpu1",
-        "it has gpu[1-2],old1",
-    ),
+    "a node of another partition": ({"nodelist": "cpu1"}, "partition main has no node cpu1", "it has gpu[1-2],old1"),
     "features that no node has": (
         {"constraint": "a&b"},
         "no node of partition main has the features a&b",

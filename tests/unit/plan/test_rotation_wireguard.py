@@ -65,9 +65,7 @@ async def test_silent_pair_is_retried_until_its_handshake() -> None:
     assert done[-1] == ("c1", f"rm -f {MARK}")
 
 
-async def test_pair_without_a_handshake_stops_the_rotation_for_the_next_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_pair_without_a_handshake_stops_the_rotation_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
     world, done = mesh()
     world.agents["n1"].reach["10.77.0.3"] = "silent"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import pytest
+from tests.support.cases import cases
 from tests.unit.proof.records import BATCH, ONE, many, rank, reading
 
 from shoal.proof.causes import likely_cause
@@ -36,37 +36,35 @@ def test_missing_loss_is_a_cause_even_if_the_others_agree() -> None:
     assert cause(uneven).startswith("one process reported 2 losses, 2 reported 1")
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        (
-            reading("abcd", "abcd"),
-            "step 1: every rank reads the same 4 samples, numbers 1-4 of the 8 that one process reads; no rank reads"
-            " numbers 5-8:"
-            " give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does",
-        ),
-        (reading(BATCH, BATCH), "step 1: every rank reads all 8 samples that one process reads: give each rank"),
-        (reading("xy", "xy"), "every rank reads the same 2 samples, none of which one process reads then"),
-        (
-            reading(BATCH, "ijklmnop"),
-            "each of the 2 ranks reads 8 samples, 16 together, and one process 8: the batch is stated for a rank;"
-            " state it for the job, 8 // world_size a rank (or Loader(global_batch=8))",
-        ),
-        (
-            reading("abcd", "efg"),
-            "step 1: no rank reads number 8 of the 8 samples that one process reads; rank 1 reads 3, others 4: every"
-            " sample of the batch must be read by one rank, and by one only",
-        ),
-        (
-            reading("abcd", "defg"),
-            "no rank reads number 8 of the 8 samples that one process reads; ranks 0 and 1 read the same: number 4",
-        ),
-        (
-            reading("abcd", "efxy"),
-            "rank 1 reads 2 samples that one process does not read then: their data is shuffled, split or changed at"
-            " random by each rank for itself; draw the order from one seed for all ranks",
-        ),
-    ],
+@cases(
+    "run, said",
+    (
+        reading("abcd", "abcd"),
+        "step 1: every rank reads the same 4 samples, numbers 1-4 of the 8 that one process reads; no rank reads"
+        " numbers 5-8:"
+        " give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does",
+    ),
+    (reading(BATCH, BATCH), "step 1: every rank reads all 8 samples that one process reads: give each rank"),
+    (reading("xy", "xy"), "every rank reads the same 2 samples, none of which one process reads then"),
+    (
+        reading(BATCH, "ijklmnop"),
+        "each of the 2 ranks reads 8 samples, 16 together, and one process 8: the batch is stated for a rank;"
+        " state it for the job, 8 // world_size a rank (or Loader(global_batch=8))",
+    ),
+    (
+        reading("abcd", "efg"),
+        "step 1: no rank reads number 8 of the 8 samples that one process reads; rank 1 reads 3, others 4: every"
+        " sample of the batch must be read by one rank, and by one only",
+    ),
+    (
+        reading("abcd", "defg"),
+        "no rank reads number 8 of the 8 samples that one process reads; ranks 0 and 1 read the same: number 4",
+    ),
+    (
+        reading("abcd", "efxy"),
+        "rank 1 reads 2 samples that one process does not read then: their data is shuffled, split or changed at"
+        " random by each rank for itself; draw the order from one seed for all ranks",
+    ),
 )
 def test_wrong_samples_are_named(run: RunRecord, said: str) -> None:
     assert said in cause(run)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import UsageError
 from shoal.plan.progress import NoProgress
@@ -128,7 +129,7 @@ async def test_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
     wait_until_gone(*map(int, mark.read_text().split()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@cases("number", signal.SIGINT, signal.SIGKILL)
 def test_ctrl_c_or_a_kill_of_the_command_ends_the_script(tmp_path: Path, number: signal.Signals) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     command = [sys.executable, "-m", "shoal", "prove", path, "--", str(mark)]
@@ -145,15 +146,13 @@ def test_ctrl_c_or_a_kill_of_the_command_ends_the_script(tmp_path: Path, number:
         os.kill(its_child, signal.SIGKILL)  # a script's own children are its own to end
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (
-            ProofSettings("train.py", launchers=("srun", "mpirun")),
-            "srun, mpirun needs a cluster; on this machine there are",
-        ),
-        (ProofSettings("nope.py", launchers=("spawn",)), "there is no script nope.py"),
-    ],
+@cases(
+    "asked, said",
+    (
+        ProofSettings("train.py", launchers=("srun", "mpirun")),
+        "srun, mpirun needs a cluster; on this machine there are",
+    ),
+    (ProofSettings("nope.py", launchers=("spawn",)), "there is no script nope.py"),
 )
 def test_impossible_request_is_rejected(asked: ProofSettings, said: str) -> None:
     with pytest.raises(UsageError, match=said):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.cases import cases
 from typer.testing import CliRunner
 
 from shoal.cli.app import make_app
@@ -33,7 +34,7 @@ OTHER = Comparison(
 )
 
 
-@pytest.mark.parametrize(("json", "terminal", "seen"), [(0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 0, 0)])
+@cases("json, terminal, seen", (0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 0, 0))
 def test_progress_is_shown_on_a_terminal_with_json_too(json: int, terminal: int, seen: int) -> None:
     session = Session(bool(json))
     session.errors = Console(file=io.StringIO(), force_terminal=bool(terminal))
@@ -73,22 +74,16 @@ def test_failed_proof_shows_each_cause_once_with_its_runs() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "fix"),
-    [
-        (
-            ["--launcher", "zun,srun"],
-            "--launcher names zun",
-            "use srun, torchrun, spawn, pmix, mpirun, comma-separated",
-        ),
-        (["--launcher", "srun"], "srun needs a cluster; on this machine", "name the cluster with --file or --cluster"),
-        (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, comma-separated"),
-        (["--dtype", "bf16"], "--dtype is 'bf16'", "use float64 or float32"),
-        (["--keep", "."], "--keep . is not empty", "name a new directory"),
-        (["--keep", "train.py"], "cannot use --keep train.py: Not a directory", "name a new directory"),
-        (["-N", "2"], "--nodes is for jobs on a cluster", "name the cluster with --file or --cluster"),
-        (["--cluster", "reef", "-N", "3"], "cannot divide 4 processes equally among 3 nodes", "use -n 6"),
-    ],
+@cases(
+    "words, said, fix",
+    (["--launcher", "zun,srun"], "--launcher names zun", "use srun, torchrun, spawn, pmix, mpirun, comma-separated"),
+    (["--launcher", "srun"], "srun needs a cluster; on this machine", "name the cluster with --file or --cluster"),
+    (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, comma-separated"),
+    (["--dtype", "bf16"], "--dtype is 'bf16'", "use float64 or float32"),
+    (["--keep", "."], "--keep . is not empty", "name a new directory"),
+    (["--keep", "train.py"], "cannot use --keep train.py: Not a directory", "name a new directory"),
+    (["-N", "2"], "--nodes is for jobs on a cluster", "name the cluster with --file or --cluster"),
+    (["--cluster", "reef", "-N", "3"], "cannot divide 4 processes equally among 3 nodes", "use -n 6"),
 )
 def test_impossible_request_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str, fix: str

@@ -6,6 +6,7 @@ from array import array
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import ShoalError
 from shoal.plan.progress import NoProgress, Phase
@@ -84,12 +85,10 @@ async def test_failed_run_does_not_stop_the_others() -> None:
     assert right.passed
 
 
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("fails", "the script fails with one process: it ended with status 3:\n  ValueError: x"),
-        ("silent", "the script recorded nothing: it never called shoal.train.init()"),
-    ],
+@cases(
+    "mistake, said",
+    ("fails", "the script fails with one process: it ended with status 3:\n  ValueError: x"),
+    ("silent", "the script recorded nothing: it never called shoal.train.init()"),
 )
 async def test_failed_single_process_run_is_an_error(mistake: str, said: str) -> None:
     with pytest.raises(ShoalError) as raised:

@@ -8,6 +8,7 @@ from array import array
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.proof.records import many
 
 from shoal.proof import compare
@@ -73,15 +74,13 @@ def test_truncated_line_of_a_killed_rank_is_ignored(tmp_path: Path) -> None:
     assert [loss.value for loss in read_run(tmp_path).losses] == [0.5]
 
 
-@pytest.mark.parametrize(
-    ("calls", "said", "fix"),
-    [
-        (0, "the script recorded nothing: it never called shoal.train.init()", "call shoal.train.init() at its start"),
-        (1, "the script recorded no model: it never called shoal.train.parallelize()", "model = parallelize(model"),
-        (2, "no optimizer took a step with the model's parameters", "make the optimizer after parallelize()"),
-        (3, "the script reported no loss", "progress.step(step, loss) with shoal.train.progress.Progress"),
-        (4, "not every rank kept its final parameters", "let the script end by itself"),
-    ],
+@cases(
+    "calls, said, fix",
+    (0, "the script recorded nothing: it never called shoal.train.init()", "call shoal.train.init() at its start"),
+    (1, "the script recorded no model: it never called shoal.train.parallelize()", "model = parallelize(model"),
+    (2, "no optimizer took a step with the model's parameters", "make the optimizer after parallelize()"),
+    (3, "the script reported no loss", "progress.step(step, loss) with shoal.train.progress.Progress"),
+    (4, "not every rank kept its final parameters", "let the script end by itself"),
 )
 def test_missing_call_of_the_script_is_named(tmp_path: Path, calls: int, said: str, fix: str) -> None:
     if calls > 0:
@@ -142,8 +141,8 @@ def test_sharded_parameter_is_compared_with_the_whole() -> None:
     assert parameters({"w": held(1.0, 2.0, 4.0)}, {"w": pieces}) == Difference(0.125, "w")
 
 
-@pytest.mark.parametrize("type", ["d", "f"])
-@pytest.mark.parametrize("odd", [-3.5, math.nan, -math.inf])
+@cases("type", "d", "f")
+@cases("odd", -3.5, math.nan, -math.inf)
 def test_torch_and_python_comparisons_agree_at_any_size(type: str, odd: float) -> None:
     """Where this Python has torch, it compares what is large."""
     size = compare.TORCH_MIN_ELEMENTS + 1

@@ -53,12 +53,7 @@ def put_in_force(cluster: Cluster) -> Facts:
     """The controller's facts once this cluster was applied."""
     conf = cluster.conf
     hosts = f"127.0.0.1 localhost\n# BEGIN shoal members\n{hosts_block(cluster.addresses)}# END shoal members\n"
-    texts = {
-        SLURM_CONF: slurm_conf(conf),
-        GRES_CONF: gres_conf(conf),
-        CGROUP_CONF: cgroup_conf(conf),
-        HOSTS: hosts,
-    }
+    texts = {SLURM_CONF: slurm_conf(conf), GRES_CONF: gres_conf(conf), CGROUP_CONF: cgroup_conf(conf), HOSTS: hosts}
     return replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()})
 
 
@@ -285,11 +280,7 @@ def test_silent_member_keeps_the_default() -> None:
 
 @cases(
     "changes, found, fix",
-    (
-        {"firewall": "ufw"},
-        "ufw",
-        "ufw allow proto tcp from 10.0.0.1 to any port 6817,6818,60001:63000 && ",
-    ),
+    ({"firewall": "ufw"}, "ufw", "ufw allow proto tcp from 10.0.0.1 to any port 6817,6818,60001:63000 && "),
     (
         {"services": {"firewalld": "active"}},
         "firewalld",

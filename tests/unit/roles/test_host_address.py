@@ -107,11 +107,7 @@ def test_new_address_changes_the_unit_and_restarts_the_daemon() -> None:
         "connect it to the network of the others",
     ),
     ({"hostname": "localhost"}, "its host name is localhost", "give it a name: `hostnamectl set-hostname NAME`"),
-    (
-        {"hostname": "C1"},
-        "its host name is c1, which is another member's",
-        "give each host its own name in the file",
-    ),
+    ({"hostname": "C1"}, "its host name is c1, which is another member's", "give each host its own name in the file"),
 )
 def test_host_without_a_usable_name_or_address_makes_slurm_listen_everywhere(
     changes: dict[str, object], found: str, fix: str

@@ -133,10 +133,7 @@ def test_containers_do_not_join_and_need_no_key() -> None:
 def test_machines_without_a_key_or_without_tun_are_errors() -> None:
     keyless = spec_of(TEXT.replace(", auth_key: env:TS_AUTHKEY", ""))
     [told] = [one for one in component_findings(assemble(keyless, {"c1": CONTROLLER}, {})) if one.level == "error"]
-    assert (told.what, told.found) == (
-        "rented machines cannot join the tailnet without an auth key",
-        "cloud[1-2]",
-    )
+    assert (told.what, told.found) == ("rented machines cannot join the tailnet without an auth key", "cloud[1-2]")
     userspace = machine(tailscale={**STATUS, "TUN": False, "TailscaleIPs": ["100.64.0.3"]})
     cluster = assemble(SPEC, {"c1": CONTROLLER, "cloud1": userspace}, {})
     assert "cloud1" in {

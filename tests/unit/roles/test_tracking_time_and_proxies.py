@@ -200,11 +200,7 @@ def test_external_server_only_sets_the_address_for_jobs() -> None:
 def test_removed_server_is_stopped_and_its_data_stays() -> None:
     there = {mlflow.UNIT: FileFact(there=True), login.ADDRESS: FileFact(there=True)}
     document = asked(TrackingComponent(), cluster_of(c1={"files": there}), "c1")
-    assert document == (
-        Service(mlflow.SERVICE, enabled=False, running=False),
-        File(mlflow.UNIT),
-        File(login.ADDRESS),
-    )
+    assert document == (Service(mlflow.SERVICE, enabled=False, running=False), File(mlflow.UNIT), File(login.ADDRESS))
 
 
 def test_packages_are_installed_through_the_proxy() -> None:

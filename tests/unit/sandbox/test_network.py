@@ -13,14 +13,7 @@ from tests.support.cases import cases
 
 from shoal.errors import ProviderError
 from shoal.sandbox.layout import HostRecord, Layout, Site
-from shoal.sandbox.network import (
-    POOL,
-    choose_subnet,
-    free_address,
-    gateway,
-    hardware_address,
-    render_table,
-)
+from shoal.sandbox.network import POOL, choose_subnet, free_address, gateway, hardware_address, render_table
 from shoal.spec.member import WIREGUARD_SUBNET, Shape
 
 LAYOUT = Layout(Path("/var/cache/shoal"), "reef-2")

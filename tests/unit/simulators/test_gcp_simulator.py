@@ -170,9 +170,7 @@ async def test_order_without_a_minimum_is_all_or_none(google: Google) -> None:
     assert len(google.market.bill()) == 1
 
 
-async def test_order_with_a_minimum_keeps_the_rest_and_reports_the_failures(
-    google: Google,
-) -> None:
+async def test_order_with_a_minimum_keeps_the_rest_and_reports_the_failures(google: Google) -> None:
     google.market.faults = [Fault("quota")]
     done = await google.end_of((await google.insert({**BODY, "minCount": "1"})).json())
     assert "error" not in done

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from tests.support.cases import cases
 
 from shoal.train.env import Env, read_env
 from shoal.train.errors import BindingError
@@ -68,7 +69,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("case", GOOD)
+@cases("case", *GOOD)
 def test_good_layout_passes(case: str) -> None:
     assert check_binding(GOOD[case], ENV) is None
 
@@ -115,18 +116,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@cases("case", *BAD)
 def test_bad_layout_is_rejected_with_the_correct_flags(case: str) -> None:
     ranks, text = BAD[case]
     assert str(check_binding(ranks, ENV)) == text
 
 
-@pytest.mark.parametrize(
-    ("launcher", "fix"),
-    [
-        ("torchrun", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and torchrun --nproc-per-node=2"),
-        ("spawn", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and spawn(nprocs=2)"),
-    ],
+@cases(
+    "launcher, fix",
+    ("torchrun", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and torchrun --nproc-per-node=2"),
+    ("spawn", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and spawn(nprocs=2)"),
 )
 def test_flags_are_those_of_the_launcher(launcher: str, fix: str) -> None:
     fault = check_binding([rank_gpu(0, "GPU-a"), rank_gpu(1, "GPU-a")], replace(ENV, launcher=launcher))  # type: ignore[arg-type]
@@ -152,21 +151,19 @@ def test_job_without_gpus_reports_that_nothing_is_proved() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("environ", "numbers"),
-    [
-        ({"SLURM_JOB_GPUS": "0"}, (0,)),
-        ({"SLURM_JOB_GPUS": "0", "SLURM_STEP_GPUS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, (1,)),
-        ({"SLURM_JOB_GPUS": "0", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ()),
-        ({}, ()),
-    ],
+@cases(
+    "environ, numbers",
+    ({"SLURM_JOB_GPUS": "0"}, (0,)),
+    ({"SLURM_JOB_GPUS": "0", "SLURM_STEP_GPUS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, (1,)),
+    ({"SLURM_JOB_GPUS": "0", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ()),
+    ({}, ()),
     ids=["a batch script", "a step", "a step that only knows the batch host's", "no Slurm"],
 )
 def test_allocation_is_that_of_this_node(environ: dict[str, str], numbers: tuple[int, ...]) -> None:
     assert choose_gpu(ENV, [GpuDevice("GPU-a", 1)], environ).allocated == numbers
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("0,1", (0, 1)), ("4-7", (4, 5, 6, 7)), ("", ()), ("GPU-a", ())])
+@cases("text, numbers", ("0,1", (0, 1)), ("4-7", (4, 5, 6, 7)), ("", ()), ("GPU-a", ()))
 def test_slurm_gpu_list_is_parsed(text: str, numbers: tuple[int, ...]) -> None:
     assert device_numbers(text) == numbers
 

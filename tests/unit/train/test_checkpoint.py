@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cases import cases
 from tests.unit.train.procs import fresh_ranks, ranks
 from tests.unit.train.training import build, digest, train_step
 
@@ -78,7 +79,7 @@ def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(
     assert ("fsync", str(tmp_path)) in happened[named:]
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "manifest"])
+@cases("harm", "flip", "truncate", "remove", "manifest")
 def test_damaged_checkpoint_is_logged_and_the_previous_checkpoint_used(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,7 +211,7 @@ def _one_rank_cannot_capture(rank: int, directory: str, asynchronous: bool) -> A
     return result.outcome, result.error, checkpointer.failures
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@cases("asynchronous", False, True)
 def test_all_ranks_report_when_a_rank_cannot_save(tmp_path: Path, asynchronous: bool) -> None:
     said = ranks(2, _one_rank_cannot_capture, str(tmp_path), asynchronous)
     assert said == [("failed", "rank 1: RuntimeError: the loader is gone", 1)] * 2
@@ -289,7 +290,7 @@ def _all_ranks_failed_alike_and_loudly(results: list[Any], cause: str) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("asynchronous", [False, True])
+@cases("asynchronous", False, True)
 def test_training_continues_on_a_full_disk_and_all_ranks_report(tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "disk").mkdir()
     with _mounted("-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk")) as disk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from tests.support.cases import cases
 from tests.unit.train.procs import ranks
 from tests.unit.train.training import Position, build, digest, full_parameters, train_step
 from torch import nn
@@ -39,14 +39,12 @@ def _resume(rank: int, directory: str, kind: str, optimizer: str) -> Any:
     return step, state.run_id, losses, digest(state)
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "at", "asynchronous"),
-    [
-        ("ddp", "adamw", 3, False),
-        ("ddp", "sgd", 0, True),  # before the first step the optimizer has no state, and must not be given any
-        ("fsdp", "adamw", 3, True),
-        ("fsdp", "sgd", 0, False),
-    ],
+@cases(
+    "kind, optimizer, at, asynchronous",
+    ("ddp", "adamw", 3, False),
+    ("ddp", "sgd", 0, True),  # before the first step the optimizer has no state, and must not be given any
+    ("fsdp", "adamw", 3, True),
+    ("fsdp", "sgd", 0, False),
 )
 def test_resumed_run_equals_an_uninterrupted_run(
     tmp_path: Path, kind: str, optimizer: str, at: int, asynchronous: bool
@@ -112,9 +110,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(("ddp", 2), ("ddp", 1)), (("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("fsdp", 1)), (("fsdp", 1), ("ddp", 2))],
+@cases(
+    "before, after",
+    (("ddp", 2), ("ddp", 1)),
+    (("ddp", 1), ("fsdp", 2)),
+    (("fsdp", 2), ("fsdp", 1)),
+    (("fsdp", 1), ("ddp", 2)),
 )
 def test_checkpoint_loads_at_another_world_size_and_parallelism(
     tmp_path: Path, before: tuple[str, int], after: tuple[str, int]

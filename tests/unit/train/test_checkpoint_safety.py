@@ -20,6 +20,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.cases import cases
 from tests.unit.train.training import build, digest, train_step
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.optim import lr_scheduler, swa_utils
@@ -96,16 +97,14 @@ class StorageAttack:
         return torch.storage._load_from_bytes, (saved(Attack(self.proof)),)
 
 
-@pytest.mark.parametrize("key", ["common", "rank/0"])
-@pytest.mark.parametrize(
+@cases("key", "common", "rank/0")
+@cases(
     "attack",
-    [
-        lambda proof: pickle.dumps(Attack(proof)),
-        lambda proof: pickle.dumps({"run_id": "x", "extra_state": Attack(proof)}, protocol=5),
-        lambda proof: pickle.dumps(StorageAttack(proof)),
-        lambda proof: saved(Attack(proof)),
-        lambda proof: Attack(proof),
-    ],
+    lambda proof: pickle.dumps(Attack(proof)),
+    lambda proof: pickle.dumps({"run_id": "x", "extra_state": Attack(proof)}, protocol=5),
+    lambda proof: pickle.dumps(StorageAttack(proof)),
+    lambda proof: saved(Attack(proof)),
+    lambda proof: Attack(proof),
     ids=["pickle", "nested", "storage", "torch.save", "value of torch"],
 )
 def test_values_of_a_checkpoint_run_no_code(tmp_path: Path, key: str, attack: Callable[[Path], Any]) -> None:
@@ -152,7 +151,7 @@ def test_index_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     assert "torch.serialization.add_safe_globals" in caught.value.fix
 
 
-@pytest.mark.parametrize("place", ["/dev/zero", "../secret", "sub/file", ""])
+@cases("place", "/dev/zero", "../secret", "sub/file", "")
 def test_index_refers_only_to_files_of_the_manifest(tmp_path: Path, place: str) -> None:
     write(tmp_path / "saves", lambda flat: None)
     index = tmp_path / "saves" / "step-1" / ".metadata"
@@ -199,7 +198,7 @@ class Reached:
         return getattr, self.arguments
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Path, "home"), (_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__class__")])
+@cases("owner, name", (Path, "home"), (_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__class__"))
 def test_getattr_in_an_index_reaches_nothing_else(tmp_path: Path, owner: Any, name: str) -> None:
     write(tmp_path / "saves", lambda flat: None)
     rewrite_index(tmp_path / "saves" / "step-1", Reached(owner, name))
@@ -207,7 +206,7 @@ def test_getattr_in_an_index_reaches_nothing_else(tmp_path: Path, owner: Any, na
         Checkpointer(tmp_path / "saves").restore(build("plain"))
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../../secret", "sub/x", "..", ".", ""])
+@cases("name", "/dev/zero", "../../secret", "sub/x", "..", ".", "")
 def test_manifest_names_only_files_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     write(tmp_path / "saves", lambda flat: None)
     manifest = tmp_path / "saves" / "step-1" / files.MANIFEST
@@ -218,7 +217,7 @@ def test_manifest_names_only_files_of_the_checkpoint(tmp_path: Path, name: str) 
         Checkpointer(tmp_path / "saves").restore(build("plain"))
 
 
-@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
+@cases("kind", "fifo", "link", "directory")
 def test_files_of_a_checkpoint_are_regular_files(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "saves", lambda flat: None)
     victim = tmp_path / "saves" / "step-1" / "__0_0.distcp"
@@ -255,13 +254,11 @@ def test_first_version_still_loads_bit_for_bit(tmp_path: Path) -> None:
 Point = namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        ({"x": Point(1, 2)}, "test_checkpoint_safety.Point"),
-        ({"x": [Holder(1)]}, "test_checkpoint_safety.Holder"),
-        ({"x": len}, "builtins.builtin_function_or_method"),
-    ],
+@cases(
+    "value, kind",
+    ({"x": Point(1, 2)}, "test_checkpoint_safety.Point"),
+    ({"x": [Holder(1)]}, "test_checkpoint_safety.Holder"),
+    ({"x": len}, "builtins.builtin_function_or_method"),
 )
 def test_value_that_could_not_be_read_again_fails_the_save_with_its_place(
     tmp_path: Path, value: Any, kind: str
@@ -315,8 +312,8 @@ def test_ordinary_values_come_back_as_they_were() -> None:
     assert type(again["nested"][7]) is OrderedDict
 
 
-@pytest.mark.parametrize("dtype", ["<f8", ">f4", "u1", "?", "c8", "<U5", "S3", "M8[ns]"])
-@pytest.mark.parametrize("order", ["C", "F"])
+@cases("dtype", "<f8", ">f4", "u1", "?", "c8", "<U5", "S3", "M8[ns]")
+@cases("order", "C", "F")
 def test_arrays_come_back_in_both_formats(dtype: str, order: Any) -> None:
     array = numpy.asarray(numpy.arange(6).reshape(2, 3).astype("i8").astype(dtype), order=order)
     for data in (encode({"a": array}, "state"), pickle.dumps({"a": array}), pickle.dumps({"a": array}, protocol=5)):
@@ -325,7 +322,7 @@ def test_arrays_come_back_in_both_formats(dtype: str, order: Any) -> None:
         assert numpy.array_equal(again, array) and again.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@cases("dtype", torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 def test_tensors_come_back(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     values = {"t": tensor, "view": tensor[1:], "p": torch.nn.Parameter(torch.ones(2)), "empty": torch.empty(0)}
@@ -392,10 +389,7 @@ def _train(state: TrainState, steps: int) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler"),
-    [*((name, "step") for name in OPTIMIZERS), *(("AdamW", name) for name in SCHEDULERS)],
-)
+@cases("optimizer, scheduler", *((name, "step") for name in OPTIMIZERS), *(("AdamW", name) for name in SCHEDULERS))
 def test_every_optimizer_and_scheduler_of_torch_resumes_bit_for_bit(
     tmp_path: Path, optimizer: str, scheduler: str
 ) -> None:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.train.procs import start
 from tests.unit.train.training import build, train_step
 
@@ -156,15 +157,13 @@ def test_unwritable_directory_is_reported_and_does_not_stop_the_job(
     assert f"cannot keep other jobs from writing to {tmp_path}/saved: [Errno" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("environ", "run", "name"),
-    [
-        ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "reef"}, "reef-7", "job 7 on n1"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "-7_3", "job 7_3 on n1"),
-        ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "reef-7-c0de"}, "reef-7-c0de", "job 7 on n1"),
-        ({}, f"n1-{os.getpid()}", f"process {os.getpid()} on n1"),
-    ],
-    ids=["job", "member of an array", "with a run of its own", "no job"],  # a process id differs in each test process
+@cases(
+    "environ, run, name",
+    ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "reef"}, "reef-7", "job 7 on n1"),
+    ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "-7_3", "job 7_3 on n1"),
+    ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "reef-7-c0de"}, "reef-7-c0de", "job 7 on n1"),
+    ({}, f"n1-{os.getpid()}", f"process {os.getpid()} on n1"),
+    ids=["job", "member of an array", "with a run of its own", "no job"],
 )
 def test_job_identity_is_equal_over_requeues_and_different_for_array_tasks(
     environ: dict[str, str], run: str, name: str

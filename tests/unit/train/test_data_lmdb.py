@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from tests.support.cases import cases
 
 from shoal.train.data import DataError, LmdbDataset, Loader
 
@@ -41,7 +42,7 @@ def test_reading_creates_no_lock_file(path):
     assert os.listdir(path) == ["data.mdb"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@cases("workers", 0, 2)
 def test_workers_open_the_environment_themselves(path, workers):
     dataset = LmdbDataset(path)
     assert dataset[0]["value"] == b"value 0"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.cases import cases
 
 from shoal.train.data import DataError, Loader, SampleOrder, ShardDataset, write_shards
 
@@ -242,7 +243,7 @@ def test_worker_init_runs_in_each_worker(data, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("worker-*")) == ["worker-0", "worker-1"]
 
 
-@pytest.mark.parametrize("number", ["USR1", "USR2", "TERM"])
+@cases("number", "USR1", "USR2", "TERM")
 def test_workers_survive_the_signals_of_slurm(number):
     """Sent by another process than the trainer, as slurmstepd does."""
     seen: list[int] = []
@@ -270,7 +271,7 @@ def test_any_map_style_dataset_works():
     assert sorted(y.tolist()) == list(range(6))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@cases("workers", 0, 1)
 def test_sample_that_cannot_be_decoded_is_named(data, workers):
     def decode(sample: dict[str, Any]) -> object:
         return sample["jpg"]
@@ -355,7 +356,7 @@ refusals: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), refusals)
+@cases("call, text", *refusals)
 def test_invalid_setting_is_rejected_with_the_fix(call, text):
     with pytest.raises(DataError) as caught:
         call()

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from shoal.train.data import DataError, ShardDataset, build_index, write_shards
@@ -113,7 +114,7 @@ def test_missing_shards_are_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("keep", [512 + 100, 1024, 1024 + 200, 3 * 1024])
+@cases("keep", 512 + 100, 1024, 1024 + 200, 3 * 1024)
 def test_truncated_tar_is_rejected_at_any_length(tmp_path, keep):
     # Within the data, between two files, within a header, and before the mark at the end.
     shard = tar_of(tmp_path / "one.tar", ["a.txt", "b.txt", "c.txt"])
@@ -181,9 +182,7 @@ def test_rewritten_shard_gets_a_new_index(tmp_path):
     assert len(ShardDataset([shard])) == 4
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"not json\n", b"{}\n", b'{"format": "shoal-index-0", "byteorder": "little"}\n']
-)
+@cases("damage", b"", b"not json\n", b"{}\n", b'{"format": "shoal-index-0", "byteorder": "little"}\n')
 def test_damaged_index_is_explained_and_rebuilt(tmp_path, caplog, damage):
     (shard,) = write_shards(tmp_path, samples(3))
     kept = tmp_path / "shard-0000.tar.index"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.train.env import read_env
 from shoal.train.errors import EnvError
@@ -132,10 +133,7 @@ PLACES: dict[str, tuple[Mapping[str, str], tuple[object, ...]]] = {
         | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
         ("torchrun", 1, 1, 0, 2, 2, "localhost", 41000),
     ),
-    "mpirun, whose daemons sit in tasks of srun": (
-        IN_ONE_TASK | MPIRUN,
-        ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0),
-    ),
+    "mpirun, whose daemons sit in tasks of srun": (IN_ONE_TASK | MPIRUN, ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0)),
     "mpirun in a batch script, whose daemons sit on the other nodes alone": (
         IN_ONE_TASK
         | MPIRUN
@@ -167,7 +165,7 @@ PLACES: dict[str, tuple[Mapping[str, str], tuple[object, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PLACES)
+@cases("case", *PLACES)
 def test_rank_is_read_from_the_variables_of_its_launcher(case: str) -> None:
     environ, expected = PLACES[case]
     env = read_env(environ)
@@ -340,7 +338,7 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS)
+@cases("case", *CONTRADICTIONS)
 def test_contradicting_variables_are_rejected_with_the_fix(case: str) -> None:
     environ, text = CONTRADICTIONS[case]
     with pytest.raises(EnvError) as refusal:
@@ -402,7 +400,7 @@ def test_reading_the_environment_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("text", "counts"), [("2(x3),1", (2, 2, 2, 1)), ("4", (4,)), ("1,2(x2)", (1, 2, 2))])
+@cases("text, counts", ("2(x3),1", (2, 2, 2, 1)), ("4", (4,)), ("1,2(x2)", (1, 2, 2)))
 def test_slurm_tasks_per_node_are_parsed(text: str, counts: tuple[int, ...]) -> None:
     assert tasks_per_node(text) == counts
 

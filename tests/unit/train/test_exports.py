@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.cases import cases
 
 import shoal.train
 
@@ -21,7 +22,7 @@ def test_public_names_are_complete() -> None:
     assert dir(shoal.train) == sorted(PUBLIC)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@cases("name", *PUBLIC)
 def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(shoal.train, name).__name__ == name
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
 
 from shoal.contract import EXIT_UNSAVED
 
@@ -47,7 +47,7 @@ def test_script_continues_and_exits_with_the_unsaved_status(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize(("then", "status"), [("raise ValueError('later')", 1), ("sys.exit(3)", EXIT_UNSAVED)])
+@cases("then, status", ("raise ValueError('later')", 1), ("sys.exit(3)", EXIT_UNSAVED))
 def test_script_that_fails_later_keeps_its_own_status(tmp_path: Path, then: str, status: int) -> None:
     done = train(tmp_path, then)
     assert done.returncode == status

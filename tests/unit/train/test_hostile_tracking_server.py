@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.train.tracking.mlflow_client import MlflowClient, RequestRejected, ServerUnavailable
 
@@ -51,7 +52,7 @@ def unavailable(chunks: Chunks, timeout: float = 30.0) -> str:
         return str(caught.value).removeprefix(f"{uri}: ")
 
 
-@pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
+@cases("status", "200 OK", "500 Internal Server Error")
 def test_endless_body_ends_at_the_limit(status: str) -> None:
     sent = 0
 
@@ -66,8 +67,8 @@ def test_endless_body_ends_at_the_limit(status: str) -> None:
     assert sent < 100 * MiB, "the client hangs up"
 
 
-@pytest.mark.parametrize("status", ["200 OK", "404 Not Found"])
-@pytest.mark.parametrize("where", ["head", "body"])
+@cases("status", "200 OK", "404 Not Found")
+@cases("where", "head", "body")
 def test_a_byte_now_and_then_ends_at_the_time_limit(where: str, status: str) -> None:
     def slow() -> Iterator[bytes]:
         answer = HEAD.replace(b"200 OK", status.encode()) + b"Content-Length: 42\r\n\r\n" + b'{"run": {}}'.ljust(42)
@@ -81,7 +82,7 @@ def test_a_byte_now_and_then_ends_at_the_time_limit(where: str, status: str) -> 
     assert told == "no complete answer within 0.9 s: this address is not an MLflow server"
 
 
-@pytest.mark.parametrize("body", [b'{"step": NaN}', b"[" * 100_000 + b"]" * 100_000, b"<html>"])
+@cases("body", b'{"step": NaN}', b"[" * 100_000 + b"]" * 100_000, b"<html>")
 def test_what_is_no_json_is_the_servers_error(body: bytes) -> None:
     assert unavailable(whole(body)) == "the answer is not JSON: this address is not an MLflow server"
     assert unavailable(whole(body, "500 Error")) == "the server answers 500 Error"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.train.env import read_env
 from shoal.train.errors import StopExit
@@ -13,14 +14,12 @@ from shoal.train.progress import Progress
 from shoal.train.tracking import tracker
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (StopExit(0, requeued=True), "SCHEDULED"),
-        (StopExit(143, requeued=False), "KILLED"),
-        (SystemExit(0), "FINISHED"),
-        (SystemExit(85), "FAILED"),
-    ],
+@cases(
+    "error, status",
+    (StopExit(0, requeued=True), "SCHEDULED"),
+    (StopExit(143, requeued=False), "KILLED"),
+    (SystemExit(0), "FINISHED"),
+    (SystemExit(85), "FAILED"),
 )
 def test_run_status_is_scheduled_or_killed(tmp_path: Path, error: SystemExit, status: str) -> None:
     with pytest.raises(type(error)), tracker(directory=tmp_path, env=read_env({}), environ={}, system_every=0):

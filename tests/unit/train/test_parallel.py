@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cases import cases
 from tests.unit.train.procs import ranks
 from tests.unit.train.training import Net
 from torch import nn
@@ -53,8 +54,8 @@ def _parallel_parameters(rank: int, kind: str, options: dict[str, Any]) -> list[
     return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True, "compile": "eager"}])
+@cases("kind", "ddp", "fsdp")
+@cases("options", {}, {"activation_checkpointing": True, "compile": "eager"})
 def test_two_ranks_reach_the_parameters_of_a_single_process(kind: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     alone = Plain().double()
@@ -87,7 +88,7 @@ def _precision(rank: int, kind: str) -> Any:
     return seen[0], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@cases("kind", "ddp", "fsdp")
 def test_mixed_precision_computes_in_bf16_and_keeps_float32_parameters(kind: str) -> None:
     for computed, parameters, gradients in ranks(2, _precision, kind):
         assert computed == torch.bfloat16

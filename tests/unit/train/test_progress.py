@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cases import cases
 
 from shoal.train.env import read_env
 from shoal.train.progress import Progress, format_line
@@ -113,7 +114,7 @@ def test_resumed_job_counts_only_its_own_steps(tmp_path: Path) -> None:
     assert found["eta_seconds"] == pytest.approx((1000 - found["step"]) * 2)
 
 
-@pytest.mark.parametrize("state", ["done", "stopped"])
+@cases("state", "done", "stopped")
 def test_end_is_written_at_once(tmp_path: Path, state: Any) -> None:
     clock, lines = Clock(), list[str]()
     progress = Progress(10, env=ENV, directory=tmp_path, write=lines.append, clock=clock)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cases import cases
 from tests.unit.proof.train import TOTAL, train
 from tests.unit.train.procs import fresh_ranks
 
@@ -110,7 +111,7 @@ def runs(directory: Path, case: Case) -> tuple[RunRecord, RunRecord, Comparison]
     return one, many, compare(one, many)
 
 
-@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)
+@cases("case", *RIGHT, ids=lambda case: case.name)
 def test_correct_script_agrees_except_for_rounding(directory: Path, case: Case) -> None:
     one, many, found = runs(directory, case)
     assert found.within(1e-12 if case.dtype == "float64" else 1e-6), found
@@ -119,7 +120,7 @@ def test_correct_script_agrees_except_for_rounding(directory: Path, case: Case) 
     assert one.end != one.start, "it has learned something"
 
 
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name)
+@cases("case", *WRONG, ids=lambda case: case.name)
 def test_wrong_script_fails_with_its_cause(directory: Path, case: Case) -> None:
     one, many, found = runs(directory, case)
     tolerance = 1e-12 if case.dtype == "float64" else 1e-6

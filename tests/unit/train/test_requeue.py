@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.train.env import requeue_job_id
 from shoal.train.run import requeue
@@ -27,20 +28,18 @@ def _slurm(tmp_path: Path, state: str = "RUNNING", reason: str = "None", status:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        ({}, ""),
-        ({"SLURM_JOB_ID": "12"}, "12"),
-        ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
-        ({"SLURM_JOB_ID": "21", "SLURM_HET_JOB_ID": "20"}, "20"),
-    ],
+@cases(
+    "environ, name",
+    ({}, ""),
+    ({"SLURM_JOB_ID": "12"}, "12"),
+    ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
+    ({"SLURM_JOB_ID": "21", "SLURM_HET_JOB_ID": "20"}, "20"),
 )
 def test_job_has_the_id_that_scontrol_expects(environ: dict[str, str], name: str) -> None:
     assert requeue_job_id(environ) == name
 
 
-@pytest.mark.parametrize(("state", "reason"), [("RUNNING", "None"), ("COMPLETING", "TimeLimit")])
+@cases("state, reason", ("RUNNING", "None"), ("COMPLETING", "TimeLimit"))
 def test_running_job_and_job_at_its_time_limit_are_requeued(tmp_path: Path, state: str, reason: str) -> None:
     environ = {"PATH": _slurm(tmp_path, state, reason), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "requeued"
@@ -64,7 +63,7 @@ def test_requeued_job_is_not_requeued_again(tmp_path: Path, caplog: pytest.LogCa
     assert "job 7 is already requeued" in caplog.text
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+@cases("state", "CANCELLED", "COMPLETING")
 def test_cancelled_job_is_not_requeued(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"PATH": _slurm(tmp_path, state), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "cancelled"

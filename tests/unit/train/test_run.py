@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.train.procs import ranks
 from tests.unit.train.training import build, digest, train_step
 
@@ -32,7 +33,7 @@ def _train(rank: int, directory: str, kind: str, signal_at: int | None, asynchro
     return 0, losses, digest(state)
 
 
-@pytest.mark.parametrize(("kind", "asynchronous"), [("ddp", True), ("fsdp", False)])
+@cases("kind, asynchronous", ("ddp", True), ("fsdp", False))
 def test_signal_to_a_rank_loses_no_step_and_changes_no_bit(tmp_path: Path, kind: str, asynchronous: bool) -> None:
     whole = ranks(2, _train, str(tmp_path / "whole"), kind, None, asynchronous)
     stopped = ranks(2, _train, str(tmp_path / "cut"), kind, 4, asynchronous)
@@ -91,7 +92,7 @@ def test_cancelled_job_saves_and_exits_with_the_sigterm_status(tmp_path: Path) -
     assert [path.name for path in files.committed(tmp_path / "saved")] == ["step-1"]
 
 
-@pytest.mark.parametrize("saved_before", [False, True])
+@cases("saved_before", False, True)
 def test_unsaved_stop_requeues_only_with_an_earlier_checkpoint(
     tmp_path: Path, saved_before: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

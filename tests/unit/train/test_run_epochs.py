@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cases import cases
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -49,7 +50,7 @@ def _train(run: Run, signal_after: int | None = None, said: Callable[[str], obje
     return losses
 
 
-@pytest.mark.parametrize("steps", range(1, EPOCHS * BATCHES))
+@cases("steps", *range(1, EPOCHS * BATCHES))
 def test_signal_at_any_step_loses_no_step_and_no_epoch_end(tmp_path: Path, steps: int) -> None:
     whole: list[str] = []
     _train(_run(tmp_path / "whole"), said=whole.append)

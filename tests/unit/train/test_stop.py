@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.train.procs import fresh_ranks, start_script
 
 from shoal import contract
@@ -38,7 +39,7 @@ def test_no_signal_means_no_stop() -> None:
     stopper.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+@cases("number", signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 def test_each_signal_stops_at_the_next_step_and_is_named(number: signal.Signals) -> None:
     stopper = _stopper(100.0)
     signal.raise_signal(number)
@@ -238,9 +239,12 @@ def _signalled_trainer(tmp_path: Path, number: signal.Signals, protect: str, con
     return seen + rest, errors.read_text(), trainer.exitcode
 
 
-@pytest.mark.parametrize(
-    ("number", "context"),
-    [(signal.SIGTERM, "fork"), (signal.SIGUSR1, "spawn"), (signal.SIGTERM, "spawn"), (signal.SIGUSR2, "fork")],
+@cases(
+    "number, context",
+    (signal.SIGTERM, "fork"),
+    (signal.SIGUSR1, "spawn"),
+    (signal.SIGTERM, "spawn"),
+    (signal.SIGUSR2, "fork"),
 )
 def test_data_workers_survive_a_group_signal_and_end_with_their_trainer(
     tmp_path: Path, number: signal.Signals, context: str
@@ -250,14 +254,14 @@ def test_data_workers_survive_a_group_signal_and_end_with_their_trainer(
     assert status == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@cases("number", signal.SIGTERM, signal.SIGUSR1)
 def test_forked_workers_of_any_loader_survive_the_signal(tmp_path: Path, number: signal.Signals) -> None:
     output, errors, status = _signalled_trainer(tmp_path, number, "bare", "fork")
     assert f"stopped for {number.name}\nover\n" in output, errors
     assert status == 0
 
 
-@pytest.mark.parametrize(("protect", "context"), [("bare", "spawn"), ("closed", "fork")])
+@cases("protect, context", ("bare", "spawn"), ("closed", "fork"))
 def test_unprotected_workers_die_first(tmp_path: Path, protect: str, context: str) -> None:
     output, errors, status = _signalled_trainer(tmp_path, signal.SIGTERM, protect, context)
     assert "stopped for" not in output

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cases import cases
 from tests.unit.train.mlflow_server import FakeMlflow
 
 import shoal
@@ -278,9 +279,12 @@ def test_unclosed_run_gets_the_status_of_its_script(mlflow: FakeMlflow, tmp_path
         assert [run["info"]["status"] for run in found] == [status]
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(ValueError(), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "FAILED"), (SystemExit(0), "FINISHED")],
+@cases(
+    "error, status",
+    (ValueError(), "FAILED"),
+    (KeyboardInterrupt(), "KILLED"),
+    (SystemExit(1), "FAILED"),
+    (SystemExit(0), "FINISHED"),
 )
 def test_with_block_sets_the_status_of_the_run(start: Start, tmp_path: Path, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)), start():
@@ -348,17 +352,15 @@ def test_directory_of_another_run_is_unchanged(start: Start, tmp_path: Path, cap
     assert "holds the run slurm-17; this one goes into slurm-18" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, ""),
-        ({"SLURM_JOB_ID": "7"}, "slurm-7"),
-        ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "reef"}, "reef-7"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "slurm-7_2"),
-        ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "mine"}, "mine"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, ""),
-        ({"TORCHELASTIC_RUN_ID": "a'b"}, "a_b"),
-    ],
+@cases(
+    "environ, expected",
+    ({}, ""),
+    ({"SLURM_JOB_ID": "7"}, "slurm-7"),
+    ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "reef"}, "reef-7"),
+    ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "slurm-7_2"),
+    ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "mine"}, "mine"),
+    ({"TORCHELASTIC_RUN_ID": "none"}, ""),
+    ({"TORCHELASTIC_RUN_ID": "a'b"}, "a_b"),
 )
 def test_run_is_named_by_its_job(environ: dict[str, str], expected: str) -> None:
     assert run_id(environ) == expected

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 from tests.unit.train.mlflow_server import FakeMlflow
 
 from shoal.train.tracking.delivery import Delivery, DeliveryThread, retry_pause
@@ -57,10 +58,8 @@ def each_once(first: int, last: int) -> dict[tuple[int, float], int]:
     return {(step, 1 / (step + 1)): 1 for step in range(first, last)}
 
 
-@pytest.mark.parametrize("fault", ["500", "drop", "refuse"])
-@pytest.mark.parametrize(
-    "on", ["", "experiments/create", "runs/create", "set-tag", "log-batch", "search", "get-by-name"]
-)
+@cases("fault", "500", "drop", "refuse")
+@cases("on", "", "experiments/create", "runs/create", "set-tag", "log-batch", "search", "get-by-name")
 def test_failed_request_loses_and_duplicates_nothing(mlflow: FakeMlflow, spool: Spool, fault: str, on: str) -> None:
     record(spool, 0, 30)
     mlflow.fault_on, mlflow.faults = on, [fault]
@@ -246,9 +245,12 @@ def test_server_without_an_artifact_proxy_leaves_the_file_in_place(mlflow: FakeM
     assert "without --serve-artifacts" in (tmp_path / "artifacts.jsonl.rejected").read_text()
 
 
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(401, "MLFLOW_TRACKING_USERNAME"), (403, "--allowed-hosts"), (404, "not an MLflow server"), (302, "answers 302")],
+@cases(
+    "status, text",
+    (401, "MLFLOW_TRACKING_USERNAME"),
+    (403, "--allowed-hosts"),
+    (404, "not an MLflow server"),
+    (302, "answers 302"),
 )
 def test_rejected_request_is_retried_later_with_a_hint(
     mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, status: int, text: str
@@ -286,7 +288,7 @@ def test_stored_login_is_sent_to_the_cluster_server_only(mlflow: FakeMlflow, tmp
         assert mlflow.headers[-1].get("Authorization") == header, name
 
 
-@pytest.mark.parametrize("uri", ["sqlite:///a.db", "./mlruns", "http://", "http://a:pw@h:port/"])
+@cases("uri", "sqlite:///a.db", "./mlruns", "http://", "http://a:pw@h:port/")
 def test_invalid_uri_is_rejected_without_its_value(uri: str) -> None:
     with pytest.raises(ValueError, match="the tracking address") as error:
         split_uri(uri)

@@ -12,14 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.tracking.spool import (
-    BUFFER_BYTES,
-    Spool,
-    read_position,
-    read_spool,
-    read_tail,
-    write_position,
-)
+from shoal.train.tracking.spool import BUFFER_BYTES, Spool, read_position, read_spool, read_tail, write_position
 
 
 def steps(path: Path) -> list[int]:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.train.tracking.spool import Spool, read_spool
 from shoal.train.tracking.system_metrics import KernelCounters, SystemMetrics, gpus, memory, rates, read_counters
@@ -66,13 +67,11 @@ def test_gpu_values_that_are_unavailable_are_omitted() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("script", "tag"),
-    [
-        ("", "none: no nvidia-smi here"),
-        ("#!/bin/sh\nexit 9\n", "nvidia-smi failed"),
-        ("#!/bin/sh\necho 0,1,2,3,4\n", None),
-    ],
+@cases(
+    "script, tag",
+    ("", "none: no nvidia-smi here"),
+    ("#!/bin/sh\nexit 9\n", "nvidia-smi failed"),
+    ("#!/bin/sh\necho 0,1,2,3,4\n", None),
 )
 def test_missing_gpu_metrics_are_explained(
     proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, tag: str | None
