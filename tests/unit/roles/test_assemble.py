@@ -6,17 +6,12 @@ from typing import Any
 
 from tests.support.cases import cases
 from tests.support.fake_world import gpus, host_facts, slurm_package, spec_of
+from tests.support.role_items import in_force
 
 from shoal.agent.facts import Address, Cgroup, Facts, FileFact, Package
-from shoal.network.addresses import hosts_block
 from shoal.roles.assembly import assemble, slurm_version
-from shoal.roles.component import Cluster
 from shoal.roles.current_conf import (
-    CGROUP_CONF,
-    GRES_CONF,
-    HOSTS,
     SLURM_CONF,
-    TOPOLOGY_CONF,
     Confinement,
     CurrentConf,
     confinement,
@@ -24,7 +19,7 @@ from shoal.roles.current_conf import (
     read_current_conf,
 )
 from shoal.roles.plugins import pmix_files
-from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
+from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf
 from shoal.slurm.model import Switch
 from shoal.slurm.versions import Version
 
@@ -49,14 +44,6 @@ FACTS = {
 }
 
 
-def put_in_force(cluster: Cluster) -> Facts:
-    """The controller's facts once this cluster was applied."""
-    conf = cluster.conf
-    hosts = f"127.0.0.1 localhost\n# BEGIN shoal members\n{hosts_block(cluster.addresses)}# END shoal members\n"
-    texts = {SLURM_CONF: slurm_conf(conf), GRES_CONF: gres_conf(conf), CGROUP_CONF: cgroup_conf(conf), HOSTS: hosts}
-    return replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()})
-
-
 def without(*names: str) -> dict[str, Facts]:
     return {name: fact for name, fact in FACTS.items() if name not in names}
 
@@ -64,7 +51,7 @@ def without(*names: str) -> dict[str, Facts]:
 @cases("silent", ("h1",), ("n1",), ("door",), ("n1", "n2", "h1", "door"))
 def test_silent_hosts_change_nothing(silent: Sequence[str]) -> None:
     whole = assemble(SPEC, FACTS, {})
-    again = assemble(SPEC, without(*silent), {}, read_current_conf(put_in_force(whole)))
+    again = assemble(SPEC, without(*silent), {}, read_current_conf(in_force(whole)))
     assert slurm_conf(again.conf) == slurm_conf(whole.conf)
     assert gres_conf(again.conf) == gres_conf(whole.conf)
     assert cgroup_conf(again.conf) == cgroup_conf(whole.conf)
@@ -79,7 +66,7 @@ def test_host_that_never_answered_is_omitted() -> None:
 
 
 def test_leaving_node_stays_in_its_partitions_until_empty() -> None:
-    before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {})))
+    before = read_current_conf(in_force(assemble(SPEC, FACTS, {})))
     smaller = spec_of(REEF.replace('"n[1-2]"', "n1"))
     now = assemble(smaller, without("n2"), {}, before, ["n2"])
     assert {p.name: p.nodes for p in now.conf.partitions} == {"main": ("n1", "h1", "n2"), "long": ("n1", "n2")}
@@ -90,7 +77,7 @@ def test_leaving_node_stays_in_its_partitions_until_empty() -> None:
 
 
 def test_leaving_node_joins_no_other_partition() -> None:
-    before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {})))
+    before = read_current_conf(in_force(assemble(SPEC, FACTS, {})))
     spec = spec_of(REEF.replace("  big: {hosts: [h1], features: [h100, nvlink]}\n", "").replace("[lab, big]", "[lab]"))
     cluster = assemble(spec, without("h1"), {}, before, ["h1"])
     assert {p.name: p.nodes for p in cluster.conf.partitions} == {"main": ("n1", "n2", "h1"), "long": ("n1", "n2")}
@@ -181,7 +168,7 @@ def test_silent_host_limits_new_confinement(found: Confinement, before: Confinem
 
 def test_silent_host_without_cgroups_keeps_cgroups_off() -> None:
     facts = {**FACTS, "n2": replace(FACTS["n2"], cgroup=Cgroup(0))}
-    weak = put_in_force(assemble(SPEC, facts, {}))
+    weak = in_force(assemble(SPEC, facts, {}))
     again = assemble(SPEC, {**without("n2"), "c1": weak}, {}, read_current_conf(weak))
     assert "ProctrackType=proctrack/linuxproc" in slurm_conf(again.conf)
     smaller = spec_of(REEF.replace('"n[1-2]"', "n1"))
@@ -221,10 +208,7 @@ def test_two_sites_get_a_switch_each_and_a_single_site_none() -> None:
 
 def test_leaving_or_silent_node_keeps_its_switch() -> None:
     cluster = assemble(spec_of(TWO_SITES), SITES, {})
-    texts = {SLURM_CONF: slurm_conf(cluster.conf), TOPOLOGY_CONF: topology_conf(cluster.conf)}
-    before = read_current_conf(
-        replace(SITES["controller"], files={path: FileFact(text=t) for path, t in texts.items()})
-    )
+    before = read_current_conf(in_force(cluster))
     smaller = spec_of("\n".join(line for line in TWO_SITES.splitlines() if "kelp" not in line))
     kept = {name: fact for name, fact in SITES.items() if not name.startswith("kelp")}
     assert assemble(smaller, kept, {}, before, ["kelp1", "kelp2"]).conf.switches == cluster.conf.switches

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from tests.support.fake_world import host_facts, slurm_package, spec_of
+from tests.support.role_items import items_of, text_of
 from tests.support.specs import WITH_LOGIN
 
-from shoal.agent.document import File, Item, SecretRef, Service
+from shoal.agent.document import SecretRef
 from shoal.agent.facts import FileFact
 from shoal.errors import SpecError, VersionMismatch
 from shoal.plan.diff import cluster_goal
@@ -14,7 +15,6 @@ from shoal.plan.observe import Observation
 from shoal.roles.assembly import assemble
 from shoal.roles.auth import KEY, NEXT_KEY, key_files
 from shoal.roles.component import Cluster
-from shoal.roles.documents import documents
 from shoal.roles.registry import preparation, shared_secrets
 from shoal.slurm.conf import JWKS, SigningKey, jwks, slurm_conf
 from shoal.slurm.parsed_conf import loses_jobs
@@ -26,30 +26,21 @@ ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
 DIGEST = "a" * 64
 
 
-def cluster(text: str = SLURM, version: str = "24.11.5", **files: FileFact) -> Cluster:
-    known = {path.replace("_", "/"): fact for path, fact in files.items()}
-    found = {name: host_facts(name, at, packages=slurm_package(version), files=known) for name, at in ADDRESSES.items()}
-    return assemble(spec_of(text), found, ADDRESSES)
-
-
-def with_key(text: str = SLURM, **more: FileFact) -> Cluster:
-    files = {KEY: FileFact(DIGEST), JWKS: FileFact(there=True), **more}
+def cluster(text: str = SLURM, **files: FileFact) -> Cluster:
     found = {
         name: host_facts(name, at, packages=slurm_package("24.11.5"), files=files) for name, at in ADDRESSES.items()
     }
     return assemble(spec_of(text), found, ADDRESSES)
 
 
-def items(of: Cluster, name: str) -> dict[str, Item]:
-    member = next(member for member in of.members if member.name == name)
-    return {item.key: item for document in documents(of, member).values() for item in document}
+def with_key(text: str = SLURM, **more: FileFact) -> Cluster:
+    return cluster(text, **{KEY: FileFact(DIGEST), JWKS: FileFact(there=True), **more})
 
 
 def test_every_host_gets_the_key_by_digest_and_a_file_for_slurm() -> None:
     for name in ADDRESSES:
-        found = items(with_key(), name)
+        found = items_of(with_key(), name)
         key, file = found[f"file {KEY}"], found[f"file {JWKS}"]
-        assert isinstance(key, File) and isinstance(file, File)
         assert key.content == SecretRef("slurm-key", DIGEST) and key.mode == 0o400
         assert (file.owner, file.mode, file.fills) == ("slurm", 0o600, (("@KEY@", KEY),))
         [entry] = json.loads(str(file.content))["keys"]
@@ -57,8 +48,7 @@ def test_every_host_gets_the_key_by_digest_and_a_file_for_slurm() -> None:
 
 
 def test_unfinished_rotation_writes_both_keys_and_the_old_key_signs() -> None:
-    file = items(with_key(**{NEXT_KEY: FileFact("b" * 64)}), "n1")[f"file {JWKS}"]
-    assert isinstance(file, File)
+    file = items_of(with_key(**{NEXT_KEY: FileFact("b" * 64)}), "n1")[f"file {JWKS}"]
     old, new = json.loads(str(file.content))["keys"]
     assert (old["kid"], old.get("use")) == ("shoal-" + "a" * 12, "default")
     assert (new["kid"], new.get("use")) == ("shoal-" + "b" * 12, None)
@@ -71,30 +61,26 @@ def test_controller_generates_a_key_before_planning_and_keeps_the_key() -> None:
     assert [item.key for item in preparation(spec, controller, fresh)] == ["directory /etc/shoal", f"secret {KEY}"]
     assert preparation(spec, door, fresh) == ()
     assert preparation(spec, controller, host_facts("c1", "10.0.0.1", files={KEY: FileFact(DIGEST)})) == ()
-    assert {name: kept.host for name, kept in shared_secrets(spec).items()} == {
-        "slurm-key": "c1",
-        "slurm-key-next": "c1",
-    }
+    kept = {name: kept.host for name, kept in shared_secrets(spec).items()}
+    assert kept == {"slurm-key": "c1", "slurm-key-next": "c1"}
 
 
 def test_login_host_runs_sackd() -> None:
-    assert isinstance(items(with_key(), "door")["service sackd"], Service)
-    assert "service sackd" not in items(with_key(), "n1")
+    assert "service sackd" in items_of(with_key(), "door")
+    assert "service sackd" not in items_of(with_key(), "n1")
 
 
 def test_slurm_and_slurmdbd_accept_both_auth_types() -> None:
-    conf = items(with_key(), "c1")["file /etc/slurm/slurm.conf"]
-    books = items(with_key(), "c1")["file /etc/slurm/slurmdbd.conf"]
-    assert isinstance(conf, File) and isinstance(books, File)
-    assert "AuthType=auth/slurm\nAuthAltTypes=auth/munge\nCredType=cred/slurm\n" in str(conf.content)
-    assert "AuthType=auth/slurm\nAuthAltTypes=auth/munge\n" in str(books.content)
+    both = "AuthType=auth/slurm\nAuthAltTypes=auth/munge\n"
+    assert f"{both}CredType=cred/slurm\n" in text_of(with_key(), "c1", "/etc/slurm/slurm.conf")
+    assert both in text_of(with_key(), "c1", "/etc/slurm/slurmdbd.conf")
 
 
 def test_cluster_without_auth_slurm_has_no_key_and_removes_old_files() -> None:
-    before = items(cluster(TEXT), "n1")
+    before = items_of(cluster(TEXT), "n1")
     assert not any("slurm.jwks" in key or "slurm.key" in key for key in before)
-    file = items(with_key(TEXT), "n1")[f"file {JWKS}"]
-    assert isinstance(file, File) and file.content is None
+    file = items_of(with_key(TEXT), "n1")[f"file {JWKS}"]
+    assert file.content is None
 
 
 def test_change_to_auth_slurm_costs_no_job_and_the_return_does() -> None:
@@ -123,5 +109,4 @@ def test_only_the_chosen_key_signs() -> None:
     flipped = jwks(SigningKey("@A@", "a" * 64), SigningKey("@B@", "b" * 64, signs=True))
     assert [entry.get("use") for entry in json.loads(flipped)["keys"]] == [None, "default"]
     file = key_files("a" * 64, "b" * 64, flipped=True)[-1]
-    assert isinstance(file, File)
     assert [entry.get("use") for entry in json.loads(str(file.content))["keys"]] == [None, "default"]

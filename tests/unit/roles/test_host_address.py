@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import in_force, items_of, text_of
 from tests.support.specs import WITH_LOGIN
 
-from shoal.agent.document import Block, Command, File, Item
+from shoal.agent.document import Command
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.cloud.service.membership import cluster_with_rented_nodes
 from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
@@ -18,11 +19,11 @@ from shoal.network.wireguard import PUBLIC_KEY
 from shoal.plan.connections import Fleet
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
-from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF, CurrentConf, read_current_conf
+from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, read_current_conf
 from shoal.roles.documents import documents, membership, removal
 from shoal.roles.host_address import CLOUD_INIT, DROP_INS, HOSTS_COPY, NAMES_PROGRAM, NAMES_UNIT, host_name_removal
 from shoal.slurm.accounting import sacctmgr_conf, slurmdbd_conf
-from shoal.slurm.conf import slurm_conf, slurm_settings
+from shoal.slurm.conf import slurm_settings
 
 TEXT = WITH_LOGIN + "accounting: {host: door}\n"
 SPEC = spec_of(TEXT)
@@ -44,21 +45,8 @@ def with_hosts(text: str, **more: FileFact) -> dict[str, Facts]:
     return with_n1(files={**FACTS["n1"].files, HOSTS: FileFact(text=text), **more})
 
 
-def asked(cluster: Cluster, name: str) -> dict[str, Item]:
-    member = next(member for member in cluster.members if member.name == name)
-    return {item.key: item for stage in documents(cluster, member).values() for item in stage}
-
-
-def content(cluster: Cluster, name: str, path: str) -> str:
-    item = asked(cluster, name)[f"file {path}"]
-    assert isinstance(item, File)
-    return str(item.content or "")
-
-
 def names(cluster: Cluster, name: str) -> str:
-    block = asked(cluster, name)[f"block {HOSTS_BLOCK} in {HOSTS}"]
-    assert isinstance(block, Block)
-    return block.content
+    return str(items_of(cluster, name)[f"block {HOSTS_BLOCK} in {HOSTS}"].content)
 
 
 def told(facts: dict[str, Facts]) -> list[str]:
@@ -72,18 +60,18 @@ def test_daemons_listen_only_on_the_host_address_and_wait_for_the_address() -> N
     cluster = assemble(SPEC, FACTS, {})
     assert LISTENS in slurm_settings(cluster.conf)
     for name, daemon, address in [("c1", "slurmctld", "10.0.0.1"), ("n1", "slurmd", "10.0.0.11")]:
-        assert f"address show to {address} " in content(cluster, name, DROP_INS[daemon])
+        assert f"address show to {address} " in text_of(cluster, name, DROP_INS[daemon])
     assert cluster.findings == ()
 
 
 def test_slurmdbd_listens_on_the_address_of_its_host() -> None:
     cluster = assemble(SPEC, FACTS, {})
-    assert "address show to 10.0.0.2 " in content(cluster, "door", DROP_INS["slurmdbd"])
-    assert "CommunicationParameters=NoInAddrAny\n" in content(cluster, "door", "/etc/slurm/slurmdbd.conf")
-    assert "AccountingStorageHost=10.0.0.2\n" in content(cluster, "door", "/etc/shoal/accounting.conf")
+    assert "address show to 10.0.0.2 " in text_of(cluster, "door", DROP_INS["slurmdbd"])
+    assert "CommunicationParameters=NoInAddrAny\n" in text_of(cluster, "door", "/etc/slurm/slurmdbd.conf")
+    assert "AccountingStorageHost=10.0.0.2\n" in text_of(cluster, "door", "/etc/shoal/accounting.conf")
     for key in ("command register the cluster", "command accounts, users and limits"):
-        command = asked(cluster, "door")[key]
-        assert isinstance(command, Command) and "/dev/tcp/10.0.0.2/6819 " in " ".join(command.unless)
+        command = items_of(cluster, "door")[key]
+        assert "/dev/tcp/10.0.0.2/6819 " in " ".join(command.unless)
 
 
 def test_slurmdbd_enables_ipv6_for_an_ipv6_address_and_keeps_defaults_without() -> None:
@@ -94,8 +82,8 @@ def test_slurmdbd_enables_ipv6_for_an_ipv6_address_and_keeps_defaults_without() 
 
 def test_new_address_changes_the_unit_and_restarts_the_daemon() -> None:
     moved = assemble(SPEC, with_n1(addresses=(Address("eth0", "10.0.0.99", 24),)), {})
-    item = asked(moved, "n1")[f"file {DROP_INS['slurmd']}"]
-    assert isinstance(item, File) and item.restarts == ("slurmd",)
+    item = items_of(moved, "n1")[f"file {DROP_INS['slurmd']}"]
+    assert item.restarts == ("slurmd",)
     assert "address show to 10.0.0.99 " in str(item.content)
 
 
@@ -103,8 +91,7 @@ def test_new_address_changes_the_unit_and_restarts_the_daemon() -> None:
     "changes, found, fix",
     (
         {"addresses": (Address("docker0", "172.17.0.1", 16),)},
-        "it has no address that others can reach",
-        "connect it to the network of the others",
+        *("it has no address that others can reach", "connect it to the network of the others"),
     ),
     ({"hostname": "localhost"}, "its host name is localhost", "give it a name: `hostnamectl set-hostname NAME`"),
     ({"hostname": "C1"}, "its host name is c1, which is another member's", "give each host its own name in the file"),
@@ -115,7 +102,8 @@ def test_host_without_a_usable_name_or_address_makes_slurm_listen_everywhere(
     facts = with_n1(**changes)
     cluster = assemble(SPEC, facts, {})
     assert "InAddrAny" not in slurm_settings(cluster.conf)
-    assert content(cluster, "c1", DROP_INS["slurmctld"]) == content(cluster, "door", DROP_INS["slurmdbd"]) == ""
+    assert text_of(cluster, "c1", DROP_INS["slurmctld"]) == ""
+    assert text_of(cluster, "door", DROP_INS["slurmdbd"]) == ""
     what = "because of it Slurm listens on all addresses of all hosts, not only on the network's"
     assert told(facts) == [f"n1: {what}, found {found}, {fix}"]
 
@@ -146,18 +134,14 @@ def test_single_host_without_a_network_listens_on_loopback() -> None:
 # ---- hosts that do not answer
 
 
-def put_in_force(cluster: Cluster) -> CurrentConf:
-    hosts = f"# BEGIN shoal members\n{names(cluster, 'c1')}# END shoal members\n"
-    texts = {SLURM_CONF: slurm_conf(cluster.conf), HOSTS: hosts}
-    return read_current_conf(replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()}))
-
-
 def test_silent_host_delays_the_change_and_never_reverts_the_change() -> None:
     silent = {name: fact for name, fact in FACTS.items() if name != "n1"}
     whole = assemble(SPEC, FACTS, {})
     old = replace(whole, conf=replace(whole.conf, one_address=False))
-    assert not assemble(SPEC, silent, {}, put_in_force(old)).conf.one_address, "nobody has mended its own name yet"
-    assert assemble(SPEC, silent, {}, put_in_force(whole)).conf.one_address
+    assert not assemble(SPEC, silent, {}, read_current_conf(in_force(old))).conf.one_address, (
+        "nobody has mended its own name yet"
+    )
+    assert assemble(SPEC, silent, {}, read_current_conf(in_force(whole))).conf.one_address
 
 
 def test_joining_node_keeps_the_listen_setting_of_the_cluster() -> None:
@@ -165,9 +149,7 @@ def test_joining_node_keeps_the_listen_setting_of_the_cluster() -> None:
     whole = assemble(SPEC, FACTS, {})
     for one_address in (True, False):
         cluster = replace(whole, conf=replace(whole.conf, one_address=one_address))
-        hosts = f"# BEGIN shoal members\n{names(cluster, 'c1')}# END shoal members\n"
-        files = {SLURM_CONF: FileFact(text=slurm_conf(cluster.conf)), HOSTS: FileFact(text=hosts)}
-        seen = {"c1": replace(FACTS["c1"], files={**FACTS["c1"].files, **files})}
+        seen = {"c1": in_force(cluster)}
         assert cluster_with_rented_nodes(SPEC, Fleet({}, None), seen, ()).conf.one_address is one_address  # type: ignore[arg-type]
 
 
@@ -177,10 +159,10 @@ def test_joining_node_keeps_the_listen_setting_of_the_cluster() -> None:
 def test_own_name_resolves_to_the_host_address_before_daemons_start() -> None:
     cluster = assemble(SPEC, with_hosts(DEBIAN), {})
     member = cluster.members[2]
-    command = next(item for item in documents(cluster, member)[Stage.BASE] if item.key == "command own name")
-    assert isinstance(command, Command) and command.restarts == ("munge", "slurmdbd", "slurmctld", "slurmd")
+    command = items_of(cluster, "n1", None, Stage.BASE)["command own name"]
+    assert command.restarts == ("munge", "slurmdbd", "slurmctld", "slurmd")
     assert command in membership(cluster, member)
-    assert "command own name" not in asked(assemble(SPEC, FACTS, {}), "n1")
+    assert "command own name" not in items_of(assemble(SPEC, FACTS, {}), "n1")
 
 
 def test_change_to_wireguard_restarts_slurm_only_after_the_network_is_up() -> None:
@@ -192,10 +174,10 @@ def test_change_to_wireguard_restarts_slurm_only_after_the_network_is_up() -> No
         for name, fact in with_hosts(DEBIAN).items()
     }
     cluster = assemble(spec, facts, {})
-    change = asked(cluster, "n1")["command own name"]
-    assert isinstance(change, Command) and change.restarts == ("munge",)
-    drop_in = asked(cluster, "n1")[f"file {DROP_INS['slurmd']}"]
-    assert isinstance(drop_in, File) and "10.77.0." in str(drop_in.content) and drop_in.restarts == ("slurmd",)
+    change = items_of(cluster, "n1")["command own name"]
+    assert change.restarts == ("munge",)
+    drop_in = items_of(cluster, "n1")[f"file {DROP_INS['slurmd']}"]
+    assert "10.77.0." in str(drop_in.content) and drop_in.restarts == ("slurmd",)
 
 
 def test_hostname_is_an_alias_only_on_its_own_host() -> None:
@@ -212,7 +194,7 @@ def test_hosts_file_is_restored_only_after_slurm_listens_on_all_addresses() -> N
     cluster = assemble(SPEC, changed, {})
     last = [item.key for item in documents(cluster, cluster.members[2])[Stage.NODES]]
     assert {"command own name", f"file {NAMES_UNIT}", "service shoal-names"} <= {*last[last.index("service slurmd") :]}
-    assert "command own name" not in asked(assemble(SPEC, {**FACTS, "door": changed["door"]}, {}), "n1")
+    assert "command own name" not in items_of(assemble(SPEC, {**FACTS, "door": changed["door"]}, {}), "n1")
 
 
 def test_removal_restores_the_hosts_file() -> None:
@@ -256,15 +238,15 @@ def test_conflicting_hosts_lines_are_commented_out_and_restored(tmp_path: Path, 
 
 def test_names_rewritten_by_cloud_init_are_restored_at_boot_before_slurm(tmp_path: Path) -> None:
     cluster = assemble(SPEC, with_hosts(DEBIAN, **{CLOUD_INIT: FileFact(there=True)}), {})
-    assert "Before=munge.service slurmdbd.service slurmctld.service slurmd.service\n" in content(
+    assert "Before=munge.service slurmdbd.service slurmctld.service slurmd.service\n" in text_of(
         cluster, "n1", NAMES_UNIT
     )
-    assert f"ExecStart=/bin/sh {NAMES_PROGRAM}\n" in content(cluster, "n1", NAMES_UNIT)
-    assert "service shoal-names" in asked(cluster, "n1") and "service shoal-names" not in asked(cluster, "c1")
+    assert f"ExecStart=/bin/sh {NAMES_PROGRAM}\n" in text_of(cluster, "n1", NAMES_UNIT)
+    assert "service shoal-names" in items_of(cluster, "n1") and "service shoal-names" not in items_of(cluster, "c1")
 
     hosts, kept = tmp_path / "hosts", tmp_path / "kept"
-    kept.write_text(content(cluster, "n1", HOSTS_COPY))
-    program = content(cluster, "n1", NAMES_PROGRAM).replace(HOSTS_COPY, str(kept)).replace(f" {HOSTS}", f" {hosts}")
+    kept.write_text(text_of(cluster, "n1", HOSTS_COPY))
+    program = text_of(cluster, "n1", NAMES_PROGRAM).replace(HOSTS_COPY, str(kept)).replace(f" {HOSTS}", f" {hosts}")
     block = f"# BEGIN shoal members\n{kept.read_text()}# END shoal members\n"
     wanted = f"127.0.0.1 localhost\n#shoal 127.0.1.1 n1.lab n1\n{block}"
     for fresh in (DEBIAN, wanted, f"{wanted}127.0.1.1 n1.lab n1\n"):

@@ -4,14 +4,15 @@ from typing import Any
 
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import items_of
 
-from shoal.agent.document import Block, File, Item
+from shoal.agent.document import Block
 from shoal.agent.facts import Cgroup, Facts, FileFact
 from shoal.network.tunnel import HOST_KEYS
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster
 from shoal.roles.current_conf import read_current_conf
-from shoal.roles.documents import documents, membership, removal
+from shoal.roles.documents import membership, removal
 from shoal.roles.node_logins import EQUIV, KNOWN_HOSTS, PROGRAM, SSH_CONF, SSHD_CONF, NodeLoginsComponent
 from shoal.roles.users import PAM
 
@@ -39,21 +40,16 @@ def reef(text: str = REEF, without: str = "", compute: bool = False, **changes: 
     return assemble(spec_of(text), facts, {}, read_current_conf(facts["c1"]))
 
 
-def items(cluster: Cluster, name: str) -> dict[str, Item]:
-    member = next(member for member in cluster.members if member.name == name)
-    return {item.key: item for document in documents(cluster, member).values() for item in document}
-
-
-def text_of(there: dict[str, Item], path: str) -> str | None:
+def text_of(there: dict[str, Any], path: str) -> str | None:
     item = there.get(f"file {path}") or there[f"block {'jobs' if path == PAM else 'members'} in {path}"]
-    assert isinstance(item, (Block, File)) and (item.content is None or isinstance(item.content, str))
+    assert item.content is None or isinstance(item.content, str)
     return item.content
 
 
 def test_every_host_knows_the_keys_of_all_by_name_and_address() -> None:
     rsa = {"files": {HOST_KEYS[2]: FileFact(text="ssh-rsa BBBB root@n2\n")}}
     for host in ADDRESSES:
-        assert text_of(items(reef(n2=rsa), host), KNOWN_HOSTS) == (
+        assert text_of(items_of(reef(n2=rsa), host), KNOWN_HOSTS) == (
             "c1,10.0.0.1 ssh-ed25519 AAAAc1\n"
             "door,10.0.0.2 ssh-ed25519 AAAAdoor\n"
             "n1,10.0.0.11 ssh-ed25519 AAAAn1\n"
@@ -69,13 +65,13 @@ def test_host_that_does_not_answer_keeps_its_key_and_one_that_left_does_not() ->
     conf = "# Written by shoal; changes here are lost.\nClusterName=reef\n"
     files = {"/etc/slurm/slurm.conf": conf, "/etc/hosts": names, KNOWN_HOSTS: f"n2 ssh-ed25519 FOREIGN\n{own}"}
     cluster = reef(without="n2", c1={"files": {path: FileFact(text=text) for path, text in files.items()}})
-    known = text_of(items(cluster, "n1"), KNOWN_HOSTS)
+    known = text_of(items_of(cluster, "n1"), KNOWN_HOSTS)
     assert known is not None
     assert "n2,10.0.0.12 ssh-ed25519 OLDn2\n" in known and "gone" not in known and "FOREIGN" not in known
 
 
 def test_nodes_accept_the_word_of_members_for_users_of_the_file() -> None:
-    there = items(reef(), "n1")
+    there = items_of(reef(), "n1")
     assert text_of(there, EQUIV) == "10.0.0.1\nc1\n10.0.0.2\ndoor\n10.0.0.11\nn1\n10.0.0.12\nn2\n"
     assert text_of(there, SSHD_CONF) == (
         "# Written by shoal; changes here are lost.\n"
@@ -93,7 +89,7 @@ def test_nodes_accept_the_word_of_members_for_users_of_the_file() -> None:
 
 def test_clients_use_it_to_nodes_only() -> None:
     for host in ADDRESSES:
-        assert text_of(items(reef(), host), SSH_CONF) == (
+        assert text_of(items_of(reef(), host), SSH_CONF) == (
             "# Written by shoal; changes here are lost.\n"
             "EnableSSHKeysign yes\n"
             "Host n1 10.0.0.11 n2 10.0.0.12\n"
@@ -103,12 +99,12 @@ def test_clients_use_it_to_nodes_only() -> None:
 
 @cases("host", "c1", "door")
 def test_controller_and_login_host_accept_no_such_login(host: str) -> None:
-    there = items(reef(), host)
+    there = items_of(reef(), host)
     assert text_of(there, EQUIV) == "" and text_of(there, SSHD_CONF) is None and text_of(there, PAM) == ""
 
 
 def test_controller_that_computes_requires_a_job_for_such_a_login() -> None:
-    there = items(reef(compute=True), "c1")
+    there = items_of(reef(compute=True), "c1")
     assert "10.0.0.11\n" in str(text_of(there, EQUIV)) and "HostbasedAuthentication yes" in str(
         text_of(there, SSHD_CONF)
     )
@@ -122,7 +118,7 @@ def test_controller_that_computes_requires_a_job_for_such_a_login() -> None:
 
 def test_logins_stay_off_without_cgroups_and_the_finding_says_so() -> None:
     cluster = reef(n2={"cgroup": Cgroup(2, ())})
-    there = items(cluster, "n1")
+    there = items_of(cluster, "n1")
     assert text_of(there, EQUIV) == "" and text_of(there, SSHD_CONF) is None and text_of(there, SSH_CONF) is None
     assert text_of(there, KNOWN_HOSTS)
     assert [str(finding) for finding in NodeLoginsComponent().findings(cluster)] == [
@@ -133,7 +129,7 @@ def test_logins_stay_off_without_cgroups_and_the_finding_says_so() -> None:
 
 
 def test_logins_stay_off_without_users() -> None:
-    there = items(reef(REEF.partition("users:")[0]), "n1")
+    there = items_of(reef(REEF.partition("users:")[0]), "n1")
     assert text_of(there, EQUIV) == "" and text_of(there, SSH_CONF) is None and text_of(there, KNOWN_HOSTS)
 
 

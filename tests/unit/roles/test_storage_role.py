@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import items_of, member_of
 
-from shoal.agent.document import Command, Document, File, Item, Mount, Service, User
+from shoal.agent.document import Command, File, Item, Mount, Service
 from shoal.agent.facts import Facts, FileFact, UnixIds
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Component, Stage
@@ -14,7 +15,6 @@ from shoal.roles.documents import documents, membership
 from shoal.roles.shares import RECORD
 from shoal.roles.storage import StorageComponent
 from shoal.roles.users import SSHD_CONF, UsersComponent
-from shoal.spec.member import Member
 from shoal.storage import nfs, sshfs
 
 HEAD = """
@@ -62,10 +62,8 @@ def cluster_of(
     return assemble(spec_of(text), facts, {}, known)
 
 
-def items(cluster: Cluster, name: str, part: Component | None = None) -> dict[str, Item]:
-    member = next(member for member in cluster.members if member.name == name)
-    stages = (part or StorageComponent()).documents(cluster, member)
-    return {item.key: item for stage in Stage for item in stages.get(stage, ())}
+def items(cluster: Cluster, name: str, part: Component | None = None) -> dict[str, Any]:
+    return items_of(cluster, name, part or StorageComponent())
 
 
 def text(item: Item) -> str:
@@ -74,8 +72,14 @@ def text(item: Item) -> str:
 
 
 def packages(cluster: Cluster, name: str) -> tuple[str, ...]:
-    member = next(member for member in cluster.members if member.name == name)
-    return tuple(dict.fromkeys(StorageComponent().packages(cluster.spec, member, cluster.facts[name])))
+    found = StorageComponent().packages(cluster.spec, member_of(cluster, name), cluster.facts[name])
+    return tuple(dict.fromkeys(found))
+
+
+def with_files(cluster: Cluster, name: str, **files: FileFact) -> Cluster:
+    """The cluster with these files on a host."""
+    facts = cluster.facts[name]
+    return replace(cluster, facts={**cluster.facts, name: replace(facts, files={**facts.files, **files})})
 
 
 def test_cluster_without_shares_has_no_items() -> None:
@@ -90,10 +94,8 @@ def test_cluster_without_shares_has_no_items() -> None:
 def test_kernel_nfs_server_exports_to_each_member_by_address() -> None:
     cluster = cluster_of()
     served = items(cluster, "c1")
-    assert "10.0.0.11(rw" in text(served[f"file {nfs.EXPORTS}"]) and "10.0.0.12(rw" in text(
-        served[f"file {nfs.EXPORTS}"]
-    )
-    assert "10.0.0.1(" not in text(served[f"file {nfs.EXPORTS}"])
+    exports = text(served[f"file {nfs.EXPORTS}"])
+    assert "10.0.0.11(rw" in exports and "10.0.0.12(rw" in exports and "10.0.0.1(" not in exports
     assert "host=10.0.0.1\n" in text(served[f"file {nfs.NFS_CONF}"])
     assert served["service nfs-server"] == Service("nfs-server")
     assert served["command make /srv/data"] == Command(
@@ -106,9 +108,7 @@ def test_kernel_nfs_server_exports_to_each_member_by_address() -> None:
 
 
 def test_existing_exports_keep_their_server_and_are_reported() -> None:
-    cluster = cluster_of()
-    own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="# mine\n/srv/old *(ro)\n")}
-    cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=own)})
+    cluster = with_files(cluster_of(), "c1", **{"/etc/exports": FileFact(text="# mine\n/srv/old *(ro)\n")})
     assert f"file {nfs.NFS_CONF}" not in items(cluster, "c1")
     [finding] = StorageComponent().findings(cluster)
     assert str(finding) == (
@@ -121,13 +121,12 @@ def test_ganesha_serves_without_kernel_nfs_and_reloads_for_new_members() -> None
     cluster = cluster_of(c1=FUSE)
     assert packages(cluster, "c1")[:2] == ("nfs-ganesha", "nfs-ganesha-vfs")
     conf = items(cluster, "c1")[f"file {nfs.GANESHA_CONF}"]
-    assert isinstance(conf, File) and conf.restarts == (nfs.GANESHA_SERVICE,)
+    assert conf.restarts == (nfs.GANESHA_SERVICE,)
     assert "Bind_addr = 10.0.0.1;" in text(conf) and "Clients = 10.0.0.11, 10.0.0.12;" in text(conf)
     assert items(cluster, "c1")["service nfs-ganesha"] == Service("nfs-ganesha", enabled=False, running=False)
-    then = {**cluster.facts["c1"].files, nfs.GANESHA_CONF: FileFact(text=text(conf).replace(", 10.0.0.12", ""))}
-    cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=then)})
-    conf = items(cluster, "c1")[f"file {nfs.GANESHA_CONF}"]
-    assert isinstance(conf, File) and (conf.restarts, conf.reloads) == ((), ("command reload ganesha",))
+    then = {nfs.GANESHA_CONF: FileFact(text=text(conf).replace(", 10.0.0.12", ""))}
+    conf = items(with_files(cluster, "c1", **then), "c1")[conf.key]
+    assert (conf.restarts, conf.reloads) == ((), ("command reload ganesha",))
 
 
 def test_running_rpcbind_stays_and_a_newly_installed_rpcbind_is_disabled() -> None:
@@ -152,8 +151,7 @@ def test_unneeded_nfs_units_stay_disabled_after_a_reboot() -> None:
 def test_running_rpcbind_and_nfs3_exports_are_not_disabled() -> None:
     cluster = cluster_of(c1={**WHOLE, "services": {"rpcbind": "active"}})
     assert not any("rpcbind" in key or "statd" in key for key in items(cluster, "c1"))
-    own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="/srv/old *(ro)\n")}
-    cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=own)})
+    cluster = with_files(cluster, "c1", **{"/etc/exports": FileFact(text="/srv/old *(ro)\n")})
     assert not any(key.startswith("file ") and "rpc" in key for key in items(cluster, "c1"))
 
 
@@ -170,9 +168,9 @@ def test_each_host_mounts_by_its_best_method() -> None:
     over_ssh = items(cluster, "n1")
     assert "mount /home" not in over_ssh
     home = over_ssh["mount /home/alice"]
-    assert isinstance(home, Mount) and home.what == "alice@10.0.0.1:/home/alice" and "uid=2001" in home.options
+    assert home.what == "alice@10.0.0.1:/home/alice" and "uid=2001" in home.options
     data = over_ssh["mount /data"]
-    assert isinstance(data, Mount) and data.what == "shoal-share@10.0.0.1:/data" and data.automount
+    assert data.what == "shoal-share@10.0.0.1:/data" and data.automount
     assert home.if_known == data.if_known == "no_contain_symlinks"
     assert text(over_ssh[f"file {sshfs.KNOWN_HOSTS}"]).endswith("10.0.0.1 ssh-ed25519 HOSTc1\n")
 
@@ -182,7 +180,7 @@ def test_host_that_mounts_over_ssh_generates_a_key_once() -> None:
     member = assemble(spec, {"c1": host_facts("c1", "10.0.0.1")}, {}).members[1]
     keyless = host_facts("n1", "10.0.0.11", **FUSE)
     made = StorageComponent().prepare(spec, member, keyless)[-1]
-    assert isinstance(made, Command) and made.unless == ("test", "-s", sshfs.PUBLIC_KEY)
+    assert made.unless == ("test", "-s", sshfs.PUBLIC_KEY)
     assert StorageComponent().prepare(spec, member, facts_of("n1", FUSE)) == ()
     assert StorageComponent().prepare(spec, member, replace(keyless, filesystems=("nfs4",))) == ()
 
@@ -208,8 +206,7 @@ def test_server_accepts_the_homes_of_a_host_that_joins() -> None:
 
 def test_keys_of_homes_go_with_the_homes() -> None:
     before = cluster_of(HEAD + "storage: {/data: {}}\n", n1=FUSE, n2=FUSE)
-    files = {**before.facts["c1"].files, sshfs.HOME_KEYS: FileFact(text="restrict ...\n")}
-    cluster = replace(before, facts={**before.facts, "c1": replace(before.facts["c1"], files=files)})
+    cluster = with_files(before, "c1", **{sshfs.HOME_KEYS: FileFact(text="restrict ...\n")})
     assert items(cluster, "c1")[f"file {sshfs.HOME_KEYS}"] == File(sshfs.HOME_KEYS)
     assert f"file {sshfs.HOME_KEYS}" not in items(before, "c1")
 
@@ -219,8 +216,7 @@ def test_silent_host_keeps_its_key_and_export() -> None:
     path = f"{sshfs.KEYS}/{sshfs.ACCOUNT}"
     keys = text(items(whole, "c1")[f"file {path}"])
     silent = cluster_of(n1=FUSE, n2=None, before={"c1": "serves ssh\n"})
-    files = {**silent.facts["c1"].files, path: FileFact(text=keys)}
-    silent = replace(silent, facts={**silent.facts, "c1": replace(silent.facts["c1"], files=files)})
+    silent = with_files(silent, "c1", **{path: FileFact(text=keys)})
     assert text(items(silent, "c1")[f"file {path}"]) == keys
     assert "10.0.0.12(rw" in text(items(silent, "c1")[f"file {nfs.EXPORTS}"])
 
@@ -252,7 +248,7 @@ def test_removed_share_is_unmounted_and_not_exported() -> None:
     cluster = cluster_of(HEAD + "storage: {/data: {host: n1}}\n", before, n1=WHOLE)
     there = items(cluster, "n2")
     assert there["mount /old"] == Mount("/old", fstype="none", mounted=False, automount=True)
-    assert there["mount /data"].mounted  # type: ignore[attr-defined]
+    assert there["mount /data"].mounted
     assert text(there[f"file {RECORD}"]).splitlines()[1:] == ["automount /data"]
     gone = items(cluster, "c1")
     assert gone["mount /srv/shoal-shares/old"] == Mount("/srv/shoal-shares/old", fstype="none", mounted=False)
@@ -277,20 +273,17 @@ def test_copy_user_has_its_own_name_and_the_same_id() -> None:
     cluster = cluster_of(n2=POD)
     found = items(cluster, "c1")
     share, copy = found["user shoal-share"], found["user shoal-copy"]
-    assert isinstance(share, User) and isinstance(copy, User)
     assert share.uid == copy.uid == 979 and copy.twin_of == "shoal-share" and share.shell == "/usr/sbin/nologin"
     there = {"shoal-share": UnixIds(979, 979), "shoal-copy": UnixIds(979, 979)}
     facts = replace(cluster.facts["c1"], users=there, groups={"shoal-share": UnixIds(979)})
     again = items(replace(cluster, facts={**cluster.facts, "c1": facts}), "c1")["user shoal-share"]
-    assert isinstance(again, User) and again.uid == 979
+    assert again.uid == 979
     assert text(items(cluster, "n2")["file /etc/shoal/stage"]).endswith("/data 10.0.0.1 rw\n/apps 10.0.0.11 ro\n")
     assert "user shoal-copy" not in items(cluster_of(n2=FUSE), "c1")
 
 
 def test_sshd_without_include_is_reported() -> None:
-    cluster = cluster_of()
-    files = {**cluster.facts["n1"].files, "/etc/ssh/sshd_config": FileFact(text="PermitRootLogin no\n")}
-    cluster = replace(cluster, facts={**cluster.facts, "n1": replace(cluster.facts["n1"], files=files)})
+    cluster = with_files(cluster_of(), "n1", **{"/etc/ssh/sshd_config": FileFact(text="PermitRootLogin no\n")})
     [finding] = StorageComponent().findings(cluster)
     assert finding.host == "n1" and "Include /etc/ssh/sshd_config.d/*.conf" in finding.fix
 
@@ -298,11 +291,8 @@ def test_sshd_without_include_is_reported() -> None:
 def test_rented_node_mounts_shares_before_its_slurmd_starts() -> None:
     cluster = cluster_of(n1=FUSE, n2=FUSE)
     for member in cluster.members[1:]:
-        keys, later = ([item.key for item in stages(cluster, member, rented)] for rented in (True, False))
+        of = (documents(cluster, replace(member, rented=rented))[Stage.NODES] for rented in (True, False))
+        keys, later = ([item.key for item in items] for items in of)
         assert keys.index("mount /data") < keys.index("service slurmd") > keys.index("mount /home/alice")
         # A permanent host whose share cannot be mounted still gets its slurmd.
         assert later.index("service slurmd") < later.index("mount /data")
-
-
-def stages(cluster: Cluster, member: Member, rented: bool) -> Document:
-    return documents(cluster, replace(member, rented=rented))[Stage.NODES]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import in_force
 
 from shoal.agent.document import File
 from shoal.agent.facts import Facts, FileFact
@@ -10,9 +11,9 @@ from shoal.network.links import LINKS, NCCL, LinkSpeed, links_text
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Stage
 from shoal.roles.compute import LinksComponent
-from shoal.roles.current_conf import TOPOLOGY_CONF, CurrentConf, read_current_conf
+from shoal.roles.current_conf import CurrentConf, read_current_conf
 from shoal.roles.documents import fact_files, removal
-from shoal.slurm.conf import slurm_conf, topology_conf
+from shoal.slurm.conf import topology_conf
 from shoal.slurm.model import Switch
 
 REEF = """
@@ -64,9 +65,9 @@ nodesets:
 
 def test_silent_node_keeps_its_switch_and_a_leaving_node_is_not_a_site() -> None:
     all_of_them = facts(measured())
-    first = assemble(SPEC, all_of_them, {}).conf
-    texts = {"/etc/slurm/slurm.conf": slurm_conf(first), TOPOLOGY_CONF: topology_conf(first)}
-    before = read_current_conf(replace(all_of_them["c1"], files={path: FileFact(text=t) for path, t in texts.items()}))
+    whole = assemble(SPEC, all_of_them, {})
+    first = whole.conf
+    before = read_current_conf(in_force(whole))
     answering = {name: fact for name, fact in all_of_them.items() if name != "b2"}
     assert assemble(SPEC, answering, {}, before).conf.switches == first.switches
     smaller = spec_of(REEF.replace(", b2", ""))

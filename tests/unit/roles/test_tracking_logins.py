@@ -18,9 +18,10 @@ from urllib.error import HTTPError
 import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import items_of
 from tests.support.specs import ONE_NODE
 
-from shoal.agent.document import Block, Command, File, Item, Secret, SecretRef
+from shoal.agent.document import Block, File, Secret, SecretRef
 from shoal.agent.facts import FileFact
 from shoal.remote import program_text
 from shoal.remote.probes import create_experiment
@@ -43,15 +44,14 @@ def cluster_of(text: str = REEF + USERS, **changes: dict[str, Any]) -> Cluster:
     return assemble(spec_of(text), facts, addresses)
 
 
-def items(cluster: Cluster, name: str) -> dict[str, Item]:
-    member = next(member for member in cluster.members if member.name == name)
-    return {item.key: item for item in TrackingComponent().documents(cluster, member).get(Stage.SERVICES, ())}
+def items(cluster: Cluster, name: str) -> dict[str, Any]:
+    return items_of(cluster, name, TrackingComponent(), Stage.SERVICES)
 
 
 def test_login_is_readable_by_its_user_only_and_its_password_is_in_no_document() -> None:
     for host in ("c1", "n1"):
         file = items(cluster_of(), host)[f"file {LOGIN}"]
-        assert isinstance(file, File) and (file.owner, file.group, file.mode) == ("ann", "ann", 0o400)
+        assert (file.owner, file.group, file.mode) == ("ann", "ann", 0o400)
         assert file.fills == (("@PASSWORD@", PASSWORD),)
         assert file.content == ("[mlflow]\nmlflow_tracking_username = ann\nmlflow_tracking_password = @PASSWORD@\n"), (
             "as MLflow's client reads it"
@@ -76,7 +76,7 @@ def test_link_in_the_home_is_made_with_the_rights_of_the_user_where_homes_are() 
     shared = {"filesystems": ("nfs4", "nfsd")}
     homes = cluster_of(REEF + USERS + "storage: {/home: {kind: nfs}}\n", c1=shared, n1=shared)
     link = items(homes, "c1")["command link /home/ann/.mlflow/credentials"]
-    assert isinstance(link, Command) and link.argv[:4] == link.unless[:4] == ("runuser", "-u", "ann", "--")
+    assert link.argv[:4] == link.unless[:4] == ("runuser", "-u", "ann", "--")
     assert link.argv[-2:] == ("/home/ann/.mlflow/credentials", LOGIN)
     assert "command link /home/ann/.mlflow/credentials" not in items(homes, "n1")
     assert "command link /home/ann/.mlflow/credentials" in items(cluster_of(), "n1")
@@ -85,12 +85,12 @@ def test_link_in_the_home_is_made_with_the_rights_of_the_user_where_homes_are() 
 def test_users_have_the_address_and_their_experiment_after_a_login() -> None:
     there = items(cluster_of(), "n1")
     variables, rules = there[f"file {mlflow.USER_VARIABLES}"], there[f"block tracking in {PAM}"]
-    assert isinstance(variables, File) and variables.mode == 0o644
+    assert variables.mode == 0o644
     assert str(variables.content).splitlines()[1:] == [
         "MLFLOW_TRACKING_URI DEFAULT=http://10.0.0.1:5000",
         "MLFLOW_EXPERIMENT_NAME DEFAULT=@{PAM_USER}",
     ]
-    assert isinstance(rules, Block) and rules.content.splitlines()[:2] == [
+    assert rules.content.splitlines()[:2] == [
         "session [success=1 default=ignore] pam_succeed_if.so quiet user notingroup shoal-users",
         f"session optional pam_env.so conffile={mlflow.USER_VARIABLES} readenv=0",
     ]

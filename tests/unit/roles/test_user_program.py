@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import items_of
 
-from shoal.agent.document import HEADER, Command, File, Item, SecretRef
+from shoal.agent.document import HEADER, Command, SecretRef
 from shoal.agent.facts import FileFact
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
@@ -35,15 +36,12 @@ def cluster_of(text: str = REEF + USERS, **facts: Any) -> Cluster:
     return assemble(spec_of(text), found, addresses)
 
 
-def items(cluster: Cluster, name: str) -> dict[str, Item]:
-    member = next(member for member in cluster.members if member.name == name)
-    return {item.key: item for item in COMPONENT.documents(cluster, member).get(Stage.NODES, ())}
+def items(cluster: Cluster, name: str) -> dict[str, Any]:
+    return items_of(cluster, name, COMPONENT, Stage.NODES)
 
 
-def install(cluster: Cluster, name: str = "c1") -> Command:
-    command = items(cluster, name)["command install Shoal for users"]
-    assert isinstance(command, Command)
-    return command
+def install(cluster: Cluster, name: str = "c1") -> Any:
+    return items(cluster, name)["command install Shoal for users"]
 
 
 def test_hosts_where_users_log_in_get_the_archive_and_root_owns_it() -> None:
@@ -51,9 +49,9 @@ def test_hosts_where_users_log_in_get_the_archive_and_root_owns_it() -> None:
     for name in ("c1", "l1"):
         made = items(cluster, name)
         packed = made[f"file /opt/shoal/users/{runtime_mark()}.tgz"]
-        assert isinstance(packed, File) and packed.content == SecretRef(SECRET) and packed.owner == "root"
+        assert packed.content == SecretRef(SECRET) and packed.owner == "root"
         program = made[f"file {PROGRAM}"]
-        assert isinstance(program, File) and (program.owner, program.mode) == ("root", 0o755)
+        assert (program.owner, program.mode) == ("root", 0o755)
         assert "fits" in install(cluster, name).argv
     assert items(cluster, "n1") == {} and items(cluster_of(REEF), "c1") == {}
     assert COMPONENT.user_secrets(spec_of(REEF + USERS)) == {SECRET: RUNTIME_ARCHIVE}

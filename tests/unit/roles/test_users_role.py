@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.fake_world import host_facts, spec_of
+from tests.support.role_items import items_of
 
-from shoal.agent.document import Block, File, Group, Item, User
+from shoal.agent.document import File, Group
 from shoal.agent.facts import Cgroup, FileFact, UnixIds
 from shoal.roles.assembly import assemble
-from shoal.roles.component import Cluster, Stage
+from shoal.roles.component import Cluster
 from shoal.roles.node_logins import session_rules
 from shoal.roles.users import PAM, RECORD, SSHD_CONF, USERS_GROUP, UsersComponent, group_ids, home_of, pam_block
 from shoal.storage import sshfs
@@ -32,16 +33,12 @@ def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
     return assemble(spec_of(text), facts, {})
 
 
-def items(cluster: Cluster, name: str) -> dict[str, Item]:
-    member = next(member for member in cluster.members if member.name == name)
-    stages = UsersComponent().documents(cluster, member)
-    return {item.key: item for stage in Stage for item in stages.get(stage, ())}
+def items(cluster: Cluster, name: str) -> dict[str, Any]:
+    return items_of(cluster, name, UsersComponent())
 
 
-def user(cluster: Cluster, host: str, name: str) -> User:
-    found = items(cluster, host)[f"user {name}"]
-    assert isinstance(found, User)
-    return found
+def user(cluster: Cluster, host: str, name: str) -> Any:
+    return items(cluster, host)[f"user {name}"]
 
 
 def test_names_ids_and_groups_are_equal_on_all_hosts() -> None:
@@ -105,10 +102,9 @@ def test_docker_group_has_one_id_where_jobs_bring_it() -> None:
 def test_authorized_keys_are_outside_the_home_share() -> None:
     there = items(reef(), "n1")
     keys = there[f"file {sshfs.KEYS}/alice"]
-    assert isinstance(keys, File) and keys.owner == "root"
+    assert keys.owner == "root"
     assert keys.content == "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGrm alice@desk\n"
     conf = there[f"file {SSHD_CONF}"]
-    assert isinstance(conf, File) and isinstance(conf.content, str)
     assert conf.content.splitlines()[1:] == [
         "Match User alice,bob",
         f"    AuthorizedKeysFile {sshfs.KEYS}/%u .ssh/authorized_keys",
@@ -119,7 +115,7 @@ def test_authorized_keys_are_outside_the_home_share() -> None:
 def test_only_a_node_with_cgroups_restricts_logins_to_jobs() -> None:
     for host, guarded in {"c1": False, "door": False, "n1": True}.items():
         block = items(reef(n1=CGROUPS), host)[f"block jobs in {PAM}"]
-        assert isinstance(block, Block) and ("pam_slurm_adopt" in block.content) is guarded
+        assert ("pam_slurm_adopt" in block.content) is guarded
     cluster = reef(n1=CGROUPS)
     assert UsersComponent().packages(cluster.spec, cluster.members[2], cluster.facts["n1"]) == ("libpam-slurm-adopt",)
     assert UsersComponent().packages(cluster.spec, cluster.members[0], cluster.facts["c1"]) == ()
@@ -138,7 +134,7 @@ def test_node_that_serves_the_homes_is_open_for_logins_and_owns_the_homes() -> N
     nfs = {"filesystems": ("nfs4", "nfsd")}
     cluster = reef(REEF + "storage: {/home: {host: n1}}\n", n1={**CGROUPS, **nfs}, c1=nfs)
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
-    assert isinstance(block, Block) and block.content == session_rules(USERS_GROUP)
+    assert block.content == session_rules(USERS_GROUP)
     assert user(cluster, "n1", "alice").owns == ("/home/alice",)
     assert user(cluster, "c1", "alice").owns == ()
 
@@ -146,7 +142,7 @@ def test_node_that_serves_the_homes_is_open_for_logins_and_owns_the_homes() -> N
 def test_open_nodes_without_cgroups_are_reported() -> None:
     cluster = reef(n1={"cgroup": Cgroup()})
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
-    assert isinstance(block, Block) and block.content == ""
+    assert block.content == ""
     assert [str(finding) for finding in UsersComponent().findings(cluster) if "log in" in finding.what] == [
         "users: every user may log in to every node by SSH, with or without a job there, found not all hosts let Slurm "
         "use cgroups, and pam_slurm_adopt needs them"
@@ -158,10 +154,9 @@ def test_removed_user_is_locked_and_stays_recorded() -> None:
     facts = replace(cluster.facts["n1"], files={RECORD: FileFact(text="# ours\nalice 2001\ncarol 2003\n")})
     there = items(replace(cluster, facts={**cluster.facts, "n1": facts}), "n1")
     carol = there["user carol"]
-    assert isinstance(carol, User) and carol.locked and carol.uid == 2003
+    assert carol.locked and carol.uid == 2003
     assert there[f"file {sshfs.KEYS}/carol"] == File(f"{sshfs.KEYS}/carol")
     record = there[f"file {RECORD}"]
-    assert isinstance(record, File) and isinstance(record.content, str)
     assert record.content.splitlines()[1:] == ["alice 2001", "bob 2002", "carol 2003"]
     # Recorded before any user is made: after a failed run, the next one has the record.
     assert list(there)[:2] == ["directory /etc/shoal", f"file {RECORD}"]
@@ -171,8 +166,8 @@ def test_removing_the_last_user_locks_all_recorded_users() -> None:
     none = reef(REEF.partition("users:")[0])
     facts = replace(none.facts["n1"], files={RECORD: FileFact(text="alice 2001\n")})
     there = items(replace(none, facts={**none.facts, "n1": facts}), "n1")
-    assert there["user alice"].locked  # type: ignore[attr-defined]
-    assert there[f"file {SSHD_CONF}"].content is None  # type: ignore[attr-defined]
+    assert there["user alice"].locked
+    assert there[f"file {SSHD_CONF}"].content is None
     assert items(none, "c1") == {}
 
 

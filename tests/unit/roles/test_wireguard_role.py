@@ -5,17 +5,16 @@ from dataclasses import replace
 from tests.goldens import assert_golden
 from tests.support.fake_world import host_facts, spec_of
 from tests.support.item_text import document_text
+from tests.support.role_items import in_force, items_of, text_of
 
-from shoal.agent.document import Block, Command, File, Packages
+from shoal.agent.document import Packages
 from shoal.agent.facts import Address, Facts, FileFact
-from shoal.network.addresses import hosts_block
 from shoal.network.wireguard import MODULE, PEERS, PRIVATE_KEY, PUBLIC_KEY, UNIT
 from shoal.roles.assembly import assemble
-from shoal.roles.component import Cluster, Stage
-from shoal.roles.current_conf import HOSTS, SLURM_CONF, read_current_conf
-from shoal.roles.documents import documents
+from shoal.roles.component import Cluster
+from shoal.roles.current_conf import HOSTS, read_current_conf
 from shoal.roles.wireguard import WireGuardComponent, missing_wireguard
-from shoal.slurm.conf import slurm_conf, slurm_settings
+from shoal.slurm.conf import slurm_settings
 from shoal.spec.members import members
 
 TEXT = """
@@ -44,18 +43,6 @@ FACTS = {
 }
 
 
-def items(cluster: Cluster, name: str) -> dict[str, object]:
-    member = next(member for member in cluster.members if member.name == name)
-    return {item.key: item for item in PART.documents(cluster, member).get(Stage.SERVICES, ())}
-
-
-def content(cluster: Cluster, name: str, path: str) -> str:
-    item = items(cluster, name)[f"file {path}"]
-    assert isinstance(item, File)
-    assert isinstance(item.content, str)
-    return item.content
-
-
 def test_hub_and_nat_host_match_their_goldens() -> None:
     cluster = assemble(SPEC, FACTS, {})
     hub, _, nat = (PART.documents(cluster, member) for member in cluster.members)
@@ -68,7 +55,6 @@ def test_host_without_a_key_generates_a_key_first() -> None:
     fresh = host_facts("f1", "192.168.1.5")
     packages, _, command = PART.prepare(SPEC, member, fresh)
     assert packages == Packages(("iproute2", "wireguard-tools", "wireguard-go"))
-    assert isinstance(command, Command)
     assert command.unless == ("test", "-s", PUBLIC_KEY)
     assert PART.prepare(SPEC, member, FACTS["f1"]) == ()
     assert PART.prepare(spec_of(TEXT.replace("wireguard", "lan")), member, fresh) == ()
@@ -91,9 +77,7 @@ def test_names_nodes_and_firewall_use_the_network() -> None:
     assert cluster.addresses == {"c1": "10.77.0.1", "n1": "10.77.0.2", "f1": "10.77.0.3"}
     assert "SlurmctldHost=c1(10.77.0.1)\n" in slurm_settings(cluster.conf)
     assert [node.address for node in cluster.conf.nodes] == ["10.77.0.2", "10.77.0.3"]
-    base = documents(cluster, cluster.members[1])[Stage.BASE]
-    [rules] = [item.content for item in base if isinstance(item, File) and item.path == "/etc/shoal/firewall.nft"]
-    assert 'iifname "shoal0" ip saddr @members4' in str(rules)
+    assert 'iifname "shoal0" ip saddr @members4' in text_of(cluster, "n1", "/etc/shoal/firewall.nft")
 
 
 def test_slurm_listens_only_on_the_network_under_any_hostname() -> None:
@@ -101,21 +85,15 @@ def test_slurm_listens_only_on_the_network_under_any_hostname() -> None:
     assert words in slurm_settings(assemble(SPEC, FACTS, {}).conf)
     other_name = assemble(SPEC, {**FACTS, "n1": replace(FACTS["n1"], hostname="ip-10-0-0-11")}, {})
     assert words in slurm_settings(other_name.conf)
-    items = documents(other_name, other_name.members[1])[Stage.BASE]
-    [names] = [item for item in items if isinstance(item, Block) and item.path == "/etc/hosts"]
+    names = items_of(other_name, "n1")["block members in /etc/hosts"]
     assert "10.77.0.2  n1 ip-10-0-0-11\n" in names.content
 
 
 def put_in_force(cluster: Cluster) -> dict[str, Facts]:
     """The facts once this cluster was applied."""
-    hosts = f"# BEGIN shoal members\n{hosts_block(cluster.addresses)}# END shoal members\n"
-    texts = {SLURM_CONF: slurm_conf(cluster.conf), HOSTS: hosts}
-    found = {}
-    for name, fact in cluster.facts.items():
-        peers = FileFact(text=content(cluster, name, PEERS))
-        found[name] = replace(fact, files={**fact.files, PEERS: peers})
-    found["c1"] = replace(found["c1"], files={**found["c1"].files, **{k: FileFact(text=t) for k, t in texts.items()}})
-    return found
+    found = {**cluster.facts, "c1": in_force(cluster)}
+    peers = {name: {PEERS: FileFact(text=text_of(cluster, name, PEERS, PART))} for name in found}
+    return {name: replace(fact, files={**fact.files, **peers[name]}) for name, fact in found.items()}
 
 
 def test_silent_host_changes_nothing_for_the_others() -> None:
@@ -124,7 +102,7 @@ def test_silent_host_changes_nothing_for_the_others() -> None:
     silent = {name: fact for name, fact in known.items() if name != "f1"}
     again = assemble(SPEC, silent, {}, read_current_conf(known["c1"]))
     for name in ("c1", "n1"):
-        assert content(again, name, PEERS) == content(whole, name, PEERS)
+        assert text_of(again, name, PEERS, PART) == text_of(whole, name, PEERS, PART)
     assert again.conf.one_address
 
 
@@ -155,11 +133,11 @@ def test_obstacles_are_reported() -> None:
 
 def test_another_network_removes_wireguard_only_where_present() -> None:
     lan = assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {})
-    assert items(lan, "n1") == {}
+    assert items_of(lan, "n1", PART) == {}
     was = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, UNIT: FileFact(there=True)})}
     gone = assemble(spec_of(TEXT.replace("wireguard", "lan")), was, {})
-    assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items(gone, "n1").keys()
-    assert "command unreachable subnet" in items(gone, "n1")
+    assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items_of(gone, "n1", PART).keys()
+    assert "command unreachable subnet" in items_of(gone, "n1", PART)
 
 
 def test_host_whose_system_has_no_wireguard_is_rejected() -> None:
