@@ -7,6 +7,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from job_clusters import SHIPPED, resolved
 from tests.support.cases import cases
@@ -63,35 +64,29 @@ def test_taken_port_is_skipped_and_the_next_is_below_the_ephemeral_range(number:
 
 
 ENDED = 'touch "$SHOAL_JOB_DIR/rank-0.2.end"'
-
-
-def test_successful_job_has_the_status_of_srun(tmp_path: Path) -> None:
-    assert _run(tmp_path, f"{ENDED}; exit 0") == (0, "")
-
-
-def test_failed_job_has_the_status_of_srun(tmp_path: Path) -> None:
-    assert _run(tmp_path, f"{ENDED}; exit 3") == (3, "")
-
-
-@cases("requeue", True, False)
-def test_srun_that_starts_no_rank_and_exits_0_is_a_failure(tmp_path: Path, requeue: bool) -> None:
-    earlier = 'touch "$SHOAL_JOB_DIR/rank-0.1.end"'  # of the turn before
-    assert _run(tmp_path, f"{earlier}; exit 0", requeue=requeue) == (1, "")
-
-
+EARLIER = 'touch "$SHOAL_JOB_DIR/rank-0.1.end"'
+"""Of the turn before."""
 STOPPED = f'{ENDED}; touch "$SHOAL_JOB_DIR/requeue.2"; exit 0'
+LOST = f'touch "$SHOAL_JOB_DIR/lost.2"; {ENDED}; exit 137'
 
 
-def test_rank_that_requests_a_requeue_gets_a_requeue(tmp_path: Path) -> None:
-    assert _run(tmp_path, STOPPED) == (0, "requeue 7\n")
-
-
-def test_stopped_job_that_cannot_be_requeued_exits_with_the_requeue_status(tmp_path: Path) -> None:
-    assert _run(tmp_path, STOPPED, requeues=False) == (EXIT_REQUEUE, "requeue 7\n")
-
-
-def test_stopped_job_with_no_requeue_exits_with_the_requeue_status(tmp_path: Path) -> None:
-    assert _run(tmp_path, STOPPED, requeue=False) == (EXIT_REQUEUE, "")
+@cases(
+    "srun, options, ends",
+    (f"{ENDED}; exit 0", {}, (0, "")),
+    (f"{ENDED}; exit 3", {}, (3, "")),
+    (f"{EARLIER}; exit 0", {}, (1, "")),
+    (f"{EARLIER}; exit 0", {"requeue": False}, (1, "")),
+    (STOPPED, {}, (0, "requeue 7\n")),
+    (STOPPED, {"requeues": False}, (EXIT_REQUEUE, "requeue 7\n")),
+    (STOPPED, {"requeue": False}, (EXIT_REQUEUE, "")),
+    (LOST, {"requeue": True}, (0, "requeue 7\n")),
+    (LOST, {"requeue": False}, (1, "")),
+)
+def test_status_and_requeue_of_a_job_follow_its_ranks(
+    tmp_path: Path, srun: str, options: dict[str, Any], ends: tuple[int, str]
+) -> None:
+    """An srun that starts no rank and exits with 0 is a failure; a rank asks to be queued again, or is lost."""
+    assert _run(tmp_path, srun, **options) == ends
 
 
 @cases("number, option", (signal.SIGUSR1, "USR1@60"), (signal.SIGUSR1, "HUP@9"), (signal.SIGHUP, "HUP@9"))
@@ -101,11 +96,3 @@ def test_warning_goes_to_the_ranks_and_the_script_waits_for_them(
     srun = f'touch {tmp_path}/ready; read -r word; echo "$word" > {tmp_path}/word; {ENDED}; exit 3'
     assert _run(tmp_path, srun, warning=number, signal=option) == (3, "")
     assert (tmp_path / "word").read_text() == f"{number.name[3:]}\n"
-
-
-LOST = f'touch "$SHOAL_JOB_DIR/lost.2"; {ENDED}; exit 137'
-
-
-@cases("requeue, ends", (True, (0, "requeue 7\n")), (False, (1, "")))
-def test_job_that_lost_ranks_is_requeued_or_fails(tmp_path: Path, requeue: bool, ends: tuple[int, str]) -> None:
-    assert _run(tmp_path, LOST, requeue=requeue) == ends

@@ -11,43 +11,23 @@ from shoal.errors import UsageError
 from shoal.jobs.resolve import resolve
 
 
-def test_two_nodes_use_all_their_gpus_by_default() -> None:
-    found = resolved(nodes=2)
-    assert (found.partition, found.nodes, found.gpus_per_node, found.ranks_per_node) == ("main", 2, 4, 4)
-    assert (found.cpus_per_rank, found.world_size) == (4, 8)
-    assert found.hosts == ("gpu1", "gpu2", "old1")
-
-
-def test_three_nodes_use_the_gpu_count_that_all_have() -> None:
-    found = resolved(nodes=3)
-    assert (found.gpus_per_node, found.ranks_per_node) == (1, 1)
-
-
-def test_half_the_gpus_use_half_the_cpus() -> None:
-    found = resolved(gpus_per_node=2)
-    assert (found.ranks_per_node, found.cpus_per_rank) == (2, 4)
-    assert resolved(gpus_per_node=2, exclusive=True).cpus_per_rank == 8
-
-
-def test_node_without_gpus_runs_a_process_with_a_cpu() -> None:
-    found = resolved(partition="cpu")
-    assert (found.gpus_per_node, found.ranks_per_node, found.cpus_per_rank) == (0, 1, 1)
-    assert resolved(partition="cpu", ntasks_per_node=4, cpus_per_task=8).world_size == 4
-
-
-def test_nodelist_sets_the_number_of_nodes() -> None:
-    found = resolved(nodelist="gpu[1-2]")
-    assert (found.nodes, found.hosts) == (2, ("gpu1", "gpu2"))
-
-
-def test_python_launcher_starts_a_single_process() -> None:
-    found = resolved(launcher="python")
-    assert (found.gpus_per_node, found.ranks_per_node, found.world_size) == (4, 1, 1)
-
-
-def test_complex_constraint_is_passed_to_slurm() -> None:
-    assert resolved(constraint="[a|b]").hosts == ("gpu1", "gpu2", "old1")
-    assert resolved(constraint="a&fast").hosts == ("gpu1",)
+@cases(
+    "options, expected",
+    ({"nodes": 2}, {"partition": "main", "nodes": 2, "gpus_per_node": 4, "ranks_per_node": 4, "cpus_per_rank": 4}),
+    ({"nodes": 2}, {"world_size": 8, "hosts": ("gpu1", "gpu2", "old1")}),
+    ({"nodes": 3}, {"gpus_per_node": 1, "ranks_per_node": 1}),
+    ({"gpus_per_node": 2}, {"ranks_per_node": 2, "cpus_per_rank": 4}),
+    ({"gpus_per_node": 2, "exclusive": True}, {"cpus_per_rank": 8}),
+    ({"partition": "cpu"}, {"gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_rank": 1}),
+    ({"partition": "cpu", "ntasks_per_node": 4, "cpus_per_task": 8}, {"world_size": 4}),
+    ({"nodelist": "gpu[1-2]"}, {"nodes": 2, "hosts": ("gpu1", "gpu2")}),
+    ({"launcher": "python"}, {"gpus_per_node": 4, "ranks_per_node": 1, "world_size": 1}),
+    ({"constraint": "[a|b]"}, {"hosts": ("gpu1", "gpu2", "old1")}),
+    ({"constraint": "a&fast"}, {"hosts": ("gpu1",)}),
+)
+def test_defaults_use_what_all_chosen_nodes_have(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = resolved(**options)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_down_node_is_excluded_and_gets_no_bundle() -> None:

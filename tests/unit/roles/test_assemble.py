@@ -101,11 +101,6 @@ def test_host_without_a_usable_address_is_reached_by_name() -> None:
     assert "n1" not in cluster.addresses
 
 
-def test_features_are_the_nodeset_name_and_the_configured_features() -> None:
-    node = next(node for node in assemble(SPEC, FACTS, {}).conf.nodes if node.name == "h1")
-    assert node.features == ("big", "h100", "nvlink")
-
-
 @cases(
     "packages, os, version",
     ({"slurm-client": Package("24.11.5-1", "26.05.1-1")}, ("debian", "13"), "24.11.5"),

@@ -8,14 +8,13 @@ from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
 from tests.support.specs import ONE_NODE
 
-from shoal.agent.document import Directory, File, Item, Service
+from shoal.agent.document import File, Item, Service
 from shoal.agent.facts import FileFact
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Stage
 from shoal.roles.documents import documents
 from shoal.roles.node_health import COMMAND, CONFIG, FORGET_COMMAND, TIMER
 from shoal.slurm.conf import HEALTH_HOOK, slurm_conf
-from shoal.spec.model import Spec
 
 REEF = ONE_NODE
 OWN = "slurm: {options: {HealthCheckProgram: /usr/sbin/nhc, HealthCheckInterval: 90}}\n"
@@ -37,20 +36,6 @@ def items(text: str, name: str = "n1", *, init: str = "systemd", had: bool = Fal
 def conf(text: str) -> str:
     facts = {host: host_facts(host, address) for host, address in (("c1", "10.0.0.1"), ("n1", "10.0.0.11"))}
     return slurm_conf(assemble(spec_of(text), facts, {}).conf)
-
-
-def test_nodes_have_the_program_before_slurm_reads_of_its_hook() -> None:
-    stages = items(REEF)
-    assert [stage for stage, found in stages.items() if found] == [Stage.BASE, Stage.NODES]
-    files = {item.path: item for item in stages[Stage.BASE] if isinstance(item, File)}
-    assert files[HEALTH_HOOK].mode == 0o755 and json.loads(str(files[CONFIG].content))["mode"] == "drain"
-    assert stages[Stage.NODES][-1] == Service(TIMER)
-    assert f"HealthCheckProgram={HEALTH_HOOK}\nHealthCheckInterval=300\n" in conf(REEF)
-
-
-def test_controller_without_jobs_has_none() -> None:
-    assert not any(items(REEF, "c1").values())
-    assert any(items(REEF.replace("controller: {", "controller: {compute: true, "), "c1").values())
 
 
 def test_host_without_systemd_runs_it_under_the_supervisor() -> None:
@@ -91,16 +76,6 @@ def test_program_of_the_operator_runs_beside_it() -> None:
     assert "HealthCheckProgram=/usr/sbin/nhc\n" in conf(REEF + OWN + "health: off\n")
 
 
-def test_directories_exist_before_their_files() -> None:
-    places: set[str] = set()
-    for item in items(REEF)[Stage.BASE]:
-        if isinstance(item, Directory):
-            places.add(item.path)
-        elif isinstance(item, File) and not item.path.startswith("/etc"):
-            folder = item.path.rpartition("/")[0]
-            assert folder in places or folder == "/usr/local/lib/shoal"
-
-
 @cases(
     "text, problem",
     ("health: loud", "unknown mode"),
@@ -112,7 +87,5 @@ def test_wrong_values_are_refused(text: str, problem: str) -> None:
         spec_of(f"{REEF}{text}\n")
 
 
-def test_default_is_to_drain() -> None:
-    spec: Spec = spec_of(REEF)
-    assert (spec.health.mode, spec.health.skip) == ("drain", ())
+def test_same_program_forgets_what_it_found() -> None:
     assert FORGET_COMMAND[:-1] == COMMAND[:-1] and FORGET_COMMAND[-1].endswith("main(forget=True)")

@@ -56,14 +56,6 @@ def told(facts: dict[str, Facts]) -> list[str]:
 # ---- where daemons listen
 
 
-def test_daemons_listen_only_on_the_host_address_and_wait_for_the_address() -> None:
-    cluster = assemble(SPEC, FACTS, {})
-    assert LISTENS in slurm_settings(cluster.conf)
-    for name, daemon, address in [("c1", "slurmctld", "10.0.0.1"), ("n1", "slurmd", "10.0.0.11")]:
-        assert f"address show to {address} " in text_of(cluster, name, DROP_INS[daemon])
-    assert cluster.findings == ()
-
-
 def test_slurmdbd_listens_on_the_address_of_its_host() -> None:
     cluster = assemble(SPEC, FACTS, {})
     assert "address show to 10.0.0.2 " in text_of(cluster, "door", DROP_INS["slurmdbd"])

@@ -8,7 +8,7 @@ from tests.support.cases import cases
 from tests.support.fake_world import gpus, host_facts, spec_of
 from tests.support.item_text import defaults_text, document_text
 
-from shoal.agent.document import DeviceRule, Document, File, SecretRef
+from shoal.agent.document import DeviceRule, Document, File
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import READ_CONF, advice
@@ -111,13 +111,3 @@ def test_node_without_gpus_has_no_gpu_device_rule() -> None:
         for name in ("n1", "n2")
     }
     assert 'KERNEL=="nvidia[0-9]*", MODE="0666"' in rules["n1"] and 'KERNEL=="nvidia' not in rules["n2"]
-
-
-def test_documents_contain_the_munge_key_only_by_digest() -> None:
-    cluster = reef()
-    for member in cluster.members:
-        for document in documents(cluster, member).values():
-            [key] = [item for item in document if item.key == "file /etc/munge/munge.key"] or [None]
-            if key is not None:
-                assert isinstance(key.content, SecretRef)  # type: ignore[attr-defined]
-                assert key.mode == 0o400  # type: ignore[attr-defined]

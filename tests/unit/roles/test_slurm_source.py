@@ -13,7 +13,7 @@ from shoal.agent.facts import Facts, FileFact, Package
 from shoal.remote import program_text, shell_command
 from shoal.roles.assembly import assemble
 from shoal.roles.base import MUNGE_KEY
-from shoal.roles.component import Cluster, Stage
+from shoal.roles.component import Cluster
 from shoal.roles.current_conf import SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
 from shoal.roles.host_record import HOST_RECORD, STATE_OWNER
@@ -149,13 +149,6 @@ def test_way_back_to_an_older_slurm_of_packages_names_both_fixes() -> None:
     finding = records_finding(back, "c1")
     assert finding is not None and "Slurm 22.05.8 cannot read what Slurm 24.11.5 wrote" in finding.what
     assert "write `slurm: {from: shoal}` again" in finding.fix
-
-
-def test_stage_of_nodes_ends_with_links_and_the_end_of_former_trees() -> None:
-    of = cluster(TEXT, {name: facts_of(name) for name in ADDRESSES})
-    for member in of.members:
-        last = documents(of, member)[Stage.NODES][-2:]
-        assert keys(last) == ["command all programs from the new Slurm", "command remove a former Slurm of Shoal"]
 
 
 def test_tree_with_a_running_program_stays(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.support.item_text import document_text
 from tests.support.specs import WITH_LOGIN
 from tests.unit.roles.test_role_documents import REEF, document_of, reef
 
-from shoal.agent.document import Command, File, Packages, SecretRef
+from shoal.agent.document import Command, File, SecretRef
 from shoal.agent.facts import Facts, FileFact
 from shoal.cloud.service.join_checks import unfit_machines
 from shoal.errors import SpecError, UsageError
@@ -29,7 +29,7 @@ from shoal.roles.elastic import ARCHIVES
 from shoal.roles.registry import user_secrets
 from shoal.roles.slurm_tree import find_trees, read_archive, require_tree
 from shoal.roles.users import pam_block
-from shoal.slurm.conf import mpi_conf, slurm_conf
+from shoal.slurm.conf import mpi_conf
 
 TEXT = (
     WITH_LOGIN
@@ -81,17 +81,6 @@ def test_host_with_the_tree_matches_its_golden(name: str, role: str) -> None:
     if name != "c1":
         bases["tree-c1"] = document_of(cluster(), "c1")
     assert_golden(f"roles/tree-{name}.txt", document_text(document_of(cluster(), name), **bases))
-
-
-def test_no_package_of_slurm_and_no_munge_is_left() -> None:
-    of = cluster()
-    for member in of.members:
-        items = [item for document in documents(of, member).values() for item in document]
-        names = {name for item in items if isinstance(item, Packages) for name in item.names}
-        assert not [name for name in names if "slurm" in name or "munge" in name or name == "sackd"]
-        assert not [item.key for item in items if "munge" in item.key]
-    conf = slurm_conf(of.conf)
-    assert "AuthType=auth/slurm\n" in conf and "munge" not in conf and "MpiDefault=pmix\n" in conf
 
 
 def test_fences_of_pmix_go_around_a_ring_unless_the_operator_says_otherwise() -> None:

@@ -8,9 +8,8 @@ from tests.unit.roles.test_role_documents import TWO_SITES
 from shoal.agent.facts import Facts, FileFact, Package
 from shoal.roles.assembly import assemble
 from shoal.roles.plugins import spanning_files
-from shoal.slurm.conf import job_submit_lua, slurm_settings, topology_conf
+from shoal.slurm.conf import slurm_settings, topology_conf
 from shoal.slurm.model import ClusterConf
-from shoal.slurm.parsed_conf import switches_of_nodes
 
 NAMES = ("controller", "fish1", "fish2", "kelp1")
 FACTS = {name: host_facts(name, f"10.0.0.{number}", arch="x86_64") for number, name in enumerate(NAMES, 1)}
@@ -22,18 +21,6 @@ def conf(facts: dict[str, Facts] = FACTS, more: str = "") -> ClusterConf:
 
 def with_controller(**changes: object) -> dict[str, Facts]:
     return {**FACTS, "controller": replace(FACTS["controller"], **changes)}  # type: ignore[arg-type]
-
-
-def test_sites_share_a_top_switch_and_slurmctld_checks_every_job() -> None:
-    found = conf()
-    assert topology_conf(found).splitlines()[1:] == [
-        "SwitchName=a Nodes=fish[1-2]",
-        "SwitchName=b Nodes=kelp1",
-        "SwitchName=shoal-sites Switches=a,b",
-    ]
-    assert "JobSubmitPlugins=lua\n" in slurm_settings(found)
-    assert "max_switch_wait=31536000" in slurm_settings(found)
-    assert switches_of_nodes(topology_conf(found)) == {"fish1": "a", "fish2": "a", "kelp1": "b"}
 
 
 def test_slurmctld_without_the_lua_plugin_gets_separate_sites() -> None:
@@ -59,9 +46,3 @@ def test_single_site_needs_no_plugin() -> None:
     one = assemble(spec_of(TWO_SITES.replace(", site: b", "")), FACTS, {}).conf
     assert "JobSubmitPlugins" not in slurm_settings(one)
     assert "max_switch_wait" not in slurm_settings(one)
-
-
-def test_script_contains_the_size_of_the_largest_site() -> None:
-    text = job_submit_lua(conf())
-    assert "local largest_site = 2\n" in text
-    assert "job.req_switch = 1\n" in text

@@ -229,16 +229,6 @@ def test_host_without_systemd_counts_as_a_container() -> None:
     assert asked(ClockComponent(), cluster_of(n1={"init": "none"}), "n1", Stage.BASE) == ()
 
 
-def test_controller_serves_time_only_to_members() -> None:
-    cluster = cluster_of()
-    served = file(asked(ClockComponent(), cluster, "c1", Stage.BASE), CONF).content
-    assert "allow 10.0.0.11\n" in str(served) and "bindaddress 10.0.0.1\n" in str(served)
-    assert "server 10.0.0.1 iburst\n" in str(file(asked(ClockComponent(), cluster, "n1", Stage.BASE), CONF).content)
-    assert "ConditionVirtualization=!container" in str(
-        file(asked(ClockComponent(), cluster, "n1", Stage.BASE), DROP_IN).content
-    )
-
-
 @cases("daemon", "ntpsec", "ntp", "openntpd")
 def test_existing_time_daemon_is_kept_and_reported(daemon: str) -> None:
     cluster = cluster_of(n1={"services": {daemon: "active"}})

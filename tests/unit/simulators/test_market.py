@@ -121,13 +121,6 @@ def test_rejection_creates_nothing_and_is_used_up(it: Market, why: str) -> None:
     assert it.order(ORDER, "m1").id == "m1"
 
 
-def test_error_after_create_leaves_a_machine(it: Market) -> None:
-    it.faults = [Fault("error-after-create")]
-    with pytest.raises(ApiRejection):
-        it.order(ORDER, "m1")
-    assert list(it.instances) == ["m1"]
-
-
 def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time(it: Market) -> None:
     it.faults = [Fault("stockout", -1, type="big"), Fault("quota", 2, region="us-2")]
     for _ in range(3):
