@@ -128,8 +128,7 @@ async def test_content_rejected_by_its_reader_is_not_written(place: Place) -> No
     for (found,) in (await place.check(bad), await place.apply(bad)):
         assert found.status == "failed"
         assert found.detail == f"reader: error: unknown key Bad=1\n{path} was not changed"
-        assert found.fix == "delete options.Bad"
-        assert path.read_text() == "Good=1\n"
+        assert found.fix == "delete options.Bad" and path.read_text() == "Good=1\n"
     assert not Path(place.path("state/pending-restarts")).exists()
     (made,) = await place.apply(place.file("c.conf", "Good=2\n", accepted_by=REFUSES_BAD))
     assert made.status == "changed" and path.read_text() == "Good=2\n"
@@ -299,8 +298,7 @@ async def test_guarded_command_runs_until_its_guard_succeeds(place: Place) -> No
 async def test_command_gets_its_input_and_is_retried(place: Place) -> None:
     script = f"cat > {place.path('in')}; test -e {place.path('second')} || {{ touch {place.path('second')}; exit 1; }}"
     (found,) = await place.apply(Command("flaky", ("sh", "-c", script), stdin="hello", retries=1))
-    assert found.status == "changed"
-    assert Path(place.path("in")).read_text() == "hello"
+    assert found.status == "changed" and Path(place.path("in")).read_text() == "hello"
     assert "flaky failed; trying again (1 of 1)" in place.told
 
 

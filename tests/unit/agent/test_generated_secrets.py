@@ -16,10 +16,8 @@ async def test_secret_is_generated_once_and_closed_to_others(place: Place) -> No
     (made,) = await place.apply(secret)
     assert (made.status, made.action, made.diff) == ("changed", f"make the secret {secret.path}", "(secret)")
     value = Path(secret.path).read_text()
-    assert re.fullmatch("[0-9a-f]{40}\n", value)
-    assert stat.S_IMODE(os.stat(secret.path).st_mode) == 0o400
-    assert (await place.apply(secret))[0].status == "ok"
-    assert Path(secret.path).read_text() == value
+    assert re.fullmatch("[0-9a-f]{40}\n", value) and stat.S_IMODE(os.stat(secret.path).st_mode) == 0o400
+    assert (await place.apply(secret))[0].status == "ok" and Path(secret.path).read_text() == value
     os.chmod(secret.path, 0o644)
     (mended,) = await place.apply(secret)
     assert mended.action == f"set mode 0400 on {secret.path}"

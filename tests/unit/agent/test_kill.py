@@ -41,8 +41,7 @@ async def test_next_run_finishes_a_run_killed_at_any_point(
 ) -> None:
     folder, state = tmp_path / "host", str(tmp_path_factory.getbasetemp() / "kill-state")
     folder.mkdir()
-    items = document(folder)
-    choose = random.Random(seed)
+    items, choose = document(folder), random.Random(seed)
     for _ in range(2):
         await kill_in_mid_apply(items, state, choose)
     async with await AgentSession.open(here(), state=state) as session:

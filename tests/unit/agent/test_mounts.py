@@ -139,8 +139,7 @@ def test_mount_with_a_dead_program_is_remounted(tmp_path: Path) -> None:
     assert libc.mount(b"shares", where.encode(), b"fuse", 0, options) == 0, os.strerror(ctypes.get_errno())
     try:
         os.close(program)
-        assert mounts.is_dead(item)
-        assert not mounts.is_dead({**item, "fstype": "nfs4"})
+        assert mounts.is_dead(item) and not mounts.is_dead({**item, "fstype": "nfs4"})
     finally:
         assert libc.umount2(where.encode(), 2) == 0
 

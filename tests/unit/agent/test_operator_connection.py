@@ -33,8 +33,7 @@ def test_requests_are_read_one_by_one(operator: int) -> None:
     os.write(operator, b': "c"}\n')
     assert [connection.request(), connection.request()] == [{"op": "b"}, {"op": "c"}]
     os.close(operator)
-    assert connection.request() is None
-    assert not connection.is_open()
+    assert connection.request() is None and not connection.is_open()
 
 
 def test_large_request_arrives_in_small_pieces(operator: int) -> None:
@@ -50,5 +49,4 @@ def test_large_request_arrives_in_small_pieces(operator: int) -> None:
     second, end = connection.request(), connection.request()
     sender.join()
     assert first is not None and len(first["content"]) == LARGE
-    assert connection.received == {"slurm": b"\n" * LARGE}
-    assert (second, end) == ({"op": "exit"}, None)
+    assert connection.received == {"slurm": b"\n" * LARGE} and (second, end) == ({"op": "exit"}, None)

@@ -80,8 +80,7 @@ async def test_packages_install_once_with_progress_and_without_recommended_packa
 
 async def test_daemons_are_blocked_only_while_packages_install(place: AptPlace) -> None:
     await place.apply(ITEM)
-    assert place.calls("policy") == ["policy 101"]
-    assert not place.policy.exists()
+    assert place.calls("policy") == ["policy 101"] and not place.policy.exists()
 
 
 async def test_existing_policy_rc_d_is_kept(place: AptPlace) -> None:
@@ -109,8 +108,7 @@ async def test_policy_rc_d_of_a_killed_run_stays_until_its_dpkg_ends(place: AptP
             fcntl.lockf(lock, fcntl.LOCK_UN)
 
         await place.session.apply((), {}, release)
-    assert kept == [True]
-    assert not place.policy.exists()
+    assert kept == [True] and not place.policy.exists()
 
 
 async def test_missing_package_lists_are_fetched_first(place: AptPlace) -> None:
@@ -144,8 +142,7 @@ async def test_full_disk_is_reported_with_sizes(place: AptPlace) -> None:
     place.answers("dpkg: error: failed to write (No space left on device)")
     (found,) = await place.apply(ITEM)
     assert found.detail.startswith("No space left on device while installing packages: /var/cache/apt")
-    assert " MB free of " in found.detail
-    assert not place.policy.exists()
+    assert " MB free of " in found.detail and not place.policy.exists()
 
 
 async def test_interrupted_installation_is_finished_first(place: AptPlace) -> None:
@@ -203,5 +200,4 @@ async def test_host_with_dnf_gets_the_packages_under_their_names_there(place: Ap
     place.answers()
     assert [result.status for result in await place.apply(item)] == ["changed"]
     assert place.calls("nfs-utils")[-1] == "-y -q --setopt=install_weak_deps=False install nfs-utils"
-    assert [result.status for result in await place.apply(item)] == ["ok"]
-    assert not place.policy.exists()
+    assert [result.status for result in await place.apply(item)] == ["ok"] and not place.policy.exists()

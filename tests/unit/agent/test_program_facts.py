@@ -144,8 +144,7 @@ def test_netlink_fields_are_parsed_with_padding_and_stop_at_a_broken_field() -> 
     nested = 0x8000
     data = attribute(1, b"filter\0") + attribute(4 | nested, attribute(1, b"\0\0\0\1"))
     fields = network.netlink_fields(data)
-    assert fields[1] == b"filter\0"
-    assert network.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
+    assert fields[1] == b"filter\0" and network.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
     assert network.netlink_fields(data + bytes(8)) == fields
 
 

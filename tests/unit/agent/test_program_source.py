@@ -92,8 +92,7 @@ def run(tmp_path: Path, request: bytes, *, after: str = "", payload: bytes | Non
 def test_program_runs_alone_from_source_and_from_its_cache(tmp_path: Path) -> None:
     for _ in range(2):
         status, said, complaint = run(tmp_path, b'{"op":"facts"}\n{"op":"exit"}\n')
-        assert (status, complaint) == (0, "")
-        assert json.loads(said)["facts"]["hostname"] == os.uname().nodename
+        assert (status, complaint) == (0, "") and json.loads(said)["facts"]["hostname"] == os.uname().nodename
 
 
 def test_run_without_changes_loads_little_of_the_standard_library(tmp_path: Path) -> None:

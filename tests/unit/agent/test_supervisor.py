@@ -51,10 +51,8 @@ async def test_service_is_started_once_and_kept_running(place: Place) -> None:
     assert (await place.check(item))[0].action == "start d under a supervisor"
     assert (await place.apply(item))[0].status == "changed"
     first = record(place)["child"]
-    assert (await place.apply(item))[0].status == "ok"
-    assert record(place)["child"] == first
-    assert (place.folder / "log/d.log").read_text() == "up\n"
-    assert (await place.session.facts()).services == {}
+    assert (await place.apply(item))[0].status == "ok" and record(place)["child"] == first
+    assert (place.folder / "log/d.log").read_text() == "up\n" and (await place.session.facts()).services == {}
 
 
 async def test_daemon_that_dies_is_restarted(place: Place) -> None:
@@ -149,8 +147,7 @@ async def test_service_not_running_before_keeps_the_new_file_and_reports_the_err
     assert failed.detail == (
         "d started under the supervisor and did not stay up\nfatal: unknown key Bad=1\nfatal: unknown key Bad=1"
     )
-    assert failed.fix == "delete options.Bad"
-    assert (place.folder / "d.conf").read_text() == "Bad=1\n"
+    assert failed.fix == "delete options.Bad" and (place.folder / "d.conf").read_text() == "Bad=1\n"
 
 
 async def test_service_that_starts_with_neither_file_reports_both_errors(place: Place) -> None:

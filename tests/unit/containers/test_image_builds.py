@@ -124,8 +124,7 @@ def test_build_rents_a_node_only_where_no_permanent_one_can_build() -> None:
         "burst1", ("IDLE", "CLOUD", "POWERED_DOWN"), features=("images", "images-amd64"), partitions=("b",)
     )
     lab = NodeState("n1", ("IDLE",), features=("images", "images-arm64"), partitions=("main",))
-    down = replace(lab, state=("DOWN",))
-    amd64 = StoredImage("x", architecture="amd64")
+    down, amd64 = replace(lab, state=("DOWN",)), StoredImage("x", architecture="amd64")
     assert build_place([lab, rented], (), named=False) == (
         "--constraint=images",
         "--partition=main",
@@ -168,8 +167,7 @@ def test_image_whose_content_is_not_that_of_its_digest_is_not_kept(tmp_path: Pat
     program = ("sh", "-c", f"echo step 1 >&2; cat {tmp_path}/x.tar")
     (tmp_path / "names").mkdir()
     text = ask("receive", str(tmp_path), "x", "0", *program, status=3)
-    assert "has other content than its digest says" in text
-    assert ask("list", str(tmp_path)) == "[]\n"
+    assert "has other content than its digest says" in text and ask("list", str(tmp_path)) == "[]\n"
 
 
 def test_base_is_read_from_a_path_that_buildah_takes_for_a_name(

@@ -84,8 +84,7 @@ def test_image_is_read_only_and_its_links_lead_inside(root: Path, tmp_path: Path
     (data / "file").write_text("hello")
     mounts = [[str(data), "/data", True], [str(data), "/outward/in", False], [str(data), "/up/also", False]]
     done = run(root, "sh", "-c", "cat /data/file; ls /also; touch /data/x; touch /x; touch /also/y", mounts=mounts)
-    assert done.stdout == "hellofile\n"
-    assert done.stderr.count("Read-only file system") == 2
+    assert done.stdout == "hellofile\n" and done.stderr.count("Read-only file system") == 2
     assert sorted(path.name for path in data.iterdir()) == ["file", "y"]
     assert not Path("/srv/in").exists() and not Path("/also").exists()
 
@@ -391,8 +390,7 @@ def test_container_is_recorded_beside_the_images_until_it_is_removed(
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{number}").endswith("mine.lock"):
                 os.close(int(number))
-    assert lock > 0 and remove_container("mine") == 0
-    assert not record.exists() and not Path(root).exists()
+    assert lock > 0 and remove_container("mine") == 0 and not record.exists() and not Path(root).exists()
     with pytest.raises(Problem, match="there is no container mine of yours here"):
         remove_container("mine")
 

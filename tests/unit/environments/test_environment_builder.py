@@ -79,8 +79,7 @@ def test_environment_has_the_named_packages_and_their_dependencies(place: Place)
     made = place.build("herring==1.0")
     assert made["event"] == "done" and made["made"], made
     assert made["packages"] == ["herring==1.0", "sprat==2.0"]
-    assert made["path"] == f"{place.shared}/{made['id']}"
-    assert says(made["path"]) == "herring 1.0"
+    assert made["path"] == f"{place.shared}/{made['id']}" and says(made["path"]) == "herring 1.0"
     assert not list(Path(made["path"]).glob("lib/python*/site-packages/pip"))
 
 
@@ -97,14 +96,12 @@ def test_directory_owned_by_another_user_is_rejected(place: Place, tmp_path: Pat
 
 def test_equal_packages_give_the_same_environment(place: Place) -> None:
     first, again = place.build("herring==1.0"), place.build("herring==1.0", "sprat")
-    assert (first["id"], first["made"]) == (again["id"], False)
-    assert first["source"] != again["source"]
+    assert (first["id"], first["made"]) == (again["id"], False) and first["source"] != again["source"]
 
 
 def test_another_version_is_another_environment_and_the_first_stays(place: Place) -> None:
     old, new = place.build("herring==1.0"), place.build("herring==1.1")
-    assert old["id"] != new["id"]
-    assert (says(old["path"]), says(new["path"])) == ("herring 1.0", "herring 1.1")
+    assert old["id"] != new["id"] and (says(old["path"]), says(new["path"])) == ("herring 1.0", "herring 1.1")
 
 
 def test_temporary_files_are_not_in_tmp(place: Place, tmp_path: Path) -> None:
@@ -196,8 +193,7 @@ def test_incomplete_build_is_rebuilt(place: Place) -> None:
     Path(made["path"], builder.MARK).unlink()
     Path(made["path"], "bin", "herring-says").write_text("half of it")
     (place.shared / "wheels" / made["source"] / "resolved.txt").unlink()
-    assert place.build("herring==1.1")["made"]
-    assert says(made["path"]) == "herring 1.1"
+    assert place.build("herring==1.1")["made"] and says(made["path"]) == "herring 1.1"
 
 
 def test_cuda_version_of_torch_is_read_without_an_import(place: Place) -> None:
@@ -229,8 +225,7 @@ def test_copy_uses_the_python_of_its_host_at_another_path(place: Place, tmp_path
     link.unlink()
     link.symlink_to(f"/nowhere/{name}")
     place.run(["tar", "-c", "-f", f"{tmp_path}/archive.tar", "-C", str(tmp_path), made["id"]])
-    path = f"{tmp_path}/copies/{made['id']}"
-    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    path, env = f"{tmp_path}/copies/{made['id']}", {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
     subprocess.run(unpack_command(path, f"{tmp_path}/archive.tar"), env=env, check=True, timeout=600)
     assert Path(path, "bin", link.name).readlink() == elsewhere and says(path) == "herring 1.0"
     assert f"home = {elsewhere.parent}\n" in Path(path, "pyvenv.cfg").read_text()

@@ -53,8 +53,7 @@ async def test_each_outcome_is_reported_at_once() -> None:
         return name
 
     outcomes = await fan_out(["a", "b"], action, on_done=seen.append)
-    assert [outcome.name for outcome in seen] == ["b", "a"]
-    assert set(seen) == set(outcomes.values())
+    assert [outcome.name for outcome in seen] == ["b", "a"] and set(seen) == set(outcomes.values())
 
 
 @cases("error", SlurmError("slurmctld is down"), ZeroDivisionError("a bug"))
@@ -73,8 +72,7 @@ async def test_other_errors_cancel_the_rest_and_are_raised(error: Exception) -> 
 
     with pytest.raises(type(error)) as caught:
         await fan_out(["a", "bad", "b"], action)
-    assert caught.value is error
-    assert cancelled == ["a", "b"]
+    assert caught.value is error and cancelled == ["a", "b"]
 
 
 async def test_cancelling_the_fan_out_cancels_every_host() -> None:

@@ -21,8 +21,7 @@ async def test_unread_output_pauses_the_program() -> None:
     buffer.feed(b"short\n")
     assert events == ["pause"]
     await buffer.readline()
-    assert events == ["pause", "resume"]
-    assert await buffer.readline() == b"short\n"
+    assert events == ["pause", "resume"] and await buffer.readline() == b"short\n"
 
 
 async def test_line_longer_than_the_high_water_mark_is_read_whole() -> None:
@@ -33,8 +32,7 @@ async def test_line_longer_than_the_high_water_mark_is_read_whole() -> None:
     assert events == ["pause", "resume"]
     buffer.feed(b"x" * HIGH_WATER)
     buffer.feed(b"\n")
-    assert len(await reading) == 2 * HIGH_WATER + 2
-    assert events == ["pause", "resume"]
+    assert len(await reading) == 2 * HIGH_WATER + 2 and events == ["pause", "resume"]
 
 
 async def test_data_delivered_during_resume_is_read() -> None:
@@ -87,5 +85,4 @@ def test_tail_keeps_the_last_bytes(chunks: list[bytes]) -> None:
     for chunk in chunks:
         tail.feed(chunk)
         whole.feed(chunk)
-    assert tail.value() == b"".join(chunks)[-16:]
-    assert whole.value() == b"".join(chunks)
+    assert tail.value() == b"".join(chunks)[-16:] and whole.value() == b"".join(chunks)

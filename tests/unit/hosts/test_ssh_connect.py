@@ -89,8 +89,7 @@ async def test_changed_host_key_is_rejected_until_forgotten(tmp_path: Path, know
         assert caught.value.message == (
             f"gpu01: shows the ssh-ed25519 key {new}, not the ssh-ed25519 key {old} recorded first"
         )
-        assert "shoal ssh --forget-key gpu01" in caught.value.hint
-        assert HostKeys(known_hosts).forget("gpu01")
+        assert "shoal ssh --forget-key gpu01" in caught.value.hint and HostKeys(known_hosts).forget("gpu01")
         assert not HostKeys(known_hosts).forget("gpu01")
         await whoami(SshConnector(known_hosts), server.target("gpu01"))
     finally:
@@ -151,8 +150,7 @@ async def test_unusable_identity_is_named(
     make(identity)  # type: ignore[operator]
     with pytest.raises(AuthenticationFailed) as caught:
         await SshConnector(known_hosts, agent=False).connect(sshd.target("gpu01", identity=identity))
-    assert caught.value.message.startswith(f"gpu01: the key {identity} {found}")
-    assert caught.value.hint
+    assert caught.value.message.startswith(f"gpu01: the key {identity} {found}") and caught.value.hint
 
 
 async def test_ssh_agent_signs_for_a_key_with_a_passphrase(
@@ -188,8 +186,7 @@ async def test_key_skipped_for_its_passphrase_is_named(sshd: Sshd, known_hosts: 
 
 
 async def test_alias_is_resolved_in_the_ssh_config(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config"
-    user = sshd.target().user
+    config, user = tmp_path / "config", sshd.target().user
     config.write_text(
         f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n User {user}\n IdentityFile {sshd.identity}\n"
     )
@@ -212,8 +209,7 @@ async def test_invalid_ssh_config_is_reported_with_its_path(
     config.write_text(text)
     with pytest.raises(HostError) as caught:
         await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu01"))
-    assert found in caught.value.message
-    assert caught.value.hint
+    assert found in caught.value.message and caught.value.hint
 
 
 async def test_unreadable_ssh_config_is_reported(known_hosts: Path, tmp_path: Path) -> None:
@@ -223,8 +219,7 @@ async def test_unreadable_ssh_config_is_reported(known_hosts: Path, tmp_path: Pa
 
 async def test_hosts_behind_a_jump_host_share_its_connection(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     with running_sshd(tmp_path / "jump") as jump:
-        config = tmp_path / "config"
-        user = sshd.target().user
+        config, user = tmp_path / "config", sshd.target().user
         config.write_text(
             f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n IdentityFile {sshd.identity}\n ProxyJump door\n"
             f"Host door\n HostName 127.0.0.1\n Port {jump.port}\n IdentityFile {jump.identity}\nHost *\n User {user}\n"
@@ -441,8 +436,7 @@ async def test_cancelled_connection_attempt_leaves_no_task(known_hosts: Path, no
 
 @cases("how", "timeout", "kill", "close")
 async def test_stopped_program_ends_with_its_children(sshd: Sshd, known_hosts: Path, how: str) -> None:
-    script = "sleep 3601 & echo $$ $!; wait"
-    connector = SshConnector(known_hosts)
+    script, connector = "sleep 3601 & echo $$ $!; wait", SshConnector(known_hosts)
     async with await connector.connect(sshd.target("gpu01")) as host:
         process = await host.start(["sh", "-c", script], root=False)
         pids = (await process.readline()).split()
@@ -499,8 +493,7 @@ async def test_ctrl_c_ends_without_output(sshd: Sshd, known_hosts: Path) -> None
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-X", "dev", "-c", INTERRUPTED, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert child.stdout is not None
-    assert [await child.stdout.readline() for _ in range(4)] == [b"ready\n"] * 4
+    assert child.stdout is not None and [await child.stdout.readline() for _ in range(4)] == [b"ready\n"] * 4
     child.send_signal(signal.SIGINT)
     out, err = await child.communicate()
     assert (out, err) == (b"interrupted\n", b"")

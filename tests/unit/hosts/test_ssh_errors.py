@@ -38,9 +38,7 @@ CASES: list[tuple[BaseException, type[HostError], str]] = [
 @cases("error, kind, text", *CASES, ids=lambda value: str(value)[:40])
 def test_failed_connection_has_cause_and_fix(error: BaseException, kind: type[HostError], text: str) -> None:
     error = cannot_connect(ROUTE, error, tried=[], timeout=10, via="")
-    assert type(error) is kind
-    assert error.host == "gpu01"
-    assert text in error.message
+    assert type(error) is kind and error.host == "gpu01" and text in error.message
     assert error.hint
 
 
@@ -60,8 +58,7 @@ def test_jump_host_is_named() -> None:
 
 def test_rejected_session_is_not_a_lost_connection() -> None:
     refused = cannot_start("gpu01", "`true`", asyncssh.ChannelOpenError(1, "open failed"))
-    assert type(refused) is Unreachable
-    assert refused.message == "gpu01: cannot start `true`: open failed"
+    assert type(refused) is Unreachable and refused.message == "gpu01: cannot start `true`: open failed"
     lost = cannot_start("gpu01", "`true`", asyncssh.ChannelOpenError(2, "SSH connection closed"))
     assert type(lost) is ConnectionLost
 

@@ -101,8 +101,7 @@ async def test_denial_has_the_cause_and_the_sudoers_line(host: SshHost, programs
     _install(programs, f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
     with pytest.raises(SudoDenied) as caught:
         await host.run(["true"], stdin=bytes(100_000))
-    assert caught.value.message == f"gpu01: ubuntu may not become root: {told}"
-    assert LINE in caught.value.hint
+    assert caught.value.message == f"gpu01: ubuntu may not become root: {told}" and LINE in caught.value.hint
 
 
 async def test_denial_is_raised_from_an_open_process(host: SshHost, programs: Path) -> None:
@@ -113,8 +112,7 @@ async def test_denial_is_raised_from_an_open_process(host: SshHost, programs: Pa
         await process.wait()
     process = await host.start(["sh", "-c", "echo hello"])
     await process.write(b"x\n")
-    reading = asyncio.create_task(process.readline())
-    ended = asyncio.create_task(process.wait())
+    reading, ended = asyncio.create_task(process.readline()), asyncio.create_task(process.wait())
     results = await asyncio.gather(reading, ended, return_exceptions=True)
     assert [type(result) for result in results] == [SudoDenied, SudoDenied]
 

@@ -38,15 +38,13 @@ def names(bundle: Bundle) -> list[str]:
 def test_tracked_and_unignored_files_are_sent(tree: Path) -> None:
     git(tree)
     bundle = working_tree(tree, "src/train.py")
-    assert names(bundle) == [".gitignore", "go.sh", "src/train.py"]
-    assert bundle.workdir == "."
+    assert names(bundle) == [".gitignore", "go.sh", "src/train.py"] and bundle.workdir == "."
 
 
 def test_whole_tree_is_sent_from_a_subdirectory_and_the_job_starts_there(tree: Path) -> None:
     git(tree)
     bundle = working_tree(tree / "src", "train.py")
-    assert names(bundle) == [".gitignore", "go.sh", "src/train.py"]
-    assert bundle.workdir == "src"
+    assert names(bundle) == [".gitignore", "go.sh", "src/train.py"] and bundle.workdir == "src"
 
 
 def test_deleted_uncommitted_file_is_skipped(tree: Path) -> None:

@@ -399,8 +399,7 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
 def test_reason_matches_the_case(case: str) -> None:
     record, logs, kind, rank, text = CASES[case]
     reason = explain_failure(record, logs)
-    assert reason is not None
-    assert (reason.kind, reason.rank, reason.text) == (kind, rank, text)
+    assert reason is not None and (reason.kind, reason.rank, reason.text) == (kind, rank, text)
 
 
 def test_last_output_of_a_killed_rank_is_its_own() -> None:

@@ -38,8 +38,7 @@ def reef_with_steps(steps: bytes, comment: str = "shoal:c0de/11b") -> Reef:
 def test_steps_with_a_number_count_and_those_that_read_files_do_not() -> None:
     names = "17.batch batch|17.extern extern|17.0 python3|18.batch batch\n18.0 x|19_3.1 my.py"
     text = "".join(f"{JOB_RECORD}{line}\n" for line in (*names.split("|"), f"20.4 {READER_NAME}"))
-    assert parse_steps(text, READER_NAME) == {"17", "19_3"}
-    assert parse_steps(text) == {"17", "19_3", "20"}
+    assert parse_steps(text, READER_NAME) == {"17", "19_3"} and parse_steps(text) == {"17", "19_3", "20"}
 
 
 @cases("text, seconds", ("1-02:03:04", DAY_S), ("00:01:00", 60), ("02:05", 125), ("", 0), ("INVALID", 0))
@@ -56,8 +55,7 @@ def test_run_time_is_read_in_seconds(text: str, seconds: int) -> None:
 )
 async def test_running_job_without_a_step_is_idle(steps: bytes, comment: str, idle: int | None) -> None:
     [view] = (await jobs(reef_with_steps(steps, comment).context)).jobs
-    assert view.no_step_seconds == idle
-    assert view.progress == {"step": 12, "loss": 0.5}
+    assert view.no_step_seconds == idle and view.progress == {"step": 12, "loss": 0.5}
 
 
 async def test_job_is_idle_since_its_last_rank_ended() -> None:

@@ -173,8 +173,7 @@ def test_secret_in_export_is_rejected_and_not_shown(name: str) -> None:
 
 
 def test_job_name_defaults_to_the_script_name() -> None:
-    assert job("src/my train.py").name == "my_train"
-    assert job("run.sh", job_name="x").name == "x"
+    assert job("src/my train.py").name == "my_train" and job("run.sh", job_name="x").name == "x"
     assert job("...py").name == "job"
 
 

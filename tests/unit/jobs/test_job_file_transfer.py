@@ -164,16 +164,14 @@ def test_restarted_service_does_not_overwrite_files_of_a_running_job(ends: Ends)
     ends.send()
     ends.write(ends.controller / "7/progress.json", "old")
     ends.write(ends.container / "7/progress.json", "new")
-    assert ends.send() == WELL
-    assert (ends.container / "7/progress.json").read_text() == "new"
+    assert ends.send() == WELL and (ends.container / "7/progress.json").read_text() == "new"
 
 
 def test_files_of_an_earlier_job_with_the_same_id_are_moved_aside(ends: Ends) -> None:
     ends.write(ends.controller / "7/submission", "of last year")
     ends.write(ends.controller / "7/checkpoints/step-9/x", "not ours")
     ends.write(ends.controller / "7.out", "not ours")
-    assert ends.send() == WELL
-    assert "checkpoints/step-9/x" not in files(ends.container / "7")
+    assert ends.send() == WELL and "checkpoints/step-9/x" not in files(ends.container / "7")
     assert files(ends.controller / "7.before-first")["checkpoints/step-9/x"] == "not ours"
     assert (ends.controller / "7.out.before-first").read_text() == "not ours"
 

@@ -130,7 +130,11 @@ class Reef:
                 await program.readline()
             return 0
 
-        return {("sh",): shell, ("env",): b"", ("python3",): python}
+        return {
+            ("sh",): shell,
+            ("env",): b"",
+            ("python3",): python,
+        }
 
     def sent(self) -> dict[str, list[str]]:
         return {
@@ -376,8 +380,7 @@ async def test_logs_are_merged_and_the_failure_explained(failed: Reef) -> None:
 async def test_logs_of_an_unreachable_node_are_skipped_and_the_others_shown(failed: Reef) -> None:
     failed.nodes["n2"].unreachable = True
     result = await logs(failed.context, "17")
-    assert [line.text for line in result.lines] == ["a", "c"]
-    assert list(result.failures) == ["n2"]
+    assert [line.text for line in result.lines] == ["a", "c"] and list(result.failures) == ["n2"]
 
 
 async def test_logs_of_a_job_unknown_to_slurm_are_shown(failed: Reef) -> None:
@@ -427,7 +430,7 @@ async def test_job_purged_by_slurmctld_is_listed_with_its_reason_for_a_day(faile
     failed.ended = noted(14, day="2026-11-13") + noted(15) + noted(16, "COMPLETED") + noted(17, "REQUEUED")
     views = (await jobs(failed.context)).jobs
     assert [(view.record.id, view.record.state) for view in views] == [
-        *(("15", "FAILED"), ("16", "COMPLETED"), ("17", "RUNNING"))
+        *(("15", "FAILED"), ("16", "COMPLETED"), ("17", "RUNNING")),
     ]
     assert views[0].reason is not None and "ValueError: bad" in views[0].reason.text
     assert "/shared/jobs/15" in failed.nodes["n1"].argvs[-1]
@@ -590,8 +593,7 @@ def test_job_can_be_submitted_from_python(failed: Reef, tree: Path) -> None:
     assert isinstance(made, Job)
     with pytest.raises(UsageError, match="not submitted yet"):
         made.wait()
-    assert made.submit().id == "17"
-    assert made.wait().state == "FAILED"
+    assert made.submit().id == "17" and made.wait().state == "FAILED"
     assert [line.text for line in made.logs(rank=0)] == ["a", "c"]
     reason = made.reason()
     assert reason is not None and reason.kind == "script"

@@ -88,8 +88,7 @@ def test_rank_ends_are_parsed_and_invalid_lines_ignored() -> None:
         ("n1", "rank-x.log\t1.0 a"),
     )
     result = found.result()
-    assert result.ends == (RankEnd(1, "n1", 0, 1.0, 2.0, 1, False, ("SIGTERM",)),)
-    assert result.lines == ()
+    assert result.ends == (RankEnd(1, "n1", 0, 1.0, 2.0, 1, False, ("SIGTERM",)),) and result.lines == ()
 
 
 def read(directory: Path, *more: str, error: str = ".out") -> list[str]:
@@ -150,8 +149,7 @@ def test_follow_prints_later_lines_and_ends_on_request(tmp_path: Path) -> None:
     log.write_text("1.0 a\n2.0 half")
     line = [sys.executable, "-I", "-S", reader.__file__, "logs", "", str(tmp_path), "/nope", "/nope", "0", "follow"]
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "rank-0.0.log\t1.0 a\n"
+    assert process.stdout is not None and process.stdout.readline() == "rank-0.0.log\t1.0 a\n"
     with log.open("a") as file:
         file.write(" done\n")
     assert process.stdout.readline() == "rank-0.0.log\t2.0 half done\n"

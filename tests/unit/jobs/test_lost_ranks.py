@@ -53,8 +53,7 @@ def ranks(directory: Path, *names: str) -> None:
 def test_rank_that_neither_runs_nor_ended_is_lost(tmp_path: Path) -> None:
     ranks(tmp_path, "rank-0.1.node", "rank-0.1.end", "rank-3.1.node", "rank-4.0.node")
     (tmp_path / "rank-5.1.node").write_text("n2\n")
-    assert lost_ranks(str(tmp_path), "1", "n1") == [3]
-    assert lost_ranks(str(tmp_path), "1", "n2") == [5]
+    assert lost_ranks(str(tmp_path), "1", "n1") == [3] and lost_ranks(str(tmp_path), "1", "n2") == [5]
     assert lost_ranks(str(tmp_path / "none"), "1", "n1") == []
 
 
@@ -76,8 +75,7 @@ def test_rank_of_an_earlier_boot_is_gone_with_it(tmp_path: Path, monkeypatch: py
     ranks(tmp_path, "rank-0.1.node", "rank-1.1.node")
     register(tmp_path, os.getpid(), 0, turn=1, boot="other")
     register(tmp_path, 1, 7, turn=0, boot="other")
-    assert ranks_before_boot(str(tmp_path), "1") == [0]
-    assert registered(str(tmp_path)) == {}
+    assert ranks_before_boot(str(tmp_path), "1") == [0] and registered(str(tmp_path)) == {}
     environ = {"SHOAL_JOB_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_RESTART_COUNT": "1"}
     for mode, expected in (
         ("lost", "rank 0 on n1: the host was started again\nrank 1 on n1: killed with its slurmstepd\n"),
@@ -100,8 +98,7 @@ def test_failure_after_the_restart_of_a_host_is_reported(tmp_path: Path, restart
     ranks(tmp_path / "17", "rank-0.0.node", "rank-1.0.node")
     if restarted:
         register(tmp_path / "17", 4711, 1, boot="other")
-    environ = stand_in(tmp_path)
-    line = [sys.executable, START, "ended", "--"]
+    environ, line = stand_in(tmp_path), [sys.executable, START, "ended", "--"]
     done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=True)
     report = "shoal: lost in turn 0: rank 1 on n1: the host was started again\n" if restarted else ""
     assert done.stderr == report and (tmp_path / "17/lost.0").exists() == restarted

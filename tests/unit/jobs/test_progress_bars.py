@@ -53,8 +53,7 @@ def test_bar_is_in_a_file_while_it_moves_and_in_the_log_once(tmp_path: Path) -> 
     (node.directory / "go").touch()
     process.communicate(timeout=60)
     lines = [line.split(b" ", 1)[1] for line in log.read_bytes().split(b"\n")[:-1]]
-    assert lines == [b"first line", b"2000/2000 done", b"after", b"end"]
-    assert not bar.exists()
+    assert lines == [b"first line", b"2000/2000 done", b"after", b"end"] and not bar.exists()
 
 
 def texts(lines: list[tuple[float, bytes]]) -> list[bytes]:
@@ -64,8 +63,7 @@ def texts(lines: list[tuple[float, bytes]]) -> list[bytes]:
 def test_plain_lines_are_finished_at_once() -> None:
     output = Output()
     assert texts(output.take(b"a\nb\r\n\nc")) == [b"a", b"b", b""]
-    assert (output.unfinished(), output.waits) == (b"c", False)
-    assert texts(output.take(b"d\n")) == [b"cd"]
+    assert (output.unfinished(), output.waits) == (b"c", False) and texts(output.take(b"d\n")) == [b"cd"]
     assert output.end() == []
 
 
@@ -78,8 +76,7 @@ def test_bars_below_one_another_are_kept_once_each() -> None:
             assert output.take(data) == []
     assert output.unfinished() == b"  0%| epochs   batch 2"
     assert output.take(b"\n\r         \x1b[A") == []  # the inner one is cleared at its end
-    assert output.unfinished() == b"  0%| epochs"
-    assert output.take(b"\r100%| epochs\n") == [] and output.waits
+    assert output.unfinished() == b"  0%| epochs" and output.take(b"\r100%| epochs\n") == [] and output.waits
     assert texts(output.take(b"done\nbye\n")) == [b"100%| epochs", b"done", b"bye"]
 
 
@@ -87,13 +84,11 @@ def test_line_above_a_bar_is_finished_when_the_cursor_stays_below(monkeypatch: p
     """tqdm.write and the inner bars with `leave`: a line in place of the bar, and the bar again below it."""
     output = Output()
     output.take(b"\r 10%|")
-    assert output.take(b"\r      \r{'loss': 1.5}\n\r 20%|") == [] and output.waits
-    assert output.finished() == []
+    assert output.take(b"\r      \r{'loss': 1.5}\n\r 20%|") == [] and output.waits and output.finished() == []
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + HOLD_S + 0.1)
     assert texts(output.finished()) == [b"{'loss': 1.5}"]
-    assert (output.unfinished(), output.waits) == (b" 20%|", False)
-    assert texts(output.end()) == [b" 20%|"]
+    assert (output.unfinished(), output.waits) == (b" 20%|", False) and texts(output.end()) == [b" 20%|"]
 
 
 def test_traceback_below_bars_keeps_its_order() -> None:

@@ -145,8 +145,7 @@ async def test_directory_outside_all_shares_is_rejected_before_submission(tree: 
         assert caught.value.message == (
             "/scratch/jobs is on no share of the cluster, so a[101-102] would not have the job's code"
         )
-        assert caught.value.hint == hint
-        assert reef.scripts == [] and reef.files == {"own": set()}
+        assert caught.value.hint == hint and reef.scripts == [] and reef.files == {"own": set()}
 
 
 class Pods(Reef):

@@ -85,8 +85,7 @@ MakeNode = Callable[[str], Node]
 def test_output_and_errors_are_logged_in_order_with_timestamps(node: MakeNode) -> None:
     made = node("import sys\nprint('one')\nprint('two', file=sys.stderr)\nprint('three', end='')")
     before = time.time()
-    assert made.run() == 0
-    assert made.text() == ["one", "two", "three"]
+    assert made.run() == 0 and made.text() == ["one", "two", "three"]
     assert (made.directory / "rank-1.0.node").read_text() == "n1\n"
     stamps = [float(line.split()[0]) for line in (made.directory / "rank-1.0.log").read_text().splitlines()]
     assert stamps == sorted(stamps) and before <= stamps[0] <= stamps[-1] <= time.time()
@@ -133,8 +132,7 @@ def test_rank_end_is_stored(node: MakeNode) -> None:
 
 def test_killed_rank_stores_its_signal(node: MakeNode) -> None:
     made = node("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
-    assert made.run() == 128 + signal.SIGSEGV
-    assert made.end()["status"] == -signal.SIGSEGV
+    assert made.run() == 128 + signal.SIGSEGV and made.end()["status"] == -signal.SIGSEGV
 
 
 def test_missing_program_is_logged(node: MakeNode) -> None:
@@ -145,8 +143,7 @@ def test_missing_program_is_logged(node: MakeNode) -> None:
 
 def test_requeue_status_leaves_a_request_and_is_not_a_failure(node: MakeNode) -> None:
     made = node(f"import sys\nsys.exit({EXIT_REQUEUE})")
-    assert made.run() == 0
-    assert (made.directory / "requeue.0").read_text() == "1\n"
+    assert made.run() == 0 and (made.directory / "requeue.0").read_text() == "1\n"
     assert made.end()["status"] == EXIT_REQUEUE
 
 
@@ -168,8 +165,7 @@ def test_signal_reaches_a_script_that_handles_signals(node: MakeNode, name: str)
     wait_for(lambda: made.text() == ["ready"])
     process.send_signal(getattr(signal, name))
     process.communicate(timeout=60)
-    assert process.returncode == 5
-    assert made.text() == ["ready", f"got {name}"]
+    assert process.returncode == 5 and made.text() == ["ready", f"got {name}"]
     assert made.end()["signals"] == [name]
 
 
@@ -209,8 +205,7 @@ def test_warning_reaches_a_script_that_sets_a_handler_only_over_the_default(
     wait_for(lambda: made.text() == ["ready"])
     warn(process, "USR1")
     process.communicate(timeout=60)
-    assert process.returncode == 5
-    assert made.end()["signals"] == ["SIGUSR1"]
+    assert process.returncode == 5 and made.end()["signals"] == ["SIGUSR1"]
 
 
 @cases("name", "USR1", "TERM", "HUP", "12", "NONSENSE")
@@ -222,8 +217,7 @@ def test_warning_leaves_a_script_alone_that_does_not_handle_it(node: MakeNode, n
     wait_for((made.directory / "stop.0").exists)  # the second one has come
     (made.directory / "tree" / "sub" / "go").touch()
     process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert made.end()["signals"] == []
+    assert process.returncode == 0 and made.end()["signals"] == []
 
 
 def test_warning_waits_until_the_script_handles_it(node: MakeNode) -> None:
@@ -267,8 +261,7 @@ while not os.path.exists("go") and time.monotonic() < end:
 
 def test_background_process_does_not_delay_the_end(node: MakeNode) -> None:
     made = node("import subprocess\nsubprocess.Popen(['sleep', '5'])\nprint('done')")
-    assert made.run() == 0
-    assert made.text() == ["done"]
+    assert made.run() == 0 and made.text() == ["done"]
 
 
 def test_lines_are_also_printed_with_an_output_file(node: MakeNode) -> None:
@@ -379,8 +372,7 @@ def test_signal_reaches_the_script_under_nsys(node: MakeNode, tmp_path: Path, na
 def test_missing_nsys_is_reported(node: MakeNode) -> None:
     made = node("print('hello')")
     made.env.update(SHOAL_PROFILE="nsys", PATH="/usr/bin:/bin")
-    assert made.run() == 127
-    assert made.text() == ["shoal: cannot start nsys: No such file or directory"]
+    assert made.run() == 127 and made.text() == ["shoal: cannot start nsys: No such file or directory"]
 
 
 def test_line_profiler_times_every_function_of_the_script(node: MakeNode) -> None:
@@ -410,8 +402,7 @@ def test_torch_profiler_writes_its_trace_to_the_logged_path(node: MakeNode) -> N
     made.env["SHOAL_PROFILE"] = "torch"
     assert made.run() == 0
     trace = made.directory / "profile" / "rank-1.0.start.json.gz"
-    assert trace.exists()
-    assert made.text()[-1] == f"shoal: --profile torch: n1:{trace}"
+    assert trace.exists() and made.text()[-1] == f"shoal: --profile torch: n1:{trace}"
     assert "2.0" in made.text()
 
 
@@ -424,8 +415,7 @@ def test_spawn_starts_the_ranks_of_its_node(node: MakeNode) -> None:
 
 def test_first_failed_rank_ends_the_others_under_spawn(node: MakeNode) -> None:
     made = node("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(4)\ntime.sleep(60)")
-    assert made.run("spawn", "--nproc", "2") == 4
-    assert made.end("rank-0.0.end")["status"] == -signal.SIGTERM
+    assert made.run("spawn", "--nproc", "2") == 4 and made.end("rank-0.0.end")["status"] == -signal.SIGTERM
 
 
 def test_signal_reaches_every_rank_under_spawn(node: MakeNode) -> None:
@@ -434,8 +424,7 @@ def test_signal_reaches_every_rank_under_spawn(node: MakeNode) -> None:
     wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert (made.directory / "requeue.0").exists()
+    assert process.returncode == 0 and (made.directory / "requeue.0").exists()
 
 
 TORCHRUN = f"""

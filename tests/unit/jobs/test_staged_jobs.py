@@ -80,8 +80,7 @@ def test_script_fails_with_the_reason_when_files_cannot_arrive(tmp_path: Path) -
 
 def test_script_outside_a_container_uses_the_job_directory(tmp_path: Path) -> None:
     script = Script(tmp_path, container=False)
-    assert script.ended() == (0, f"code in {tmp_path}/jobs\n", "")
-    assert not script.job.exists()
+    assert script.ended() == (0, f"code in {tmp_path}/jobs\n", "") and not script.job.exists()
 
 
 class End:
@@ -116,8 +115,7 @@ def test_end_waits_until_the_mark_is_removed(tmp_path: Path) -> None:
         until(end.over.exists)
         assert waiting.poll() is None
         end.mark.unlink()
-        assert waiting.wait(LIMIT) == 0
-        assert not end.over.exists()
+        assert waiting.wait(LIMIT) == 0 and not end.over.exists()
     finally:
         carrying.kill()
         carrying.wait()
@@ -128,8 +126,7 @@ def test_end_times_out_when_the_fetcher_is_dead(tmp_path: Path) -> None:
     carrying = end.carry(600)
     carrying.kill()
     carrying.wait()
-    assert end.begin().wait(LIMIT) == 0
-    assert list(end.mark.parent.iterdir()) == []
+    assert end.begin().wait(LIMIT) == 0 and list(end.mark.parent.iterdir()) == []
 
 
 @as_root

@@ -63,8 +63,7 @@ def test_fast_links_form_groups_separated_by_slow_links() -> None:
 )
 def test_similar_links_form_a_single_group(speeds: dict[str, float]) -> None:
     links = mesh(speeds)
-    assert groups(links, "abc") == (("a", "b", "c"),)
-    assert switches(links_text(links), "abc") == {}
+    assert groups(links, "abc") == (("a", "b", "c"),) and switches(links_text(links), "abc") == {}
 
 
 def test_slower_direction_counts() -> None:
@@ -82,22 +81,19 @@ def test_failed_link_counts_as_the_slowest() -> None:
 def test_unmeasured_host_is_its_own_group_when_groups_exist() -> None:
     split = mesh({"ab": 1000, "ac": 10, "bc": 10})
     assert groups(split, "abcd") == (("a", "b"), ("c",), ("d",))
-    assert groups(mesh({"ab": 1000}), "abd") == (("a", "b", "d"),)
-    assert groups([], "ab") == (("a", "b"),)
+    assert groups(mesh({"ab": 1000}), "abd") == (("a", "b", "d"),) and groups([], "ab") == (("a", "b"),)
     assert groups([], "") == ()
 
 
 def test_new_measurement_replaces_old_values_and_drops_departed_hosts() -> None:
     before = mesh({"ab": 10, "ac": 10, "bc": 10})
     after = merge_measurements(before, mesh({"ab": 500}), ["a", "b"])
-    assert after == tuple(mesh({"ab": 500}))
-    assert read_links(links_text(after)) == after
+    assert after == tuple(mesh({"ab": 500})) and read_links(links_text(after)) == after
 
 
 @cases("text", "", "[]", "{}", '{"links": [{"from": "a"}]}', '{"links": 3}', "no json")
 def test_invalid_file_gives_no_links(text: str) -> None:
-    assert read_links(text) == ()
-    assert switches(text, "ab") == {}
+    assert read_links(text) == () and switches(text, "ab") == {}
 
 
 @cases(

@@ -58,8 +58,7 @@ def test_direct_relayed_and_unknown_connections_differ() -> None:
     assert ways == {"reef-n1": "direct", "reef-n2": "relayed", "reef-n3": "idle", "reef-n4": "offline"}
     relayed = tailnet.at("100.64.0.3")
     assert relayed is not None and relayed.relay == "fra" and relayed.expires is None
-    assert tailnet.own.expires == 1801303200.0
-    assert tailnet.at("100.64.0.99") is None
+    assert tailnet.own.expires == 1801303200.0 and tailnet.at("100.64.0.99") is None
 
 
 def test_peer_relay_counts_as_a_relay() -> None:

@@ -74,8 +74,7 @@ def test_scripts_are_valid_shell(text: str) -> None:
 
 def test_keys_are_not_program_arguments() -> None:
     script = apply_script(MemberConfig("10.77.0.1", PEERS, 1420), SUBNET)
-    assert "wg syncconf shoal0 /dev/stdin" in script
-    assert "$(" not in script + MAKE_KEYS
+    assert "wg syncconf shoal0 /dev/stdin" in script and "$(" not in script + MAKE_KEYS
     assert "umask 077" in MAKE_KEYS
 
 

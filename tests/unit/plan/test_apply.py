@@ -81,8 +81,7 @@ async def test_all_hosts_finish_a_stage_before_the_next_begins() -> None:
         ("controller", [("c1", "")]),
         ("nodes", [("c1", ""), ("n1", ""), ("n2", "")]),
     ]
-    assert done == ApplyResult(changed=("c1", "n1", "n2"))
-    assert failures == {}
+    assert done == ApplyResult(changed=("c1", "n1", "n2")) and failures == {}
 
 
 async def test_munge_key_of_the_controller_goes_to_every_host_and_a_second_run_changes_nothing(world: World) -> None:
@@ -91,16 +90,14 @@ async def test_munge_key_of_the_controller_goes_to_every_host_and_a_second_run_c
     assert (len(digests), before["c1"][0]) == (1, "secret") and "secret" not in before["n1"]
     progress = ProgressRecorder()
     assert (await bring(world, progress=progress))[0] == ApplyResult()
-    assert {name: asked(agent) for name, agent in world.agents.items()} == before
-    assert progress.titles == []
+    assert {name: asked(agent) for name, agent in world.agents.items()} == before and progress.titles == []
 
 
 async def test_only_hosts_that_differ_change(world: World) -> None:
     del world.agents["n2"].items["file /etc/default/slurmd"]
     before = asked(world.agents["n1"])
     done, _ = await bring(world)
-    assert done.changed == ("n2",)
-    assert asked(world.agents["n1"]) == before
+    assert done.changed == ("n2",) and asked(world.agents["n1"]) == before
 
 
 async def test_failed_host_drops_out_and_the_others_finish() -> None:
@@ -113,8 +110,7 @@ async def test_failed_host_drops_out_and_the_others_finish() -> None:
         "  fix: see what `shoal ssh n1 apt-get install munge slurm-client slurmd nftables` says, "
         "then run `shoal up` again"
     )
-    assert "n1" not in done.changed
-    assert "service slurmd" in world.agents["n2"].items
+    assert "n1" not in done.changed and "service slurmd" in world.agents["n2"].items
     assert "service slurmd" not in world.agents["n1"].items
     assert ("n1", "packages munge slurm-client slurmd nftables: no space left on /var") in progress.phases[0][1]
     assert done.unready == ()
@@ -159,20 +155,17 @@ async def test_leaving_node_is_drained_and_removed_when_empty(world: World) -> N
     done, _ = await bring(world, spec_of(WITHOUT_N2), progress=progress)
     assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
     assert progress.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
-    assert world.slurm.nodes == ["n1"]
-    assert done == ApplyResult(changed=("c1", "n1"))
+    assert world.slurm.nodes == ["n1"] and done == ApplyResult(changed=("c1", "n1"))
 
 
 async def test_busy_leaving_node_stays_until_a_later_run(world: World) -> None:
     world.slurm.jobs["7"] = "n[1-2]"
     done, _ = await bring(world, spec_of(WITHOUT_N2))
-    assert done.staying == ("n2",)
-    assert world.slurm.nodes == ["n1", "n2"]
+    assert done.staying == ("n2",) and world.slurm.nodes == ["n1", "n2"]
     assert "Nodes=n[1-2]" in world.slurm.conf
     world.slurm.jobs.clear()
     done, _ = await bring(world, spec_of(WITHOUT_N2))
-    assert done.staying == ()
-    assert world.slurm.nodes == ["n1"]
+    assert done.staying == () and world.slurm.nodes == ["n1"]
 
 
 async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit(world: World) -> None:
@@ -186,9 +179,7 @@ async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit(world: World) 
 
     world.hosts["c1"].answers |= {("squeue",): ends_soon}
     done, _ = await bring(world, spec_of(WITHOUT_N2), ApplyTimeouts(nodes_s=0, drain_s=None))
-    assert done.staying == ()
-    assert asked_for == 2
-    assert world.slurm.nodes == ["n1"]
+    assert done.staying == () and asked_for == 2 and world.slurm.nodes == ["n1"]
 
 
 async def test_dead_slurmctld_is_repaired_before_a_drain(world: World) -> None:
@@ -204,8 +195,7 @@ async def test_dead_slurmctld_is_repaired_before_a_drain(world: World) -> None:
     world.hosts["c1"].answers |= {("scontrol",): dead_once}  # type: ignore[dict-item]
     done, _ = await bring(world, spec_of(WITHOUT_N2))
     assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
-    assert done.staying == ()
-    assert world.slurm.nodes == ["n1"]
+    assert done.staying == () and world.slurm.nodes == ["n1"]
 
 
 @cases(
@@ -230,8 +220,7 @@ async def test_unregistered_nodes_are_reported_with_the_reason() -> None:
     world.slurm.states = {"n1": "DOWN*", "n2": "UNKNOWN*"}
     world.slurm.reasons["n1"] = "Low RealMemory"
     done, failures = await bring(world)
-    assert done.unready == (("n1", "Low RealMemory"), ("n2", "unknown+not_responding"))
-    assert failures == {}
+    assert done.unready == (("n1", "Low RealMemory"), ("n2", "unknown+not_responding")) and failures == {}
 
 
 async def test_silent_slurmctld_is_an_error_with_the_log_command(world: World) -> None:
@@ -254,8 +243,7 @@ async def test_restarting_slurmctld_is_awaited(world: World) -> None:
 async def test_slurm_is_queried_on_the_controller(world: World) -> None:
     host = world.hosts["c1"]
     world.slurm.jobs = {"7": "n1", "8_3": "n[1-2]"}
-    assert await jobs_on(host, "n1") == ["7", "8_3"]
-    assert await jobs_on(host, "n2") == ["8_3"]
+    assert await jobs_on(host, "n1") == ["7", "8_3"] and await jobs_on(host, "n2") == ["8_3"]
     assert await unready_nodes(host, ["n1", "n9"]) == {"n9": "not in Slurm's configuration"}
     view = await slurm_view(host)
     assert view.running and sorted(view.nodes) == ["n1", "n2"]

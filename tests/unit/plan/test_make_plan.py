@@ -50,9 +50,7 @@ def costs(plan: Plan) -> dict[tuple[str, str], Cost]:
 async def test_fresh_hosts_need_everything_at_no_cost() -> None:
     plan = await planned(lab())
     assert [host.name for host in plan.hosts] == ["c1", "n1", "n2"]
-    assert all(host.changes for host in plan.hosts)
-    assert plan.cost is Cost.NOTHING
-    assert not plan.empty
+    assert all(host.changes for host in plan.hosts) and plan.cost is Cost.NOTHING and not plan.empty
 
 
 async def test_plan_checks_and_changes_nothing() -> None:
@@ -65,8 +63,7 @@ async def test_plan_checks_and_changes_nothing() -> None:
 async def test_applied_plan_leaves_no_changes() -> None:
     world = await applied(lab())
     plan = await planned(world)
-    assert plan.changes == ()
-    assert plan.empty
+    assert plan.changes == () and plan.empty
 
 
 async def test_new_partition_costs_nothing() -> None:
@@ -93,9 +90,7 @@ async def test_new_setting_costs_restarts() -> None:
 async def test_leaving_node_is_drained_and_stays_configured_until_empty() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(LAB.replace(", {name: n2, address: 10.0.0.12}", "")))
-    assert plan.drain == ("n2",)
-    assert plan.cost is Cost.DRAIN
-    assert all(not host.changes for host in plan.hosts)
+    assert plan.drain == ("n2",) and plan.cost is Cost.DRAIN and all(not host.changes for host in plan.hosts)
     assert [host.name for host in plan.after_drain] == ["c1", "n1"]
     assert plan.changes[0] == Change("n2", "node", "drain, then remove", Cost.DRAIN)
 
@@ -158,8 +153,7 @@ async def test_controller_without_compute_is_drained() -> None:
 async def test_cluster_rename_costs_jobs() -> None:
     world = await applied(lab())
     plan = await planned(world, spec_of(LAB.replace("cluster: reef", "cluster: atoll")))
-    assert costs(plan)["c1", f"file {SLURM_CONF}"] is Cost.JOBS
-    assert plan.cost is Cost.JOBS
+    assert costs(plan)["c1", f"file {SLURM_CONF}"] is Cost.JOBS and plan.cost is Cost.JOBS
 
 
 async def test_new_slurm_conf_on_a_login_host_costs_nothing() -> None:

@@ -43,8 +43,7 @@ def heard(place: Path) -> list[str]:
 
 def test_partitions_go_down_and_up_again_on_request(start: Start, tmp_path: Path) -> None:
     process = start("120")
-    assert process.stdout and process.stdout.readline() == "paused\n"
-    assert heard(tmp_path) == DOWN
+    assert process.stdout and process.stdout.readline() == "paused\n" and heard(tmp_path) == DOWN
     said, _ = process.communicate("\n", timeout=120)
     assert said == "resumed\n" and heard(tmp_path) == DOWN + UP
 

@@ -82,8 +82,7 @@ async def over_wireguard(*, deaf: int) -> tuple[list[Finding], list[tuple[str, l
 
 async def test_wireguard_pairs_are_probed_in_both_directions_in_turn() -> None:
     findings, asked = await over_wireguard(deaf=0)
-    assert findings == []
-    assert sorted(asked[:2]) == [("c1", ["10.0.0.11", "10.0.0.12"]), ("n1", ["10.0.0.12"])]
+    assert findings == [] and sorted(asked[:2]) == [("c1", ["10.0.0.11", "10.0.0.12"]), ("n1", ["10.0.0.12"])]
     assert sorted(asked[2:]) == [("n1", ["10.0.0.1"]), ("n2", ["10.0.0.11", "10.0.0.1"])]
 
 
@@ -133,8 +132,7 @@ async def test_hosts_probe_the_addresses_of_the_others() -> None:
         "f1": {"c1": "10.0.0.1", "n1": "10.9.0.1"},
     }
     asked = next(request for request in agents["c1"].requests if request["op"] == "reach")
-    assert ["192.168.1.5", 2222] in asked["targets"]
-    assert ["192.168.1.5", 51820] in asked["targets"]
+    assert ["192.168.1.5", 2222] in asked["targets"] and ["192.168.1.5", 51820] in asked["targets"]
 
 
 async def test_refused_connection_from_another_site_does_not_count_as_reachable() -> None:
@@ -213,9 +211,7 @@ SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
 )
 async def test_link_ends_only_when_silent_and_without_a_recent_handshake(shakes: Result | bytes, stays: bool) -> None:
     found = await second_look(slow={}, shakes=shakes, f1=SILENT)
-    assert ("c1" in found["f1"]) == stays
-    assert found["f1"]["n1"] == "10.9.0.1"
-    assert found["c1"] == FOUND["c1"]
+    assert ("c1" in found["f1"]) == stays and found["f1"]["n1"] == "10.9.0.1" and found["c1"] == FOUND["c1"]
 
 
 async def test_host_lost_during_the_probe_keeps_its_links() -> None:
@@ -238,5 +234,4 @@ async def test_first_probe_waits_for_slow_hosts_with_keys() -> None:
         hosts = [FakeHost(Target(name), {("python3",): agent.play}) for name, agent in agents.items()]
         async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
             found = await add_reachability(spec_of(SITES), facts, fleet)
-        assert dict(found["f1"].reaches) == wanted
-        assert "f1" not in found["c1"].reaches
+        assert dict(found["f1"].reaches) == wanted and "f1" not in found["c1"].reaches

@@ -62,8 +62,7 @@ async def test_every_host_logs_in_with_the_current_key(monkeypatch: pytest.Monke
     world = tailnet(monkeypatch)
     assert await rotated(world) == {}
     for agent in world.agents.values():
-        assert isinstance(agent, Telling)
-        assert agent.given == b"tskey-auth-new"
+        assert isinstance(agent, Telling) and agent.given == b"tskey-auth-new"
         assert "--force-reauth" in agent.items["command join the tailnet"]["argv"]
 
 
@@ -81,24 +80,20 @@ async def test_host_that_does_not_return_or_changes_address_is_reported(monkeypa
 
 async def test_rotation_stops_at_the_first_host_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     world = tailnet(monkeypatch, n1=[STATUS, {**STATUS, "BackendState": "NeedsLogin"}])
-    assert set(await rotated(world)) == {"n1"}
-    assert world.applied() == ["n1"]
+    assert set(await rotated(world)) == {"n1"} and world.applied() == ["n1"]
 
 
 async def test_rotation_waits_for_the_links_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = tailnet(monkeypatch)
-    silent = [b"100.64.0.1\n", b""]
+    world, silent = tailnet(monkeypatch), [b"100.64.0.1\n", b""]
     world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("sh", "-c"): lambda call: silent.pop(0)}
-    assert await rotated(world) == {}
-    assert silent == []
+    assert await rotated(world) == {} and silent == []
 
 
 async def test_host_with_silent_tailscale_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     world = tailnet(monkeypatch, n1=[{}], n2=[{"problem": "no daemon"}])
     failures = await rotated(world)
     assert failures["n1"].cause == "Tailscale does not answer there: it is not installed"
-    assert failures["n2"].cause == "Tailscale does not answer there: no daemon"
-    assert world.applied() == ["c1"]
+    assert failures["n2"].cause == "Tailscale does not answer there: no daemon" and world.applied() == ["c1"]
 
 
 async def test_missing_auth_key_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ AS_ASKED = {member.name: member.shape for member in MEMBERS}
 
 
 def test_hosts_with_the_requested_shape_give_no_finding() -> None:
-    assert shape_findings(MEMBERS, AS_ASKED) == []
-    assert shape_findings(MEMBERS, {}) == []
+    assert shape_findings(MEMBERS, AS_ASKED) == [] and shape_findings(MEMBERS, {}) == []
 
 
 def test_hosts_with_another_shape_are_grouped_with_the_fix() -> None:

@@ -56,8 +56,7 @@ def test_records_of_two_ranks_are_read_as_a_single_run(tmp_path: Path) -> None:
     assert {name: list(concatenate(pieces)) for name, pieces in run.end.items()} == {"w": [1.0, 2.0, third], "b": [0.5]}
     assert (tmp_path / "rank-1.end").stat().st_size == 8, "what rank 0 has as well is kept once"
     assert list(run.start) == ["w", "b"] and run.start["w"] == ParameterPart("w", False, values(1.0, 2.0, 0)).digest
-    assert run.diverged is None
-    assert run.ranks[1].batch_norm == ("norm",)
+    assert run.diverged is None and run.ranks[1].batch_norm == ("norm",)
 
 
 def test_recording_is_complete_after_the_requested_steps(tmp_path: Path) -> None:

@@ -33,8 +33,7 @@ def test_ids_of_the_controller_are_kept() -> None:
 
 
 def test_ids_of_the_controller_are_not_kept_on_a_conflict() -> None:
-    controller = host({"munge": 104}, {"munge": 110})
-    other = host({"sshd": 104}, {})
+    controller, other = host({"munge": 104}, {"munge": 110}), host({"sshd": 104}, {})
     assert choose_ids("c", {"c": controller, "n": other}).munge == AccountIds(980, 980)
 
 

@@ -52,17 +52,14 @@ def without(*names: str) -> dict[str, Facts]:
 def test_silent_hosts_change_nothing(silent: Sequence[str]) -> None:
     whole = assemble(SPEC, FACTS, {})
     again = assemble(SPEC, without(*silent), {}, read_current_conf(in_force(whole)))
-    assert slurm_conf(again.conf) == slurm_conf(whole.conf)
-    assert gres_conf(again.conf) == gres_conf(whole.conf)
-    assert cgroup_conf(again.conf) == cgroup_conf(whole.conf)
-    assert again.addresses == whole.addresses
+    assert slurm_conf(again.conf) == slurm_conf(whole.conf) and gres_conf(again.conf) == gres_conf(whole.conf)
+    assert cgroup_conf(again.conf) == cgroup_conf(whole.conf) and again.addresses == whole.addresses
     assert list(again.addresses) == list(whole.addresses)
 
 
 def test_host_that_never_answered_is_omitted() -> None:
     cluster = assemble(SPEC, without("h1", "door"), {})
-    assert "h1" not in slurm_conf(cluster.conf)
-    assert sorted(cluster.addresses) == ["c1", "n1", "n2"]
+    assert "h1" not in slurm_conf(cluster.conf) and sorted(cluster.addresses) == ["c1", "n1", "n2"]
 
 
 def test_leaving_node_stays_in_its_partitions_until_empty() -> None:
@@ -85,8 +82,7 @@ def test_leaving_node_joins_no_other_partition() -> None:
 
 def test_foreign_configuration_is_ignored() -> None:
     theirs = replace(FACTS["c1"], files={SLURM_CONF: FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\n")})
-    assert read_current_conf(theirs) == CurrentConf()
-    assert read_current_conf(None) == CurrentConf()
+    assert read_current_conf(theirs) == CurrentConf() and read_current_conf(None) == CurrentConf()
     assert read_current_conf(FACTS["c1"]) == CurrentConf()
 
 
@@ -224,8 +220,7 @@ def default_mpi(facts: dict[str, Facts], before: CurrentConf | None = None) -> b
 
 
 def test_pmix_is_the_default_when_every_member_gets_the_package() -> None:
-    assert default_mpi(REAL)
-    assert default_mpi({name: replace(fact, **TRIXIE) for name, fact in REAL.items()})
+    assert default_mpi(REAL) and default_mpi({name: replace(fact, **TRIXIE) for name, fact in REAL.items()})
 
 
 @cases(
@@ -245,16 +240,14 @@ def test_running_hosts_need_pmix_installed_before_the_default() -> None:
     running = CurrentConf(addresses={name: "10.0.0.1" for name in REAL})
     assert not default_mpi(REAL, running)
     seen = {name: fact_of_pmix(fact) for name, fact in REAL.items()}
-    assert default_mpi(seen, running)
-    assert not default_mpi({**seen, "n1": REAL["n1"]}, running)
+    assert default_mpi(seen, running) and not default_mpi({**seen, "n1": REAL["n1"]}, running)
     assert default_mpi({**seen, "n1": REAL["n1"]}, replace(running, pmix=True)), "what was removed is installed again"
 
 
 def test_silent_member_keeps_the_default() -> None:
     answered = {name: fact_of_pmix(fact) for name, fact in REAL.items() if name != "n2"}
     running = CurrentConf(addresses={name: "10.0.0.1" for name in REAL})
-    assert not default_mpi(answered, running)
-    assert default_mpi(answered, replace(running, pmix=True))
+    assert not default_mpi(answered, running) and default_mpi(answered, replace(running, pmix=True))
 
 
 @cases(

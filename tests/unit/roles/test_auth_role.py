@@ -85,8 +85,7 @@ def test_cluster_without_auth_slurm_has_no_key_and_removes_old_files() -> None:
 
 def test_change_to_auth_slurm_costs_no_job_and_the_return_does() -> None:
     old, new = slurm_conf(cluster(TEXT).conf), slurm_conf(with_key().conf)
-    assert not loses_jobs(old, new)
-    assert loses_jobs(new, old)
+    assert not loses_jobs(old, new) and loses_jobs(new, old)
 
 
 def test_older_slurm_is_rejected_for_each_host() -> None:

@@ -93,11 +93,9 @@ def test_controller_tunnels_match_their_golden() -> None:
 
 def test_other_nodes_keep_confinement_and_containers_have_no_member_address() -> None:
     cluster = world()
-    assert cluster.conf.confinement.tracked
-    assert set(cluster.addresses) == {"c1", "n1"}
+    assert cluster.conf.confinement.tracked and set(cluster.addresses) == {"c1", "n1"}
     conf = slurm_conf(cluster.conf)
-    assert "ProctrackType=proctrack/cgroup\n" in conf
-    assert "TreeWidth=65533\n" in conf
+    assert "ProctrackType=proctrack/cgroup\n" in conf and "TreeWidth=65533\n" in conf
     hosts = next(i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == f"block members in {HOSTS}")
     assert "p1" not in hosts.content  # type: ignore[attr-defined]
 

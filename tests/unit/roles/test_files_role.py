@@ -149,8 +149,7 @@ def test_plugstack_on_the_controller_reconfigures_slurmctld(place: Path) -> None
 
 
 def test_script_that_is_neither_shipped_nor_there_is_an_error_and_stops_up(place: Path) -> None:
-    spec = load(place, OPTIONS + FILES)
-    found = facts()
+    spec, found = load(place, OPTIONS + FILES), facts()
     found["n2"] = replace(found["n2"], files={"/usr/sbin/nhc": FileFact(there=True)})
     [finding] = missing_scripts(spec, members(spec), found)
     assert (finding.level, finding.host, finding.path) == ("error", "n1", "slurm.options.HealthCheckProgram")

@@ -75,8 +75,7 @@ def test_slurmdbd_enables_ipv6_for_an_ipv6_address_and_keeps_defaults_without() 
 def test_new_address_changes_the_unit_and_restarts_the_daemon() -> None:
     moved = assemble(SPEC, with_n1(addresses=(Address("eth0", "10.0.0.99", 24),)), {})
     item = items_of(moved, "n1")[f"file {DROP_INS['slurmd']}"]
-    assert item.restarts == ("slurmd",)
-    assert "address show to 10.0.0.99 " in str(item.content)
+    assert item.restarts == ("slurmd",) and "address show to 10.0.0.99 " in str(item.content)
 
 
 @cases(
@@ -159,8 +158,7 @@ def test_own_name_resolves_to_the_host_address_before_daemons_start() -> None:
 
 def test_change_to_wireguard_restarts_slurm_only_after_the_network_is_up() -> None:
     """A LAN in force: its daemons would not start at an address that comes with a later stage."""
-    spec = spec_of(TEXT + "network: wireguard\n")
-    key = FileFact(text="key=\n")
+    spec, key = spec_of(TEXT + "network: wireguard\n"), FileFact(text="key=\n")
     facts = {
         name: replace(fact, modules=("wireguard",), files={**fact.files, PUBLIC_KEY: key})
         for name, fact in with_hosts(DEBIAN).items()
@@ -244,8 +242,7 @@ def test_names_rewritten_by_cloud_init_are_restored_at_boot_before_slurm(tmp_pat
     for fresh in (DEBIAN, wanted, f"{wanted}127.0.1.1 n1.lab n1\n"):
         hosts.write_text(fresh)
         subprocess.run(["sh", "-c", program], check=True)
-        assert hosts.read_text().startswith(wanted)
-        assert "\n127.0.1.1" not in hosts.read_text()
+        assert hosts.read_text().startswith(wanted) and "\n127.0.1.1" not in hosts.read_text()
 
 
 def test_resolver_returns_the_listen_address_for_the_own_name(tmp_path: Path) -> None:

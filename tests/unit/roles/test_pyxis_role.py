@@ -116,8 +116,7 @@ def test_hooks_for_slurm_are_copied_and_removed(tmp_path: Path) -> None:
     assert shell(COPY_HOOKS, tmp_path) == 0 == shell(HAS_HOOKS, tmp_path)
     assert [(hooks / name).stat().st_mode & 0o777 for name in SLURM_HOOKS.split()] == [0o755, 0o755]
     (hooks / "50-slurm-pmi.sh").write_text("mine")
-    assert shell(REMOVE, tmp_path) == 0
-    assert [path.name for path in hooks.iterdir()] == ["50-slurm-pmi.sh"]
+    assert shell(REMOVE, tmp_path) == 0 and [path.name for path in hooks.iterdir()] == ["50-slurm-pmi.sh"]
 
 
 def test_hook_for_gpus_is_off_where_nothing_could_serve_it(tmp_path: Path) -> None:
@@ -141,8 +140,7 @@ def test_hook_for_gpus_is_off_where_nothing_could_serve_it(tmp_path: Path) -> No
     (tmp_path / "nvidia-container-cli").chmod(0o755)
     assert is_on()
     (tmp_path / "nvidia-container-cli").unlink()
-    assert not is_on() and shell(REMOVE, tmp_path) == 0
-    assert hook.stat().st_mode & 0o777 == 0o755
+    assert not is_on() and shell(REMOVE, tmp_path) == 0 and hook.stat().st_mode & 0o777 == 0o755
 
 
 def test_pmix_of_an_image_meets_the_one_of_the_node(tmp_path: Path) -> None:

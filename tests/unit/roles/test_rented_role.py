@@ -113,8 +113,7 @@ def test_suspend_time_is_per_partition_and_permanent_nodes_are_excluded() -> Non
     lines = {line.split()[0]: line for line in conf.splitlines() if line.startswith("PartitionName=")}
     assert " SuspendTime=600 " in lines["PartitionName=main"]
     assert " SuspendTime=300 " in lines["PartitionName=cloud"]
-    assert "SuspendTime" not in lines["PartitionName=lab"]
-    assert "SuspendExcNodes=n1\n" in conf
+    assert "SuspendTime" not in lines["PartitionName=lab"] and "SuspendExcNodes=n1\n" in conf
     assert "ResumeTimeout=1800\n" in conf, "as long as the slowest provider may take"
 
 
@@ -163,8 +162,7 @@ def test_probably_misspelled_type_is_reported_and_unknown_type_is_not(provider: 
         f"providers: {{acme: {{kind: {provider}, key: env:K, url: 'http://10.0.0.1:1'{project}}}}}\n"
     )
     found = [str(finding) for finding in rented_findings(spec_of(text)) if "every order fails" in finding.what]
-    assert len(found) == bool(told)
-    assert told in "".join(found)
+    assert len(found) == bool(told) and told in "".join(found)
 
 
 def test_rented_node_does_not_count_as_leaving() -> None:
@@ -232,8 +230,7 @@ def test_rented_node_reaches_permanent_hosts_through_the_hub() -> None:
 
 def test_service_document_matches_its_golden() -> None:
     document = (*controller_document(Stage.SERVICES), *controller_document(Stage.CONTROLLER))
-    wheel = build_wheel().mark
-    lines = []
+    wheel, lines = build_wheel().mark, []
     for item in document:
         lines.append(item.key.replace(wheel, "VERSION"))
         if isinstance(item, File | Directory):
@@ -265,8 +262,7 @@ def test_provider_keys_are_only_in_files_for_root(monkeypatch: pytest.MonkeyPatc
 def test_cluster_without_rentals_gets_no_service_and_removes_an_old_service() -> None:
     spec = spec_of("cluster: reef\ncontroller: {host: c1}\nnodesets: {lab: {hosts: [n1]}}\n")
     cluster = assemble(spec, FACTS, ADDRESSES)
-    assert cluster.conf.power is None
-    assert ElasticComponent().documents(cluster, cluster.controller) == {}
+    assert cluster.conf.power is None and ElasticComponent().documents(cluster, cluster.controller) == {}
     assert ElasticComponent().user_secrets(spec) == {}
     assert ElasticComponent().packages(spec, cluster.controller, None) == ()
     facts = {**FACTS, "c1": replace(FACTS["c1"], files={UNIT: FileFact(there=True)})}
@@ -319,8 +315,7 @@ async def test_wheel_is_sent_from_memory_and_leaves_no_file(tmp_path: Path, monk
     given = {WHEEL_SECRET: ElasticComponent().user_secrets(SPEC_LAN)[WHEEL_SECRET]}
     async with Fleet({}, FakeConnector()) as fleet:
         sent = await fetch_secrets([controller_document(Stage.SERVICES)], {}, given, fleet)
-    assert sent == {WHEEL_SECRET: build_wheel().content}
-    assert os.listdir(tmp_path) == []
+    assert sent == {WHEEL_SECRET: build_wheel().content} and os.listdir(tmp_path) == []
 
 
 def test_installation_is_named_by_its_content_and_made_once() -> None:
@@ -339,8 +334,7 @@ def test_clients_with_packages_of_their_own_are_extras() -> None:
     cluster = assemble(spec, FACTS, ADDRESSES)
     document = ElasticComponent().documents(cluster, cluster.controller)[Stage.SERVICES]
     [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
-    assert install.argv[-1].endswith(".whl[gcp,nebius]")
-    assert install_prefix(spec) != install_prefix(SPEC_LAN)
+    assert install.argv[-1].endswith(".whl[gcp,nebius]") and install_prefix(spec) != install_prefix(SPEC_LAN)
 
 
 def test_service_gets_prices_of_catalogs_for_the_types_it_rents(

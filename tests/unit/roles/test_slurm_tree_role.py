@@ -128,8 +128,7 @@ def test_newest_tree_is_used_and_a_machine_without_one_gets_the_fix(cache: Path)
 
 
 def test_spec_chooses_auth_slurm_and_rejects_munge() -> None:
-    assert spec_of(TEXT).auth == "slurm"
-    assert spec_of(TEXT + "auth: slurm\n").auth == "slurm"
+    assert spec_of(TEXT).auth == "slurm" and spec_of(TEXT + "auth: slurm\n").auth == "slurm"
     with pytest.raises(SpecError, match="has no munge") as error:
         spec_of(TEXT + "auth: munge\n")
     assert "delete this line" in str(error.value)
@@ -144,8 +143,7 @@ def test_login_rule_names_the_module_of_the_tree() -> None:
 
 
 def test_archive_is_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
-    script = wheel_script()
-    tree = tmp_path / "made/slurm-24.11.5-1"
+    script, tree = wheel_script(), tmp_path / "made/slurm-24.11.5-1"
     (tree / "bin").mkdir(parents=True)
     (tree / "bin/srun").write_text("#!/bin/sh\n")
     place = tmp_path / "opt/slurm-24.11.5-1"

@@ -26,8 +26,7 @@ def with_controller(**changes: object) -> dict[str, Facts]:
 def test_slurmctld_without_the_lua_plugin_gets_separate_sites() -> None:
     there = {"slurmctld": Package(installed="22.05.8")}
     found = conf(with_controller(packages=there))
-    assert "shoal-sites" not in topology_conf(found)
-    assert "JobSubmitPlugins" not in slurm_settings(found)
+    assert "shoal-sites" not in topology_conf(found) and "JobSubmitPlugins" not in slurm_settings(found)
     files = {**FACTS["controller"].files, spanning_files()[0]: FileFact(there=True)}
     assert conf(with_controller(packages=there, files=files)).spanning
     assert not conf(with_controller(os_id="ubuntu", os_version="24.04")).spanning
@@ -35,8 +34,7 @@ def test_slurmctld_without_the_lua_plugin_gets_separate_sites() -> None:
 
 def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
     plugin_conf = conf(more="slurm: {options: {JobSubmitPlugins: throttle}}\n")
-    assert not plugin_conf.spanning
-    assert "JobSubmitPlugins=throttle\n" in slurm_settings(plugin_conf)
+    assert not plugin_conf.spanning and "JobSubmitPlugins=throttle\n" in slurm_settings(plugin_conf)
     scheduler_conf = conf(more="slurm: {options: {SchedulerParameters: 'defer,bf_interval=60'}}\n")
     merged = "batch_sched_delay=0,max_switch_wait=31536000,defer,bf_interval=60"
     assert f"SchedulerParameters={merged}\n" in slurm_settings(scheduler_conf)
@@ -44,5 +42,4 @@ def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
 
 def test_single_site_needs_no_plugin() -> None:
     one = assemble(spec_of(TWO_SITES.replace(", site: b", "")), FACTS, {}).conf
-    assert "JobSubmitPlugins" not in slurm_settings(one)
-    assert "max_switch_wait" not in slurm_settings(one)
+    assert "JobSubmitPlugins" not in slurm_settings(one) and "max_switch_wait" not in slurm_settings(one)

@@ -212,8 +212,7 @@ def test_keys_of_homes_go_with_the_homes() -> None:
 
 
 def test_silent_host_keeps_its_key_and_export() -> None:
-    whole = cluster_of(n1=FUSE, n2=FUSE)
-    path = f"{sshfs.KEYS}/{sshfs.ACCOUNT}"
+    whole, path = cluster_of(n1=FUSE, n2=FUSE), f"{sshfs.KEYS}/{sshfs.ACCOUNT}"
     keys = text(items(whole, "c1")[f"file {path}"])
     silent = cluster_of(n1=FUSE, n2=None, before={"c1": "serves ssh\n"})
     silent = with_files(silent, "c1", **{path: FileFact(text=keys)})
@@ -258,8 +257,7 @@ def test_removed_share_is_unmounted_and_not_exported() -> None:
 
 def test_record_is_removed_with_the_last_share() -> None:
     cluster = cluster_of(HEAD, {"n2": "automount /old\n"})
-    assert items(cluster, "n2")[f"file {RECORD}"] == File(RECORD)
-    assert items(cluster, "n1") == {}
+    assert items(cluster, "n2")[f"file {RECORD}"] == File(RECORD) and items(cluster, "n1") == {}
 
 
 def test_host_without_nfs_and_fuse_mounts_nothing_and_gets_local_homes() -> None:

@@ -113,8 +113,7 @@ def test_machine_with_the_program_or_a_candidate_gets_no_source() -> None:
 def test_machine_joins_as_ephemeral_without_the_key_in_an_argument() -> None:
     items = prepared(machine())
     join = items["command join the tailnet"]
-    assert isinstance(join, Command)
-    assert join.argv[6:9] == (CONTROL_SERVER, KEY, "true")
+    assert isinstance(join, Command) and join.argv[6:9] == (CONTROL_SERVER, KEY, "true")
     assert "--hostname=reef-cloud1" in join.argv and "--advertise-tags=tag:slurm" in join.argv
     assert prepared(machine(tailscale=STATUS)) == {}, "it is in already"
 
@@ -144,8 +143,7 @@ def test_machines_without_a_key_or_without_tun_are_errors() -> None:
 def test_rented_machine_is_a_member_by_its_tailnet_address() -> None:
     there = machine(tailscale={**STATUS, "TailscaleIPs": ["100.64.0.3"]})
     cluster = assemble(ONLY_MACHINES, {"c1": CONTROLLER, "cloud1": there}, {"cloud1": "203.0.113.9"})
-    assert cluster.addresses == {"c1": "100.64.0.1", "cloud1": "100.64.0.3"}
-    assert cluster.conf.one_address
+    assert cluster.addresses == {"c1": "100.64.0.1", "cloud1": "100.64.0.3"} and cluster.conf.one_address
     own = documents(cluster, next(member for member in cluster.members if member.name == "cloud1"))
     texts = {item.path: str(item.content) for part in own.values() for item in part if isinstance(item, File)}
     assert "100.64.0.1, 100.64.0.3" in texts["/etc/shoal/firewall.nft"]

@@ -78,8 +78,7 @@ def test_new_host_gets_program_key_and_name_and_the_key_is_removed() -> None:
         f"file {JOINED}",
     ]
     key, gone = (item for item in document if isinstance(item, File) and item.path == KEY)
-    assert key.content == SecretRef("network.auth_key") and key.mode == 0o600
-    assert gone.content is None
+    assert key.content == SecretRef("network.auth_key") and key.mode == 0o600 and gone.content is None
     assert argv_of(document) == (
         *python_command("tailnet_join", CONTROL_SERVER, KEY, "false"),
         *("--hostname=reef-c1", "--accept-dns=false", "--advertise-tags=tag:slurm", "--reset"),
@@ -225,8 +224,7 @@ def test_firewall_accepts_members_only_through_the_tailnet() -> None:
     other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
     cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {})
     [rules] = [i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == "file /etc/shoal/firewall.nft"]
-    assert isinstance(rules, File)
-    assert "elements = { 100.64.0.1, 100.64.0.2 }" in str(rules.content)
+    assert isinstance(rules, File) and "elements = { 100.64.0.1, 100.64.0.2 }" in str(rules.content)
     assert 'iifname "tailscale0" ip saddr @members4 tcp dport' in str(rules.content)
 
 

@@ -66,8 +66,7 @@ nodesets:
 def test_silent_node_keeps_its_switch_and_a_leaving_node_is_not_a_site() -> None:
     all_of_them = facts(measured())
     whole = assemble(SPEC, all_of_them, {})
-    first = whole.conf
-    before = read_current_conf(in_force(whole))
+    first, before = whole.conf, read_current_conf(in_force(whole))
     answering = {name: fact for name, fact in all_of_them.items() if name != "b2"}
     assert assemble(SPEC, answering, {}, before).conf.switches == first.switches
     smaller = spec_of(REEF.replace(", b2", ""))
@@ -77,8 +76,7 @@ def test_silent_node_keeps_its_switch_and_a_leaving_node_is_not_a_site() -> None
 
 
 def test_measurement_is_a_fact_file_and_removed_with_the_host() -> None:
-    assert fact_files(SPEC)[LINKS] == "text"
-    assert f"file {LINKS}" in {item.key for item in removal()}
+    assert fact_files(SPEC)[LINKS] == "text" and f"file {LINKS}" in {item.key for item in removal()}
     assert assemble(SPEC, facts(""), {}, CurrentConf()).conf.switches == ()
 
 

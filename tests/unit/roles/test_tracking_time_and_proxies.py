@@ -50,8 +50,7 @@ def file(document: Document, path: str) -> File:
 def test_cluster_without_tracking_has_no_items() -> None:
     part, cluster = TrackingComponent(), cluster_of()
     for name in ("c1", "n1"):
-        assert asked(part, cluster, name) == ()
-        assert part.ports(cluster.spec, cluster.members[0]) == ()
+        assert asked(part, cluster, name) == () and part.ports(cluster.spec, cluster.members[0]) == ()
 
 
 def test_server_is_on_the_controller_and_its_port_is_firewalled() -> None:
@@ -73,8 +72,7 @@ def test_service_document_matches_its_golden(database: str) -> None:
 
 def test_server_listens_only_on_the_cluster_address_and_allows_its_names() -> None:
     text = file(asked(TrackingComponent(), cluster_of("tracking: {port: 5050}\n"), "c1"), mlflow.UNIT).content
-    assert isinstance(text, str)
-    assert "--host 10.0.0.1 --port 5050 " in text
+    assert isinstance(text, str) and "--host 10.0.0.1 --port 5050 " in text
     assert "--allowed-hosts 10.0.0.1:5050,c1:5050,localhost:*,127.0.0.1:*\n" in text
 
 
@@ -148,8 +146,7 @@ def artifacts(cluster: Cluster, host: str = "c1") -> str:
 )
 def test_artifacts_of_a_new_server_use_the_first_local_writable_share(more: str, host: str, expected: str) -> None:
     cluster = cluster_of(more)
-    assert artifacts(cluster, host) == expected
-    assert TrackingComponent().findings(cluster) == ()
+    assert artifacts(cluster, host) == expected and TrackingComponent().findings(cluster) == ()
 
 
 @cases(
@@ -279,8 +276,7 @@ def test_apt_accepts_the_proxy_settings(tmp_path: Path) -> None:
 
 
 def test_removed_proxy_is_deleted_and_an_absent_proxy_costs_nothing() -> None:
-    assert prepared("", Facts()) == ()
-    assert prepared("", Facts(files={APT_PROXY: FileFact()})) == ()
+    assert prepared("", Facts()) == () and prepared("", Facts(files={APT_PROXY: FileFact()})) == ()
     assert prepared("", Facts(files={APT_PROXY: FileFact(text="old")})) == (File(APT_PROXY),)
 
 

@@ -59,8 +59,7 @@ def test_user_recorded_by_a_run_that_failed_keeps_the_id() -> None:
 
 
 def test_user_that_all_hosts_have_with_one_id_keeps_it() -> None:
-    there = host({"alice": 1005}, {"alice": 1006})
-    spec = spec_of(LAB + PEOPLE)
+    there, spec = host({"alice": 1005}, {"alice": 1006}), spec_of(LAB + PEOPLE)
     assert choose_user_ids(spec, {"c1": there, "n1": there}, "c1")["alice"] == AccountIds(1005, 1006)
     assert conflicts(PEOPLE, c1=there, n1=there) == []
 

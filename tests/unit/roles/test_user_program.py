@@ -51,8 +51,7 @@ def test_hosts_where_users_log_in_get_the_archive_and_root_owns_it() -> None:
         packed = made[f"file /opt/shoal/users/{runtime_mark()}.tgz"]
         assert packed.content == SecretRef(SECRET) and packed.owner == "root"
         program = made[f"file {PROGRAM}"]
-        assert (program.owner, program.mode) == ("root", 0o755)
-        assert "fits" in install(cluster, name).argv
+        assert (program.owner, program.mode) == ("root", 0o755) and "fits" in install(cluster, name).argv
     assert items(cluster, "n1") == {} and items(cluster_of(REEF), "c1") == {}
     assert COMPONENT.user_secrets(spec_of(REEF + USERS)) == {SECRET: RUNTIME_ARCHIVE}
     assert COMPONENT.user_secrets(spec_of(REEF)) == {}
@@ -105,8 +104,7 @@ def test_removal_spares_a_program_that_is_not_ours(tmp_path: Path) -> None:
         argv, done = ([places.get(word, word) for word in line] for line in (removal.argv, removal.unless))
         assert subprocess.run(done).returncode != 0
         subprocess.run(argv, check=True)
-        assert (program.exists(), trees.exists()) == (stays, False)
-        assert subprocess.run(done).returncode == 0
+        assert (program.exists(), trees.exists()) == (stays, False) and subprocess.run(done).returncode == 0
 
 
 def test_archive_loads_all_commands_without_other_packages(tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def test_names_ids_and_groups_are_equal_on_all_hosts() -> None:
 
 def test_system_group_keeps_its_id_and_is_joined_where_present() -> None:
     cluster = reef(n1={"groups": {"video": UnixIds(44)}})
-    assert group_ids(cluster)["video"] is None
-    assert "group video" not in items(cluster, "n1")
+    assert group_ids(cluster)["video"] is None and "group video" not in items(cluster, "n1")
     assert user(cluster, "n1", "alice").groups == (USERS_GROUP, "team", "video")
     assert user(cluster, "c1", "alice").groups == (USERS_GROUP, "team")
 
@@ -102,8 +101,7 @@ def test_docker_group_has_one_id_where_jobs_bring_it() -> None:
 def test_authorized_keys_are_outside_the_home_share() -> None:
     there = items(reef(), "n1")
     keys = there[f"file {sshfs.KEYS}/alice"]
-    assert keys.owner == "root"
-    assert keys.content == "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGrm alice@desk\n"
+    assert keys.owner == "root" and keys.content == "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGrm alice@desk\n"
     conf = there[f"file {SSHD_CONF}"]
     assert conf.content.splitlines()[1:] == [
         "Match User alice,bob",
@@ -135,8 +133,7 @@ def test_node_that_serves_the_homes_is_open_for_logins_and_owns_the_homes() -> N
     cluster = reef(REEF + "storage: {/home: {host: n1}}\n", n1={**CGROUPS, **nfs}, c1=nfs)
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
     assert block.content == session_rules(USERS_GROUP)
-    assert user(cluster, "n1", "alice").owns == ("/home/alice",)
-    assert user(cluster, "c1", "alice").owns == ()
+    assert user(cluster, "n1", "alice").owns == ("/home/alice",) and user(cluster, "c1", "alice").owns == ()
 
 
 def test_open_nodes_without_cgroups_are_reported() -> None:
@@ -166,8 +163,7 @@ def test_removing_the_last_user_locks_all_recorded_users() -> None:
     none = reef(REEF.partition("users:")[0])
     facts = replace(none.facts["n1"], files={RECORD: FileFact(text="alice 2001\n")})
     there = items(replace(none, facts={**none.facts, "n1": facts}), "n1")
-    assert there["user alice"].locked
-    assert there[f"file {SSHD_CONF}"].content is None
+    assert there["user alice"].locked and there[f"file {SSHD_CONF}"].content is None
     assert items(none, "c1") == {}
 
 

@@ -73,14 +73,12 @@ def test_machine_in_use_stays(machine: Machine) -> None:
 
 
 def test_machine_past_its_lifetime_powers_off(machine: Machine) -> None:
-    assert machine.look(1000, IDLE, until=1001) == ""
-    assert machine.look(1001, IDLE, until=1001) == "poweroff"
+    assert machine.look(1000, IDLE, until=1001) == "" and machine.look(1001, IDLE, until=1001) == "poweroff"
 
 
 @cases("answer", ASLEEP, GOING, UNKNOWN)
 def test_node_removed_from_slurm_powers_off_after_the_release_timeout(machine: Machine, answer: str) -> None:
-    assert machine.look(1000, answer) == ""
-    assert machine.look(1000 + RELEASE_TIMEOUT_S - 1, answer) == ""
+    assert machine.look(1000, answer) == "" and machine.look(1000 + RELEASE_TIMEOUT_S - 1, answer) == ""
     assert machine.look(1000 + RELEASE_TIMEOUT_S, answer) == "poweroff"
 
 
@@ -91,8 +89,7 @@ def test_node_that_returns_in_time_stays(machine: Machine) -> None:
 
 
 def test_missing_controller_powers_off_after_the_controller_timeout(machine: Machine) -> None:
-    assert machine.look(1000, SILENT) == ""
-    assert machine.look(1000 + CONTROLLER_TIMEOUT_S - 1, SILENT) == ""
+    assert machine.look(1000, SILENT) == "" and machine.look(1000 + CONTROLLER_TIMEOUT_S - 1, SILENT) == ""
     assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == "poweroff"
 
 
@@ -241,8 +238,7 @@ def test_machine_that_reads_its_notice_drains_its_node(tmp_path: Path) -> None:
 
 def test_watcher_is_a_service_that_starts_again() -> None:
     document = notice_watcher("cloud1", "http://169.254.169.254/preempted")
-    assert Service("shoal-notice.service") in document
-    assert "Restart=on-failure\n" in unit_of(document)
+    assert Service("shoal-notice.service") in document and "Restart=on-failure\n" in unit_of(document)
 
 
 # The check of GPUs

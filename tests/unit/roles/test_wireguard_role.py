@@ -51,12 +51,10 @@ def test_hub_and_nat_host_match_their_goldens() -> None:
 
 
 def test_host_without_a_key_generates_a_key_first() -> None:
-    member = members(SPEC)[2]
-    fresh = host_facts("f1", "192.168.1.5")
+    member, fresh = members(SPEC)[2], host_facts("f1", "192.168.1.5")
     packages, _, command = PART.prepare(SPEC, member, fresh)
     assert packages == Packages(("iproute2", "wireguard-tools", "wireguard-go"))
-    assert command.unless == ("test", "-s", PUBLIC_KEY)
-    assert PART.prepare(SPEC, member, FACTS["f1"]) == ()
+    assert command.unless == ("test", "-s", PUBLIC_KEY) and PART.prepare(SPEC, member, FACTS["f1"]) == ()
     assert PART.prepare(spec_of(TEXT.replace("wireguard", "lan")), member, fresh) == ()
 
 

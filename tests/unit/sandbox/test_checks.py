@@ -67,8 +67,7 @@ def test_debootstrap_replaces_mmdebstrap() -> None:
 )
 def test_shape_too_large_for_this_machine_is_an_error(shape: Shape, expected: str) -> None:
     found = texts(replace(GOOD, images=frozenset({"debian12", "debian13"})), shape)
-    assert len(found) == 1
-    assert found[0].startswith(f"error {expected}")
+    assert len(found) == 1 and found[0].startswith(f"error {expected}")
 
 
 def test_cgroups_work_for_every_image_with_cgroup_v2() -> None:
@@ -110,7 +109,5 @@ def test_cache_path_unsupported_by_overlayfs_is_an_error() -> None:
 
 def test_this_machine_can_be_observed(tmp_path: Path) -> None:
     seen = MachineFacts.observe(tmp_path / "not" / "made" / "yet")
-    assert seen.cpus >= 1
-    assert seen.memory_mb > 0
-    assert seen.disk_free_mb > 0
+    assert seen.cpus >= 1 and seen.memory_mb > 0 and seen.disk_free_mb > 0
     assert seen.images == frozenset()

@@ -74,8 +74,7 @@ def test_port_is_free_and_in_no_record() -> None:
 
 
 def test_group_given_by_root_is_entered_only_where_ours_is_not_writable(tmp_path: Path) -> None:
-    own = "9:name=systemd:/login\n0::/\n"
-    given = tmp_path / "systemd/ann"
+    own, given = "9:name=systemd:/login\n0::/\n", tmp_path / "systemd/ann"
     assert engine.delegated_cgroup(tmp_path, "ann", own) is None
     given.mkdir(parents=True)
     (given / "cgroup.procs").touch()

@@ -44,13 +44,9 @@ async def test_unknown_image_is_rejected_with_the_existing_names(tmp_path: Path)
 
 async def test_concurrent_calls_build_once_and_get_the_same_image(tmp_path: Path, builds: list[str]) -> None:
     one, two = await asyncio.gather(*(images.ensure(tmp_path, "debian12", quiet) for _ in range(2)))
-    assert one == two
-    assert (one / "done").exists()
-    assert builds == ["debian12"]
-    assert await images.ensure(tmp_path, "debian12", quiet) == one
-    assert builds == ["debian12"]
-    assert images.exists(tmp_path, "debian12")
-    assert not images.exists(tmp_path, "sid")
+    assert one == two and (one / "done").exists() and builds == ["debian12"]
+    assert await images.ensure(tmp_path, "debian12", quiet) == one and builds == ["debian12"]
+    assert images.exists(tmp_path, "debian12") and not images.exists(tmp_path, "sid")
 
 
 async def test_incomplete_build_is_removed_and_never_used(tmp_path: Path, builds: list[str]) -> None:
@@ -58,8 +54,7 @@ async def test_incomplete_build_is_removed_and_never_used(tmp_path: Path, builds
     left.mkdir(parents=True)
     assert not images.exists(tmp_path, "sid")
     await images.ensure(tmp_path, "sid", quiet)
-    assert not left.exists()
-    assert builds == ["sid"]
+    assert not left.exists() and builds == ["sid"]
 
 
 async def test_older_builds_are_removed_unless_in_use(tmp_path: Path, builds: list[str]) -> None:

@@ -26,8 +26,7 @@ def test_only_too_low_settings_are_raised_and_all_are_restored(proc: Path) -> No
     assert values(proc) == {**KERNEL_SETTINGS, "fs/inotify/max_user_watches": 9999999}
     raise_settings(proc, before)  # a second cluster does not take our values for the machine's own
     restore_settings(proc, before)
-    assert values(proc) == first
-    assert not before.exists()
+    assert values(proc) == first and not before.exists()
 
 
 def test_settings_changed_meanwhile_are_kept(proc: Path) -> None:

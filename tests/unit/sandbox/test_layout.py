@@ -17,17 +17,14 @@ HOST = HostRecord("n1", 253, "10.70.1.2", "/images/x", "ssh-ed25519 AAAA", Shape
 
 def test_names_fit_the_kernel_limits(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "a" * 40)
-    assert len(layout.link(HOST)) <= 15
-    assert len(layout.bridge(Site("a", 99, ""))) <= 15
+    assert len(layout.link(HOST)) <= 15 and len(layout.bridge(Site("a", 99, ""))) <= 15
     assert len(layout.namespace("h" * 40)) <= 64
 
 
 def test_names_of_clusters_with_a_common_prefix_differ(tmp_path: Path) -> None:
     one, two = Layout(tmp_path, "reef"), Layout(tmp_path, "reef-b")
-    assert not two.prefix.startswith(one.prefix)
-    assert one.bridge_prefix != two.bridge_prefix
-    assert one.table != two.table
-    assert Layout(tmp_path / "other", "reef").id != one.id
+    assert not two.prefix.startswith(one.prefix) and one.bridge_prefix != two.bridge_prefix
+    assert one.table != two.table and Layout(tmp_path / "other", "reef").id != one.id
 
 
 @cases("name", "", "Reef", "a/b", "..", "-a", "a-", "a" * 41, "a b", "a;b")
@@ -43,8 +40,7 @@ def test_records_round_trip(tmp_path: Path) -> None:
     layout.host_dir("n1").mkdir(parents=True)
     layout.save_host(HOST)
     layout.save_sites({"a": Site("a", 0, "10.70.1.0/24")})
-    assert layout.hosts() == {"n1": HOST}
-    assert layout.sites() == {"a": Site("a", 0, "10.70.1.0/24")}
+    assert layout.hosts() == {"n1": HOST} and layout.sites() == {"a": Site("a", 0, "10.70.1.0/24")}
     assert other_subnets(tmp_path) == ["10.70.1.0/24"]
 
 

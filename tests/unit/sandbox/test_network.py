@@ -24,8 +24,7 @@ blocks = st.integers(0, (1 << 14) - 1).map(lambda n: ipaddress.IPv4Network((int(
 @given(st.text(max_size=20), st.lists(blocks, max_size=50))
 def test_chosen_subnet_overlaps_no_taken_subnet(seed: str, taken: list[ipaddress.IPv4Network]) -> None:
     subnet = choose_subnet(seed, taken)
-    assert subnet.subnet_of(POOL)
-    assert subnet.prefixlen == 24
+    assert subnet.subnet_of(POOL) and subnet.prefixlen == 24
     assert not any(subnet.overlaps(other) for other in taken)
 
 
@@ -48,8 +47,7 @@ def test_pool_covered_by_a_network_has_no_free_subnet() -> None:
 
 
 def test_hosts_get_the_first_free_address_after_the_gateway() -> None:
-    assert gateway(SITES[0]) == "10.70.1.1"
-    assert free_address(SITES[0], []) == "10.70.1.2"
+    assert gateway(SITES[0]) == "10.70.1.1" and free_address(SITES[0], []) == "10.70.1.2"
     assert free_address(SITES[0], ["10.70.1.2", "10.70.1.4"]) == "10.70.1.3"
 
 
@@ -74,9 +72,7 @@ def test_nft_accepts_the_firewall() -> None:
 
 def test_hardware_addresses_are_local_and_differ() -> None:
     one, two = (hardware_address(LAYOUT, name) for name in ("n1", "bridge a"))
-    assert one != two
-    assert one.startswith("02:")
-    assert len(one) == 17
+    assert one != two and one.startswith("02:") and len(one) == 17
 
 
 def test_container_is_reachable_through_a_single_port_and_reaches_no_site() -> None:

@@ -32,22 +32,19 @@ def test_meminfo_matches_its_golden() -> None:
 def test_gpu_uuids_are_unique_and_stable() -> None:
     texts = [render_gpus(LAYOUT, host(name, gpus=2)) for name in ("n1", "n2")]
     uuids = {line.split(", ")[1] for text in texts for line in text.splitlines()}
-    assert len(uuids) == 4
-    assert all(uuid.startswith("GPU-") and len(uuid) == 40 for uuid in uuids)
+    assert len(uuids) == 4 and all(uuid.startswith("GPU-") and len(uuid) == 40 for uuid in uuids)
     assert texts[0] == render_gpus(LAYOUT, host("n1", gpus=2))
     assert_golden("sandbox/gpus", texts[0])
 
 
 def test_host_gets_its_requested_cpus() -> None:
-    assert len(cpus_of(host(cpus=1))) == 1
-    assert cpus_of(host()) == cpus_of(host(cpus=100_000))
+    assert len(cpus_of(host(cpus=1))) == 1 and cpus_of(host()) == cpus_of(host(cpus=100_000))
 
 
 def test_hierarchies_of_both_cgroup_versions_are_detected() -> None:
     found = hierarchies(V1)
     assert set(found) == {"cpuacct", "freezer", "systemd", "unified"}
-    assert found["cpuacct"] == Path("/sys/fs/cgroup/cpu,cpuacct")
-    assert not is_v2_only(found)
+    assert found["cpuacct"] == Path("/sys/fs/cgroup/cpu,cpuacct") and not is_v2_only(found)
     assert is_v2_only(hierarchies(V2))
 
 
@@ -63,8 +60,7 @@ def test_limits_are_written_to_the_groups(tmp_path: Path) -> None:
     assert (roots["memory"] / "shoal-x-n1/memory.limit_in_bytes").read_text() == "536870912"
     group.make([0], None)
     assert (roots["memory"] / "shoal-x-n1/memory.limit_in_bytes").read_text() == "-1"
-    assert groups_named("shoal-x-", roots) == [group]
-    assert groups_named("shoal-y-", roots) == []
+    assert groups_named("shoal-x-", roots) == [group] and groups_named("shoal-y-", roots) == []
 
 
 def test_cgroup_v2_controllers_are_delegated_only_on_request(tmp_path: Path) -> None:
@@ -72,8 +68,7 @@ def test_cgroup_v2_controllers_are_delegated_only_on_request(tmp_path: Path) -> 
     group.make([0], None)
     assert not passed_on.exists()
     group.make([0], 512)
-    assert passed_on.read_text() == "+memory"
-    assert (tmp_path / "g/memory.max").read_text() == "536870912"
+    assert passed_on.read_text() == "+memory" and (tmp_path / "g/memory.max").read_text() == "536870912"
     group.make([0], None, controllers=True)
     assert passed_on.read_text() == f"+{FOR_SLURM[-1]}"  # one write for each: one that is not there spoils no other
     assert (tmp_path / "g/memory.max").read_text() == "max"
@@ -84,15 +79,12 @@ def test_pids_include_subgroups_without_other_namespaces(tmp_path: Path) -> None
     (tmp_path / "g/below").mkdir(parents=True)
     (tmp_path / "g/cgroup.procs").write_text("0\n12\n")
     (tmp_path / "g/below/cgroup.procs").write_text("7\n12\n")
-    assert group.pids() == [7, 12]
-    assert group.alive
-    assert not HostCgroups("h", {"freezer": tmp_path}).alive
+    assert group.pids() == [7, 12] and group.alive and not HostCgroups("h", {"freezer": tmp_path}).alive
 
 
 def test_group_is_frozen_according_to_its_state(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
-    state = tmp_path / "g/freezer.state"
-    group = HostCgroups("g", {"freezer": tmp_path})
+    state, group = tmp_path / "g/freezer.state", HostCgroups("g", {"freezer": tmp_path})
     assert not group.frozen
     state.write_text("FROZEN\n")
     assert group.frozen

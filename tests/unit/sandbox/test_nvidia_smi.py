@@ -35,8 +35,7 @@ def test_gpus_are_listed_in_the_nvidia_format(tmp_path: Path) -> None:
 )
 def test_query_answers_in_field_order(tmp_path: Path, query: str, form: str, expected: str) -> None:
     done = ask(tmp_path, f"--query-gpu={query}", f"--format={form}")
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[0] == expected
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == expected
 
 
 def test_unknown_field_is_rejected(tmp_path: Path) -> None:
@@ -46,8 +45,7 @@ def test_unknown_field_is_rejected(tmp_path: Path) -> None:
 
 def test_other_options_are_rejected(tmp_path: Path) -> None:
     done = ask(tmp_path, "--reset")
-    assert done.returncode == 2
-    assert "knows -L and --query-gpu" in done.stderr
+    assert done.returncode == 2 and "knows -L and --query-gpu" in done.stderr
 
 
 def test_host_without_gpus_lists_none(tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def test_archive_holds_names_modes_owners_and_data(tmp_path: Path) -> None:
     assert len(data) % 4 == 0
     entries = dict(unpack(data))
     assert list(entries) == ["seed", "seed/etc", "seed/etc/key", "seed/etc/link"]
-    assert entries["seed/etc/key"] == (0o100600, b"secret")
-    assert entries["seed/etc/link"][1] == b"key"
+    assert entries["seed/etc/key"] == (0o100600, b"secret") and entries["seed/etc/link"][1] == b"key"
 
 
 def unpack(data: bytes) -> list[tuple[str, tuple[int, bytes]]]:
@@ -82,8 +81,7 @@ def test_gpu_devices_of_a_machine_have_different_numbers() -> None:
 
 
 def test_missing_programs_of_virtual_machines_are_named_with_their_packages() -> None:
-    assert texts(GOOD, Shape()) == []
-    assert texts(MACHINE, VM) == []
+    assert texts(GOOD, Shape()) == [] and texts(MACHINE, VM) == []
     assert texts(replace(GOOD, virtiofsd=False, tun=False), VM) == [
         "error virtual machines need these programs: qemu-system-x86_64, qemu-img, virtiofsd, "
         "run `apt-get install qemu-system-x86 qemu-utils virtiofsd`; Debian 12 has virtiofsd in qemu-system-common",

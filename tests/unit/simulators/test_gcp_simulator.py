@@ -95,8 +95,7 @@ async def test_instance_passes_the_google_states_and_is_deleted(google: Google) 
     await google.insert()
     path = f"{ZONE}/instances/a"
     shown = await google.get(path)
-    assert shown["status"] == "PROVISIONING"
-    assert "natIP" not in str(shown["networkInterfaces"])
+    assert shown["status"] == "PROVISIONING" and "natIP" not in str(shown["networkInterfaces"])
     assert shown["labels"] == {"team": "reef"}
     assert shown["machineType"].endswith("/zones/us-central1-b/machineTypes/g2-standard-4")
     google.clock.now += 25
@@ -110,16 +109,14 @@ async def test_instance_passes_the_google_states_and_is_deleted(google: Google) 
     assert (await google.get(path))["status"] == "STOPPING"
     google.clock.now += 30
     assert (await google.client.get(path)).status_code == 404
-    assert (await google.client.delete(path)).status_code == 404
-    assert await google.names() == ["b"]
+    assert (await google.client.delete(path)).status_code == 404 and await google.names() == ["b"]
 
 
 async def test_equal_request_id_returns_the_same_operation(google: Google) -> None:
     asked = str(uuid.uuid4())
     first = (await google.insert(requestId=asked)).json()
     second = (await google.insert(requestId=asked)).json()
-    assert first["name"] == second["name"]
-    assert len(google.market.instances) == 2
+    assert first["name"] == second["name"] and len(google.market.instances) == 2
 
 
 async def test_existing_name_is_a_conflict(google: Google) -> None:
@@ -152,8 +149,7 @@ async def test_existing_name_is_a_conflict(google: Google) -> None:
 async def test_invalid_order_is_rejected(google: Google, body: dict[str, Any], told: str) -> None:
     answer = await google.insert(body)
     assert (answer.status_code, answer.json()["error"]["errors"][0]["reason"]) == (400, "invalid")
-    assert told in answer.json()["error"]["message"]
-    assert google.market.instances == {}
+    assert told in answer.json()["error"]["message"] and google.market.instances == {}
 
 
 async def test_invalid_request_id_is_rejected(google: Google) -> None:
@@ -166,8 +162,7 @@ async def test_order_without_a_minimum_is_all_or_none(google: Google) -> None:
     codes = [one["code"] for one in done["error"]["errors"]]
     assert codes == ["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED"]
     google.clock.now += 60
-    assert await google.names() == []
-    assert len(google.market.bill()) == 1
+    assert await google.names() == [] and len(google.market.bill()) == 1
 
 
 async def test_order_with_a_minimum_keeps_the_rest_and_reports_the_failures(google: Google) -> None:
@@ -177,8 +172,7 @@ async def test_order_with_a_minimum_keeps_the_rest_and_reports_the_failures(goog
     group = f'operationGroupId="{done["operationGroupId"]}"'
     parts = (await google.get(f"{ZONE}/operations", filter=group))["items"]
     errors = [error for part in parts for error in part.get("error", {}).get("errors", [])]
-    assert [error["code"] for error in errors] == ["QUOTA_EXCEEDED"]
-    assert len(await google.names()) == 1
+    assert [error["code"] for error in errors] == ["QUOTA_EXCEEDED"] and len(await google.names()) == 1
 
 
 async def test_lists_are_filtered_and_paged(google: Google) -> None:
@@ -192,8 +186,7 @@ async def test_lists_are_filtered_and_paged(google: Google) -> None:
     assert (await google.client.get(f"{ZONE}/instances", params={"filter": "name ~ a"})).status_code == 400
     first = await google.get(f"{ZONE}/instances", maxResults="3")
     second = await google.get(f"{ZONE}/instances", maxResults="3", pageToken=first["nextPageToken"])
-    assert [len(first["items"]), len(second["items"])] == [3, 1]
-    assert "nextPageToken" not in second
+    assert [len(first["items"]), len(second["items"])] == [3, 1] and "nextPageToken" not in second
 
 
 async def test_aggregated_list_warns_of_empty_zones(google: Google) -> None:
@@ -277,5 +270,4 @@ async def test_preempted_machine_reads_the_notice_in_its_metadata(
     machine = google.market.preempt("a")
     scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"metadata-flavor", flavor.encode())]}
     answer = GoogleComputeSimulator(google.market).metadata(Request(scope), machine)
-    assert answer is not None
-    assert (answer.status_code, bytes(answer.body).decode()) == (status, told)
+    assert answer is not None and (answer.status_code, bytes(answer.body).decode()) == (status, told)

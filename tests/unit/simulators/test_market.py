@@ -106,9 +106,7 @@ def test_capacity_of_a_region_is_limited(it: Market) -> None:
         it.order(replace(ORDER, name="c"), "m3")
     assert caught.value.reason == "stockout"
     it.delete("m1")
-    assert it.free("big", "us-1") == 1
-    assert it.free("big", "us-2") == 0
-    assert it.free("big", "nowhere") == 0
+    assert it.free("big", "us-1") == 1 and it.free("big", "us-2") == 0 and it.free("big", "nowhere") == 0
 
 
 @cases("why", "stockout", "quota", "balance", "error-before-create")
@@ -116,9 +114,7 @@ def test_rejection_creates_nothing_and_is_used_up(it: Market, why: str) -> None:
     it.faults = [Fault(why)]
     with pytest.raises(ApiRejection) as caught:
         it.order(ORDER, "m1")
-    assert caught.value.reason == why
-    assert it.instances == {}
-    assert it.order(ORDER, "m1").id == "m1"
+    assert caught.value.reason == why and it.instances == {} and it.order(ORDER, "m1").id == "m1"
 
 
 def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time(it: Market) -> None:
@@ -129,8 +125,7 @@ def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time(it: Marke
     assert it.order(InstanceOrder("s", "small", "us-1"), "m2").live
     with pytest.raises(ApiRejection) as caught:
         it.order(InstanceOrder("s", "small", "us-2"), "m3")
-    assert caught.value.reason == "quota"
-    assert it.take_fault("stockout") is None
+    assert caught.value.reason == "quota" and it.take_fault("stockout") is None
     assert [fault.times for fault in it.faults] == [-1, 1]
 
 
@@ -141,8 +136,7 @@ def test_dead_machine_is_in_error_and_costs_until_deleted(it: Market) -> None:
     move(it, 6)
     assert one.phase == "up"
     move(it, 1)
-    assert one.phase == "error"
-    assert it.backend.status("m1").state == "dead"
+    assert one.phase == "error" and it.backend.status("m1").state == "dead"
     move(it, 33)
     assert it.bill()[0]["seconds"] == 100
     it.delete("m1")
@@ -159,8 +153,7 @@ def test_machine_is_warned_before_preemption(it: Market) -> None:
     move(it, 1)
     assert one.phase == "stopping"
     move(it, 5)
-    assert one.phase == "gone"
-    assert it.bill()[0]["ended"] == 1090.0
+    assert one.phase == "gone" and it.bill()[0]["ended"] == 1090.0
 
 
 def test_machine_ends_at_its_lifetime(it: Market) -> None:
@@ -199,8 +192,7 @@ def test_duplicate_name_is_rejected_or_created_twice(it: Market) -> None:
 
 def test_price_change_applies_to_the_machine_and_not_to_the_offer(it: Market) -> None:
     it.faults = [Fault("price-change")]
-    assert it.price("big") == 20.0
-    assert it.price("big", "spot") == 8.0
+    assert it.price("big") == 20.0 and it.price("big", "spot") == 8.0
     assert it.order(replace(ORDER, market="spot"), "m1").usd_hour == 16.0
     assert it.order(replace(ORDER, name="b"), "m2").usd_hour == 20.0
 
@@ -224,8 +216,7 @@ def test_machines_and_bill_survive_a_restart(tmp_path: Path) -> None:
     assert store.stat().st_mode & 0o077 == 0
     after = market(store=store, backend=backend)
     after.adopt()
-    assert after.instances == before.instances
-    assert after.notes == {"keys": {"a": 1}}
+    assert after.instances == before.instances and after.notes == {"keys": {"a": 1}}
     assert [one["usd"] for one in after.bill()][1] == before.bill()[1]["usd"]
 
 

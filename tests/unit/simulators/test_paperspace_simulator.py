@@ -81,8 +81,7 @@ async def test_unavailable_machine_is_reported_by_its_event_and_never_listed(
     made = await space.create()
     assert (made["event"]["state"], made["event"]["error"]) == ("new", None)
     failed = await space.get(f"/machine-events/{made['event']['id']}")
-    assert failed["state"] == "error"
-    assert failed["error"].startswith(words)
+    assert failed["state"] == "error" and failed["error"].startswith(words)
     assert (await space.get("/machines"))["items"] == []
     assert (await space.client.delete(f"/machines/{made['data']['id']}")).status_code == 404
     assert space.market.bill() == []
@@ -100,8 +99,7 @@ async def test_unavailable_machine_is_reported_by_its_event_and_never_listed(
 async def test_invalid_order_is_rejected_with_the_reason(space: Space, more: dict[str, Any], told: str) -> None:
     answer = await space.client.post("/machines", json=ORDER | more)
     assert (answer.status_code, answer.json()["code"]) == (400, "BAD_REQUEST")
-    assert told in answer.json()["issues"][0]["message"]
-    assert space.market.instances == {}
+    assert told in answer.json()["issues"][0]["message"] and space.market.instances == {}
 
 
 async def test_each_gpu_family_has_its_own_template(space: Space) -> None:
@@ -113,8 +111,7 @@ async def test_each_gpu_family_has_its_own_template(space: Space) -> None:
 
 async def test_startup_script_is_a_separate_resource_run_by_a_machine(space: Space) -> None:
     script = (await space.client.post("/startup-scripts", json={"name": "boot", "script": "#!/bin/sh\ntrue\n"})).json()
-    assert (script["assignedMachineIds"], script["isRunOnce"]) == ([], False)
-    assert "script" not in script
+    assert (script["assignedMachineIds"], script["isRunOnce"]) == ([], False) and "script" not in script
     machine = (await space.create(startupScriptId=script["id"]))["data"]
     assert (await space.get(f"/startup-scripts/{script['id']}"))["assignedMachineIds"] == [machine["id"]]
     assert space.market.instances[machine["id"]].order.user_data == "#!/bin/sh\ntrue\n"

@@ -89,8 +89,7 @@ async def test_unknown_image_is_rejected_before_any_creation(tmp_path: Path) -> 
 
 
 def test_metadata_is_served_only_to_the_machines_of_the_cloud(tmp_path: Path) -> None:
-    layout = Layout(tmp_path, "reef")
-    site = Site("a", 0, "10.64.1.0/24")
+    layout, site = Layout(tmp_path, "reef"), Site("a", 0, "10.64.1.0/24")
     empty = (
         f"table ip {layout.table} {{\n"
         "    chain cloud_tide_pool {\n"

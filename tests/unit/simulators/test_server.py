@@ -53,8 +53,7 @@ async def test_bill_requests_and_faults_are_readable(client: httpx.AsyncClient) 
 
 async def test_invalid_faults_are_rejected_and_change_nothing(client: httpx.AsyncClient) -> None:
     refused = await client.put("/_simulator/faults", json=[{"kind": "meteor"}])
-    assert refused.status_code == 400
-    assert refused.json()["error"].startswith("fault 0: kind must be one of")
+    assert refused.status_code == 400 and refused.json()["error"].startswith("fault 0: kind must be one of")
     assert (await client.put("/_simulator/faults", content=b"{")).status_code == 400
     assert (await client.get("/_simulator/faults")).json() == []
 
@@ -78,8 +77,7 @@ async def test_wrong_key_is_rejected_and_not_recorded() -> None:
         right = {"Authorization": "Bearer the-right-one"}
         assert (await client.get("/machines", headers=right)).status_code == 200
         shown = await client.get(url.removesuffix("/v1") + "/_simulator/requests")
-    assert [one["status"] for one in shown.json()] == [401, 401, 200]
-    assert "one" not in shown.text
+    assert [one["status"] for one in shown.json()] == [401, 401, 200] and "one" not in shown.text
     assert "the-right-one" not in repr(it)
 
 
@@ -172,12 +170,10 @@ def test_listener_disables_nagle() -> None:
 def test_command_prints_how_to_use_the_simulator() -> None:
     words = [sys.executable, "-m", "shoal", "simulate", "lambda"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        assert running.stderr is not None
+        assert running.stdout is not None and running.stderr is not None
         first, second = running.stdout.readline(), running.stdout.readline()
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=30) == 0
-        assert "until Ctrl-C" in running.stderr.read()
+        assert running.wait(timeout=30) == 0 and "until Ctrl-C" in running.stderr.read()
     assert first.startswith("lambda is simulated at http://127.0.0.1:")
     assert second.startswith("  no real hosts; bill: http://127.0.0.1:")
     assert second.endswith("/_simulator/bill\n")
@@ -192,8 +188,7 @@ def test_command_prints_its_url_and_ends_cleanly_on_a_signal(number: signal.Sign
         while not lines.rstrip().endswith("}"):
             lines += running.stdout.readline()
         simulated = json.loads(lines)
-        assert simulated["kind"] == "sandbox"
-        assert httpx.get(simulated["url"] + "/v1/types").status_code == 200
+        assert simulated["kind"] == "sandbox" and httpx.get(simulated["url"] + "/v1/types").status_code == 200
         running.send_signal(number)
         assert running.wait(timeout=30) == 0
 

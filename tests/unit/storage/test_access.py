@@ -31,10 +31,8 @@ def test_server_of_a_share_uses_its_own_directory() -> None:
 
 
 def test_controller_keyword_resolves_to_the_controller() -> None:
-    assert NFS.server("desktop") == "desktop"
-    assert SharedDirectory(host="n1").server("desktop") == "n1"
+    assert NFS.server("desktop") == "desktop" and SharedDirectory(host="n1").server("desktop") == "n1"
 
 
 def test_ganesha_serves_without_kernel_nfsd() -> None:
-    assert kernel_serves_nfs(WHOLE)
-    assert not kernel_serves_nfs(Facts(filesystems=("nfs4",)))
+    assert kernel_serves_nfs(WHOLE) and not kernel_serves_nfs(Facts(filesystems=("nfs4",)))

@@ -51,8 +51,7 @@ class Share:
         return self.number
 
     def ask(self, kind: int, rest: bytes) -> bytes:
-        number = self.send(kind, rest)
-        answer = next(self.incoming)
+        number, answer = self.send(kind, rest), next(self.incoming)
         assert struct.unpack_from(">I", answer, 5)[0] == number
         return answer
 
@@ -116,8 +115,7 @@ def test_open_file_survives_many_lost_connections(share: Share, tmp_path: Path) 
     handle = share.open(tmp_path / "x", READ | WRITE | CREATE)
     whole = write_through_losses(share, handle)
     assert share.read(handle, 0, 1000) == whole == (tmp_path / "x").read_bytes()
-    assert share.status(sftp.CLOSE, sftp.string(handle)) == sftp.OK
-    assert len(share.servers) == 7
+    assert share.status(sftp.CLOSE, sftp.string(handle)) == sftp.OK and len(share.servers) == 7
     assert not share.session.pending and not share.session.opened and not share.session.unsynced
 
 
@@ -127,8 +125,7 @@ def test_data_lost_in_a_power_cut_is_written_again_before_the_sync(share: Share,
     assert share.write(handle, 8, b"only in memory\n") == sftp.OK
     share.lose()
     (tmp_path / "x").write_bytes(b"on disk\n")  # as after a power cut
-    assert share.sync(handle) == sftp.OK
-    assert (tmp_path / "x").read_bytes() == b"on disk\nonly in memory\n"
+    assert share.sync(handle) == sftp.OK and (tmp_path / "x").read_bytes() == b"on disk\nonly in memory\n"
 
 
 def test_unsynced_data_is_bounded_by_a_sync(share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +137,13 @@ def test_unsynced_data_is_bounded_by_a_sync(share: Share, tmp_path: Path, monkey
     end = time.monotonic() + 60
     while share.session.unsynced > 110_000 and time.monotonic() < end:
         time.sleep(0.05)  # the server syncs while it is written to, and may take its time
-    assert share.session.unsynced <= 110_000
-    assert share.status(sftp.CLOSE, sftp.string(handle)) == sftp.OK
+    assert share.session.unsynced <= 110_000 and share.status(sftp.CLOSE, sftp.string(handle)) == sftp.OK
     assert (tmp_path / "x").stat().st_size == 1_000_000
 
 
 def test_pending_requests_get_a_single_reply_each(share: Share, tmp_path: Path) -> None:
     handle = share.open(tmp_path / "x", READ | WRITE | CREATE)
-    blocks = range(200)
-    sent = set()
+    blocks, sent = range(200), set()
     for block in blocks:
         data = struct.pack(">Q", block * 100) + sftp.string(b"%0100d" % block)
         sent.add(share.send(sftp.WRITE, sftp.string(handle) + data))

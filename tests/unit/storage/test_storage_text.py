@@ -58,8 +58,7 @@ def test_only_a_newer_ganesha_gets_the_setting_for_containers() -> None:
 
 def test_ganesha_unit_starts_neither_rpcbind_nor_statd() -> None:
     unit = nfs.ganesha_unit()
-    assert "rpcbind" not in unit and "lock" not in unit
-    assert f"-f {nfs.GANESHA_CONF}\n" in unit
+    assert "rpcbind" not in unit and "lock" not in unit and f"-f {nfs.GANESHA_CONF}\n" in unit
 
 
 def test_both_servers_restart_until_the_host_has_its_address() -> None:

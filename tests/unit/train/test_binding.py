@@ -129,15 +129,13 @@ def test_bad_layout_is_rejected_with_the_correct_flags(case: str) -> None:
 )
 def test_flags_are_those_of_the_launcher(launcher: str, fix: str) -> None:
     fault = check_binding([rank_gpu(0, "GPU-a"), rank_gpu(1, "GPU-a")], replace(ENV, launcher=launcher))  # type: ignore[arg-type]
-    assert fault is not None
-    assert fault.fix == fix
+    assert fault is not None and fault.fix == fix
 
 
 def test_only_visible_gpu_is_used_else_the_gpu_of_the_local_rank() -> None:
     third = replace(ENV, rank=2, local_rank=2, local_world_size=4)
     four = [GpuDevice(f"GPU-{letter}", minor) for minor, letter in enumerate("abcd")]
-    assert choose_gpu(third, four, {}).uuid == "GPU-c"
-    assert choose_gpu(third, four[3:], {}).uuid == "GPU-d"
+    assert choose_gpu(third, four, {}).uuid == "GPU-c" and choose_gpu(third, four[3:], {}).uuid == "GPU-d"
     beyond = choose_gpu(third, four[:2], {"SLURM_JOB_GPUS": "0,1"})
     assert (beyond.gpu, beyond.visible, beyond.allocated) == ("", 2, (0, 1))
     assert check_binding([beyond], third).what == "rank 2 has no GPU: it is local rank 2 on gpu1 and sees 2 GPUs"  # type: ignore[union-attr]
@@ -222,8 +220,7 @@ def test_every_rank_gets_the_same_table_from_the_store() -> None:
     store = torch.distributed.HashStore()
     with ThreadPoolExecutor() as pool:
         tables = [future.result() for future in [pool.submit(prove, store, rank, 2, "") for rank in (0, 1)]]
-    assert tables[0] == tables[1]
-    assert [rank_gpu.rank for rank_gpu in tables[0].ranks] == [0, 1]
+    assert tables[0] == tables[1] and [rank_gpu.rank for rank_gpu in tables[0].ranks] == [0, 1]
 
 
 def test_every_rank_gets_the_reason_of_the_rejection() -> None:

@@ -92,8 +92,7 @@ def test_damaged_checkpoint_is_logged_and_the_previous_checkpoint_used(
         content[len(content) // 2] ^= 1
         victim.write_bytes(content[:-7] if harm in ("truncate", "manifest") else content)
     state, checkpointer = build("plain", seed=5), Checkpointer(tmp_path, keep_last=1)
-    assert checkpointer.restore(state) == 1
-    assert digest(state) == digests[1]
+    assert checkpointer.restore(state) == 1 and digest(state) == digests[1]
     said = {
         "flip": "__0_0.distcp has changed since it was written (SHA-256 differs)",
         "truncate": f"__0_0.distcp has {len(content) - 7} bytes instead of {len(content)}",
@@ -102,16 +101,14 @@ def test_damaged_checkpoint_is_logged_and_the_previous_checkpoint_used(
     }[harm]
     assert f"step-2 is damaged and will not be used: {said}" in caplog.text
     # The step is reached again: its new checkpoint takes another name, and the damaged one goes after it is in.
-    assert checkpointer.save(2, state).committed
-    assert _names(tmp_path) == ["step-2.1"]
+    assert checkpointer.save(2, state).committed and _names(tmp_path) == ["step-2.1"]
 
 
 def test_damaged_checkpoint_does_not_count_for_keep_last(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2)
     (tmp_path / "step-2" / ".metadata").write_bytes(b"")
     state, checkpointer = build("plain"), Checkpointer(tmp_path, keep_last=2)
-    assert checkpointer.restore(state) == 1
-    assert checkpointer.save(3, state).committed
+    assert checkpointer.restore(state) == 1 and checkpointer.save(3, state).committed
     assert _names(tmp_path) == ["step-1", "step-3"]
 
 
@@ -135,8 +132,7 @@ def test_manifest_of_a_newer_format_is_rejected_with_both_numbers(tmp_path: Path
 def test_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     state, checkpointer = build("plain"), Checkpointer(tmp_path)
     assert checkpointer.save(3, state) == checkpointer.save(3, state, reason="SIGTERM")
-    assert Checkpointer(tmp_path).restore(state) == 3
-    assert _names(tmp_path) == ["step-3"]
+    assert Checkpointer(tmp_path).restore(state) == 3 and _names(tmp_path) == ["step-3"]
 
 
 def test_only_leftovers_of_dead_attempts_are_deleted(tmp_path: Path) -> None:
@@ -246,8 +242,7 @@ def test_data_positions_are_per_rank_and_rejected_at_another_world_size(tmp_path
     assert ranks(2, _with_positions, str(tmp_path), True) == ["committed"] * 2
     assert ranks(2, _with_positions, str(tmp_path), False) == [1, 1]
     (said,) = ranks(1, _with_positions, str(tmp_path), False)
-    assert "cannot restore the data position of 2 ranks on 1" in said
-    assert "or resume with 2 ranks" in said
+    assert "cannot restore the data position of 2 ranks on 1" in said and "or resume with 2 ranks" in said
 
 
 # Disks that fail
@@ -281,9 +276,7 @@ def _train_on_a_bad_disk(rank: int, directory: str, asynchronous: bool) -> Any:
 
 def _all_ranks_failed_alike_and_loudly(results: list[Any], cause: str) -> None:
     for rank, (outcomes, failures, error, log) in enumerate(results):
-        assert outcomes == ["failed", "failed"]
-        assert failures == 2
-        assert cause in error
+        assert outcomes == ["failed", "failed"] and failures == 2 and cause in error
         assert error == results[0][2]
         told = "the checkpoint of step 2 (periodic) FAILED, training goes on without it"
         assert (told in log, cause in log) == (rank == 0, rank == 0), "said once, not by every rank"
@@ -316,6 +309,5 @@ def _on_private_disks(rank: int, directory: str) -> Any:
 
 def test_directory_not_shared_by_the_nodes_is_explained(tmp_path: Path) -> None:
     for outcome, error in ranks(2, _on_private_disks, str(tmp_path)):
-        assert outcome == "failed"
-        assert "rank 0 does not see" in error
+        assert outcome == "failed" and "rank 0 does not see" in error
         assert "must be on storage that all nodes share" in error

@@ -54,8 +54,7 @@ def test_resumed_run_equals_an_uninterrupted_run(
     resumed = ranks(2, _resume, str(tmp_path), kind, optimizer)
     for rank in range(2):
         losses, final = plain[rank]
-        assert saved[rank] == (losses, final)
-        assert resumed[rank] == (at, "run-1", losses[at:], final)
+        assert saved[rank] == (losses, final) and resumed[rank] == (at, "run-1", losses[at:], final)
     assert plain[0][0] != plain[1][0]  # the ranks see different data, or the test proves little
 
 
@@ -98,8 +97,7 @@ def _write(rank: int, directory: str, kind: str) -> dict[str, torch.Tensor]:
 
 def _read(rank: int, directory: str, kind: str) -> Any:
     state = build(kind, seed=77)
-    step = Checkpointer(directory).restore(state)
-    parameters = full_parameters(state)
+    step, parameters = Checkpointer(directory).restore(state), full_parameters(state)
     momenta = sorted(float(_whole(v["exp_avg"]).abs().sum()) for v in state.optimizer.state.values())
     assert min(momenta) > 0
     train_step(state)
@@ -123,8 +121,7 @@ def test_checkpoint_loads_at_another_world_size_and_parallelism(
     written = ranks(before[1], _write, str(tmp_path), before[0])[0]
     momenta = []
     for step, position, parameters, of_rank in ranks(after[1], _read, str(tmp_path), after[0]):
-        assert (step, position) == (2, 3)
-        assert parameters.keys() == written.keys()
+        assert (step, position) == (2, 3) and parameters.keys() == written.keys()
         assert all(torch.equal(parameters[name], written[name]) for name in written)
         momenta.append(of_rank)
     assert all(of_rank == momenta[0] for of_rank in momenta)

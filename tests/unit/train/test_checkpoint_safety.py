@@ -131,8 +131,7 @@ def test_tensors_of_a_checkpoint_run_no_code(tmp_path: Path) -> None:
     sign(checkpoint)
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path / "saves").restore(build("plain"))
-    assert not proof.exists()
-    assert caught.value.found.startswith("posix.mkdir; ")
+    assert not proof.exists() and caught.value.found.startswith("posix.mkdir; ")
 
 
 def test_index_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
@@ -235,13 +234,11 @@ def test_files_of_a_checkpoint_are_regular_files(tmp_path: Path, kind: str) -> N
 def test_first_version_still_loads_bit_for_bit(tmp_path: Path) -> None:
     with tarfile.open(FIRST_CHECKPOINT) as archive:
         archive.extractall(tmp_path, filter="data")
-    mine = Holder()
-    losses = []
+    mine, losses = Holder(), []
     for seed in (9, 10):
         state = build("plain", seed=seed)
         state.others = {"mine": mine}
-        assert Checkpointer(tmp_path).restore(state) == 2
-        assert digest(state) == FIRST_DIGEST
+        assert Checkpointer(tmp_path).restore(state) == 2 and digest(state) == FIRST_DIGEST
         losses.append(train_step(state))
     assert losses[0] == losses[1], "generators, scheduler and data position as well"
     value = mine.value
@@ -266,8 +263,7 @@ def test_value_that_could_not_be_read_again_fails_the_save_with_its_place(
     state = build("plain")
     state.others = {"mine": Holder(value)}
     result = Checkpointer(tmp_path).save(1, state)
-    assert not result.committed
-    assert "cannot save state['others']['mine']['x']" in result.error
+    assert not result.committed and "cannot save state['others']['mine']['x']" in result.error
     assert kind in result.error
 
 
@@ -277,8 +273,7 @@ def test_class_that_the_script_registers_is_kept(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Holder]):
         assert Checkpointer(tmp_path).save(1, state).committed
         state.others = {"mine": Holder()}
-        assert Checkpointer(tmp_path).restore(state) == 1
-        assert state.others["mine"].value["x"].value == 7
+        assert Checkpointer(tmp_path).restore(state) == 1 and state.others["mine"].value["x"].value == 7
         assert decode(pickle.dumps({"x": Holder(8)}))["x"].value == 8, "a checkpoint of the first version"
         with pytest.raises(CheckpointError):
             encode(Holder(Point(1, 2)), "state")
@@ -398,10 +393,8 @@ def test_every_optimizer_and_scheduler_of_torch_resumes_bit_for_bit(
     checkpointer = Checkpointer(tmp_path)
     result = checkpointer.save(3, state)
     assert result.committed, result.error
-    expected = _train(state, 3)
-    resumed = _state(optimizer, scheduler)
-    assert Checkpointer(tmp_path).restore(resumed) == 3
-    assert _train(resumed, 3) == expected
+    expected, resumed = _train(state, 3), _state(optimizer, scheduler)
+    assert Checkpointer(tmp_path).restore(resumed) == 3 and _train(resumed, 3) == expected
     for name, tensor in state.others["average"].state_dict().items():
         assert torch.equal(tensor, resumed.others["average"].state_dict()[name])
     shutil.rmtree(tmp_path)

@@ -106,8 +106,7 @@ def test_claim_of_a_job_killed_on_the_same_node_is_taken_over_at_once(tmp_path: 
     [(killed, pipe)] = start(1, _take_and_die, str(tmp_path))
     killed.join(LONG)
     pipe.close()
-    assert killed.exitcode == -signal.SIGKILL
-    assert (tmp_path / CLAIM_FILE).exists()
+    assert killed.exitcode == -signal.SIGKILL and (tmp_path / CLAIM_FILE).exists()
     assert Claim(tmp_path, takeover_timeout=LONG).take() is None
 
 

@@ -29,8 +29,7 @@ def path(tmp_path) -> Path:
 
 def test_entries_are_samples_in_key_order(path):
     dataset = LmdbDataset(path)
-    assert len(dataset) == 40
-    assert dataset[7] == {"__key__": "0007", "value": b"value 7"}
+    assert len(dataset) == 40 and dataset[7] == {"__key__": "0007", "value": b"value 7"}
     assert [sample["__key__"] for sample in dataset.__getitems__([39, 0])] == ["0039", "0000"]
     assert LmdbDataset(path, value="jpg")[0]["jpg"] == b"value 0"
     with pytest.raises(IndexError, match="sample 40 of a dataset of 40 samples"):
@@ -55,8 +54,7 @@ def test_workers_open_the_environment_themselves(path, workers):
 def test_dataset_can_be_pickled(path):
     dataset = LmdbDataset(path)
     again = pickle.loads(pickle.dumps(dataset))
-    assert again[3] == dataset[3]
-    assert again.fingerprint == dataset.fingerprint
+    assert again[3] == dataset[3] and again.fingerprint == dataset.fingerprint
 
 
 def test_missing_environment_is_explained(tmp_path):

@@ -43,8 +43,7 @@ def loaders(dataset: Any, world_size: int, global_batch: int, **options: Any) ->
 def run(ranks: list[Loader], batches: int | None = None) -> list[int]:
     """Run all ranks in step, as a job does, for some batches or to the end; the real samples in global order."""
     seen: list[int] = []
-    iterators = [iter(loader) for loader in ranks]
-    step = 0
+    iterators, step = [iter(loader) for loader in ranks], 0
     while step != batches:
         parts = [next(iterator, None) for iterator in iterators]
         if parts[0] is None:
@@ -105,22 +104,19 @@ def test_weights_of_all_ranks_count_each_real_sample_once(samples, world_size, p
         real = min(world_size * part, samples - batches * world_size * part)
         total += mean * real
         batches += 1
-    assert batches == len(ranks[0])
-    assert total == pytest.approx(sum(range(samples)), rel=1e-4)
+    assert batches == len(ranks[0]) and total == pytest.approx(sum(range(samples)), rel=1e-4)
 
 
 def test_dropped_last_batch_omits_the_end_of_the_order():
     ranks = loaders(Numbers(10), 2, 4, tail="drop")
-    assert len(ranks[0]) == 2
-    assert run(ranks) == SampleOrder([10], 0, 0, block=4, window=3).ids(0, 8)
+    assert len(ranks[0]) == 2 and run(ranks) == SampleOrder([10], 0, 0, block=4, window=3).ids(0, 8)
 
 
 def test_padded_batch_repeats_the_start_of_the_order_and_masks_the_padding():
     loader = Loader(Numbers(10), global_batch=4, collate=list)
     order = SampleOrder([10], 0, 0).ids(0, 10)
     *_, (last, mask) = [(batch, loader.mask.tolist()) for batch in loader]
-    assert last == order[8:] + order[:2]
-    assert mask == [True, True, False, False]
+    assert last == order[8:] + order[:2] and mask == [True, True, False, False]
 
 
 def test_each_epoch_has_its_own_order_and_advances():
@@ -128,8 +124,7 @@ def test_each_epoch_has_its_own_order_and_advances():
     first, second = ([id for batch in loader for id in batch] for _ in range(2))
     assert first != second
     loader.set_epoch(0)
-    assert [id for batch in loader for id in batch] == first
-    assert loader.epoch == 1
+    assert [id for batch in loader for id in batch] == first and loader.epoch == 1
 
 
 def test_order_without_shuffle_is_that_of_the_dataset():
@@ -142,8 +137,7 @@ def test_set_epoch_after_a_resume_keeps_the_position():
     again = Loader(Numbers(30), global_batch=10, collate=list)
     again.load_state_dict(loader.state_dict())
     again.set_epoch(0)
-    assert again.position == 10
-    assert len(list(again)) == 2
+    assert again.position == 10 and len(list(again)) == 2
 
 
 def test_interrupted_loop_continues_at_its_position():
@@ -159,8 +153,7 @@ def test_checkpoint_of_the_last_batch_resumes_in_the_next_epoch():
     next(iterator), next(iterator)
     again = Loader(Numbers(20), global_batch=10, collate=list)
     again.load_state_dict(loader.state_dict())
-    assert list(again) == []
-    assert (again.epoch, again.position) == (1, 0)
+    assert list(again) == [] and (again.epoch, again.position) == (1, 0)
 
 
 def test_moving_the_loader_within_its_loop_is_rejected():
@@ -205,8 +198,7 @@ def test_workers_change_neither_order_nor_seeds_and_prefetch_is_not_counted(data
     first, state = take(2, None, 2)
     assert state["position"] == 16
     rest, _ = take(1, state, 99)
-    assert first + rest == whole
-    assert sorted(cls for cls, _ in whole) == list(range(50))
+    assert first + rest == whole and sorted(cls for cls, _ in whole) == list(range(50))
     assert len({seed for _, seed in whole}) == 50
 
 
@@ -225,8 +217,7 @@ def test_workers_survive_epochs_and_an_abandoned_loop(data):
         alone.set_epoch(epoch)
         assert seen == [at for batch in alone for _, at in batch]
     loader.close()
-    assert len(pids) == 2
-    assert os.getpid() not in pids
+    assert len(pids) == 2 and os.getpid() not in pids
 
 
 def worker_and_number(sample: dict[str, Any]) -> tuple[int, int]:
@@ -260,15 +251,13 @@ def test_workers_survive_the_signals_of_slurm(number):
 def test_sample_seeds_do_not_modify_the_dataset():
     kept = [{"x": at} for at in range(4)]
     batch = next(iter(Loader(kept, global_batch=4)))
-    assert set(batch) == {"x", "__seed__"}
-    assert kept == [{"x": at} for at in range(4)]
+    assert set(batch) == {"x", "__seed__"} and kept == [{"x": at} for at in range(4)]
 
 
 def test_any_map_style_dataset_works():
     dataset = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
     x, y = next(iter(Loader(dataset, global_batch=6)))
-    assert torch.equal(x.long(), y)
-    assert sorted(y.tolist()) == list(range(6))
+    assert torch.equal(x.long(), y) and sorted(y.tolist()) == list(range(6))
 
 
 @cases("workers", 0, 1)

@@ -72,8 +72,7 @@ def test_neighbours_of_a_sample_change_between_epochs():
 
 def test_each_sample_has_its_own_seed_in_each_epoch():
     seeds = [seed for epoch in range(3) for seed in SampleOrder([1000], 5, epoch).seeds(range(1000))]
-    assert len(set(seeds)) == 3000
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len(set(seeds)) == 3000 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_first_positions_are_uniform():

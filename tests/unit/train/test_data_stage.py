@@ -34,19 +34,16 @@ def test_dataset_reads_staged_copies_with_the_shard_index(shards, local):
     assert contents(local) == sorted(staged_path(shard, local).name for shard in shards)
     for shard in shards:
         shard.unlink()
-    assert dataset[5]["txt"] == b"x" * 5000
-    assert dataset[5]["__url__"] == str(shards[2])
+    assert dataset[5]["txt"] == b"x" * 5000 and dataset[5]["__url__"] == str(shards[2])
 
 
 def test_copy_of_an_earlier_job_is_reused_and_an_outdated_copy_replaced(shards, local):
     copies = stage(shards, local)
-    inodes = [copy.stat().st_ino for copy in copies]
-    content = bytearray(shards[0].read_bytes())
+    inodes, content = [copy.stat().st_ino for copy in copies], bytearray(shards[0].read_bytes())
     content[600] ^= 1
     shards[0].write_bytes(content)
     os.utime(shards[0], ns=(1, 1))
-    assert stage(shards, local) == copies
-    assert copies[0].read_bytes() == content
+    assert stage(shards, local) == copies and copies[0].read_bytes() == content
     assert [copy.stat().st_ino for copy in copies[1:]] == inodes[1:]
 
 
@@ -100,15 +97,13 @@ def test_killed_copier_blocks_no_process_and_its_partial_copy_is_not_used(shards
     assert results.get(timeout=60)[0] == str(target)
     waiter.join()
     copier.join()
-    assert target.read_bytes() == shards[0].read_bytes()
-    assert not half.exists()
+    assert target.read_bytes() == shards[0].read_bytes() and not half.exists()
 
 
 def test_too_little_disk_space_leaves_shards_in_place(shards, local, caplog):
     with caplog.at_level(logging.WARNING):
         assert stage(shards, local, keep_free=1 << 60) == shards
-    assert contents(local) == []
-    assert f"cannot stage {shards[0]} to {local} (" in caplog.text
+    assert contents(local) == [] and f"cannot stage {shards[0]} to {local} (" in caplog.text
     assert "MiB are needed); reading it where it is" in caplog.text
 
 
@@ -118,8 +113,7 @@ def test_disk_full_during_the_copy_leaves_shards_in_place(shards, local, caplog)
     target = staged_path(shards[0], local)
     target.with_name(f".{target.name}.partial").symlink_to("/dev/full")
     assert stage(shards, local) == [shards[0], *(staged_path(shard, local) for shard in shards[1:])]
-    assert "(No space left on device); reading it where it is" in caplog.text
-    assert len(contents(local)) == 2
+    assert "(No space left on device); reading it where it is" in caplog.text and len(contents(local)) == 2
 
 
 def test_unusable_directory_leaves_shards_in_place(shards, tmp_path, caplog):

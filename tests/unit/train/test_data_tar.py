@@ -57,8 +57,7 @@ def test_samples_equal_those_of_webdataset(tmp_path):
         files = tar_file_expander([{"url": str(shard), "stream": stream}])
         theirs = list(group_by_keys(files))
     dataset = ShardDataset([shard])
-    assert [dataset[at] for at in range(len(dataset))] == theirs
-    assert len(theirs) == 5
+    assert [dataset[at] for at in range(len(dataset))] == theirs and len(theirs) == 5
 
 
 def test_samples_are_returned_in_the_requested_order_from_any_shard(tmp_path):
@@ -194,8 +193,7 @@ def test_damaged_index_is_explained_and_rebuilt(tmp_path, caplog, damage):
     assert text.endswith(f"\n  fix: remove {kept}; it is built again at the next start")
     with caplog.at_level(logging.WARNING):
         assert len(ShardDataset([shard])) == 3
-    assert "building it again" in caplog.text
-    assert kept.read_bytes() == whole
+    assert "building it again" in caplog.text and kept.read_bytes() == whole
 
 
 def test_flipped_bit_in_an_index_is_detected(tmp_path):
@@ -212,8 +210,7 @@ def test_indexes_of_shards_in_an_unwritable_directory_are_stored_elsewhere(tmp_p
     (shard,) = write_shards(tmp_path / "data", samples(3))
     # Root may write anywhere, so a directory in place of the index makes the write fail.
     (tmp_path / "data" / "shard-0000.tar.index").mkdir()
-    assert len(ShardDataset([shard])) == 3
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(ShardDataset([shard])) == 3 and len(list((tmp_path / "cache").iterdir())) == 1
     monkeypatch.setattr(index_module, "build_index", lambda shard: pytest.fail("built again"))
     assert len(ShardDataset([shard])) == 3
 
@@ -223,14 +220,12 @@ def test_index_that_cannot_be_stored_is_rebuilt_with_a_warning(tmp_path, monkeyp
     (tmp_path / "data" / "shard-0000.tar.index").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHOAL_INDEX_DIR", str(tmp_path / "file" / "sub"))
-    assert len(ShardDataset([shard])) == 3
-    assert "set SHOAL_INDEX_DIR to a writable folder" in caplog.text
+    assert len(ShardDataset([shard])) == 3 and "set SHOAL_INDEX_DIR to a writable folder" in caplog.text
 
 
 def test_shard_changed_while_in_use_is_detected(tmp_path):
     shards = write_shards(tmp_path, samples(4), per_shard=2)
-    dataset = ShardDataset(shards)
-    size = shards[0].stat().st_size
+    dataset, size = ShardDataset(shards), shards[0].stat().st_size
     assert dataset[0]["cls"] == b"0"
     os.truncate(shards[0], 1100)
     text = refusal(lambda: dataset[1])
@@ -256,8 +251,7 @@ def test_dataset_can_be_pickled(tmp_path):
     dataset = ShardDataset(write_shards(tmp_path, samples(3)))
     dataset[0]
     again = pickle.loads(pickle.dumps(dataset))
-    assert again[2] == dataset[2]
-    assert again.fingerprint == dataset.fingerprint
+    assert again[2] == dataset[2] and again.fingerprint == dataset.fingerprint
 
 
 def test_fingerprint_depends_on_the_data_and_not_on_its_path(tmp_path):
@@ -278,5 +272,4 @@ def test_index_supports_offsets_beyond_four_gigabytes(tmp_path):
         small = tarfile.TarInfo("b.txt")
         small.size = 5
         file.write(small.tobuf() + b"hello".ljust(512, b"\0") + bytes(1024))
-    assert build_index(shard).offsets[1] > 5 << 30
-    assert ShardDataset([shard])[1]["txt"] == b"hello"
+    assert build_index(shard).offsets[1] > 5 << 30 and ShardDataset([shard])[1]["txt"] == b"hello"

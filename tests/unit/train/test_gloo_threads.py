@@ -26,8 +26,7 @@ def busy(ending: threading.Event, as_named: str) -> threading.Thread:
         while not ending.is_set():
             hashlib.pbkdf2_hmac("sha256", b"x", b"y", 500_000)
 
-    named = threading.Event()
-    thread = threading.Thread(target=work, daemon=True)
+    named, thread = threading.Event(), threading.Thread(target=work, daemon=True)
     thread.start()
     named.wait(30)
     return thread

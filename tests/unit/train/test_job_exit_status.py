@@ -40,6 +40,5 @@ def test_progress_state_is_done_stopped_or_unchanged_after_a_failure(tmp_path: P
             pass
         return str(json.loads((tmp_path / "progress.json").read_text())["state"])
 
-    assert state_after(None) == "done"
-    assert state_after(StopExit(0, requeued=True)) == "stopped"
+    assert state_after(None) == "done" and state_after(StopExit(0, requeued=True)) == "stopped"
     assert state_after(ValueError()) == "running"

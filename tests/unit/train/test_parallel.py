@@ -73,9 +73,7 @@ def _layout(rank: int) -> Any:
 
 def test_fsdp_shards_each_block_over_the_ranks() -> None:
     (first, whole, wrapped), (second, _, _) = ranks(2, _layout)
-    assert wrapped == [True, True]
-    assert first + second == whole
-    assert 0.4 < first / whole < 0.6
+    assert wrapped == [True, True] and first + second == whole and 0.4 < first / whole < 0.6
 
 
 def _precision(rank: int, kind: str) -> Any:
@@ -91,8 +89,7 @@ def _precision(rank: int, kind: str) -> Any:
 @cases("kind", "ddp", "fsdp")
 def test_mixed_precision_computes_in_bf16_and_keeps_float32_parameters(kind: str) -> None:
     for computed, parameters, gradients in ranks(2, _precision, kind):
-        assert computed == torch.bfloat16
-        assert parameters == gradients == {torch.float32}
+        assert computed == torch.bfloat16 and parameters == gradients == {torch.float32}
 
 
 def test_blocks_are_members_of_the_outermost_lists_without_shared_parameters() -> None:
@@ -102,8 +99,7 @@ def test_blocks_are_members_of_the_outermost_lists_without_shared_parameters() -
     assert list(blocks(row)) == [row[0], row[2]]
     tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
     tied[2].weight = tied[0].weight
-    assert list(blocks(tied)) == [tied[1]]
-    assert list(blocks(nn.Linear(2, 2))) == []
+    assert list(blocks(tied)) == [tied[1]] and list(blocks(nn.Linear(2, 2))) == []
 
 
 def test_parallelize_before_init_names_the_missing_call() -> None:
@@ -119,8 +115,7 @@ def test_unknown_kind_and_precision_are_named() -> None:
 
 
 def _refusals(rank: int) -> list[str]:
-    said = []
-    frozen = Net().requires_grad_(False)
+    said, frozen = [], Net().requires_grad_(False)
     for model, options in ((frozen, {}), (nn.Linear(2, 2), {"activation_checkpointing": True})):
         try:
             parallelize(model, "fsdp", **options)

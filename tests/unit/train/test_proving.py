@@ -98,8 +98,7 @@ def _train(rank: int, root: str, cases: list[Case], world: int) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("proof")
-    cases = [*RIGHT, *WRONG]
+    made, cases = tmp_path_factory.mktemp("proof"), [*RIGHT, *WRONG]
     fresh_ranks(1, _train, str(made / "one"), cases, 1)
     fresh_ranks(WORLD, _train, str(made / "many"), cases, WORLD)
     return made
@@ -124,8 +123,7 @@ def test_correct_script_agrees_except_for_rounding(directory: Path, case: Case) 
 def test_wrong_script_fails_with_its_cause(directory: Path, case: Case) -> None:
     one, many, found = runs(directory, case)
     tolerance = 1e-12 if case.dtype == "float64" else 1e-6
-    assert not found.within(tolerance)
-    assert WRONG[case] in likely_cause(one, many, found, tolerance)
+    assert not found.within(tolerance) and WRONG[case] in likely_cause(one, many, found, tolerance)
 
 
 def test_proof_does_not_use_checkpoints_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

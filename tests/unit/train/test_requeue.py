@@ -59,15 +59,13 @@ def test_requeued_job_is_not_requeued_again(tmp_path: Path, caplog: pytest.LogCa
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(scontrol.read_text().replace("Restarts=0", "Restarts=3"))
     assert requeue(environ={"PATH": path, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "requeued"
-    assert "requeue" not in (tmp_path / "asked").read_text()
-    assert "job 7 is already requeued" in caplog.text
+    assert "requeue" not in (tmp_path / "asked").read_text() and "job 7 is already requeued" in caplog.text
 
 
 @cases("state", "CANCELLED", "COMPLETING")
 def test_cancelled_job_is_not_requeued(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"PATH": _slurm(tmp_path, state), "SLURM_JOB_ID": "7"}
-    assert requeue(environ=environ) == "cancelled"
-    assert (tmp_path / "asked").read_text() == "show job 7\n"
+    assert requeue(environ=environ) == "cancelled" and (tmp_path / "asked").read_text() == "show job 7\n"
     assert "job 7 was cancelled and is not requeued" in caplog.text
 
 
@@ -81,5 +79,4 @@ def test_missing_scontrol_leaves_the_requeue_to_the_batch_script(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert requeue(environ={"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}) == "failed"
-    assert "no scontrol on this node" in caplog.text
-    assert requeue(environ={}) == "failed"
+    assert "no scontrol on this node" in caplog.text and requeue(environ={}) == "failed"

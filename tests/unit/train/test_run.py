@@ -41,10 +41,8 @@ def test_signal_to_a_rank_loses_no_step_and_changes_no_bit(tmp_path: Path, kind:
     assert (newest.name, files.read_manifest(newest).reason) == ("step-5", "SIGTERM")
     resumed = ranks(2, _train, str(tmp_path / "cut"), kind, None, asynchronous)
     for rank in range(2):
-        assert stopped[rank][0] == EXIT_REQUEUE
-        assert list(stopped[rank][1]) == [0, 1, 2, 3, 4]
-        assert list(resumed[rank][1]) == [5, 6]
-        assert stopped[rank][1] | resumed[rank][1] == whole[rank][1]
+        assert stopped[rank][0] == EXIT_REQUEUE and list(stopped[rank][1]) == [0, 1, 2, 3, 4]
+        assert list(resumed[rank][1]) == [5, 6] and stopped[rank][1] | resumed[rank][1] == whole[rank][1]
         assert resumed[rank][2] == whole[rank][2]
 
 
@@ -55,8 +53,7 @@ def test_completed_run_does_nothing_when_started_again(tmp_path: Path, caplog: p
     told = f"training is already complete; to start over, move {tmp_path} away"
     assert told not in caplog.text
     again = build("plain", seed=3)
-    assert list(Run(again, tmp_path, environ={}).steps(3)) == []
-    assert digest(again) == final
+    assert list(Run(again, tmp_path, environ={}).steps(3)) == [] and digest(again) == final
     assert told in caplog.text
 
 

@@ -24,8 +24,7 @@ EPOCHS, BATCHES = 3, 4
 
 def _run(directory: Path, save_every: int = 0) -> Run:
     torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    inputs = torch.randn(30, 2)
+    model, inputs = nn.Linear(2, 1), torch.randn(30, 2)
     loader = Loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), global_batch=8, seed=1)
     assert len(loader) == BATCHES
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -34,8 +34,7 @@ def _stopper(grace: float | None = None, **environ: str) -> Stopper:
 
 def test_no_signal_means_no_stop() -> None:
     stopper = _stopper()
-    assert stopper.agree(1) is None
-    assert stopper.received_signal == ""
+    assert stopper.agree(1) is None and stopper.received_signal == ""
     stopper.close()
 
 
@@ -299,8 +298,7 @@ def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
     with output:
         workers = output.readline().split()[1:]
         trainer.join(120)
-    assert trainer.exitcode == -signal.SIGKILL
-    assert len(workers) == 2
+    assert trainer.exitcode == -signal.SIGKILL and len(workers) == 2
     _wait_until_gone(workers)
 
 

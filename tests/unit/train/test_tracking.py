@@ -85,8 +85,7 @@ def test_run_on_the_server_has_parameters_metrics_tags_and_artifacts(
     plot.write_bytes(b"changed later")
     assert track.close(timeout=30)
     run = mlflow.the_run()
-    assert run["params"] == {"lr": "1"}
-    assert mlflow.rows() == {(1, 0.5): 1}
+    assert run["params"] == {"lr": "1"} and mlflow.rows() == {(1, 0.5): 1}
     assert run["info"]["status"] == "FINISHED"
     assert (run["tags"]["shoal.job_id"], run["tags"]["shoal.code_hash"], run["tags"]["shoal.run"]) == (
         "17",
@@ -184,8 +183,7 @@ def test_equal_values_within_a_millisecond_are_two_records(start: Start, tmp_pat
         track.log({"loss": 1.0}, step=6)
     track.close()
     rows = [(r["t"], r["step"]) for r in records(tmp_path / "tracking/metrics.jsonl") if "metrics" in r]
-    assert len(set(rows)) == 400
-    assert [t for t, _ in rows] == sorted(t for t, _ in rows)
+    assert len(set(rows)) == 400 and [t for t, _ in rows] == sorted(t for t, _ in rows)
 
 
 def test_recovery_command_of_a_job_runs_on_its_node_with_the_login_of_its_user(tmp_path: Path) -> None:
@@ -218,15 +216,13 @@ def test_unreachable_server_loses_no_record_and_the_command_sends_them_later(
     assert not track.close(timeout=30)
     directory = tmp_path / "tracking"
     command = caplog.text.partition("the job's next start sends them, or: ")[2].splitlines()[0]
-    assert command.endswith(f" -m shoal.train.tracking.send {directory}")
-    assert send([str(directory)]) == 1
+    assert command.endswith(f" -m shoal.train.tracking.send {directory}") and send([str(directory)]) == 1
     assert "not sent: " in (said := capsys.readouterr().err) and "Connection refused" in said
     mlflow.start()
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     printed = subprocess.run(["sh", "-c", command], cwd="/", env=bare, capture_output=True, text=True, timeout=60)
     assert (printed.returncode, printed.stderr) == (0, "") and f"the server has all of {directory}" in printed.stdout
-    assert send([str(directory)]) == 0
-    assert f"the server has all of {directory}" in capsys.readouterr().out
+    assert send([str(directory)]) == 0 and f"the server has all of {directory}" in capsys.readouterr().out
     assert mlflow.rows() == {(step, float(step)): 1 for step in range(100)}
     assert mlflow.the_run()["info"]["status"] == "FINISHED"
 
@@ -374,8 +370,7 @@ def test_nothing_is_recorded_after_close(start: Start, tmp_path: Path) -> None:
     track.params({"a": 1})
     track.tags({"a": 1})
     track.data("a", b"")
-    assert track.close()
-    assert (tmp_path / "tracking/metrics.jsonl").stat().st_size == size
+    assert track.close() and (tmp_path / "tracking/metrics.jsonl").stat().st_size == size
 
 
 def test_forked_child_that_exits_does_not_end_the_run(tmp_path: Path) -> None:

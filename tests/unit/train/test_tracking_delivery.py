@@ -63,8 +63,7 @@ def each_once(first: int, last: int) -> dict[tuple[int, float], int]:
 def test_failed_request_loses_and_duplicates_nothing(mlflow: FakeMlflow, spool: Spool, fault: str, on: str) -> None:
     record(spool, 0, 30)
     mlflow.fault_on, mlflow.faults = on, [fault]
-    assert ship_all(shipping(mlflow, spool.path))
-    assert mlflow.rows() == each_once(0, 30)
+    assert ship_all(shipping(mlflow, spool.path)) and mlflow.rows() == each_once(0, 30)
     assert len(mlflow.runs) == 1
 
 
@@ -74,8 +73,7 @@ def test_many_faults_with_concurrent_records_lose_and_duplicate_nothing(mlflow: 
     for start in range(0, 300, 10):
         record(spool, start, start + 10)
         ship_all(sending)
-    assert mlflow.rows() == each_once(0, 300)
-    assert len(mlflow.active_runs()) == 1
+    assert mlflow.rows() == each_once(0, 300) and len(mlflow.active_runs()) == 1
 
 
 def test_late_answer_after_storing_duplicates_nothing(mlflow: FakeMlflow, spool: Spool) -> None:
@@ -124,9 +122,7 @@ def test_batches_stay_within_the_mlflow_limits(mlflow: FakeMlflow, spool: Spool)
     spool.append({"t": 2, "tags": {"t0": "last"}})
     assert ship_all(shipping(mlflow, spool.path)) == []
     run = mlflow.the_run()
-    assert len(run["metrics"]) == 5000
-    assert len(run["params"]) == 250
-    assert len(run["params"]["p7"]) == 6000
+    assert len(run["metrics"]) == 5000 and len(run["params"]) == 250 and len(run["params"]["p7"]) == 6000
     assert (run["tags"]["t0"], len(run["tags"]["t149"])) == ("last", 8000)
 
 
@@ -154,8 +150,7 @@ def test_parameter_changed_by_a_restart_becomes_a_tag(mlflow: FakeMlflow, spool:
     for value in ("0.1", "0.1", "0.2"):
         spool.append({"t": 1, "params": {"lr": value}})
     ship_all(shipping(mlflow, spool.path))
-    assert mlflow.the_run()["params"] == {"lr": "0.1"}
-    assert mlflow.the_run()["tags"]["param.lr"] == "0.2"
+    assert mlflow.the_run()["params"] == {"lr": "0.1"} and mlflow.the_run()["tags"]["param.lr"] == "0.2"
 
 
 def test_invalid_lines_are_skipped(mlflow: FakeMlflow, spool: Spool) -> None:
@@ -174,8 +169,7 @@ def test_server_that_lost_its_database_gets_everything_again(mlflow: FakeMlflow,
     mlflow.runs.clear()
     mlflow.experiments.clear()
     record(spool, 10, 20)
-    assert "not found" in ship_all(sending)[0]
-    assert mlflow.rows() == each_once(0, 20)
+    assert "not found" in ship_all(sending)[0] and mlflow.rows() == each_once(0, 20)
 
 
 def test_deleted_run_is_explained(mlflow: FakeMlflow, spool: Spool) -> None:
@@ -202,21 +196,18 @@ def test_another_node_waits_for_the_run_created_by_rank_0(mlflow: FakeMlflow, sp
     ship_all(shipping(mlflow, spool.path))
     ship_all(node)
     other.close()
-    assert mlflow.rows("system/n2/cpu") == {(0, 5.0): 1}
-    assert len(mlflow.runs) == 1
+    assert mlflow.rows("system/n2/cpu") == {(0, 5.0): 1} and len(mlflow.runs) == 1
 
 
 def test_second_run_created_by_a_late_server_is_deleted_at_the_end(mlflow: FakeMlflow, spool: Spool) -> None:
     sending = shipping(mlflow, spool.path)
     record(spool, 0, 3)
     ship_all(sending)
-    used = mlflow.the_run()["info"]["run_id"]
-    tags = [{"key": "shoal.run", "value": NAME.run}]
+    used, tags = mlflow.the_run()["info"]["run_id"], [{"key": "shoal.run", "value": NAME.run}]
     mlflow._runs_create({"experiment_id": "1", "start_time": NAME.started - 1, "tags": tags})
     spool.append({"t": 9, "status": "FINISHED"})
     ship_all(sending)
-    assert mlflow.the_run()["info"]["run_id"] == used
-    assert mlflow.the_run()["info"]["status"] == "FINISHED"
+    assert mlflow.the_run()["info"]["run_id"] == used and mlflow.the_run()["info"]["status"] == "FINISHED"
     assert mlflow.rows() == each_once(0, 3)
 
 
@@ -263,8 +254,7 @@ def test_rejected_request_is_retried_later_with_a_hint(
 def test_password_is_sent_only_to_the_server(mlflow: FakeMlflow) -> None:
     host = mlflow.uri.removeprefix("http://")
     server = MlflowClient(f"http://ann:s%40cret@{host}/", {})
-    assert server.uri == mlflow.uri
-    assert "s@cret" not in repr(vars(server)) and "s%40cret" not in repr(server)
+    assert server.uri == mlflow.uri and "s@cret" not in repr(vars(server)) and "s%40cret" not in repr(server)
     server.post("experiments/create", {"name": "x"})
     assert mlflow.headers[-1]["Authorization"] == "Basic YW5uOnNAY3JldA=="
     MlflowClient(mlflow.uri, {"MLFLOW_TRACKING_TOKEN": "tok"}).post("experiments/create", {"name": "y"})
@@ -310,8 +300,7 @@ def test_flush_stops_for_an_unreachable_server_and_keeps_the_records(
     assert "Connection refused" in caplog.text and "records stay on disk, training continues" in caplog.text
     mlflow.start()
     second = DeliveryThread([spool], shipping(mlflow, spool.path))
-    assert second.stop(30)
-    assert mlflow.rows() == each_once(0, 5)
+    assert second.stop(30) and mlflow.rows() == each_once(0, 5)
 
 
 def test_flush_of_a_hanging_server_ends_at_its_timeout(mlflow: FakeMlflow, spool: Spool) -> None:
@@ -333,8 +322,7 @@ def test_unexpected_answer_does_not_end_the_thread(
     assert not background.flush(30)
     monkeypatch.setattr(mlflow, "_experiments_get_by_name", answer)
     mlflow.experiments["digits"] = "1"
-    assert background.stop(30)
-    assert mlflow.rows() == each_once(0, 5)
+    assert background.stop(30) and mlflow.rows() == each_once(0, 5)
 
 
 def test_concurrent_senders_send_a_spool_once(mlflow: FakeMlflow, spool: Spool) -> None:

@@ -124,8 +124,7 @@ def test_server_killed_and_restarted_midway_has_every_metric_once(real: RealMlfl
     assert real.rows("nan") == {(step, "NaN"): 1 for step in range(3900, 5000)}
     run = real.the_run()
     tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
-    assert run["info"]["status"] == "FINISHED"
-    assert run["data"]["params"] == [{"key": "lr", "value": "0.1"}]
+    assert run["info"]["status"] == "FINISHED" and run["data"]["params"] == [{"key": "lr", "value": "0.1"}]
     assert (tags["param.lr"], tags["shoal.restarts"]) == ("0.2", "1")
     files = real.get("artifacts/list", run_id=run["info"]["run_id"], path="plots")["files"]
     assert [(file["path"], int(file["file_size"])) for file in files] == [("plots/loss.txt", 5)]

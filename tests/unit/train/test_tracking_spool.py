@@ -33,8 +33,7 @@ def test_truncated_last_line_is_skipped_and_the_next_start_appends(tmp_path: Pat
     spool = Spool(path)
     spool.append({"step": 3})
     spool.close()
-    assert steps(path) == [1, 3]
-    assert json.loads(path.read_bytes().split(b"\n")[-2]) == {"step": 3}
+    assert steps(path) == [1, 3] and json.loads(path.read_bytes().split(b"\n")[-2]) == {"step": 3}
 
 
 def test_unfinished_line_is_read_once_complete(tmp_path: Path) -> None:
@@ -70,8 +69,7 @@ def test_process_killed_at_any_time_keeps_every_acknowledged_record(tmp_path: Pa
         said = process.stdout.read().split()
         process.stdout.close()
         process.wait()
-        told = expected + kill + len(said)
-        found = steps(path)
+        told, found = expected + kill + len(said), steps(path)
         # The record whose number was not printed yet may be there or not; all others are, once.
         assert found in (list(range(told)), list(range(told + 1)))
         expected = len(found)
@@ -88,8 +86,7 @@ def test_disk_full_within_a_line_loses_nothing_once_space_is_free(tmp_path: Path
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert steps(tmp_path / "s") == list(range(21))
-    assert ": File too large" in done.stderr
+    assert steps(tmp_path / "s") == list(range(21)) and ": File too large" in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -103,16 +100,14 @@ def test_full_disk_is_logged_once_and_raises_nothing(caplog: pytest.LogCaptureFi
     ]
     for _ in range(3):
         spool.append({"x": "y" * (BUFFER_BYTES // 2)})
-    assert len(spool._buffer) <= BUFFER_BYTES
-    assert spool._lost == 2
+    assert len(spool._buffer) <= BUFFER_BYTES and spool._lost == 2
 
 
 def test_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(100)))
     assert [record["step"] for record in read_tail(path, 40)] == [97, 98, 99]
-    assert len(read_tail(path, 1 << 20)) == 100
-    assert read_tail(tmp_path / "none", 10) == []
+    assert len(read_tail(path, 1 << 20)) == 100 and read_tail(tmp_path / "none", 10) == []
 
 
 def test_delivery_position_is_valid_only_for_its_run_and_spool_length(tmp_path: Path) -> None:
@@ -120,10 +115,8 @@ def test_delivery_position_is_valid_only_for_its_run_and_spool_length(tmp_path: 
     path.write_bytes(b"{}\n" * 10)
     assert read_position(path, "a") == 0
     write_position(path, "a", 12)
-    assert read_position(path, "a") == 12
-    assert read_position(path, "b") == 0
+    assert read_position(path, "a") == 12 and read_position(path, "b") == 0
     path.write_bytes(b"{}\n")
     assert read_position(path, "a") == 0
     (tmp_path / "s.sent").write_bytes(b"")
-    assert read_position(path, "a") == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["s", "s.sent"]
+    assert read_position(path, "a") == 0 and sorted(p.name for p in tmp_path.iterdir()) == ["s", "s.sent"]
