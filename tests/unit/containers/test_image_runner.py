@@ -162,24 +162,32 @@ def test_mount_may_lie_over_directories_that_every_image_has(root: Path, tmp_pat
         assert run(root, "ls", place, mounts=[[str(tmp_path), place, True]]).stdout == "bundle\nfile\n"
 
 
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
+@pytest.fixture
+def shared(root: Path) -> Iterator[Path]:
+    """The programs and the root where another user can enter: pytest's directories are root's alone."""
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copytree(START.parent, f"{name}/remote")
+        shutil.copytree(root, f"{name}/root", symlinks=True)
+        subprocess.run(["chmod", "-R", "a+rX", name], check=True)
+        yield Path(name)
+
+
+def run_as_nobody(shared: Path, *command: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    settings = {**SETTINGS, "directory": str(shared / "root"), **more}
+    line = [*NOBODY, sys.executable, "-I", "-S", str(shared / "remote/start.py"), "image", "--", *command]
+    environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
+    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
-def test_mount_that_the_user_cannot_reach_says_so(root: Path) -> None:
-    shared = Path(tempfile.mkdtemp())
-    try:
-        shutil.copytree(START.parent, shared / "remote")
-        shutil.copytree(root, shared / "root", symlinks=True)
-        (shared / "closed").mkdir(mode=0o700)
-        (shared / "closed/data").mkdir()
-        subprocess.run(["chmod", "a+rx", shared, "-R"], check=True)
-        (shared / "closed").chmod(0o700)
-        settings = {**SETTINGS, "directory": str(shared / "root"), "mounts": [[f"{shared}/closed/data", "/data", True]]}
-        line = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-I", "-S"]
-        line += [str(shared / "remote/start.py"), "image", "--", "ls"]
-        environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
-        assert f"--mount: {shared}/closed/data: Permission denied" in done.stderr
-    finally:
-        shutil.rmtree(shared)
+def test_mount_that_the_user_cannot_reach_says_so(shared: Path) -> None:
+    (shared / "closed").mkdir(mode=0o700)
+    (shared / "closed/data").mkdir()
+    done = run_as_nobody(shared, "ls", mounts=[[f"{shared}/closed/data", "/data", True]])
+    assert f"--mount: {shared}/closed/data: Permission denied" in done.stderr
 
 
 def test_script_is_found_from_another_working_directory(root: Path) -> None:
@@ -318,49 +326,27 @@ def test_container_is_a_copy_of_its_own_under_its_name(store: dict[str, Any]) ->
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
-def test_program_with_the_setuid_bit_of_root_runs_as_the_user(root: Path) -> None:
-    shared = Path(tempfile.mkdtemp())
-    try:
-        shutil.copytree(START.parent, shared / "remote")
-        shutil.copytree(root, shared / "root", symlinks=True)
-        shutil.copy(shared / "root/bin/id", shared / "root/bin/become-root")
-        subprocess.run(["chmod", "-R", "a+rX", shared], check=True)
-        (shared / "root/bin/become-root").chmod(0o4755)
-        user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-        outside = subprocess.run([*user, shared / "root/bin/become-root", "-u"], capture_output=True, text=True)
-        if outside.stdout != "0\n":
-            pytest.skip("/tmp gives nobody the rights of a program with the setuid bit")
-        settings = {**SETTINGS, "directory": str(shared / "root")}
-        line = [*user, sys.executable, "-I", "-S", str(shared / "remote/start.py"), "image", "--"]
-        environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
-        line += ["sh", "-c", "become-root -u; cat /proc/self/status"]
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
-        assert done.stdout.startswith("65534\n") and "\nNoNewPrivs:\t1\n" in done.stdout, done.stderr
-    finally:
-        shutil.rmtree(shared)
+def test_program_with_the_setuid_bit_of_root_runs_as_the_user(shared: Path) -> None:
+    program = shared / "root/bin/become-root"
+    shutil.copy(shared / "root/bin/id", program)
+    program.chmod(0o4755)
+    outside = subprocess.run([*NOBODY, program, "-u"], capture_output=True, text=True)
+    if outside.stdout != "0\n":
+        pytest.skip("/tmp gives nobody the rights of a program with the setuid bit")
+    done = run_as_nobody(shared, "sh", "-c", "become-root -u; cat /proc/self/status")
+    assert done.stdout.startswith("65534\n") and "\nNoNewPrivs:\t1\n" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
-def test_directory_of_another_user_gets_places_for_mounts(root: Path) -> None:
-    shared = Path(tempfile.mkdtemp())
-    try:
-        shutil.copytree(START.parent, shared / "remote")  # the other user cannot enter pytest's directories
-        shutil.copytree(root, shared / "root", symlinks=True)
-        (shared / "root/linked").symlink_to("srv")
-        subprocess.run(["chmod", "-R", "a+rX", shared], check=True)
-        mounts = [["/etc/hostname", f"/{name}/new/file", True] for name in ("etc", "linked/..", "deep/er")]
-        settings = {**SETTINGS, "directory": str(shared / "root"), "mounts": mounts}
-        line = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-I", "-S"]
-        line += [str(shared / "remote/start.py"), "image", "--"]
-        line += ["sh", "-c", "id -u; cat /etc/new/file /deep/er/new/file; cat /etc/group; touch /x"]
-        environment = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SHOAL_IMAGE": json.dumps(settings)}
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd="/tmp", timeout=60)
-        host = Path("/etc/hostname").read_text()
-        assert done.stdout.startswith(f"65534\n{host}{host}") and "root:x:0:" in done.stdout, done.stderr
-        assert "Read-only file system" in done.stderr
-        assert sorted(path.name for path in (shared / "root/etc").iterdir()) == ["group", "passwd"]
-    finally:
-        shutil.rmtree(shared)
+def test_directory_of_another_user_gets_places_for_mounts(shared: Path) -> None:
+    (shared / "root/linked").symlink_to("srv")
+    mounts = [["/etc/hostname", f"/{name}/new/file", True] for name in ("etc", "linked/..", "deep/er")]
+    script = "id -u; cat /etc/new/file /deep/er/new/file; cat /etc/group; touch /x"
+    done = run_as_nobody(shared, "sh", "-c", script, mounts=mounts)
+    host = Path("/etc/hostname").read_text()
+    assert done.stdout.startswith(f"65534\n{host}{host}") and "root:x:0:" in done.stdout, done.stderr
+    assert "Read-only file system" in done.stderr
+    assert sorted(path.name for path in (shared / "root/etc").iterdir()) == ["group", "passwd"]
 
 
 def test_container_on_a_rented_machine_is_not_recorded(

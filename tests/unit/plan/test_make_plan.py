@@ -43,6 +43,11 @@ async def applied(world: World) -> World:
     return world
 
 
+async def replanned(text: str, before: str = LAB) -> Plan:
+    """The plan for a new file, where that of before is in force."""
+    return await planned(await applied(lab(before)), spec_of(text))
+
+
 def costs(plan: Plan) -> dict[tuple[str, str], Cost]:
     return {(change.host, change.what): change.cost for change in plan.changes if change.cost}
 
@@ -67,8 +72,7 @@ async def test_applied_plan_leaves_no_changes() -> None:
 
 
 async def test_new_partition_costs_nothing() -> None:
-    world = await applied(lab())
-    plan = await planned(world, spec_of(LAB + "  long: {nodesets: [lab]}\n"))
+    plan = await replanned(LAB + "  long: {nodesets: [lab]}\n")
     assert {(change.host, change.what) for change in plan.changes} == {
         ("c1", f"file {SLURM_CONF}"),
         ("c1", "command reconfigure"),
@@ -77,8 +81,7 @@ async def test_new_partition_costs_nothing() -> None:
 
 
 async def test_new_setting_costs_restarts() -> None:
-    world = await applied(lab())
-    plan = await planned(world, spec_of(LAB + "slurm: {options: {KillWait: 60}}\n"))
+    plan = await replanned(LAB + "slurm: {options: {KillWait: 60}}\n")
     assert costs(plan) == {
         ("c1", f"file {SLURM_CONF}"): Cost.RESTART,
         ("c1", "service slurmctld"): Cost.RESTART,
@@ -88,16 +91,14 @@ async def test_new_setting_costs_restarts() -> None:
 
 
 async def test_leaving_node_is_drained_and_stays_configured_until_empty() -> None:
-    world = await applied(lab())
-    plan = await planned(world, spec_of(LAB.replace(", {name: n2, address: 10.0.0.12}", "")))
+    plan = await replanned(LAB.replace(", {name: n2, address: 10.0.0.12}", ""))
     assert plan.drain == ("n2",) and plan.cost is Cost.DRAIN and all(not host.changes for host in plan.hosts)
     assert [host.name for host in plan.after_drain] == ["c1", "n1"]
     assert plan.changes[0] == Change("n2", "node", "drain, then remove", Cost.DRAIN)
 
 
 async def test_plan_includes_changes_after_the_drain() -> None:
-    world = await applied(lab())
-    plan = await planned(world, spec_of(WITHOUT_N2))
+    plan = await replanned(WITHOUT_N2)
     after = plan.changes[1:]
     assert {change.host for change in after} == {"c1", "n1"}
     assert ("c1", f"file {SLURM_CONF}", f"make file {SLURM_CONF}, once n2 is empty") in [
@@ -118,8 +119,7 @@ async def test_immediate_changes_are_not_repeated_after_the_drain() -> None:
 
 
 async def test_leaving_undeleted_host_is_a_warning() -> None:
-    world = await applied(lab(LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n"))
-    plan = await planned(world, spec_of(WITHOUT_N2))
+    plan = await replanned(WITHOUT_N2, LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n")
     assert [str(finding) for finding in plan.findings] == [
         "n2: leaves the cluster, and slurmd and the munge key stay on it, "
         "put it back into the file and run `shoal node remove n2`",
@@ -151,15 +151,13 @@ async def test_controller_without_compute_is_drained() -> None:
 
 
 async def test_cluster_rename_costs_jobs() -> None:
-    world = await applied(lab())
-    plan = await planned(world, spec_of(LAB.replace("cluster: reef", "cluster: atoll")))
+    plan = await replanned(LAB.replace("cluster: reef", "cluster: atoll"))
     assert costs(plan)["c1", f"file {SLURM_CONF}"] is Cost.JOBS and plan.cost is Cost.JOBS
 
 
 async def test_new_slurm_conf_on_a_login_host_costs_nothing() -> None:
     text = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n"
-    world = await applied(lab(text))
-    plan = await planned(world, spec_of(text + "slurm: {options: {KillWait: 60}}\n"))
+    plan = await replanned(text + "slurm: {options: {KillWait: 60}}\n", text)
     [change] = [change for change in plan.changes if change.host == "door"]
     assert (change.what, change.cost) == (f"file {SLURM_CONF}", Cost.NOTHING)
 

@@ -1,7 +1,6 @@
 """The simulated Google Compute Engine follows the documented API."""
 
 import copy
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,13 +109,6 @@ async def test_instance_passes_the_google_states_and_is_deleted(google: Google) 
     google.clock.now += 30
     assert (await google.client.get(path)).status_code == 404
     assert (await google.client.delete(path)).status_code == 404 and await google.names() == ["b"]
-
-
-async def test_equal_request_id_returns_the_same_operation(google: Google) -> None:
-    asked = str(uuid.uuid4())
-    first = (await google.insert(requestId=asked)).json()
-    second = (await google.insert(requestId=asked)).json()
-    assert first["name"] == second["name"] and len(google.market.instances) == 2
 
 
 async def test_existing_name_is_a_conflict(google: Google) -> None:

@@ -109,14 +109,6 @@ def test_capacity_of_a_region_is_limited(it: Market) -> None:
     assert it.free("big", "us-1") == 1 and it.free("big", "us-2") == 0 and it.free("big", "nowhere") == 0
 
 
-@cases("why", "stockout", "quota", "balance", "error-before-create")
-def test_rejection_creates_nothing_and_is_used_up(it: Market, why: str) -> None:
-    it.faults = [Fault(why)]
-    with pytest.raises(ApiRejection) as caught:
-        it.order(ORDER, "m1")
-    assert caught.value.reason == why and it.instances == {} and it.order(ORDER, "m1").id == "m1"
-
-
 def test_fault_can_be_limited_to_a_type_or_region_or_unlimited_in_time(it: Market) -> None:
     it.faults = [Fault("stockout", -1, type="big"), Fault("quota", 2, region="us-2")]
     for _ in range(3):
@@ -177,24 +169,6 @@ def test_lagging_list_shows_a_machine_late_and_too_long(it: Market) -> None:
     assert [one.phase for one in it.list_instances()] == ["gone"]
     move(it, 20)
     assert it.list_instances() == []
-
-
-def test_duplicate_name_is_rejected_or_created_twice(it: Market) -> None:
-    it.faults = [Fault("duplicate-name")]
-    it.order(ORDER, "machine-1")
-    assert [one.order.name for one in it.instances.values()] == ["reef-n1", "reef-n1"]
-    unique = market(replace(PROFILE, unique_names=True))
-    unique.order(ORDER, "m1")
-    with pytest.raises(ApiRejection) as caught:
-        unique.order(ORDER, "m2")
-    assert caught.value.reason == "duplicate-name"
-
-
-def test_price_change_applies_to_the_machine_and_not_to_the_offer(it: Market) -> None:
-    it.faults = [Fault("price-change")]
-    assert it.price("big") == 20.0 and it.price("big", "spot") == 8.0
-    assert it.order(replace(ORDER, market="spot"), "m1").usd_hour == 16.0
-    assert it.order(replace(ORDER, name="b"), "m2").usd_hour == 20.0
 
 
 def test_slow_unreachable_and_broken_machines_can_be_created(it: Market) -> None:

@@ -32,6 +32,16 @@ def _stopper(grace: float | None = None, **environ: str) -> Stopper:
     return Stopper(grace, environ=environ)
 
 
+def _stopped(number: int | None, grace: float | None = None, save_seconds: float = 0.0, **environ: str) -> Stop | None:
+    """What the ranks agree on at step 1, after this signal."""
+    stopper = _stopper(grace, **environ)
+    if number is not None:
+        signal.raise_signal(number)
+    stop = stopper.agree(1, save_seconds=save_seconds)
+    stopper.close()
+    return stop
+
+
 def test_no_signal_means_no_stop() -> None:
     stopper = _stopper()
     assert stopper.agree(1) is None and stopper.received_signal == ""
@@ -40,33 +50,20 @@ def test_no_signal_means_no_stop() -> None:
 
 @cases("number", signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 def test_each_signal_stops_at_the_next_step_and_is_named(number: signal.Signals) -> None:
-    stopper = _stopper(100.0)
-    signal.raise_signal(number)
-    stop = stopper.agree(7, save_seconds=3.0)
-    stopper.close()
-    assert stop is not None
-    assert (stop.step, stop.reason, stop.save_seconds, stop.in_time) == (7, number.name, 3.0, True)
+    stop = _stopped(number, 100.0, 3.0)
+    assert stop is not None and (stop.step, stop.reason, stop.save_seconds, stop.in_time) == (1, number.name, 3.0, True)
     assert stop.seconds_left is not None and 0 < stop.seconds_left <= 100
 
 
 def test_save_longer_than_the_time_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    stopper = _stopper(SHOAL_GRACE_SECONDS="10")
-    signal.raise_signal(signal.SIGUSR1)
-    stop = stopper.agree(1, save_seconds=60.0)
-    stopper.close()
+    stop = _stopped(signal.SIGUSR1, None, 60.0, SHOAL_GRACE_SECONDS="10")
     assert stop is not None and not stop.in_time
     assert "a save takes 60.0 s, more than the time left; saving anyway" in caplog.text
 
 
 def test_sigterm_leaves_kill_wait_and_a_plain_warning_an_unknown_time() -> None:
-    stopper = _stopper()
-    signal.raise_signal(signal.SIGUSR1)
-    assert stopper.agree(1) == Stop(1, "SIGUSR1", None, 0.0)
-    stopper.close()
-    stopper = _stopper(SHOAL_GRACE_SECONDS="600")  # that is how long a warning leaves
-    signal.raise_signal(signal.SIGTERM)
-    stop = stopper.agree(1)
-    stopper.close()
+    assert _stopped(signal.SIGUSR1) == Stop(1, "SIGUSR1", None, 0.0)
+    stop = _stopped(signal.SIGTERM, SHOAL_GRACE_SECONDS="600")  # that is how long a warning leaves
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= KILL_WAIT_S
 
 
@@ -77,25 +74,16 @@ def test_every_process_between_slurm_and_the_script_forwards_the_stop_signals() 
 
 def test_time_limit_stops_without_a_signal_while_a_save_still_fits() -> None:
     save = 20.0
-    stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + SAVE_MARGIN_S + 3600)))
-    assert stopper.agree(1, save_seconds=save) is None
-    stopper.close()
-    stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + 2)))
-    stop = stopper.agree(2, save_seconds=save)
-    stopper.close()
+    later, soon = (str(int(time.time() + save + more)) for more in (SAVE_MARGIN_S + 3600, 2))
+    assert _stopped(None, None, save, SLURM_JOB_END_TIME=later) is None
+    stop = _stopped(None, None, save, SLURM_JOB_END_TIME=soon)
     assert stop is not None and stop.reason == "time limit"
 
 
 def test_time_limit_shortens_the_grace_and_is_ignored_once_past() -> None:
-    stopper = _stopper(600.0, SLURM_JOB_END_TIME=str(int(time.time() + 60)))
-    signal.raise_signal(signal.SIGUSR2)
-    stop = stopper.agree(1)
-    stopper.close()
+    stop = _stopped(signal.SIGUSR2, 600.0, SLURM_JOB_END_TIME=str(int(time.time() + 60)))
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= 60
-    stopper = _stopper(600.0, SLURM_JOB_END_TIME=str(int(time.time() - 5)))
-    signal.raise_signal(signal.SIGTERM)
-    stop = stopper.agree(1)
-    stopper.close()
+    stop = _stopped(signal.SIGTERM, 600.0, SLURM_JOB_END_TIME=str(int(time.time() - 5)))
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left > 60
 
 
@@ -126,9 +114,7 @@ def _received_signal(directory: Path, restart: int) -> str:
 def test_warning_before_the_start_has_less_time_left(tmp_path: Path) -> None:
     (tmp_path / "stop.0").write_text(f"{int(signal.SIGUSR2)}\n")
     os.utime(tmp_path / "stop.0", (time.time() - 45, time.time() - 45))
-    stopper = _stopper(SHOAL_JOB_DIR=str(tmp_path), SHOAL_GRACE_SECONDS="60")
-    stop = stopper.agree(1)
-    stopper.close()
+    stop = _stopped(None, SHOAL_JOB_DIR=str(tmp_path), SHOAL_GRACE_SECONDS="60")
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= 15
 
 
