@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 from tests.unit.containers.test_image_runner import ALLOWED, OTHER, SETTINGS, START, root
-from tests.unit.containers.test_image_store import ask, store, wait_for
+from tests.unit.containers.test_image_store import ask, store
 
 from shoal.containers.images import JobImage, StoredImage, bundle_name
 from shoal.jobs import script

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 
 from shoal.containers.images import StoredImage, parse_containers, parse_image, parse_images, store_command
 from shoal.remote import image_archives, image_store
@@ -300,14 +299,6 @@ STEP = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-19T01:30:0
 )
 def test_end_of_a_job_has_its_cause(lines: list[str], cause: str) -> None:
     assert image_store.job_failure(lines) == cause
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it did not happen")
 
 
 def test_layer_has_all_files_of_a_directory_of_somebody_else(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 
 from shoal.cloud.service.processes import ProcessResult, run_connected
 from shoal.remote import job_file_transfer
@@ -74,13 +73,6 @@ def files(directory: Path) -> dict[str, str]:
     }
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def ends(tmp_path: Path) -> Ends:
     return Ends(tmp_path)
@@ -119,11 +111,11 @@ def test_files_are_fetched_while_the_job_runs(ends: Ends) -> None:
     following = threading.Thread(target=lambda: done.append(ends.follow()))
     following.start()
     here = ends.controller / "7/rank-0.0.log"
-    until(lambda: here.exists() and here.read_text() == "1.0 one\n")
+    wait_for(lambda: here.exists() and here.read_text() == "1.0 one\n")
     with log.open("a") as file:
         file.write("2.0 two\n")
     ends.write(ends.container / "7/progress.json", '{"step": 1}')
-    until(lambda: here.read_text() == "1.0 one\n2.0 two\n" and (ends.controller / "7/progress.json").exists())
+    wait_for(lambda: here.read_text() == "1.0 one\n2.0 two\n" and (ends.controller / "7/progress.json").exists())
     ends.over.touch()
     following.join(LIMIT)
     assert done == [WELL]

@@ -147,12 +147,6 @@ def reef() -> Reef:
     return Reef()
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text("print(1)\n")
-    return tmp_path
-
-
 async def test_submitted_script_equals_the_dry_run(reef: Reef, tree: Path) -> None:
     shown = await dry_run(reef.context, job(nodes=2), tree)
     assert all(host.calls == [] for host in reef.nodes.values()), "a dry run touches no node"

@@ -115,12 +115,6 @@ class Reef:
         }
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text("print(1)\n")
-    return tmp_path
-
-
 async def test_bundle_reaches_the_share_through_the_controller(tree: Path) -> None:
     reef = Reef(SHARE, c1="share")
     submitted = await run(reef.context, job(nodes=2, directory="/data/jobs"), tree)

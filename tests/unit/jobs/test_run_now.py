@@ -59,12 +59,6 @@ async def run_on(reef: Reef, tree: Path, screen: Screen, **options: Any) -> Ende
     return await run_now(reef.context, job(nodes=2, **options), tree, screen)
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text("print(1)\n")
-    return tmp_path
-
-
 @cases(
     "name, options, paths",
     ("now", {"nodes": 2, "sbatch": ("--reservation=a b",), "export": {"LEVEL": "2"}}, {"copies": True}),

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 
 from shoal.contract import EXIT_REQUEUE
 from shoal.jobs.launchers import LAUNCHERS, LaunchParameters, ShellText
@@ -53,6 +54,16 @@ class Node:
         pipe = subprocess.PIPE
         return subprocess.Popen(line, env=self.env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
+    def ready(self, *mode: str, ranks: tuple[int, ...] = (1,), **more: Any) -> subprocess.Popen[str]:
+        """Start, and wait until these ranks have printed `ready`."""
+        process = self.start(*mode, **more)
+        wait_for(lambda: all(self.text(f"rank-{rank}.0.log") == ["ready"] for rank in ranks))
+        return process
+
+    def let_go(self) -> None:
+        """The script waits for a file `go`."""
+        (self.directory / "tree" / "sub" / "go").touch()
+
     def run(self, *mode: str, command: tuple[str, ...] = ()) -> int:
         process = self.start(*mode, command=command)
         self.printed, _ = process.communicate(timeout=60)
@@ -72,14 +83,12 @@ def node(tmp_path: Path) -> Callable[[str], Node]:
     return lambda script: Node(tmp_path, script)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-
-
 MakeNode = Callable[[str], Node]
+
+
+def status(process: subprocess.Popen[str]) -> int:
+    process.communicate(timeout=60)
+    return process.returncode
 
 
 def test_output_and_errors_are_logged_in_order_with_timestamps(node: MakeNode) -> None:
@@ -161,22 +170,18 @@ time.sleep(60)
 @cases("name", "SIGUSR1", "SIGUSR2", "SIGTERM")
 def test_signal_reaches_a_script_that_handles_signals(node: MakeNode, name: str) -> None:
     made = node(HANDLES.format(name))
-    process = made.start()
-    wait_for(lambda: made.text() == ["ready"])
+    process = made.ready()
     process.send_signal(getattr(signal, name))
-    process.communicate(timeout=60)
-    assert process.returncode == 5 and made.text() == ["ready", f"got {name}"]
+    assert status(process) == 5 and made.text() == ["ready", f"got {name}"]
     assert made.end()["signals"] == [name]
 
 
 def test_script_without_a_handler_survives_the_warning_signal(node: MakeNode) -> None:
     made = node("import sys, time, pathlib\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
-    process = made.start()
-    wait_for(lambda: made.text() == ["ready"])
+    process = made.ready()
     process.send_signal(signal.SIGUSR1)
-    (made.directory / "tree" / "sub" / "go").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+    made.let_go()
+    assert status(process) == 0
 
 
 def warn(process: subprocess.Popen[str], *names: str) -> None:
@@ -201,23 +206,19 @@ def test_warning_reaches_a_script_that_sets_a_handler_only_over_the_default(
     node: MakeNode, mode: tuple[str, ...]
 ) -> None:
     made = node(AS_LIGHTNING)
-    process = made.start(*mode)
-    wait_for(lambda: made.text() == ["ready"])
+    process = made.ready(*mode)
     warn(process, "USR1")
-    process.communicate(timeout=60)
-    assert process.returncode == 5 and made.end()["signals"] == ["SIGUSR1"]
+    assert status(process) == 5 and made.end()["signals"] == ["SIGUSR1"]
 
 
 @cases("name", "USR1", "TERM", "HUP", "12", "NONSENSE")
 def test_warning_leaves_a_script_alone_that_does_not_handle_it(node: MakeNode, name: str) -> None:
     made = node("import sys, time, pathlib\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
-    process = made.start()
-    wait_for(lambda: made.text() == ["ready"])
+    process = made.ready()
     warn(process, name, "USR2")
     wait_for((made.directory / "stop.0").exists)  # the second one has come
-    (made.directory / "tree" / "sub" / "go").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 0 and made.end()["signals"] == []
+    made.let_go()
+    assert status(process) == 0 and made.end()["signals"] == []
 
 
 def test_warning_waits_until_the_script_handles_it(node: MakeNode) -> None:
@@ -225,13 +226,11 @@ def test_warning_waits_until_the_script_handles_it(node: MakeNode) -> None:
         "import pathlib, time\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\n"
         + HANDLES.format("SIGUSR1")
     )
-    process = made.start()
-    wait_for(lambda: made.text() == ["ready"])
+    process = made.ready()
     warn(process, "USR1")
     wait_for((made.directory / "stop.0").exists)
-    (made.directory / "tree" / "sub" / "go").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 5
+    made.let_go()
+    assert status(process) == 5
 
 
 def test_warning_reaches_the_nearest_process_below_the_script_that_handles_it(node: MakeNode) -> None:
@@ -254,9 +253,8 @@ while not os.path.exists("go") and time.monotonic() < end:
     wait_for(lambda: made.text() == ["ready", "ready"])
     warn(process, "USR1")
     wait_for(lambda: len(made.text()) > 2)
-    (made.directory / "tree" / "sub" / "go").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 0 and made.text()[2:] == ["got it in trainer"]
+    made.let_go()
+    assert status(process) == 0 and made.text()[2:] == ["got it in trainer"]
 
 
 def test_background_process_does_not_delay_the_end(node: MakeNode) -> None:
@@ -362,11 +360,9 @@ def test_signal_reaches_the_script_under_nsys(node: MakeNode, tmp_path: Path, na
     (tmp_path / "nsys").chmod(0o755)
     made = node(HANDLES.format(name))
     made.env.update(SHOAL_PROFILE="nsys", PATH=f"{tmp_path}:{made.env['PATH']}")
-    process = made.start()
-    wait_for(lambda: made.text() == ["ready"])
+    process = made.ready()
     process.send_signal(getattr(signal, name))
-    process.communicate(timeout=60)
-    assert process.returncode == 5 and made.text()[1] == f"got {name}"
+    assert status(process) == 5 and made.text()[1] == f"got {name}"
 
 
 def test_missing_nsys_is_reported(node: MakeNode) -> None:
@@ -420,11 +416,9 @@ def test_first_failed_rank_ends_the_others_under_spawn(node: MakeNode) -> None:
 
 def test_signal_reaches_every_rank_under_spawn(node: MakeNode) -> None:
     made = node(HANDLES.format("SIGUSR1").replace("sys.exit(5)", f"sys.exit({EXIT_REQUEUE})"))
-    process = made.start("spawn", "--nproc", "2")
-    wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
+    process = made.ready("spawn", "--nproc", "2", ranks=(0, 1))
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=60)
-    assert process.returncode == 0 and (made.directory / "requeue.0").exists()
+    assert status(process) == 0 and (made.directory / "requeue.0").exists()
 
 
 TORCHRUN = f"""
@@ -441,8 +435,7 @@ def test_signal_reaches_the_ranks_but_not_torchrun(node: MakeNode, name: str, tm
     made = node(HANDLES.format(name).replace("sys.exit(5)", "sys.exit(0)"))
     launcher = tmp_path / "torchrun.py"
     launcher.write_text(TORCHRUN)
-    process = made.start("agent", command=(sys.executable, str(launcher)))
-    wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
+    process = made.ready("agent", command=(sys.executable, str(launcher)), ranks=(0, 1))
     process.send_signal(getattr(signal, name))
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed
@@ -453,11 +446,9 @@ def test_signal_reaches_the_ranks_but_not_torchrun(node: MakeNode, name: str, tm
 def test_warning_reaches_the_ranks_of_torchrun(node: MakeNode, tmp_path: Path) -> None:
     made = node(AS_LIGHTNING)
     (tmp_path / "torchrun.py").write_text(TORCHRUN)
-    process = made.start("agent", command=(sys.executable, str(tmp_path / "torchrun.py")))
-    wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
+    process = made.ready("agent", command=(sys.executable, str(tmp_path / "torchrun.py")), ranks=(0, 1))
     warn(process, "USR1")
-    process.communicate(timeout=60)
-    assert process.returncode == 5
+    assert status(process) == 5
 
 
 REAL = f"""

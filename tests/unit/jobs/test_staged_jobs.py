@@ -3,14 +3,13 @@
 import os
 import shlex
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.jobs import staging
@@ -19,13 +18,6 @@ from shoal.jobs.script import sbatch_script
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as a job's user")
 STAGED = replace(SHIPPED, staged=True)
 LIMIT = 60.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_script_matches_its_golden() -> None:
@@ -55,7 +47,7 @@ class Script:
         )
 
     def tell(self, name: str, text: str = "") -> None:
-        until((self.job / "submission").exists)
+        wait_for((self.job / "submission").exists)
         (self.job / "sent").mkdir()
         (self.job / name).write_text(text)
 
@@ -100,7 +92,7 @@ class End:
     def carry(self, seconds: int) -> subprocess.Popen[bytes]:
         """A process that holds the lock of the job's files for a while."""
         carrying = subprocess.Popen(shlex.split(self._elsewhere(staging.with_job_lock("7", ["sleep", str(seconds)]))))
-        until(self.mark.exists)
+        wait_for(self.mark.exists)
         return carrying
 
 
@@ -112,7 +104,7 @@ def test_end_waits_until_the_mark_is_removed(tmp_path: Path) -> None:
     end = End(tmp_path)
     carrying, waiting = end.carry(600), end.begin()
     try:
-        until(end.over.exists)
+        wait_for(end.over.exists)
         assert waiting.poll() is None
         end.mark.unlink()
         assert waiting.wait(LIMIT) == 0 and not end.over.exists()

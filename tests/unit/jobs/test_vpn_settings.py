@@ -29,20 +29,11 @@ def variables(folder: Path, address_line: str, **options: object) -> dict[str, s
 def test_vpn_interface_is_used_with_many_sockets_and_without_infiniband(tmp_path: Path, interface: str) -> None:
     line = f"7: {interface}    inet 100.64.0.7/32 scope global {interface}\\       valid_lft forever"
     assert variables(tmp_path, line) == {
-        "NCCL_SOCKET_IFNAME": f"={interface}",
-        "GLOO_SOCKET_IFNAME": interface,
-        "TP_SOCKET_IFNAME": interface,
-        "NCCL_NET": "Socket",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_NTHREADS": "4",
-        "NCCL_NSOCKS_PERTHREAD": "4",
-        "OMPI_MCA_btl_tcp_if_include": interface,
-        "OMPI_MCA_oob_tcp_if_include": interface,
-        "PRTE_MCA_oob_tcp_if_include": interface,
-        "UCX_NET_DEVICES": interface,
-        "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "^openib,ofi,uct",
-        "OMPI_MCA_osc": "^ucx",
+        **{"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
+        **{"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES"), interface),
+        **{f"{name}_tcp_if_include": interface for name in ("OMPI_MCA_btl", "OMPI_MCA_oob", "PRTE_MCA_oob")},
+        **{"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib,ofi,uct", "OMPI_MCA_osc": "^ucx"},
     }
 
 

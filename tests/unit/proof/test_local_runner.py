@@ -9,11 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 
 from shoal.errors import UsageError
 from shoal.plan.progress import NoProgress
@@ -48,18 +48,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(mark: Path) -> None:
-    end = time.monotonic() + 60
-    while not (mark.exists() and mark.read_text()):
-        assert time.monotonic() < end, "the script does not start"
-        time.sleep(0.05)
-
-
 def wait_until_gone(*pids: int) -> None:
-    end = time.monotonic() + 60
-    while not all(map(gone, pids)):
-        assert time.monotonic() < end, f"still there: {pids}"
-        time.sleep(0.05)
+    wait_for(lambda: all(map(gone, pids)))
 
 
 async def test_run_gets_the_proof_settings_and_no_outer_launcher_variables(tmp_path: Path) -> None:
@@ -96,18 +86,18 @@ async def test_failed_script_shows_its_last_lines(tmp_path: Path) -> None:
     assert len(lines) == 16 and raised.value.hint == "run the script by itself first"
 
 
-async def test_missing_torch_is_reported_with_the_fix(tmp_path: Path) -> None:
-    path = script(tmp_path, "raise ModuleNotFoundError(\"No module named 'torch'\")")
+@cases(
+    "text, fix",
+    ("raise ModuleNotFoundError(\"No module named 'torch'\")", "install torch for the Python that runs the script"),
+    (
+        "import torch.distributed\ntorch.distributed.init_process_group('gloo')",
+        "call shoal.train.init() in place of torch.distributed.init_process_group()",
+    ),
+)
+async def test_known_failure_is_reported_with_the_fix(tmp_path: Path, text: str, fix: str) -> None:
     with pytest.raises(ScriptFailed) as raised:
-        await run(LocalRunner(ProofSettings(path)), tmp_path)
-    assert raised.value.hint.startswith("install torch for the Python that runs the script")
-
-
-async def test_script_without_init_is_reported_with_the_missing_call(tmp_path: Path) -> None:
-    path = script(tmp_path, "import torch.distributed\ntorch.distributed.init_process_group('gloo')")
-    with pytest.raises(ScriptFailed) as raised:
-        await run(LocalRunner(ProofSettings(path)), tmp_path)
-    assert raised.value.hint.startswith("call shoal.train.init() in place of torch.distributed.init_process_group()")
+        await run(LocalRunner(ProofSettings(script(tmp_path, text))), tmp_path)
+    assert raised.value.hint.startswith(fix)
 
 
 async def test_hanging_run_is_killed_and_reports_the_steps_of_each_rank(tmp_path: Path) -> None:
@@ -122,7 +112,7 @@ async def test_hanging_run_is_killed_and_reports_the_steps_of_each_rank(tmp_path
 async def test_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     task = asyncio.create_task(run(LocalRunner(ProofSettings(path, (str(mark),))), tmp_path))
-    await asyncio.to_thread(wait_for, mark)
+    await asyncio.to_thread(wait_for, lambda: mark.exists() and mark.read_text())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -134,7 +124,7 @@ def test_ctrl_c_or_a_kill_of_the_command_ends_the_script(tmp_path: Path, number:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     command = [sys.executable, "-m", "shoal", "prove", path, "--", str(mark)]
     shoal = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for(mark)
+    wait_for(lambda: mark.exists() and mark.read_text())
     ours, its_child = map(int, mark.read_text().split())
     shoal.send_signal(number)
     said = shoal.communicate(timeout=60)[1]

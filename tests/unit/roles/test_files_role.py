@@ -104,12 +104,8 @@ def stages(spec: Spec, name: str, found: dict[str, Facts]) -> dict[Stage, tuple[
 def test_files_come_with_the_services_and_leave_after_the_controller(place: Path) -> None:
     spec = load(place, FILES)
     prolog, plugin, record = stages(spec, "n1", facts())[Stage.SERVICES]
-    assert (prolog.path, prolog.content, prolog.mode, prolog.keep) == (
-        "/etc/slurm/prolog.sh",
-        "#!/bin/sh\n",
-        0o755,
-        True,
-    )
+    found = (prolog.path, prolog.content, prolog.mode, prolog.keep)
+    assert found == ("/etc/slurm/prolog.sh", "#!/bin/sh\n", 0o755, True)
     assert (plugin.content, plugin.mode) == (b"\x7fELF\xff", 0o644)
     assert str(record.content).splitlines()[1:] == ["/etc/slurm/prolog.sh", "/opt/plugins/plugin.so"]
     assert [item.path for item in stages(spec, "n2", facts())[Stage.SERVICES]] == ["/etc/slurm/prolog.sh", RECORD]

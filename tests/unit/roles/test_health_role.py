@@ -50,13 +50,8 @@ def test_modes_and_switches_reach_the_program(mode: str) -> None:
     found = items(f"{REEF}health: {{mode: {mode}, skip: [gpu-clock, disk-full]}}\n")[Stage.BASE]
     [config] = [item for item in found if isinstance(item, File) and item.path == CONFIG]
     assert json.loads(str(config.content)) == {
-        "mode": mode,
-        "skip": ["disk-full", "gpu-clock"],
-        "leftovers": "warn",
-        "idle_gpus": "warn",
-        "idle_after_s": 3600,
-        "hung_jobs": "warn",
-        "hung_after_s": 1800,
+        **{"mode": mode, "skip": ["disk-full", "gpu-clock"], "leftovers": "warn"},
+        **{"idle_gpus": "warn", "idle_after_s": 3600, "hung_jobs": "warn", "hung_after_s": 1800},
     }
 
 

@@ -87,13 +87,8 @@ def test_plan_is_rejected_like_one_of_hosts_that_cannot_talk() -> None:
 def test_service_rents_no_offer_that_cannot_join() -> None:
     offers = "offers: [{provider: lambda, type: a, region: us-west-1}, {provider: runpod, type: b}]"
     [block] = blocks_of_unfit_offers(spec_of(REEF.replace("OFFERS", offers)), Version(22, 5, 8))
-    assert (block.account, block.type, block.place, block.nodeset, block.until) == (
-        "lambda",
-        "a",
-        "us-west-1",
-        "pool",
-        None,
-    )
+    found = (block.account, block.type, block.place, block.nodeset, block.until)
+    assert found == ("lambda", "a", "us-west-1", "pool", None)
     assert block.why.startswith("lambda rents Ubuntu 24.04 with Slurm 23.11.4")
 
 

@@ -37,11 +37,6 @@ def test_command_that_makes_a_host_matches_its_golden(name: str, monkeypatch: py
     assert_golden(f"sandbox/create-{name}", "\n".join([name, *arguments]) + "\n", unlike)
 
 
-def test_image_matches_its_golden() -> None:
-    parts = (engine_image.CONTAINERFILE, engine_image.ENTRY, engine_image.render_build("debian12"))
-    assert_golden("sandbox/engine-image", "\n".join(parts))
-
-
 def test_node_image_of_the_examples_has_the_same_first_process() -> None:
     example = Path(__file__).parents[3] / "examples/node-image/entry"
     assert example.read_text() == engine_image.ENTRY

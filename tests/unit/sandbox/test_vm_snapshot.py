@@ -9,6 +9,7 @@ import tarfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from tests.support.cases import cases
@@ -48,16 +49,13 @@ def test_resumed_machine_has_the_devices_of_its_snapshot_and_slots_for_the_rest(
 
 
 async def test_failed_snapshot_is_not_made_again_the_same_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def version(*argv: Any) -> str:
-        return "7.2"
-
     attempts = []
 
     async def fail(*arguments: Any) -> None:
         attempts.append(arguments)
         raise ProviderError("it does not boot")
 
-    monkeypatch.setattr(vm_snapshot, "call", version)
+    monkeypatch.setattr(vm_snapshot, "call", AsyncMock(return_value="7.2"))
     monkeypatch.setattr(vm_snapshot, "_make", fail)
     messages: list[str] = []
     for _ in range(2):
@@ -80,13 +78,10 @@ async def test_damaged_snapshot_is_made_anew_at_once(
     snapshot.sums.write_text(vm_snapshot._checksums(snapshot.disk, snapshot.state))
     made = []
 
-    async def version(*argv: Any) -> str:
-        return "7.2"
-
     async def make(boot: BootFiles, snapshot: Snapshot, *arguments: Any) -> None:
         made.append(snapshot)
 
-    monkeypatch.setattr(vm_snapshot, "call", version)
+    monkeypatch.setattr(vm_snapshot, "call", AsyncMock(return_value="7.2"))
     monkeypatch.setattr(vm_snapshot, "_make", make)
     monkeypatch.setattr(vm_snapshot, "find", lambda *arguments: snapshot)
     messages: list[str] = []

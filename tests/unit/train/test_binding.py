@@ -31,14 +31,8 @@ from shoal.train.gpu_binding import (
 
 ENV = read_env(
     {
-        "SLURM_JOB_ID": "5",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": "4",
-        "SLURM_NODELIST": "gpu[1-2]",
-        "SLURM_TASKS_PER_NODE": "2(x2)",
+        **{"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4", "SLURM_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"},
+        **dict.fromkeys(("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
     }
 )
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.waiting import wait_for
 from tests.unit.train.procs import start
 from tests.unit.train.training import build, train_step
 
@@ -53,13 +54,6 @@ def touching(file: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_second_job_is_rejected_with_the_name_of_the_first(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_documented_change_has_eight_new_lines() -> None:
     [diff] = blocks(TRAINING, "diff")
     new = [line for line in diff.splitlines() if line.startswith("+")]
     gone = [line for line in diff.splitlines() if re.match(r"-.", line)]
-    assert (len(new), len(gone)) == (8, 11) and "Eight new lines in place of eleven" in TRAINING.read_text()
+    assert (len(new), len(gone)) == (8, 11)
+    assert "Eight new lines in place of eleven" in TRAINING.read_text()
 
 
 def test_documented_data_code_reads_each_sample_once(tmp_path: Path) -> None:
@@ -63,7 +64,8 @@ def test_documented_data_code_reads_each_sample_once(tmp_path: Path) -> None:
         assert code.count(shown) == 1
         code = code.replace(shown, ours)
     exec(code, page)
-    loader, seen = page["loader"], []
+    loader = page["loader"]
+    seen = []
     for images, labels in loader:
         real = loader.mask
         assert [int(image[0]) % 7 for image in images] == labels.tolist()
@@ -85,7 +87,8 @@ def test_changed_script_without_shuffle_has_the_losses_of_the_plain_script(
     changed: dict[str, list[float]], tmp_path: Path
 ) -> None:
     plain = losses(DDP, in_order(plain_script()), tmp_path / "plain")
-    assert changed[DDP] == pytest.approx(plain, rel=1e-4) and plain[-1] < plain[0] / 2
+    assert changed[DDP] == pytest.approx(plain, rel=1e-4)
+    assert plain[-1] < plain[0] / 2
 
 
 def test_every_local_command_runs_the_changed_script(changed: dict[str, list[float]]) -> None:
