@@ -120,8 +120,7 @@ def test_traceback_names_source_file_and_line(tmp_path: Path) -> None:
 
 
 def test_truncated_program_is_not_run(tmp_path: Path) -> None:
-    cut = loader.payload(str(tmp_path))[:-100]
-    assert run(tmp_path, b"", payload=cut) == (4, "", "")
+    assert run(tmp_path, b"", payload=loader.payload(str(tmp_path))[:-100]) == (4, "", "")
 
 
 def test_payload_is_small() -> None:

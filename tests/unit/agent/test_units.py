@@ -72,15 +72,13 @@ async def test_facts_and_changes_read_the_current_state(place: Place) -> None:
 
 async def test_systemd_is_not_asked_for_units_that_no_file_describes(place: Place) -> None:
     facts = await place.session.facts(FactsRequest(services=("a", "nothing", "x.timer")))
-    assert facts.services == {"a": "active", "nothing": "missing", "x.timer": "missing"}
-    assert calls(place) == ["a"]
+    assert facts.services == {"a": "active", "nothing": "missing", "x.timer": "missing"} and calls(place) == ["a"]
 
 
 async def test_systemd_reads_all_units_again_only_where_it_has_an_older_one(place: Place) -> None:
     (place.folder / "state").write_text("inactive")
     unit = "/etc/systemd/system/new.service"
-    assert (await place.apply(File(unit, "[Service]\n")))[0].status == "changed"
-    assert calls(place) == ["new.service"]
+    assert (await place.apply(File(unit, "[Service]\n")))[0].status == "changed" and calls(place) == ["new.service"]
     (place.folder / "old").write_text("new.service\n")
     assert (await place.apply(File(f"{unit}.d/more.conf", "[Service]\n")))[0].status == "changed"
     assert calls(place)[1:] == ["daemon-reload"]

@@ -232,7 +232,7 @@ def sleeper(root: Path) -> Iterator[subprocess.Popen[bytes]]:
     variables = {"PATH": os.environ["PATH"], "HOME": "/home/someone", "SLURM_JOB_ID": "7", "SHOAL_IMAGE": settings}
     line = [sys.executable, "-I", "-S", str(START), "image", "--", "sh", "-c", "echo ready; sleep 600 & wait"]
     with subprocess.Popen(line, env=variables, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert process.stdout.readline() == b"ready\n"
         yield process
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -69,7 +69,6 @@ def test_size_of_what_is_pulled_is_shown(
 def test_amount_that_is_sent_is_what_our_programs_have_written() -> None:
     before = image_registry.bytes_written()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as program:
-        assert program.stdin
         program.stdin.write(bytes(2_500_000))
         program.stdin.flush()
         while image_registry.bytes_written() < before + 2_400_000:

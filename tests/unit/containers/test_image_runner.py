@@ -93,8 +93,7 @@ def test_files_of_the_host_are_not_inside(root: Path, tmp_path: Path) -> None:
     secret = tmp_path.parent / "secret"
     secret.write_text("x")
     for path in ("/root", "/var", "/usr/bin", "/home"):
-        inside = run(root, "sh", "-c", f"ls {path}").stdout
-        assert inside in ("", "someone\n"), path
+        assert run(root, "sh", "-c", f"ls {path}").stdout in ("", "someone\n"), path
 
 
 def test_variables_of_the_job_are_over_those_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +126,7 @@ def test_file_beside_a_directory_says_nothing_of_it(root: Path) -> None:
 )
 def test_failure_names_the_node_and_the_cause(root: Path, settings: dict[str, Any], words: str) -> None:
     done = run(root, "sh", "-c", "echo ran", **settings)
-    assert (done.returncode, done.stdout) == (EXIT_WITH_CAUSE, "")
-    assert f"shoal: error: n1: {words}" in done.stderr
+    assert (done.returncode, done.stdout) == (EXIT_WITH_CAUSE, "") and f"shoal: error: n1: {words}" in done.stderr
 
 
 def test_program_that_the_image_lacks_is_named(root: Path) -> None:
@@ -498,8 +496,7 @@ def test_what_cannot_be_removed_fails_no_job(monkeypatch: pytest.MonkeyPatch) ->
 
     def run_job() -> None:
         os.setuid(65534)
-        root = unpacked(str(place), {**SETTINGS, "id": "ab" * 32})
-        assert os.path.isdir(root)
+        assert os.path.isdir(unpacked(str(place), {**SETTINGS, "id": "ab" * 32}))
         with pytest.raises(Problem, match="needs about"):
             image_space.make_space(str(place), 1 << 62, "image tiny")
 

@@ -78,8 +78,7 @@ def test_cpu_type_of_an_image_is_a_word(store: Path, architecture: str) -> None:
 
 
 def test_same_content_is_stored_once_and_goes_with_its_last_name(store: Path) -> None:
-    assert kept(store, "a")["id"] == kept(store, "b")["id"]
-    assert json.loads(ask("remove", str(store), "a")) == []
+    assert kept(store, "a")["id"] == kept(store, "b")["id"] and json.loads(ask("remove", str(store), "a")) == []
     [image] = parse_images(ask("list", str(store)))
     assert image.name == "b" and json.loads(ask("remove", str(store), "b")) == [image.id]
     assert not Path(image.layout).exists()
@@ -271,7 +270,6 @@ def test_end_of_the_input_cancels_the_job_that_still_removes_its_files(store: Pa
     variables = {**os.environ, "PATH": f"{scancel.parent}:{os.environ['PATH']}"}
     pipe = subprocess.PIPE
     with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, env=variables) as reader:
-        assert reader.stdin is not None
         reader.stdin.write(b"abc")
         reader.stdin.flush()
         wait_for((tmp_path / "read").exists)

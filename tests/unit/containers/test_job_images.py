@@ -119,8 +119,7 @@ def test_image_of_another_cpu_type_is_rejected_before_the_job_starts() -> None:
 
 def test_job_asks_slurm_for_nodes_that_run_its_image() -> None:
     image = JobImage(DEBIAN)
-    assert image.constraint(None) == "images-arm64"
-    assert image.constraint("fast&lab") == "images-arm64&fast&lab"
+    assert image.constraint(None) == "images-arm64" and image.constraint("fast&lab") == "images-arm64&fast&lab"
     assert image.constraint("a|b") == "images-arm64&(a|b)"
     assert JobImage(StoredImage("mine"), "mine").constraint(None) == "images"
 
@@ -146,7 +145,7 @@ def test_hosts_get_packages_directory_and_features() -> None:
     documents = component.documents(cluster, n1)
     place, service, timer, running = documents[Stage.SERVICES]
     assert place == Directory(IMAGES, mode=0o1777) and running == Service("shoal-images.timer")
-    assert isinstance(service, File) and isinstance(timer, File) and timer.restarts == ("shoal-images.timer",)
+    assert timer.restarts == ("shoal-images.timer",)
     assert f"ExecStart=/usr/bin/env python3 -I -S {PROGRAMS}/start.py evict --\n" in str(service.content)
     assert "OnCalendar=daily\n" in str(timer.content)
     files = {item.path: item.content for item in documents[Stage.BASE] if isinstance(item, File)}
@@ -238,8 +237,7 @@ def test_removed_section_removes_everything() -> None:
     timer, *units, command = ImagesComponent().documents(cluster, cluster.members[1])[Stage.SERVICES]
     assert timer == Service("shoal-images.timer", enabled=False, running=False)
     assert units == [File(f"/etc/systemd/system/shoal-images.{kind}") for kind in ("timer", "service")]
-    assert isinstance(command, Command) and IMAGES in command.argv[-1]
-    assert "images" not in slurm_conf(cluster.conf)
+    assert IMAGES in command.argv[-1] and "images" not in slurm_conf(cluster.conf)
 
 
 def test_cluster_without_the_section_has_no_items() -> None:

@@ -60,8 +60,7 @@ async def test_questions_are_answered_by_the_login_and_once(sshd: Sshd, known_ho
     target = sshd.target("node")
     begin_login(target, known_hosts, [Question(command, root=False), Question(failing, root=False)])
     async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
-        assert (await host.run(command, root=False)).stdout == b"1\nno newline"
+        assert isinstance(host, OpenSshHost) and (await host.run(command, root=False)).stdout == b"1\nno newline"
         assert (await host.run(command, root=False)).stdout == b"2\nno newline"
         result = await host.run(failing, root=False)
         assert (result.status, result.stderr) == (3, b"failed\n"), "one that failed is run again, with its words"

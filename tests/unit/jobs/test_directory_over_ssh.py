@@ -42,9 +42,8 @@ def test_nodes_that_come_at_once_share_the_directory_and_lose_nothing(tmp_path: 
     ]  # fmt: skip
     for _ in range(ROUNDS):
         for node in nodes:
-            assert node.stdout is not None and node.stdout.readline() == "ready\n"
+            assert node.stdout.readline() == "ready\n"
         for node in nodes:
-            assert node.stdin is not None
             node.stdin.write("\n")
             node.stdin.flush()
     for node in nodes:

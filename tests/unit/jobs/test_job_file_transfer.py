@@ -173,8 +173,7 @@ def test_nothing_is_moved_aside_if_the_container_does_not_answer(ends: Ends) -> 
     sender, taker = asyncio.run(
         run_connected(line("send", "there", str(ends.controller), "7", "c0de", "11b"), ["sh", "-c", "exit 255"])
     )
-    assert (sender.status, taker.status) == (1, 255)
-    assert files(ends.controller / "7") == {"submission": "first"}
+    assert (sender.status, taker.status) == (1, 255) and files(ends.controller / "7") == {"submission": "first"}
 
 
 def test_interrupted_stream_fails_without_a_partial_file(ends: Ends) -> None:

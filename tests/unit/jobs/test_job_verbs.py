@@ -260,8 +260,7 @@ def test_secrets_reach_sbatch_and_its_job(tmp_path: Path) -> None:
     stdin = f"MLFLOW_TRACKING_PASSWORD=p'w $x\\\nSHOAL_SUBMISSION=ab\n\n{script}"
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-c", SUBMIT], input=stdin, capture_output=True, text=True, env=env)
-    assert (done.stdout, done.stderr) == ("--parsable\n", "")
-    assert (tmp_path / "sbatch.script").read_text() == script
+    assert (done.stdout, done.stderr) == ("--parsable\n", "") and (tmp_path / "sbatch.script").read_text() == script
     assert "MLFLOW_TRACKING_PASSWORD=p'w $x\\\n" in (tmp_path / "sbatch.env").read_text()
 
 
@@ -446,8 +445,7 @@ async def test_login_host_has_ended_jobs_from_accounting(reef: Reef) -> None:
 async def test_newest_jobs_of_a_day_are_listed_and_all_lists_the_rest(reef: Reef) -> None:
     reef.ended = "".join(noted(number, "COMPLETED") for number in range(100, 150))
     newest = await jobs(reef.context)
-    assert [view.record.id for view in newest.jobs] == [*map(str, range(130, 150)), "17"]
-    assert newest.left_out == 30
+    assert [view.record.id for view in newest.jobs] == [*map(str, range(130, 150)), "17"] and newest.left_out == 30
     every = await jobs(reef.context, ended=True)
     assert (len(every.jobs), every.left_out) == (51, 0)
 

@@ -39,8 +39,7 @@ def test_clock_set_back_does_not_reorder_the_lines_of_a_rank() -> None:
 
 
 def test_file_on_shared_storage_counts_once() -> None:
-    found = taken(("n1", "rank-0.0.log\t1.0 a"), ("n2", "rank-0.0.log\t1.0 a"))
-    assert len(found.result().lines) == 1
+    assert len(taken(("n1", "rank-0.0.log\t1.0 a"), ("n2", "rank-0.0.log\t1.0 a")).result().lines) == 1
 
 
 def test_both_runs_of_a_moved_job_count() -> None:
@@ -149,7 +148,7 @@ def test_follow_prints_later_lines_and_ends_on_request(tmp_path: Path) -> None:
     log.write_text("1.0 a\n2.0 half")
     line = [sys.executable, "-I", "-S", reader.__file__, "logs", "", str(tmp_path), "/nope", "/nope", "0", "follow"]
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "rank-0.0.log\t1.0 a\n"
+    assert process.stdout.readline() == "rank-0.0.log\t1.0 a\n"
     with log.open("a") as file:
         file.write(" done\n")
     assert process.stdout.readline() == "rank-0.0.log\t2.0 half done\n"

@@ -1,9 +1,12 @@
-"""Ranks that are gone without Slurm's notice: the program beside srun, run for real with a stand-in for srun."""
+"""Ranks that are gone without Slurm's notice, and a torchrun that cannot reach the first node: the real programs."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from shoal.jobs.failure import explain_failure
 from shoal.jobs.logs import BATCH, JobLogs, LogLine
 from shoal.jobs.record import JobRecord
 from shoal.remote import runner
+from shoal.remote.runner.launch import connection_problem, watch_rendezvous
 from shoal.remote.runner.node import boot_identity, ranks_before_boot, registered
 from shoal.remote.runner.watch import KILLED, RESTARTED, _is_alive, _report, lost_ranks
 
@@ -61,7 +65,7 @@ def test_rank_that_runs_is_not_lost(tmp_path: Path) -> None:
     ranks(tmp_path, "rank-0.0.node")
     waits = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", "/start.py", "rank", ""]
     with subprocess.Popen(waits, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.read(1)
+        assert process.stdout.read(1)
         register(tmp_path, process.pid, 0)
         try:
             assert lost_ranks(str(tmp_path), "0", "n1") == []
@@ -145,11 +149,10 @@ def test_warning_beside_mpirun_reaches_the_ranks_of_the_node(tmp_path: Path) -> 
     waits = [sys.executable, "-c", handles + "; signal.pause()", "/start.py", "rank", ""]
     relay = [sys.executable, "-I", "-S", START, "relay", "--"]
     with subprocess.Popen(waits, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.read(1)
+        assert process.stdout.read(1)
         register(tmp_path, process.pid, 0)
         with subprocess.Popen(relay, env={"SHOAL_JOB_DIR": str(tmp_path)}, stdin=subprocess.PIPE) as beside:
             try:
-                assert beside.stdin is not None
                 beside.stdin.write(b"\nUSR1\n")
                 beside.stdin.flush()
                 assert process.wait(60) == 5 and beside.poll() is None
@@ -169,7 +172,7 @@ def test_srun_is_ended_only_when_a_node_misses_ranks(tmp_path: Path, gone: bool)
     line = [sys.executable, "-c", WATCH, str(srun.pid)]
     watch = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert watch.stdout is not None and watch.stdout.read(2) == "\n\n"  # at the second it has looked once
+        assert watch.stdout.read(2) == "\n\n"  # at the second it has looked once
         (tmp_path / "die").touch()
         if gone:
             said = watch.communicate(timeout=60)[1]
@@ -185,3 +188,53 @@ def test_srun_is_ended_only_when_a_node_misses_ranks(tmp_path: Path, gone: bool)
         watch.kill()
         srun.wait(60)
         watch.communicate(timeout=60)
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port at which nothing comes back, as behind a firewall: its queue is full."""
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)).getsockname()[1]
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        yield int(port)
+
+
+@pytest.fixture
+def closed() -> int:
+    """A port without a listener."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_silent_host_differs_from_a_torchrun_not_started_yet(silent: int, closed: int) -> None:
+    assert connection_problem("127.0.0.1", silent) == (
+        "no answer within 2 s; a firewall between the nodes is the usual cause"
+    )
+    assert connection_problem("127.0.0.1", closed) == ""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert connection_problem("127.0.0.1", server.getsockname()[1]) is None
+
+
+def test_rendezvous_problem_is_printed_once_with_both_ends(
+    silent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(silent))
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu02")
+    watch_rendezvous(lambda: False, silence=0)
+    assert capsys.readouterr().err == (
+        f"shoal: torchrun on gpu02 does not reach the one on the first node, at 127.0.0.1 port {silent}:"
+        " no answer within 2 s; a firewall between the nodes is the usual cause\n"
+    )
+
+
+def test_nothing_is_printed_once_the_ranks_start(
+    silent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(silent))
+    watch_rendezvous(lambda: True, silence=0)
+    assert capsys.readouterr().err == ""

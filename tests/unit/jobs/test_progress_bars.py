@@ -99,8 +99,7 @@ def test_traceback_below_bars_keeps_its_order() -> None:
 
 
 def test_rows_and_lines_are_bounded() -> None:
-    output = Output()
-    assert len(output.take(b"\r x\n" * 1000)) == 1000 - MAX_ROWS + 1
+    assert len(Output().take(b"\r x\n" * 1000)) == 1000 - MAX_ROWS + 1
     assert texts(Output().take(b"y" * 20000)) == [b"y" * 20000]
 
 
@@ -168,8 +167,7 @@ def test_many_ranks_and_long_bars_fit_the_terminal() -> None:
     screen, file = area(height=16)
     screen.show(bars(16, "é" * 100))
     lines = file.getvalue().splitlines()
-    assert len(lines) == 8 and lines[-1] == "… and 9 more ranks"
-    assert {len(line) for line in lines[:-1]} == {39}
+    assert len(lines) == 8 and lines[-1] == "… and 9 more ranks" and {len(line) for line in lines[:-1]} == {39}
 
 
 def test_bars_cannot_act_on_the_terminal_and_are_not_shown_in_a_pipe() -> None:

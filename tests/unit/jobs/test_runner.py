@@ -97,8 +97,7 @@ def test_output_and_errors_are_logged_in_order_with_timestamps(node: MakeNode) -
     assert made.run() == 0 and made.text() == ["one", "two", "three"]
     assert (made.directory / "rank-1.0.node").read_text() == "n1\n"
     stamps = [float(line.split()[0]) for line in (made.directory / "rank-1.0.log").read_text().splitlines()]
-    assert stamps == sorted(stamps) and before <= stamps[0] <= stamps[-1] <= time.time()
-    assert made.printed == ""
+    assert stamps == sorted(stamps) and before <= stamps[0] <= stamps[-1] <= time.time() and made.printed == ""
 
 
 def test_torch_variables_are_set_under_every_launcher(node: MakeNode) -> None:
@@ -172,8 +171,7 @@ def test_signal_reaches_a_script_that_handles_signals(node: MakeNode, name: str)
     made = node(HANDLES.format(name))
     process = made.ready()
     process.send_signal(getattr(signal, name))
-    assert status(process) == 5 and made.text() == ["ready", f"got {name}"]
-    assert made.end()["signals"] == [name]
+    assert status(process) == 5 and made.text() == ["ready", f"got {name}"] and made.end()["signals"] == [name]
 
 
 def test_script_without_a_handler_survives_the_warning_signal(node: MakeNode) -> None:
@@ -186,7 +184,6 @@ def test_script_without_a_handler_survives_the_warning_signal(node: MakeNode) ->
 
 def warn(process: subprocess.Popen[str], *names: str) -> None:
     """As the batch script does."""
-    assert process.stdin is not None
     process.stdin.write("".join(f"{name}\n" for name in names))
     process.stdin.flush()
 
@@ -398,8 +395,7 @@ def test_torch_profiler_writes_its_trace_to_the_logged_path(node: MakeNode) -> N
     made.env["SHOAL_PROFILE"] = "torch"
     assert made.run() == 0
     trace = made.directory / "profile" / "rank-1.0.start.json.gz"
-    assert trace.exists() and made.text()[-1] == f"shoal: --profile torch: n1:{trace}"
-    assert "2.0" in made.text()
+    assert trace.exists() and made.text()[-1] == f"shoal: --profile torch: n1:{trace}" and "2.0" in made.text()
 
 
 def test_spawn_starts_the_ranks_of_its_node(node: MakeNode) -> None:
@@ -500,5 +496,4 @@ def test_torchrun_on_two_nodes_lets_its_workers_save_after_a_warning(tmp_path: P
 def test_node_programs_import_only_the_standard_library() -> None:
     ours = f"import sys; sys.path.insert(0, {str(PROGRAMS)!r}); import runner.rank, runner.launch"
     for program in (ours, f"import runpy; runpy.run_path({reader.__file__!r}, run_name='x')"):
-        done = subprocess.run([sys.executable, "-I", "-S", "-c", program])
-        assert done.returncode == 0
+        assert subprocess.run([sys.executable, "-I", "-S", "-c", program]).returncode == 0

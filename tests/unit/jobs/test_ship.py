@@ -256,7 +256,7 @@ async def test_cleanup_waits_for_a_running_submission(tmp_path: Path) -> None:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    assert holder.stdout is not None and await holder.stdout.readline() == b"held\n"
+    assert await holder.stdout.readline() == b"held\n"
     async with here() as host:
         cleaning = asyncio.ensure_future(clean(host, str(root), [], []))
         done, _ = await asyncio.wait([cleaning], timeout=0.3)

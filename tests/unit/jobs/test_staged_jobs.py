@@ -24,10 +24,6 @@ def test_script_matches_its_golden() -> None:
     assert_golden("jobs/staged.sbatch", sbatch_script(resolved(), STAGED), unlike="jobs/python.sbatch")
 
 
-def test_other_jobs_do_not_wait() -> None:
-    assert staging.END_PROGRAM not in sbatch_script(resolved(), SHIPPED)
-
-
 class Script:
     """The part of a batch script that waits, and what it then goes on with, in a container or elsewhere."""
 

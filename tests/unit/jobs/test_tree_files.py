@@ -78,8 +78,7 @@ def test_hidden_directory_is_sent_without_git_when_it_is_included(tmp_path: Path
     for name in (".data/x", "a.py", "pkg.egg-info/b"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    assert list_tree(tmp_path).names == ("a.py", "pkg.egg-info/b")
-    assert list_tree(tmp_path).left_out == LeftOut()
+    assert list_tree(tmp_path).names == ("a.py", "pkg.egg-info/b") and list_tree(tmp_path).left_out == LeftOut()
     assert list_tree(tmp_path, [".data"]).names == (".data/x", "a.py", "pkg.egg-info/b")
 
 

@@ -79,8 +79,7 @@ def test_failed_link_counts_as_the_slowest() -> None:
 
 
 def test_unmeasured_host_is_its_own_group_when_groups_exist() -> None:
-    split = mesh({"ab": 1000, "ac": 10, "bc": 10})
-    assert groups(split, "abcd") == (("a", "b"), ("c",), ("d",))
+    assert groups(mesh({"ab": 1000, "ac": 10, "bc": 10}), "abcd") == (("a", "b"), ("c",), ("d",))
     assert groups(mesh({"ab": 1000}), "abd") == (("a", "b", "d"),) and groups([], "ab") == (("a", "b"),)
     assert groups([], "") == ()
 

@@ -48,8 +48,7 @@ def test_host_behind_nat_initiates_with_keepalive() -> None:
 def test_unreachable_pair_uses_the_hub() -> None:
     assert peers("f")["c"].allowed == ("10.77.0.1", "10.77.0.4")
     assert peers("m")["c"].allowed == ("10.77.0.1", "10.77.0.3") and "m" not in peers("f")
-    assert member_config("c", ENDS, "c", PORT, {}).relays
-    assert not member_config("n", ENDS, "c", PORT, {}).relays
+    assert member_config("c", ENDS, "c", PORT, {}).relays and not member_config("n", ENDS, "c", PORT, {}).relays
 
 
 def test_each_address_is_allowed_for_exactly_a_single_peer() -> None:
@@ -127,8 +126,7 @@ def test_own_and_unique_public_addresses_are_tried() -> None:
     sites = {"c": "a", "n": "a", "f": "b"}
     tries = addresses_to_try(hosts, sites, {"c": "10.0.0.1", "f": "8.8.8.8"})
     assert tries == {"c": ["10.0.0.1"], "n": ["10.0.0.2", "172.16.0.5"], "f": ["192.168.1.4", "8.8.8.8"]}
-    shared = addresses_to_try(hosts, sites, {"c": "8.8.8.8", "f": "8.8.8.8"})
-    assert shared["f"] == ["192.168.1.4"]
+    assert addresses_to_try(hosts, sites, {"c": "8.8.8.8", "f": "8.8.8.8"})["f"] == ["192.168.1.4"]
     assert addresses_to_try(hosts, sites, {"f": "100.64.0.1"})["f"] == ["192.168.1.4"]
 
 

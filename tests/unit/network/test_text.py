@@ -8,7 +8,7 @@ from tests.goldens import assert_golden
 from tests.support.cases import cases
 
 from shoal.network.addresses import hosts_block
-from shoal.network.firewall import firewall_rules, firewall_unit, open_commands
+from shoal.network.firewall import firewall_rules, open_commands
 
 ADDRESSES = {"desktop": "10.0.0.1", "gpu01": "10.0.0.20", "gpu02": "10.0.0.3"}
 PORTS = ("6817", "6818", "60001-63000")
@@ -20,10 +20,6 @@ def test_hosts_block_matches_its_golden() -> None:
 
 def test_firewall_rules_with_ipv4_and_ipv6_match_their_golden() -> None:
     assert_golden("network/firewall.nft", firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS))
-
-
-def test_firewall_unit_matches_its_golden() -> None:
-    assert_golden("network/shoal-firewall.service", firewall_unit())
 
 
 def test_nft_accepts_the_rules(tmp_path: Path) -> None:

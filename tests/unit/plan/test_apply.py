@@ -161,8 +161,7 @@ async def test_leaving_node_is_drained_and_removed_when_empty(world: World) -> N
 async def test_busy_leaving_node_stays_until_a_later_run(world: World) -> None:
     world.slurm.jobs["7"] = "n[1-2]"
     done, _ = await bring(world, spec_of(WITHOUT_N2))
-    assert done.staying == ("n2",) and world.slurm.nodes == ["n1", "n2"]
-    assert "Nodes=n[1-2]" in world.slurm.conf
+    assert done.staying == ("n2",) and world.slurm.nodes == ["n1", "n2"] and "Nodes=n[1-2]" in world.slurm.conf
     world.slurm.jobs.clear()
     done, _ = await bring(world, spec_of(WITHOUT_N2))
     assert done.staying == () and world.slurm.nodes == ["n1"]

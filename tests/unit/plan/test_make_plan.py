@@ -61,8 +61,7 @@ async def test_fresh_hosts_need_everything_at_no_cost() -> None:
 async def test_plan_checks_and_changes_nothing() -> None:
     world = lab()
     await planned(world)
-    assert world.applied("check") == ["c1", "n1", "n2"]
-    assert world.applied("apply") == world.applied("secret") == []
+    assert world.applied("check") == ["c1", "n1", "n2"] and world.applied("apply") == world.applied("secret") == []
 
 
 async def test_applied_plan_leaves_no_changes() -> None:

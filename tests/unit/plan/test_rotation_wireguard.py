@@ -8,9 +8,8 @@ from tests.unit.verbs.test_keys import context_of, mesh
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Result
-from shoal.network.wireguard import MARK, NEXT_KEY
+from shoal.network.wireguard import MARK
 from shoal.plan import rotation_wireguard
-from shoal.roles.documents import removal
 from shoal.verbs.keys import rotate
 from shoal_simulators.fake_host import Call, FakeAgent
 
@@ -88,7 +87,3 @@ async def test_interface_with_its_old_key_stops_the_rotation(monkeypatch: pytest
     world.hosts["n2"].answers = {**world.hosts["n2"].answers, ("sh", "-c"): other_key}
     with pytest.raises(ShoalError, match="n2: does not use its new key"):
         await rotate(context_of(world), "wireguard")
-
-
-def test_removal_deletes_the_files_of_a_killed_rotation() -> None:
-    assert {f"file {NEXT_KEY}", f"file {MARK}"} <= {item.key for item in removal()}

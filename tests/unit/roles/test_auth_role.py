@@ -66,8 +66,7 @@ def test_controller_generates_a_key_before_planning_and_keeps_the_key() -> None:
 
 
 def test_login_host_runs_sackd() -> None:
-    assert "service sackd" in items_of(with_key(), "door")
-    assert "service sackd" not in items_of(with_key(), "n1")
+    assert "service sackd" in items_of(with_key(), "door") and "service sackd" not in items_of(with_key(), "n1")
 
 
 def test_slurm_and_slurmdbd_accept_both_auth_types() -> None:
@@ -79,8 +78,7 @@ def test_slurm_and_slurmdbd_accept_both_auth_types() -> None:
 def test_cluster_without_auth_slurm_has_no_key_and_removes_old_files() -> None:
     before = items_of(cluster(TEXT), "n1")
     assert not any("slurm.jwks" in key or "slurm.key" in key for key in before)
-    file = items_of(with_key(TEXT), "n1")[f"file {JWKS}"]
-    assert file.content is None
+    assert items_of(with_key(TEXT), "n1")[f"file {JWKS}"].content is None
 
 
 def test_change_to_auth_slurm_costs_no_job_and_the_return_does() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.cases import cases
 from tests.support.fake_world import spec_of
 
-from shoal.agent.document import Command, Service
+from shoal.agent.document import Command
 from shoal.errors import SpecError
 from shoal.remote import program_text, shell_command
 from shoal.roles.elastic import (
@@ -102,8 +102,7 @@ def test_failed_installation_leaves_no_mark_and_keeps_the_other(tmp_path: Path) 
 
 def test_older_installations_are_removed_after_the_service_starts(tmp_path: Path) -> None:
     service, unblock, forget = _service_start(reef("reef-renter>=1"))
-    assert isinstance(service, Service) and service.running and isinstance(forget, Command)
-    assert isinstance(unblock, Command) and LEDGER in unblock.argv and LEDGER in unblock.unless
+    assert service.running and isinstance(forget, Command) and LEDGER in unblock.argv and LEDGER in unblock.unless
     old, new = (f"opt{install_prefix(spec)}" for spec in (reef(), reef("reef-renter>=1")))
     wheels, other = f"opt{WHEELS}/{build_wheel().mark}", "opt/opt/shoal/mlflow-3"
     for name in (old, new, wheels, other):

@@ -124,8 +124,7 @@ def test_files_come_with_the_services_and_leave_after_the_controller(place: Path
 
 def test_bytes_travel_and_the_rental_service_gets_the_content(place: Path) -> None:
     spec = load(place, FILES)
-    plugin = stages(spec, "n1", facts())[Stage.SERVICES][1]
-    assert to_wire((plugin,))[0]["content_b64"] == "f0VMRv8="
+    assert to_wire((stages(spec, "n1", facts())[Stage.SERVICES][1],))[0]["content_b64"] == "f0VMRv8="
     again = Spec.model_validate(json.loads(spec.model_dump_json(exclude_defaults=True)))
     restored = load_contents(again.files, json.loads(json.dumps(dump_contents(spec.files))))
     assert {path: (file.content, file.permissions) for path, file in restored.items()} == {

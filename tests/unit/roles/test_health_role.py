@@ -40,7 +40,7 @@ def conf(text: str) -> str:
 
 def test_host_without_systemd_runs_it_under_the_supervisor() -> None:
     *files, service = items(REEF, init="none")[Stage.NODES]
-    assert isinstance(service, Service) and service.command[:2] == ("/bin/sh", "-c")
+    assert service.command[:2] == ("/bin/sh", "-c")
     assert service.command[2].startswith("while :; do python3 -I -S -B -c '") and "sleep 300" in service.command[2]
     assert not [item for item in files if isinstance(item, File) and item.path.startswith("/etc/systemd")]
 

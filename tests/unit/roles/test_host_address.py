@@ -11,7 +11,6 @@ from tests.support.fake_world import host_facts, spec_of
 from tests.support.role_items import in_force, items_of, text_of
 from tests.support.specs import WITH_LOGIN
 
-from shoal.agent.document import Command
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.cloud.service.membership import cluster_with_rented_nodes
 from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
@@ -20,7 +19,7 @@ from shoal.plan.connections import Fleet
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, read_current_conf
-from shoal.roles.documents import documents, membership, removal
+from shoal.roles.documents import documents, membership
 from shoal.roles.host_address import CLOUD_INIT, DROP_INS, HOSTS_COPY, NAMES_PROGRAM, NAMES_UNIT, host_name_removal
 from shoal.slurm.accounting import sacctmgr_conf, slurmdbd_conf
 from shoal.slurm.conf import slurm_settings
@@ -62,8 +61,7 @@ def test_slurmdbd_listens_on_the_address_of_its_host() -> None:
     assert "CommunicationParameters=NoInAddrAny\n" in text_of(cluster, "door", "/etc/slurm/slurmdbd.conf")
     assert "AccountingStorageHost=10.0.0.2\n" in text_of(cluster, "door", "/etc/shoal/accounting.conf")
     for key in ("command register the cluster", "command accounts, users and limits"):
-        command = items_of(cluster, "door")[key]
-        assert "/dev/tcp/10.0.0.2/6819 " in " ".join(command.unless)
+        assert "/dev/tcp/10.0.0.2/6819 " in " ".join(items_of(cluster, "door")[key].unless)
 
 
 def test_slurmdbd_enables_ipv6_for_an_ipv6_address_and_keeps_defaults_without() -> None:
@@ -92,8 +90,7 @@ def test_host_without_a_usable_name_or_address_makes_slurm_listen_everywhere(
 ) -> None:
     facts = with_n1(**changes)
     cluster = assemble(SPEC, facts, {})
-    assert "InAddrAny" not in slurm_settings(cluster.conf)
-    assert text_of(cluster, "c1", DROP_INS["slurmctld"]) == ""
+    assert "InAddrAny" not in slurm_settings(cluster.conf) and text_of(cluster, "c1", DROP_INS["slurmctld"]) == ""
     assert text_of(cluster, "door", DROP_INS["slurmdbd"]) == ""
     what = "because of it Slurm listens on all addresses of all hosts, not only on the network's"
     assert told(facts) == [f"n1: {what}, found {found}, {fix}"]
@@ -164,16 +161,14 @@ def test_change_to_wireguard_restarts_slurm_only_after_the_network_is_up() -> No
         for name, fact in with_hosts(DEBIAN).items()
     }
     cluster = assemble(spec, facts, {})
-    change = items_of(cluster, "n1")["command own name"]
-    assert change.restarts == ("munge",)
+    assert items_of(cluster, "n1")["command own name"].restarts == ("munge",)
     drop_in = items_of(cluster, "n1")[f"file {DROP_INS['slurmd']}"]
     assert "10.77.0." in str(drop_in.content) and drop_in.restarts == ("slurmd",)
 
 
 def test_hostname_is_an_alias_only_on_its_own_host() -> None:
     cluster = assemble(SPEC, with_n1(hostname="ip-10-0-0-11.lab"), {})
-    assert "10.0.0.11  n1 ip-10-0-0-11.lab\n" in names(cluster, "n1")
-    assert "ip-10-0-0-11" not in names(cluster, "c1")
+    assert "10.0.0.11  n1 ip-10-0-0-11.lab\n" in names(cluster, "n1") and "ip-10-0-0-11" not in names(cluster, "c1")
     block = f"# BEGIN shoal members\n{names(cluster, 'n1')}# END shoal members\n"
     assert addresses_in(block, HOSTS_BLOCK) == cluster.addresses
 
@@ -185,10 +180,6 @@ def test_hosts_file_is_restored_only_after_slurm_listens_on_all_addresses() -> N
     last = [item.key for item in documents(cluster, cluster.members[2])[Stage.NODES]]
     assert {"command own name", f"file {NAMES_UNIT}", "service shoal-names"} <= {*last[last.index("service slurmd") :]}
     assert "command own name" not in items_of(assemble(SPEC, {**FACTS, "door": changed["door"]}, {}), "n1")
-
-
-def test_removal_restores_the_hosts_file() -> None:
-    assert set(host_name_removal()) <= set(removal())
 
 
 # ---- the file itself
@@ -221,7 +212,6 @@ def test_conflicting_hosts_lines_are_commented_out_and_restored(tmp_path: Path, 
         subprocess.run(["sed", "-i", "-E", own_name_rule(HOSTS_BLOCK, ("n1", "n1.lab")), hosts], check=True)
         assert hosts.read_text() == after
     back = host_name_removal()[-1]
-    assert isinstance(back, Command)
     subprocess.run([str(hosts) if word == HOSTS else word for word in back.argv], check=True)
     assert hosts.read_text() == before
 

@@ -89,8 +89,7 @@ def test_daemons_of_the_distribution_without_a_task_are_masked_and_given_back() 
     back = {name: facts_of(name, PACKAGES) for name in ADDRESSES}
     back["n1"] = facts_of("n1", PACKAGES, **{MASKED: FileFact(text="slurmctld\n")})
     found = keys(items_of(cluster(PACKAGES, back), "n1"))
-    unmask = found.index("command unmask the distribution's Slurm")
-    assert unmask < found.index("service slurmd")
+    assert found.index("command unmask the distribution's Slurm") < found.index("service slurmd")
 
 
 def test_way_to_packages_removes_units_before_the_services_and_the_tree_last() -> None:

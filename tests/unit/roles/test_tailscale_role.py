@@ -16,7 +16,7 @@ from shoal.remote import python_command
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS
-from shoal.roles.documents import documents, removal
+from shoal.roles.documents import documents
 from shoal.roles.host_address import DROP_INS, address_wait_drop_in
 from shoal.roles.registry import component_packages, preparation, user_secrets
 from shoal.roles.tailscale import (
@@ -155,19 +155,6 @@ def test_other_networks_need_no_tailscale_and_leave_a_joined_tailnet() -> None:
     assert set(TailscaleComponent().removal()) <= set(found)
 
 
-def test_removal_leaves_the_tailnet_only_on_hosts_that_shoal_joined() -> None:
-    command = next(item for item in removal() if item.key == "command leave the tailnet")
-    assert isinstance(command, Command) and command.unless == ("test", "!", "-e", JOINED)
-    assert {f"file {path}" for path in (KEY, JOINED, DROP_IN, FLAGS)} <= {item.key for item in removal()}
-
-
-def test_cluster_uses_the_tailnet_addresses() -> None:
-    other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
-    cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {"c1": "10.0.0.1"})
-    assert cluster.addresses == {"c1": "100.64.0.1", "n1": "100.64.0.2"}
-    assert cluster.conf.controller_address == "100.64.0.1"
-
-
 def both(**n1: Any) -> dict[str, Facts]:
     """The two hosts in the tailnet, with more fields in the status of the second."""
     own = {**STATUS, "TailscaleIPs": ["100.64.0.2"], **n1}
@@ -183,6 +170,8 @@ def waits(cluster: Cluster, name: str, daemon: str) -> str | None:
 
 def test_slurm_listens_only_in_the_tailnet_and_daemons_wait_for_their_address() -> None:
     cluster = assemble(SPEC, both(), {})
+    assert cluster.conf.controller_address == "100.64.0.1"
+    assert cluster.addresses == {"c1": "100.64.0.1", "n1": "100.64.0.2"}
     assert [node.address for node in cluster.conf.nodes] == ["100.64.0.2"]
     assert "NoInAddrAny,NoCtldInAddrAny" in slurm_settings(cluster.conf)
     assert "address show to 100.64.0.1 " in str(waits(cluster, "c1", "slurmctld"))
@@ -224,7 +213,7 @@ def test_firewall_accepts_members_only_through_the_tailnet() -> None:
     other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
     cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {})
     [rules] = [i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == "file /etc/shoal/firewall.nft"]
-    assert isinstance(rules, File) and "elements = { 100.64.0.1, 100.64.0.2 }" in str(rules.content)
+    assert "elements = { 100.64.0.1, 100.64.0.2 }" in str(rules.content)
     assert 'iifname "tailscale0" ip saddr @members4 tcp dport' in str(rules.content)
 
 
@@ -266,8 +255,7 @@ def test_host_without_the_package_gets_the_original_source_for_its_release() -> 
     bare = facts(tailscale={}, os_id="ubuntu", os_codename="noble")
     assert findings(bare) == [("info", "c1", "apt has no package `tailscale`", "")]
     certificates, source, package = prepared(bare)[:3]
-    assert isinstance(certificates, Packages) and certificates.names == ("ca-certificates",)
-    assert isinstance(source, Command) and isinstance(package, Packages)
+    assert (certificates.names, package.names) == (("ca-certificates",), ("tailscale",))
     address = "https://pkgs.tailscale.com/stable/ubuntu/noble"
     assert source.argv == python_command("tailnet_join", "--source", address, KEYRING, SOURCE)
     assert source.unless == ("test", "-s", SOURCE)
@@ -287,8 +275,7 @@ def test_relays_foreign_hosts_and_userspace_networking_are_reported() -> None:
 
 
 def test_key_rotation_forces_reauthentication() -> None:
-    document = join(SPEC, members(SPEC)[0], facts(mark=MARK), again=True)
-    assert "--force-reauth" in argv_of(document)
+    assert "--force-reauth" in argv_of(join(SPEC, members(SPEC)[0], facts(mark=MARK), again=True))
 
 
 def test_headscale_gives_the_tags_of_the_auth_key_and_is_asked_for_none() -> None:

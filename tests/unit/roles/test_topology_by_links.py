@@ -1,4 +1,4 @@
-"""Slurm's topology from measured links, where the file names no sites."""
+"""Slurm's topology: from measured links where the file names no sites, and jobs that span sites."""
 
 from dataclasses import replace
 
@@ -6,15 +6,16 @@ from tests.support.fake_world import host_facts, spec_of
 from tests.support.role_items import in_force
 
 from shoal.agent.document import File
-from shoal.agent.facts import Facts, FileFact
+from shoal.agent.facts import Facts, FileFact, Package
 from shoal.network.links import LINKS, NCCL, LinkSpeed, links_text
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Stage
 from shoal.roles.compute import LinksComponent
 from shoal.roles.current_conf import CurrentConf, read_current_conf
 from shoal.roles.documents import fact_files, removal
-from shoal.slurm.conf import topology_conf
-from shoal.slurm.model import Switch
+from shoal.roles.plugins import spanning_files
+from shoal.slurm.conf import slurm_settings, topology_conf
+from shoal.slurm.model import ClusterConf, Switch
 
 REEF = """
 cluster: reef
@@ -70,8 +71,7 @@ def test_silent_node_keeps_its_switch_and_a_leaving_node_is_not_a_site() -> None
     answering = {name: fact for name, fact in all_of_them.items() if name != "b2"}
     assert assemble(SPEC, answering, {}, before).conf.switches == first.switches
     smaller = spec_of(REEF.replace(", b2", ""))
-    leaving = assemble(smaller, answering, {}, before, ["b2"]).conf
-    assert leaving.switches == first.switches
+    assert assemble(smaller, answering, {}, before, ["b2"]).conf.switches == first.switches
     assert assemble(smaller, facts(""), {}, before, ["b2"]).conf.switches == ()
 
 
@@ -92,3 +92,44 @@ def test_nodes_get_the_number_of_sockets_from_the_measurement() -> None:
     cluster = assemble(SPEC, known, {})
     after = {m.name: LinksComponent().documents(cluster, m) for m in cluster.members}
     assert after["a1"] == {Stage.NODES: (File(NCCL),)} and after["a2"] == {}
+
+
+TEXT = """
+cluster: reef
+controller: {provider: sandbox}
+nodesets:
+  fish: {provider: sandbox, count: 2}
+  kelp: {provider: sandbox, count: 1, site: b}
+"""
+HOSTS = ("controller", "fish1", "fish2", "kelp1")
+FACTS = {name: host_facts(name, f"10.0.0.{number}", arch="x86_64") for number, name in enumerate(HOSTS, 1)}
+
+
+def conf(facts: dict[str, Facts] = FACTS, more: str = "") -> ClusterConf:
+    return assemble(spec_of(TEXT + more), facts, {}).conf
+
+
+def with_controller(**changes: object) -> dict[str, Facts]:
+    return {**FACTS, "controller": replace(FACTS["controller"], **changes)}  # type: ignore[arg-type]
+
+
+def test_slurmctld_without_the_lua_plugin_gets_separate_sites() -> None:
+    there = {"slurmctld": Package(installed="22.05.8")}
+    found = conf(with_controller(packages=there))
+    assert "shoal-sites" not in topology_conf(found) and "JobSubmitPlugins" not in slurm_settings(found)
+    files = {**FACTS["controller"].files, spanning_files()[0]: FileFact(there=True)}
+    assert conf(with_controller(packages=there, files=files)).spanning
+    assert not conf(with_controller(os_id="ubuntu", os_version="24.04")).spanning
+
+
+def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
+    plugin_conf = conf(more="slurm: {options: {JobSubmitPlugins: throttle}}\n")
+    assert not plugin_conf.spanning and "JobSubmitPlugins=throttle\n" in slurm_settings(plugin_conf)
+    scheduler_conf = conf(more="slurm: {options: {SchedulerParameters: 'defer,bf_interval=60'}}\n")
+    merged = "batch_sched_delay=0,max_switch_wait=31536000,defer,bf_interval=60"
+    assert f"SchedulerParameters={merged}\n" in slurm_settings(scheduler_conf)
+
+
+def test_single_site_needs_no_plugin() -> None:
+    one = assemble(spec_of(TEXT.replace(", site: b", "")), FACTS, {}).conf
+    assert "JobSubmitPlugins" not in slurm_settings(one) and "max_switch_wait" not in slurm_settings(one)

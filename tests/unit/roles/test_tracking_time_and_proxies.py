@@ -47,18 +47,11 @@ def file(document: Document, path: str) -> File:
 # Tracking
 
 
-def test_cluster_without_tracking_has_no_items() -> None:
-    part, cluster = TrackingComponent(), cluster_of()
-    for name in ("c1", "n1"):
-        assert asked(part, cluster, name) == () and part.ports(cluster.spec, cluster.members[0]) == ()
-
-
 def test_server_is_on_the_controller_and_its_port_is_firewalled() -> None:
     part, cluster = TrackingComponent(), cluster_of("tracking: mlflow\n")
     controller, node = cluster.members
     assert part.ports(cluster.spec, controller) == ("5000",) and part.ports(cluster.spec, node) == ()
-    assert part.packages(cluster.spec, controller, None) == ("python3-venv",)
-    assert asked(part, cluster, "n1") == ()
+    assert part.packages(cluster.spec, controller, None) == ("python3-venv",) and asked(part, cluster, "n1") == ()
 
 
 @cases("database", "sqlite", "postgresql")
@@ -72,7 +65,7 @@ def test_service_document_matches_its_golden(database: str) -> None:
 
 def test_server_listens_only_on_the_cluster_address_and_allows_its_names() -> None:
     text = file(asked(TrackingComponent(), cluster_of("tracking: {port: 5050}\n"), "c1"), mlflow.UNIT).content
-    assert isinstance(text, str) and "--host 10.0.0.1 --port 5050 " in text
+    assert "--host 10.0.0.1 --port 5050 " in text
     assert "--allowed-hosts 10.0.0.1:5050,c1:5050,localhost:*,127.0.0.1:*\n" in text
 
 
@@ -109,7 +102,6 @@ def test_artifacts_on_a_remote_share_wait_for_the_mount_and_use_the_server_user(
     later = asked(part, cluster, "c1", Stage.NODES)
     assert "directory /data/mlflow" not in keys(later) and f"service {mlflow.SERVICE}" in keys(later)
     [make] = [item for item in later if item.key == "command make /data/mlflow"]
-    assert isinstance(make, Command)
     assert make.argv == ("runuser", "-u", "shoal-mlflow", "--", "mkdir", "-p", "-m", "0700", "/data/mlflow")
     assert make.fix == "make /data on n1 writable for all, or run the server there: `host: n1`"
     near = cluster_of(share + "tracking: {host: n1, artifacts: /data/mlflow}\n")
@@ -253,7 +245,7 @@ def prepared(more: str, facts: Facts) -> Document:
 
 def test_apt_gets_its_proxy_before_any_package() -> None:
     [item] = prepared("proxy: {http: 'http://p:1', no_proxy: [deb.local, 10.0.0.0/8]}\n", Facts())
-    assert isinstance(item, File) and (item.path, item.content) == (
+    assert (item.path, item.content) == (
         APT_PROXY,
         "# Written by shoal; changes here are lost.\n"
         'Acquire::http::Proxy "http://p:1";\n'

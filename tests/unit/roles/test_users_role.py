@@ -131,15 +131,13 @@ def test_only_users_of_the_file_need_a_job_to_log_in() -> None:
 def test_node_that_serves_the_homes_is_open_for_logins_and_owns_the_homes() -> None:
     nfs = {"filesystems": ("nfs4", "nfsd")}
     cluster = reef(REEF + "storage: {/home: {host: n1}}\n", n1={**CGROUPS, **nfs}, c1=nfs)
-    block = items(cluster, "n1")[f"block jobs in {PAM}"]
-    assert block.content == session_rules(USERS_GROUP)
+    assert items(cluster, "n1")[f"block jobs in {PAM}"].content == session_rules(USERS_GROUP)
     assert user(cluster, "n1", "alice").owns == ("/home/alice",) and user(cluster, "c1", "alice").owns == ()
 
 
 def test_open_nodes_without_cgroups_are_reported() -> None:
     cluster = reef(n1={"cgroup": Cgroup()})
-    block = items(cluster, "n1")[f"block jobs in {PAM}"]
-    assert block.content == ""
+    assert items(cluster, "n1")[f"block jobs in {PAM}"].content == ""
     assert [str(finding) for finding in UsersComponent().findings(cluster) if "log in" in finding.what] == [
         "users: every user may log in to every node by SSH, with or without a job there, found not all hosts let Slurm "
         "use cgroups, and pam_slurm_adopt needs them"
@@ -151,10 +149,8 @@ def test_removed_user_is_locked_and_stays_recorded() -> None:
     facts = replace(cluster.facts["n1"], files={RECORD: FileFact(text="# ours\nalice 2001\ncarol 2003\n")})
     there = items(replace(cluster, facts={**cluster.facts, "n1": facts}), "n1")
     carol = there["user carol"]
-    assert carol.locked and carol.uid == 2003
-    assert there[f"file {sshfs.KEYS}/carol"] == File(f"{sshfs.KEYS}/carol")
-    record = there[f"file {RECORD}"]
-    assert record.content.splitlines()[1:] == ["alice 2001", "bob 2002", "carol 2003"]
+    assert carol.locked and carol.uid == 2003 and there[f"file {sshfs.KEYS}/carol"] == File(f"{sshfs.KEYS}/carol")
+    assert there[f"file {RECORD}"].content.splitlines()[1:] == ["alice 2001", "bob 2002", "carol 2003"]
     # Recorded before any user is made: after a failed run, the next one has the record.
     assert list(there)[:2] == ["directory /etc/shoal", f"file {RECORD}"]
 
@@ -163,8 +159,7 @@ def test_removing_the_last_user_locks_all_recorded_users() -> None:
     none = reef(REEF.partition("users:")[0])
     facts = replace(none.facts["n1"], files={RECORD: FileFact(text="alice 2001\n")})
     there = items(replace(none, facts={**none.facts, "n1": facts}), "n1")
-    assert there["user alice"].locked and there[f"file {SSHD_CONF}"].content is None
-    assert items(none, "c1") == {}
+    assert there["user alice"].locked and there[f"file {SSHD_CONF}"].content is None and items(none, "c1") == {}
 
 
 def test_homes_are_on_the_home_share() -> None:

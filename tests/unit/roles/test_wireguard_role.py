@@ -130,8 +130,7 @@ def test_obstacles_are_reported() -> None:
 
 
 def test_another_network_removes_wireguard_only_where_present() -> None:
-    lan = assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {})
-    assert items_of(lan, "n1", PART) == {}
+    assert items_of(assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {}), "n1", PART) == {}
     was = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, UNIT: FileFact(there=True)})}
     gone = assemble(spec_of(TEXT.replace("wireguard", "lan")), was, {})
     assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items_of(gone, "n1", PART).keys()

@@ -99,5 +99,4 @@ async def test_lock_of_a_missing_directory_reports_its_absence(tmp_path: Path) -
 
 def test_atomic_write_leaves_only_the_file(tmp_path: Path) -> None:
     write_atomic(tmp_path / "x", "text", 0o600)
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x").stat().st_mode & 0o777 == 0o600

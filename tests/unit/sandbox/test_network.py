@@ -24,8 +24,7 @@ blocks = st.integers(0, (1 << 14) - 1).map(lambda n: ipaddress.IPv4Network((int(
 @given(st.text(max_size=20), st.lists(blocks, max_size=50))
 def test_chosen_subnet_overlaps_no_taken_subnet(seed: str, taken: list[ipaddress.IPv4Network]) -> None:
     subnet = choose_subnet(seed, taken)
-    assert subnet.subnet_of(POOL) and subnet.prefixlen == 24
-    assert not any(subnet.overlaps(other) for other in taken)
+    assert subnet.subnet_of(POOL) and subnet.prefixlen == 24 and not any(subnet.overlaps(other) for other in taken)
 
 
 def test_wireguard_subnet_is_never_chosen() -> None:

@@ -69,8 +69,7 @@ class Share:
         return self.status(sftp.WRITE, sftp.string(handle) + struct.pack(">Q", offset) + sftp.string(data))
 
     def read(self, handle: bytes, offset: int, size: int) -> bytes:
-        answer = self.ask(sftp.READ, sftp.string(handle) + struct.pack(">QI", offset, size))
-        return answer[13:]
+        return self.ask(sftp.READ, sftp.string(handle) + struct.pack(">QI", offset, size))[13:]
 
     def sync(self, handle: bytes) -> int:
         return self.status(sftp.EXTENDED, sftp.string(sftp.FSYNC) + sftp.string(handle))
@@ -210,8 +209,7 @@ def test_file_renamed_while_open_continues_under_its_new_name(share: Share, tmp_
     (tmp_path / "new").write_text("somebody else's")
     share.lose()
     assert share.write(handle, 4, b"two\n") == share.sync(handle) == sftp.OK
-    assert (tmp_path / "whole").read_text() == "one\ntwo\n"
-    assert (tmp_path / "new").read_text() == "somebody else's"
+    assert (tmp_path / "whole").read_text() == "one\ntwo\n" and (tmp_path / "new").read_text() == "somebody else's"
 
 
 def test_file_removed_meanwhile_gives_an_error_at_once(share: Share, tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""The files of shares, as whole texts: exports, server settings, and permissions over SSH."""
+"""How each host accesses a share, and the files of shares as whole texts."""
 
 import subprocess
 from pathlib import Path
 from shutil import which
 
 import pytest
+from tests.support.cases import cases
 
+from shoal.agent.facts import Facts
+from shoal.spec.storage import SharedDirectory
 from shoal.storage import nfs, sshfs
-from shoal.storage.nfs import Export
+from shoal.storage.nfs import Export, ShareAccess, choose_access, kernel_serves_nfs
 from shoal.storage.sshfs import MemberKey
 
 HEADER = "# Written by shoal; changes here are lost.\n"
@@ -136,3 +139,34 @@ def test_home_is_mounted_with_the_ids_and_permissions_of_its_user() -> None:
 
 def test_known_hosts_pins_each_server_by_its_address() -> None:
     assert sshfs.render_known_hosts({"10.0.0.2": KEY, "10.0.0.1": KEY}) == f"{HEADER}10.0.0.1 {KEY}\n10.0.0.2 {KEY}\n"
+
+
+NFS, SSHFS, STAGE = (SharedDirectory(kind=kind) for kind in ("nfs", "sshfs", "stage"))
+WHOLE = Facts(filesystems=("nfs4", "nfsd"), fuse=True)
+FUSE = Facts(fuse=True)
+POD = Facts()
+
+
+@cases(
+    "share, facts, expected",
+    pytest.param(NFS, WHOLE, ShareAccess("nfs"), id="a whole host"),
+    pytest.param(NFS, FUSE, ShareAccess("sshfs", "its kernel has no NFS"), id="no NFS"),
+    pytest.param(NFS, POD, ShareAccess("stage", "its kernel has no NFS; it has no FUSE"), id="neither"),
+    pytest.param(SSHFS, WHOLE, ShareAccess("sshfs"), id="SSH as asked"),
+    pytest.param(SSHFS, POD, ShareAccess("stage", "it has no FUSE"), id="SSH and no FUSE"),
+    pytest.param(STAGE, WHOLE, ShareAccess("stage"), id="a copy as asked"),
+)
+def test_host_uses_the_best_supported_access(share: SharedDirectory, facts: Facts, expected: ShareAccess) -> None:
+    assert choose_access(share, "c1", "n1", facts) == expected
+
+
+def test_server_of_a_share_uses_its_own_directory() -> None:
+    assert choose_access(NFS, "c1", "c1", POD) == ShareAccess("local")
+
+
+def test_controller_keyword_resolves_to_the_controller() -> None:
+    assert NFS.server("desktop") == "desktop" and SharedDirectory(host="n1").server("desktop") == "n1"
+
+
+def test_ganesha_serves_without_kernel_nfsd() -> None:
+    assert kernel_serves_nfs(WHOLE) and not kernel_serves_nfs(Facts(filesystems=("nfs4",)))

@@ -112,8 +112,7 @@ def test_values_of_a_checkpoint_run_no_code(tmp_path: Path, key: str, attack: Ca
     write(tmp_path / "saves", lambda flat: flat.update({key: attack(proof)}))
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path / "saves").restore(build("plain"))
-    assert not proof.exists()
-    assert caught.value.what == "the checkpoint holds more than data, and is not loaded"
+    assert not proof.exists() and caught.value.what == "the checkpoint holds more than data, and is not loaded"
     assert caught.value.found.startswith("posix.mkdir; whoever can write into the directory")
 
 
@@ -144,8 +143,7 @@ def test_index_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     sign(index.parent)
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path / "saves").restore(build("plain"))
-    assert not proof.exists()
-    assert caught.value.what == "the checkpoint holds more than data, and is not loaded"
+    assert not proof.exists() and caught.value.what == "the checkpoint holds more than data, and is not loaded"
     assert caught.value.found.startswith("posix.mkdir; whoever can write into the directory")
     assert "torch.serialization.add_safe_globals" in caught.value.fix
 

@@ -256,8 +256,7 @@ def test_dataset_can_be_pickled(tmp_path):
 
 def test_fingerprint_depends_on_the_data_and_not_on_its_path(tmp_path):
     here, there = (ShardDataset(write_shards(tmp_path / name, samples(4), per_shard=2)) for name in ("here", "there"))
-    assert here.fingerprint == there.fingerprint
-    assert ShardDataset(here.shards[::-1]).fingerprint != here.fingerprint
+    assert here.fingerprint == there.fingerprint and ShardDataset(here.shards[::-1]).fingerprint != here.fingerprint
     assert ShardDataset(here.shards[:1]).fingerprint != here.fingerprint
 
 

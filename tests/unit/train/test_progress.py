@@ -13,6 +13,7 @@ import torch
 from tests.support.cases import cases
 
 from shoal.train.env import read_env
+from shoal.train.errors import StopExit
 from shoal.train.progress import Progress, format_line
 
 ENV = read_env({})
@@ -156,3 +157,19 @@ def test_line_contains_only_available_values() -> None:
         "step 50/200  loss 0.1235  12,346 samples/s  MFU 41.2%  ETA 1-02:03:04"
     )
     assert format_line({"step": 3, "total_steps": None, "steps_per_second": 1.5}) == "step 3  1.5 steps/s"
+
+
+def test_progress_state_is_done_stopped_or_unchanged_after_a_failure(tmp_path: Path) -> None:
+    def state_after(error: BaseException | None) -> str:
+        progress = Progress(2, env=read_env({}), directory=tmp_path, write=lambda line: None)
+        try:
+            with progress:
+                progress.step(1)
+                if error is not None:
+                    raise error
+        except (StopExit, ValueError):
+            pass
+        return str(json.loads((tmp_path / "progress.json").read_text())["state"])
+
+    assert state_after(None) == "done" and state_after(StopExit(0, requeued=True)) == "stopped"
+    assert state_after(ValueError()) == "running"

@@ -42,8 +42,7 @@ def test_job_has_the_id_that_scontrol_expects(environ: dict[str, str], name: str
 @cases("state, reason", ("RUNNING", "None"), ("COMPLETING", "TimeLimit"))
 def test_running_job_and_job_at_its_time_limit_are_requeued(tmp_path: Path, state: str, reason: str) -> None:
     environ = {"PATH": _slurm(tmp_path, state, reason), "SLURM_JOB_ID": "7"}
-    assert requeue(environ=environ) == "requeued"
-    assert (tmp_path / "asked").read_text() == "show job 7\nrequeue 7\n"
+    assert requeue(environ=environ) == "requeued" and (tmp_path / "asked").read_text() == "show job 7\nrequeue 7\n"
 
 
 def test_answer_is_read_although_slurm_kills_the_job_at_once(tmp_path: Path) -> None:

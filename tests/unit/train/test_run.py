@@ -53,8 +53,7 @@ def test_completed_run_does_nothing_when_started_again(tmp_path: Path, caplog: p
     told = f"training is already complete; to start over, move {tmp_path} away"
     assert told not in caplog.text
     again = build("plain", seed=3)
-    assert list(Run(again, tmp_path, environ={}).steps(3)) == [] and digest(again) == final
-    assert told in caplog.text
+    assert list(Run(again, tmp_path, environ={}).steps(3)) == [] and digest(again) == final and told in caplog.text
 
 
 def test_job_environment_sets_checkpoint_directory_and_run_id(tmp_path: Path) -> None:
@@ -85,8 +84,7 @@ def test_cancelled_job_saves_and_exits_with_the_sigterm_status(tmp_path: Path) -
             train_step(state)
             signal.raise_signal(signal.SIGTERM)
     stopper.close()
-    assert leaving.value.code == 143
-    assert [path.name for path in files.committed(tmp_path / "saved")] == ["step-1"]
+    assert leaving.value.code == 143 and [path.name for path in files.committed(tmp_path / "saved")] == ["step-1"]
 
 
 @cases("saved_before", False, True)

@@ -21,6 +21,7 @@ from tests.unit.train.mlflow_server import FakeMlflow
 
 import shoal
 from shoal.train.env import Env, read_env
+from shoal.train.errors import StopExit
 from shoal.train.tracking import Tracker, tracker
 from shoal.train.tracking.run_identity import recovery_command, run_id
 from shoal.train.tracking.send import main as send
@@ -85,8 +86,7 @@ def test_run_on_the_server_has_parameters_metrics_tags_and_artifacts(
     plot.write_bytes(b"changed later")
     assert track.close(timeout=30)
     run = mlflow.the_run()
-    assert run["params"] == {"lr": "1"} and mlflow.rows() == {(1, 0.5): 1}
-    assert run["info"]["status"] == "FINISHED"
+    assert run["params"] == {"lr": "1"} and mlflow.rows() == {(1, 0.5): 1} and run["info"]["status"] == "FINISHED"
     assert (run["tags"]["shoal.job_id"], run["tags"]["shoal.code_hash"], run["tags"]["shoal.run"]) == (
         "17",
         "c0de",
@@ -250,7 +250,6 @@ def test_job_killed_midway_continues_its_run(mlflow: FakeMlflow, tmp_path: Path)
     def run(first: int, last: int, kill: bool) -> None:
         command = [sys.executable, "-c", program, mlflow.uri, str(tmp_path / "t"), str(first), str(last)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ)
-        assert process.stdout
         if kill:
             while int(process.stdout.readline()) < 500:
                 pass
@@ -262,8 +261,7 @@ def test_job_killed_midway_continues_its_run(mlflow: FakeMlflow, tmp_path: Path)
     run(0, -1, kill=True)
     run(450, 20_000, kill=False)
     mlflow.faults.clear()
-    assert send([str(tmp_path / "t")]) == 0
-    assert mlflow.rows() == {(step, step / 4): 1 for step in range(20_001)}
+    assert send([str(tmp_path / "t")]) == 0 and mlflow.rows() == {(step, step / 4): 1 for step in range(20_001)}
 
 
 def test_unclosed_run_gets_the_status_of_its_script(mlflow: FakeMlflow, tmp_path: Path) -> None:
@@ -281,6 +279,9 @@ def test_unclosed_run_gets_the_status_of_its_script(mlflow: FakeMlflow, tmp_path
     (KeyboardInterrupt(), "KILLED"),
     (SystemExit(1), "FAILED"),
     (SystemExit(0), "FINISHED"),
+    (StopExit(0, requeued=True), "SCHEDULED"),
+    (StopExit(143, requeued=False), "KILLED"),
+    (SystemExit(85), "FAILED"),
 )
 def test_with_block_sets_the_status_of_the_run(start: Start, tmp_path: Path, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)), start():

@@ -63,8 +63,7 @@ def each_once(first: int, last: int) -> dict[tuple[int, float], int]:
 def test_failed_request_loses_and_duplicates_nothing(mlflow: FakeMlflow, spool: Spool, fault: str, on: str) -> None:
     record(spool, 0, 30)
     mlflow.fault_on, mlflow.faults = on, [fault]
-    assert ship_all(shipping(mlflow, spool.path)) and mlflow.rows() == each_once(0, 30)
-    assert len(mlflow.runs) == 1
+    assert ship_all(shipping(mlflow, spool.path)) and mlflow.rows() == each_once(0, 30) and len(mlflow.runs) == 1
 
 
 def test_many_faults_with_concurrent_records_lose_and_duplicate_nothing(mlflow: FakeMlflow, spool: Spool) -> None:
@@ -295,8 +294,7 @@ def test_flush_stops_for_an_unreachable_server_and_keeps_the_records(
 ) -> None:
     mlflow.stop()
     record(spool, 0, 5)
-    background = DeliveryThread([spool], shipping(mlflow, spool.path))
-    assert not background.stop(30)
+    assert not DeliveryThread([spool], shipping(mlflow, spool.path)).stop(30)
     assert "Connection refused" in caplog.text and "records stay on disk, training continues" in caplog.text
     mlflow.start()
     second = DeliveryThread([spool], shipping(mlflow, spool.path))
@@ -306,8 +304,7 @@ def test_flush_stops_for_an_unreachable_server_and_keeps_the_records(
 def test_flush_of_a_hanging_server_ends_at_its_timeout(mlflow: FakeMlflow, spool: Spool) -> None:
     mlflow.faults = ["hang"]
     record(spool, 0, 5)
-    background = DeliveryThread([spool], shipping(mlflow, spool.path, timeout=20))
-    assert not background.stop(0.1)
+    assert not DeliveryThread([spool], shipping(mlflow, spool.path, timeout=20)).stop(0.1)
     assert not mlflow.release.is_set()  # it still hangs, and we are here
     mlflow.release.set()
 

@@ -62,7 +62,6 @@ def test_process_killed_at_any_time_keeps_every_acknowledged_record(tmp_path: Pa
     path, expected = tmp_path / "s", 0
     for kill in (1, 40, 333):
         process = subprocess.Popen([sys.executable, "-c", program, str(path), str(expected)], stdout=subprocess.PIPE)
-        assert process.stdout
         for _ in range(kill):
             process.stdout.readline()
         process.send_signal(signal.SIGKILL)
