@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tests.support.fake_world import host_facts, spec_of
 from tests.support.role_items import in_force
+from tests.unit.roles.test_role_documents import TWO_SITES
 
 from shoal.agent.document import File
 from shoal.agent.facts import Facts, FileFact, Package
@@ -94,19 +95,12 @@ def test_nodes_get_the_number_of_sockets_from_the_measurement() -> None:
     assert after["a1"] == {Stage.NODES: (File(NCCL),)} and after["a2"] == {}
 
 
-TEXT = """
-cluster: reef
-controller: {provider: sandbox}
-nodesets:
-  fish: {provider: sandbox, count: 2}
-  kelp: {provider: sandbox, count: 1, site: b}
-"""
 HOSTS = ("controller", "fish1", "fish2", "kelp1")
 FACTS = {name: host_facts(name, f"10.0.0.{number}", arch="x86_64") for number, name in enumerate(HOSTS, 1)}
 
 
 def conf(facts: dict[str, Facts] = FACTS, more: str = "") -> ClusterConf:
-    return assemble(spec_of(TEXT + more), facts, {}).conf
+    return assemble(spec_of(TWO_SITES + more), facts, {}).conf
 
 
 def with_controller(**changes: object) -> dict[str, Facts]:
@@ -131,5 +125,5 @@ def test_submit_plugins_and_scheduler_parameters_of_the_user_are_kept() -> None:
 
 
 def test_single_site_needs_no_plugin() -> None:
-    one = assemble(spec_of(TEXT.replace(", site: b", "")), FACTS, {}).conf
+    one = assemble(spec_of(TWO_SITES.replace(", site: b", "")), FACTS, {}).conf
     assert "JobSubmitPlugins" not in slurm_settings(one) and "max_switch_wait" not in slurm_settings(one)
