@@ -1,7 +1,5 @@
 """How long a test may take, which come first, and which run in one process."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

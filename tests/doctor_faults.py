@@ -4,8 +4,6 @@
 saved table, bench/results/doctor.txt, which `tests/matrix/test_doctor_faults.py` writes from what it has seen.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The commands and examples that the documents show, and how each command is run by a test."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 
 # What is waited for has no event to wait on.
 # ruff: noqa: ASYNC110
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 On a container dpkg takes 6 s of CPU, and under emulation most of the time of an `up`. Here it runs once for each image.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Faults of sandbox hosts, for tests: cut off, frozen, killed, rebooted, with a full disk."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

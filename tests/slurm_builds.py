@@ -1,7 +1,5 @@
 """Another build of Shoal's own Slurm: the same programs with the next number, as a later release brings them."""
 
-from __future__ import annotations
-
 import io
 import re
 import tarfile

@@ -1,7 +1,5 @@
 """Wheels of a few bytes, for tests of environments: nothing is downloaded."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import stat

@@ -4,8 +4,6 @@ A pytest plugin (`-p tests.timing`). It records only where SHOAL_TEST_TIMES name
 that runs tests, one line of JSON for each test and phase.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

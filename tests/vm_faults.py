@@ -3,8 +3,6 @@
 A power cut is `kill` of SandboxFaults, as for containers: what the machine had not flushed is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 from dataclasses import replace

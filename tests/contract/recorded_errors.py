@@ -1,7 +1,5 @@
 """Errors with which providers reject an order, from their documentation and from public reports."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rental providers that the contract tests run against. A new provider adds its Case to CASES."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """What an agent guarantees to its client: the real program on this machine, and the shipped fake."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

@@ -1,7 +1,5 @@
 """What every kind of host guarantees: over SSH, with either client, on this machine, and in the shipped fake."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """What every rental provider guarantees, over real sockets against its simulator; rental_providers.py has the table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace

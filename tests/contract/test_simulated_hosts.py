@@ -1,7 +1,5 @@
 """The machines of a simulated cloud are hosts: they boot, accept SSH, fail and are deleted."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """How tests run a bench: at its smallest size, where its own checks count and its times do not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real cluster for tests: `shoal` commands on sandbox hosts, with faults on demand."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

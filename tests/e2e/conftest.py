@@ -1,7 +1,5 @@
 """Which files make their hosts from an image that has Slurm's packages, or all that `up` installs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

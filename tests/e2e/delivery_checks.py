@@ -1,7 +1,5 @@
 """How code reaches the nodes and where it runs from, checked on a cluster of two nodes with two users."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Container engines in tests: what they have, and the network outside of a cluster."""
 
-from __future__ import annotations
-
 import os
 
 from tests.e2e.cluster import KIND

@@ -1,7 +1,5 @@
 """Existing hosts for tests: the sandbox makes them, and the spec names them by address like any server."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Images for tests, as archives that `docker save` or skopeo could have written: a small Debian, and hostile ones."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import io

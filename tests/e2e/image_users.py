@@ -1,7 +1,5 @@
 """Users of a cluster who run jobs in images: their scripts, and a cluster with an image on its share."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

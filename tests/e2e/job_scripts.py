@@ -1,7 +1,5 @@
 """The scripts that the jobs of tests/e2e/test_jobs.py run."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 it ran.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 `python -m tests.e2e.leftovers` removes the clusters of runs that have ended. scripts/test runs it first and last.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -7,8 +7,6 @@ A server is a process of its own, begun at the first call that needs it: it has 
 pytest, and its calls end with it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

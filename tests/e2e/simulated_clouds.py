@@ -1,7 +1,5 @@
 """Simulated clouds beside a test's cluster, as `shoal simulate` runs them; their machines are real hosts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

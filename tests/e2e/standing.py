@@ -8,8 +8,6 @@ After each file a check compares the hosts with what they were before it, and fa
 left_behind.py says what is looked at, and what may grow. Then the next file has the cluster built again.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

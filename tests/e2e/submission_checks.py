@@ -1,7 +1,5 @@
 """What an ordinary user sends with a job and gets back from it, checked on a cluster of two nodes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@
 a package from an apt source, as Tailscale's repository would serve it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """The cluster of tests/e2e/test_tailscale.py: three hosts in a tailnet of their own (tests/e2e/tailnet.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Set and remove every account limit of the spec, on each release of Slurm: sacctmgr's syntax differs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

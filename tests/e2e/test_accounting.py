@@ -1,7 +1,5 @@
 """Accounting and keys on real hosts: records after a lost database, limits, backups, key rotation."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Every kind of item, applied by the real agent over SSH on a real host: applied, checked, applied again, removed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """`auth: slurm` on Debian 13: a running cluster switches to it and rotates its keys while jobs run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

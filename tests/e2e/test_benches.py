@@ -3,8 +3,6 @@
 Those that leave a cluster as it was are in test_job_benches.py and test_image_benches.py, on standing clusters.
 """
 
-from __future__ import annotations
-
 import pytest
 from tests.documents import ROOT
 from tests.e2e.bench_runs import BENCHES, ON_STANDING_CLUSTERS, PARTS, run_small

@@ -4,8 +4,6 @@ The tests of a pass share one cluster and run in the order of this file. Every d
 tests/e2e/test_versions.py has the others in one cluster; with `-m matrix` each has a pass of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

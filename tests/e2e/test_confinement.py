@@ -1,7 +1,5 @@
 """Confinement with cgroups: a job has only its GPUs and its memory, and all its processes end with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Accounting on a host that is not the controller: its records, what happens when that host fails, and when the file of
 another cluster names it, which needs it for a share and WireGuard as well."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

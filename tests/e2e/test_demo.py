@@ -1,7 +1,5 @@
 """Run scripts/demo: daily on a standing cluster, and by hand (-m matrix) with the cluster that it builds."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 The tests share the cluster and run in the order of this file. Each leaves it healthy.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Run the commands of the README and of CONTRIBUTING as written."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

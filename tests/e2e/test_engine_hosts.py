@@ -3,8 +3,6 @@
 The whole of test_cluster.py runs on such hosts with `SHOAL_TEST_KIND=podman`, as root and as an ordinary user.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

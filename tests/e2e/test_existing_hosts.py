@@ -3,8 +3,6 @@
 They are sandbox hosts, but the spec names them by address like any server.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run it by hand: it installs packages from the internet.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -15,8 +15,6 @@ Other attacks have tests of their own, below tests/:
     another user's runs, environments e2e/test_lab.py, with MLflow itself
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Benches that leave a cluster as it was, on the standing cluster `lagoon`."""
 
-from __future__ import annotations
-
 import pytest
 from tests.e2e.bench_runs import ON_STANDING_CLUSTERS, PARTS, run_small
 from tests.e2e.standing import Standing

@@ -3,8 +3,6 @@
 The tests run in the order of this file; tests/e2e/test_image_matrix.py has the longer ones.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shlex

@@ -3,8 +3,6 @@
 The tests share one cluster and run in the order of this file; tests/e2e/test_image_jobs.py has the daily ones.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -5,8 +5,6 @@
 The image is a directory: under emulation, unpacking one takes minutes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Docker and podman inside jobs: what works, and attempts to get out of the job. The tests run in this order."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

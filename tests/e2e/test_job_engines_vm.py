@@ -3,8 +3,6 @@
 SHOAL_TEST_KIND=vm .venv/bin/pytest -v -n0 -m matrix tests/e2e/test_job_engines_vm.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

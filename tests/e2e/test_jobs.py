@@ -1,7 +1,5 @@
 """Jobs on a real cluster: a controller and two nodes with two simulated GPUs each. The scripts need no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

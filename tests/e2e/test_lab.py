@@ -5,8 +5,6 @@ MLflow, an environment, a rented machine and a rented container. The clients are
 another user id, without groups, and without root's files. The tests share the cluster and run in this order.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

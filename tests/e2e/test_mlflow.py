@@ -1,7 +1,5 @@
 """MLflow itself on sandbox hosts. Installing it takes minutes and hundreds of megabytes, so this is run by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ the real mpirun of the distribution.
 The tests share one cluster and run in the order of this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

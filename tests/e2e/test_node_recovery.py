@@ -4,8 +4,6 @@ The training is real: gloo between two nodes, as an ordinary user. The GPU is si
 bus, and small packages with the names of the driver's, whose "driver" works after a boot.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

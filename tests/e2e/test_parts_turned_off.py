@@ -1,7 +1,5 @@
 """Parts that a change of the file turns off on a cluster that runs, and what stays of them. It begins with one host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`shoal prove` on the toy example as jobs of a real cluster. test_local_prove.py has it on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -6,8 +6,6 @@ hosts. Those of the sandbox itself and of RunPod are in test_rented_nodes.py.
     python -m tests.e2e.test_provider_rentals > bench/results/elastic-e2e.txt    how long it took with each, and cost
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

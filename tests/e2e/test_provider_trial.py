@@ -1,7 +1,5 @@
 """`shoal try` on a sandbox cluster beside simulated clouds: the whole trial, and a trial that Ctrl-C stops."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

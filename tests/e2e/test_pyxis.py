@@ -3,8 +3,6 @@
 With SHOAL_TEST_PYXIS=DIR, the real enroot.deb and spank_pyxis.so in DIR run the lines of pyxis's users instead.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import shlex

@@ -3,8 +3,6 @@
 Run it by hand (`-m matrix`): it takes minutes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

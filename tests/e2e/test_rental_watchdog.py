@@ -4,8 +4,6 @@ Limits of an hour are shortened in the script that a machine boots with, or by s
 controller is silent. Run it by hand (`-m matrix`): it waits for minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ is the operator's. The kill at every request is in tests/unit/verbs/test_rented_
     python -m pytest -q -s tests/e2e/test_rented_controller.py > bench/results/rented-controller.txt
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

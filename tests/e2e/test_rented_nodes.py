@@ -6,8 +6,6 @@ back while they run. The tests share the cluster and run in this order: a contai
 machine from joining after it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

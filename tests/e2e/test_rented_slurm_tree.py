@@ -3,8 +3,6 @@
 With packages, the Slurm of these images and the controller's cannot talk to each other: test_rented_images.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

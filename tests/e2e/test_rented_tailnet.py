@@ -1,7 +1,5 @@
 """Rented machines in a real tailnet: a job starts them, the controller joins them, and they leave it with the job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A node that sleeps for longer than SlurmdTimeout takes jobs again soon after it wakes, without help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

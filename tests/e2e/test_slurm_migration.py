@@ -1,7 +1,5 @@
 """From packages to `slurm: {from: shoal}` and back, under running jobs where Slurm allows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

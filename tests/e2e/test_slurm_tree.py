@@ -1,7 +1,5 @@
 """`slurm: {from: shoal}`: one Slurm on hosts of four Debian releases and in a container, used by an ordinary user."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

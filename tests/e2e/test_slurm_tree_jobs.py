@@ -3,8 +3,6 @@
 The first tests share one cluster, and run in the order of this file.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

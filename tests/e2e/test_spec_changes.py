@@ -8,8 +8,6 @@ takes over a member's address: an address of a member that is sent from elsewher
 The tests share one cluster and run in the order of this file.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

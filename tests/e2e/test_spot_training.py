@@ -8,8 +8,6 @@ that it did not save in time run again on the next rented machine.
     python -m pytest -s -m matrix tests/e2e/test_spot_training.py    prints the outcome: bench/results/spot-training.txt
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

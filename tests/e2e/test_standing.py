@@ -1,7 +1,5 @@
 """The check after each file on a standing cluster: what a test leaves behind is found, of each kind."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -3,8 +3,6 @@
 The jobs of the tests run at the same time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

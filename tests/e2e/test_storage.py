@@ -1,7 +1,5 @@
 """Shares and users on real hosts: the same files and users on all hosts, a killed server, and access rights."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """A cluster over a real tailnet (tests/e2e/tailnet.py): hosts join, are expelled and join again; links are measured."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ The jobs are queued at once and run one after the other. Where there is an MLflo
 they report to a real server, else to their files alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The container is a sandbox host without systemd, TUN and mount rights, behind on
 names it by that address and port like any host; Shoal detects that it is a container.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import Iterator

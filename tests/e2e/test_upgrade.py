@@ -4,8 +4,6 @@ The earlier version comes from the repository's own history, and runs with the p
 that users could upgrade from: until one is, this runs by hand.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The last test is for releases on virtual machines, which have cgroup v2 with device confinement; containers have not.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Iterator

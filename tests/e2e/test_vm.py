@@ -7,8 +7,6 @@ With SHOAL_TEST_KEEP=DIR the cluster stays, and the next run uses it as it is: u
 `shoal down --force --file DIR/shoal.yaml` with SHOAL_CACHE as in tests/installed_images.py removes it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

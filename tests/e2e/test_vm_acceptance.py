@@ -7,8 +7,6 @@ takes minutes.
 With SHOAL_TEST_KEEP=DIR the cluster stays, and the next run uses it as it is; `shoal down` as in test_vm.py removes it.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

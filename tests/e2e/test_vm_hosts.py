@@ -3,8 +3,6 @@
 A trial guest is part of the daily set. Hosts under emulation take minutes, and have the mark `matrix`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 The tests share one cluster and run in the order of this file.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """torch on the hosts of a sandbox cluster, for tests of real training."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks of a tracking server on sandbox hosts: MLflow, or the program that replaces it in tests."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of an ordinary user's commands on a running cluster: inside their jobs, and with the `shoal` of its hosts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

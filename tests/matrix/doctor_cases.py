@@ -1,7 +1,5 @@
 """The faults of `tests/matrix/test_doctor_faults.py`: how each is made, what is found, and how it ends."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A cluster on which faults are made for real, what `shoal doctor` says to each, and the table of that."""
 
-from __future__ import annotations
-
 import base64
 import re
 import shlex

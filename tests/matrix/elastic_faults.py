@@ -5,8 +5,6 @@ those of `shoal_simulators.fake_slurm`. The nodeset rents from one place, and fr
 Each job needs two nodes, and the budget allows those of one job: the other job must wait for it.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 It counts what the cloud would bill. From the ledger it reads only the node that each machine was ordered for.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Stop jobs in every way that Slurm has, on a real cluster, and record the outcome."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

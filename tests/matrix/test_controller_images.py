@@ -6,8 +6,6 @@ Ubuntu 22.04 and 24.04. A cluster for each controller rents from all clouds at o
     python -m pytest -s -m matrix tests/matrix/test_controller_images.py > bench/results/controller-images.txt
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -8,8 +8,6 @@ Jobs run all the time. Nodes come and go, `up` changes the configuration, keys a
 another. The health program runs ten times as often as it does by itself, past its first day, so that it would drain.
 """
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

@@ -8,8 +8,6 @@
 The tests share the cluster. Each leaves it healthy; after one that failed it is brought up again.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

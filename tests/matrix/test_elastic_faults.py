@@ -1,7 +1,5 @@
 """Every fault of every provider, made by its simulator; `tests/matrix/elastic` prints the outcome of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

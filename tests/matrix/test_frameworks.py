@@ -4,8 +4,6 @@ A framework that handles the warning saves and requeues itself; what does not is
 share one cluster: eight nodes with two CPUs, for sixteen ranks. They take about a quarter of an hour.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

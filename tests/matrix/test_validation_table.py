@@ -7,8 +7,6 @@ All rows run with the real tools. The machine is shared: how fast it is says not
 something is slow are no failure here. tests/e2e/test_validate.py does the same between sites, over WireGuard.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 What they answer is in a file of values.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

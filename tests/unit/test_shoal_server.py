@@ -1,7 +1,5 @@
 """The server that forks calls of `shoal` for tests on sandbox hosts: a call is what a new process would be."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

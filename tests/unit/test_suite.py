@@ -1,7 +1,5 @@
 """scripts/test and scripts/matrix: which files a change touches, in which order they run, and their tables."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

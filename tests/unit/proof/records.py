@@ -1,7 +1,5 @@
 """Records of runs for tests."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A run that differs is explained by its first error, with a fix."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

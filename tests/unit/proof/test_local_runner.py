@@ -1,7 +1,5 @@
 """Runs on this machine: real processes that leave nothing behind, however they end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

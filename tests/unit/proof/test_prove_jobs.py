@@ -1,7 +1,5 @@
 """Runs as jobs: what is submitted to Slurm, what is read from the nodes, and what is said when that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import tarfile

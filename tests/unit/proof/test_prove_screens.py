@@ -1,7 +1,5 @@
 """How a proof is shown, and which options the command rejects."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`prove` runs the script with one process and with each launcher and method, and reports every result."""
 
-from __future__ import annotations
-
 from array import array
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 22.05 is part of the normal run; 24.11 and 26.05 are with `-m matrix`, as their images take a while to make.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ torch is imported once and the processes are forked from it, so that two cores a
 a hundred ports, so that most of them find their first choice taken.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta

@@ -3,8 +3,6 @@
 `test_tracking_mlflow.py` runs the same scenarios against a real MLflow server where one is installed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

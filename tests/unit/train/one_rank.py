@@ -1,7 +1,5 @@
 """A minimal training script: joins the job, adds up the ranks, and prints the result as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

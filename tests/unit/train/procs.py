@@ -1,7 +1,5 @@
 """Ranks joined by Gloo over a file, and scripts: processes forked from a server that has loaded torch."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """A rank that joins the rendezvous only, without torch, and prints the outcome as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

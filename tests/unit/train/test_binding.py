@@ -1,7 +1,5 @@
 """Layouts of ranks and GPUs as tables: valid ones pass, invalid ones are rejected with the flags that fix them."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

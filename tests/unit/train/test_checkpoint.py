@@ -1,7 +1,5 @@
 """What a Checkpointer keeps, rejects and reports."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

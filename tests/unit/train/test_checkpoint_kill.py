@@ -1,7 +1,5 @@
 """Killed at any moment of a save, a run still has a whole checkpoint, finds it and continues."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

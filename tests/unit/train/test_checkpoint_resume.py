@@ -1,7 +1,5 @@
 """A resumed run equals one that was never interrupted, and loads at another world size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

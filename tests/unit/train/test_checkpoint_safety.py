@@ -1,7 +1,5 @@
 """Whoever can write into a checkpoint directory runs no code in the job that resumes from it; users' state survives."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Two jobs do not write into one checkpoint directory, and a dead job blocks no other."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

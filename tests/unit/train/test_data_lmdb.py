@@ -1,7 +1,5 @@
 """LMDB as a dataset: read-only, without locks, opened again in every process."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

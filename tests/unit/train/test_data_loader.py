@@ -1,7 +1,5 @@
 """The loader: exactly once, the same order for any ranks and workers, and exact resume from any interruption."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

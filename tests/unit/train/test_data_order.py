@@ -1,7 +1,5 @@
 """The global order: a permutation that depends on seed and epoch alone."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Staging: one copy per node, complete and verified or absent, and a failure never prevents training."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import multiprocessing

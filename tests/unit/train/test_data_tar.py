@@ -1,7 +1,5 @@
 """Tar shards and their index: the samples that webdataset reads, random access, and clear errors for broken ones."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """Complete ranks with torch and Gloo: on two hosts with misleading networks, under torchrun, spawned, and alone."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

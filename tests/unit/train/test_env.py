@@ -1,7 +1,5 @@
 """Environments as launchers really set them, and how the library reads each."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess

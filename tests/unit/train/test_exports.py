@@ -1,7 +1,5 @@
 """The public names of the training library: the whole list, and no import before the first use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Training whose final state cannot be saved: code after the loop runs, and the job fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process exits: not while its threads are in a collective, and then without a hang."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import subprocess

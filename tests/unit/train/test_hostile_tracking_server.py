@@ -1,7 +1,5 @@
 """What a broken or hostile tracking server may answer, over real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """DDP and FSDP train the same model, with every option, and reject impossible ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

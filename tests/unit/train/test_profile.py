@@ -1,7 +1,5 @@
 """--profile torch, with the real torch.profiler: which files there are, and which steps are in them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

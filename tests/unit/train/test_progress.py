@@ -1,7 +1,5 @@
 """Progress: right numbers, at sensible moments, on rank 0 only."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from dataclasses import replace

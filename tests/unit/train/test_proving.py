@@ -1,7 +1,5 @@
 """Real ranks that train in a proof: correct scripts agree with one process, and each faulty one is detected."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real training of two ranks of which one stops: the node's program tells which, without py-spy."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

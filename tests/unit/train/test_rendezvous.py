@@ -1,7 +1,5 @@
 """The rendezvous: complete, with missing ranks, and its errors. Threads stand for ranks, except in fifty real jobs."""
 
-from __future__ import annotations
-
 import re
 import socket
 import stat

@@ -1,7 +1,5 @@
 """A stopped job is requeued with its own id, unless it was cancelled."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

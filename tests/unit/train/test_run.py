@@ -1,7 +1,5 @@
 """A loop over `Run.steps` survives what Slurm does to it: no step is lost or repeated."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

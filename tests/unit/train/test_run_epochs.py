@@ -1,7 +1,5 @@
 """A loop over `Run.epochs` and `Run.batches`: the nested loop of most scripts, stopped and resumed at any batch."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks stop together, at a step boundary, whichever of them got the signal; data workers live until they do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

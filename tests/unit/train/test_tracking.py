@@ -1,7 +1,5 @@
 """One run for a whole job, as the script uses it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

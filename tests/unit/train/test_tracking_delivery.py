@@ -1,7 +1,5 @@
 """No metric is lost or doubled, whatever the server does."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

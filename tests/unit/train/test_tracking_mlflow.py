@@ -4,8 +4,6 @@ The other tests use a small server in place of MLflow; this shows that both beha
 on PATH, or at SHOAL_TEST_MLFLOW.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Records on disk survive whatever happens to the process or the disk."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """System metrics of a node, parsed from the text of the kernel and of nvidia-smi."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

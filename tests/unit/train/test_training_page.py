@@ -1,7 +1,5 @@
 """docs/training.md: the plain script, what is changed in it, and the commands that run it without a cluster."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A small training run that uses everything a checkpoint must hold: dropout, numpy, data order, a scheduler."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

@@ -4,8 +4,6 @@ On each: its own name is 127.0.1.1 in /etc/hosts, as Debian has it; `docker0` ha
 first, has an address, and leads nowhere. Only `mesh0` leads to the other host.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
