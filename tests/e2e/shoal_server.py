@@ -1,7 +1,8 @@
 """`shoal` for tests: processes forked from one that has loaded it, because loading takes longer than most commands.
 
 The first call of each command in a run of pytest starts the real program, `python -m shoal`; later ones are forked.
-Root's calls and those of an ordinary user count apart. Under coverage every call starts the real program.
+Root's calls and those of an ordinary user count apart. A call with a variable that Python or coverage reads at the start
+is the real program, too.
 
 A server is a process of its own, begun at the first call that needs it: it has one thread. It ends with the process of
 pytest, and its calls end with it.
@@ -45,7 +46,8 @@ mount --rbind "$1/.pyenv" "$2/.pyenv" 2> /dev/null; mount --rbind "$2" "$1"; shi
 """In a mount namespace of its own: root's home without root's files, for the interpreter may be in it."""
 
 WITH_SUBCOMMANDS = ("node", "env", "image", "bench", "keys")
-COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+READ_AT_START = ("PYTHONPATH", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+"""Variables that Python and coverage read when a program starts."""
 LOADED = ("shoal.cli", "shoal.verbs", "shoal.hosts", "shoal.sandbox")
 """The packages that a server loads: commands load parts of them when they need them."""
 CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -65,14 +67,15 @@ class Program:
 
     def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """Begin a call. The options of subprocess.Popen that work here: streams, env, cwd and start_new_session."""
-        if self._is_first(" ".join(arguments[: 2 if arguments[0] in WITH_SUBCOMMANDS else 1])):
+        environ = options.get("env") or os.environ
+        if any(name in environ for name in READ_AT_START) or self._is_first(
+            " ".join(arguments[: 2 if arguments[0] in WITH_SUBCOMMANDS else 1])
+        ):
             return subprocess.Popen(self.line(*arguments), text=True, **options)
         return Call(self._server, arguments, text=True, **options)
 
     def _is_first(self, command: str) -> bool:
-        """Whether this call starts the real program."""
-        if any(name in os.environ for name in COVERAGE):
-            return True
+        """Whether no process of the run has called it."""
         if command in self._called:
             return False
         # A name that one process can have. It is free again when all processes of the run have ended.
@@ -248,7 +251,7 @@ def _become(call: dict[str, Any], fds: list[int]) -> None:
     os.environ.update(call["environ"])
     time.tzset()
     sys.argv = [str(Path(shoal.__file__).with_name("__main__.py")), *call["arguments"]]
-    sys.path[:1] = [call["directory"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[0] = call["directory"]
     os.write(fds[3], b"pid %d" % os.getpid())
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.documents import ROOT
 from tests.e2e.leftovers import TAG
-from tests.e2e.shoal_server import NOBODY, Call, Program, start_server, users_program
+from tests.e2e.shoal_server import NOBODY, READ_AT_START, Call, Program, start_server, users_program
 
 RUN_TEXT = """\
 import sys
@@ -33,7 +33,7 @@ print(json.dumps({
     "arguments": sys.argv[2:],
     "environ": dict(os.environ),
     "directory": os.getcwd(),
-    "path": sys.path[:2],
+    "path": sys.path[:1],
     "stdin": sys.stdin.read(),
     "ids": [os.getpid(), os.getpgid(0), os.getsid(0)],
     "signals": [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM)],
@@ -55,7 +55,7 @@ def call(server: socket.socket, *arguments: str, **options: Any) -> Call:
 
 
 def test_call_has_its_arguments_environment_directory_and_streams(server: socket.socket, tmp_path: Path) -> None:
-    environ = {"PYTHONPATH": "/nowhere", "GREETING": "hello"}
+    environ = {"GREETING": "hello"}
     with call(server, SHOW, "a", "ä b", env=environ, cwd=tmp_path, start_new_session=True) as process:
         out, err = process.communicate("some\ninput", timeout=60)
     assert process.returncode == 0 and err == "an error\n"
@@ -65,7 +65,7 @@ def test_call_has_its_arguments_environment_directory_and_streams(server: socket
         "arguments": ["a", "ä b"],
         "environ": environ,
         "directory": str(tmp_path),
-        "path": [str(tmp_path), "/nowhere"],
+        "path": [str(tmp_path)],
         "stdin": "some\ninput",
         "ids": [process.pid] * 3,
         "signals": [signal.SIG_DFL] * 2,
@@ -157,7 +157,8 @@ def test_killed_run_leaves_no_call() -> None:
 
 
 def test_first_call_of_a_command_starts_the_real_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COVERAGE_PROCESS_START", raising=False)
+    for name in READ_AT_START:
+        monkeypatch.delenv(name, raising=False)
     program = Program("env")  # its calls count apart
     calls = [
         program.popen(*words, "--help", stdout=subprocess.PIPE) for words in (["plan"], ["plan"], ["node", "drain"])
@@ -165,9 +166,9 @@ def test_first_call_of_a_command_starts_the_real_program(monkeypatch: pytest.Mon
     printed = [process.communicate(timeout=60)[0] for process in calls]
     assert [isinstance(process, Call) for process in calls] == [False, True, False]
     assert printed[0] == printed[1] != printed[2] and "shoal plan" in printed[0]
-    monkeypatch.setenv("COVERAGE_PROCESS_START", "coverage.ini")
-    with program.popen("plan", "--help", stdout=subprocess.PIPE) as counted:
-        assert not isinstance(counted, Call) and counted.communicate(timeout=60)[0] == printed[0]
+    for name in READ_AT_START:
+        with program.popen("plan", "--help", stdout=subprocess.PIPE, env={**os.environ, name: "/nowhere"}) as real:
+            assert not isinstance(real, Call) and real.communicate(timeout=60)[0] == printed[0]
 
 
 WHO = """\
