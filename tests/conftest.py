@@ -20,8 +20,10 @@ SANDBOX = 7200 if os.environ.get("SHOAL_TEST_KIND") == "vm" else 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 
-# What `nohup` has ignored, the programs that tests start would ignore, too.
+# What `nohup`, or a shell for a background job, has ignored, the programs that tests start would ignore, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A shim, as pyenv puts one before each Python, takes ten times as long as Python itself takes to start.
 if Path(shutil.which("python3") or sys.executable).read_bytes()[:2] == b"#!":
     os.environ["PATH"] = f"{Path(sys.executable).resolve().parent}{os.pathsep}{os.environ['PATH']}"

@@ -56,7 +56,7 @@ def render(
     heading: str, spans: list[Span], records: list[Record], samples: Samples, saved: Mapping[str, float], whole: bool
 ) -> str:
     """The table; `whole` has every file."""
-    records = [row for row in records if row["kind"] != "test" or row["outcome"]]
+    records = [row for row in records if row["kind"] != "test" or row.get("outcome")]
     hosts = host_seconds(records, samples)
     lines = [heading, *_parts(spans, samples, saved), "", *_phases(records, hosts, samples, saved)]
     lines += ["", *_slowest(records), "", *_files(records, hosts, samples, saved, whole)]

@@ -1,8 +1,8 @@
 """`shoal` for tests: processes forked from one that has loaded it, because loading takes longer than most commands.
 
 The first call of each command in a run of pytest starts the real program, `python -m shoal`; later ones are forked.
-Root's calls and those of an ordinary user count apart. A call with a variable that Python or coverage reads at the start
-is the real program, too.
+Root's calls and those of an ordinary user count apart. A call with a variable that Python or coverage reads
+at its start is the real program, too.
 
 A server is a process of its own, begun at the first call that needs it: it has one thread. It ends with the process of
 pytest, and its calls end with it.

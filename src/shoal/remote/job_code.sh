@@ -58,8 +58,8 @@ make_directory() {
             place=${place%/*}
         done
     done
-    # On a share, root of each host is somebody else.
-    [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
+    # On a share, root of each host is somebody else, and only who makes the directory may set its mode.
+    [ -d "$root" ] || { mkdir -p "${root%/*}" && mkdir -m 1777 "$root"; } 2> /dev/null || mkdir -p "$root"
     # Here it is one, and others could make what a job to come needs, and so block it.
     # Jobs of an operator who became root by sudo are that login's, and write there.
     [ "${SUDO_UID:-0}" != 0 ] && mode=1777 || mode=0755
