@@ -42,8 +42,10 @@ def check_jobs_without_a_share(cluster: Cluster, alice: Any, bob: Any) -> None:
     assert f"job {job} belongs to alice" in bob.shoal("logs", job, status=2).stderr
     cluster.on("controller", "scontrol", "requeue", job)
     cluster.on("controller", "scontrol", "update", f"jobid={job}", "StartTime=now")
-    shown = alice.shoal("logs", "-f", job).stdout.splitlines()
     second = [f"rank {rank} turn 1 is 2001 in {root}" for rank in (0, 1)]
+    # Followed between its turns, a job may be taken for ended: `logs -f` then ends too early.
+    cluster.wait("both ranks run again", lambda: {*second} <= {*lines(job)})
+    shown = alice.shoal("logs", "-f", job).stdout.splitlines()
     said = sorted([*first, *second, "end of 0", "end of 1"])
     assert sorted(line.partition("] ")[2] for line in shown if line.startswith(("[0", "[1"))) == said, shown
     assert lines(job) == said and alice.state(job) == "COMPLETED"
