@@ -153,7 +153,8 @@ def wait_for_slurm():
 def slurm():
     return {
         "job": lines("squeue", "-h", "-o", "%i %u %j %T"),
-        "node": sorted(set(lines("sinfo", "-h", "-N", "-o", "%N %T %E"))),
+        # `*`: Slurm waits for the answer of a node that was resumed a moment ago; a silent one becomes down.
+        "node": sorted({line.replace("* ", " ") for line in lines("sinfo", "-h", "-N", "-o", "%N %T %E")}),
         "partition": [re.sub(r"(Nodes|TotalNodes|TotalCPUs|TRES)=\S*", "", line)
                       for line in lines("scontrol", "-o", "show", "partition")],
         "reservation": [line for line in lines("scontrol", "-o", "show", "reservation") if line.startswith("Reserv")],
