@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +137,33 @@ def _programs() -> dict[str, str]:
     root = Path(remote.__path__[0])
     paths = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".sh")]
     return {str(path.relative_to(root)): text for path in paths if (text := path.read_text().partition("\n")[2])}
+
+
+def folded_text(stages: Stages, **bases: Stages) -> str:
+    """As `document_text`; items that follow one another in a base too are one line: the first, the last, how many."""
+    known = [(name, [_whole(item) for item in document]) for name, base in bases.items() for document in base.values()]
+    lines = []
+    for stage, document in stages.items():
+        lines.append(f"==== {stage.name.lower()}")
+        items = [_whole(item) for item in document]
+        while items:
+            at = len(document) - len(items)
+            runs = [(_common_start(items, base[i:]), name) for name, base in known for i in range(len(base))]
+            count, name = max(runs, key=lambda run: run[0], default=(0, ""))
+            if count < 2:
+                count = 1
+                lines += document_text({stage: document[at : at + 1]}, **bases).splitlines()[1:]
+            else:
+                first, last = _heading(document[at]), _heading(document[at + count - 1])
+                lines.append(f"{first} ... {last.removeprefix('-- ')} ({count} as {name})")
+            items = items[count:]
+    return "\n".join(lines) + "\n"
+
+
+def _whole(item: Item) -> list[str]:
+    return [_heading(item), *_settings(item), *_content(item)]
+
+
+def _common_start(items: list[list[str]], base: list[list[str]]) -> int:
+    pairs = zip(items, base, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -6,7 +6,7 @@ from typing import Any
 from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import gpus, host_facts, spec_of
-from tests.support.item_text import document_text
+from tests.support.item_text import folded_text
 from tests.support.specs import ONE_NODE
 from tests.unit.roles.test_role_documents import document_of, roles
 
@@ -81,14 +81,14 @@ def test_existing_ports_stay_and_are_unique() -> None:
 
 
 def test_container_document_matches_its_golden() -> None:
-    assert_golden("roles/container.txt", document_text(document_of(world(), "p1"), compute=roles()["compute"]))
+    assert_golden("roles/container.txt", folded_text(document_of(world(), "p1"), compute=roles()["compute"]))
 
 
 def test_controller_tunnels_match_their_golden() -> None:
     cluster = world()
     stages = documents(cluster, cluster.controller)
     items = [item for item in stages[Stage.SERVICES] if "tunnel" in item.key]
-    assert_golden("roles/tunnels.txt", document_text({Stage.SERVICES: tuple(items)}))
+    assert_golden("roles/tunnels.txt", folded_text({Stage.SERVICES: tuple(items)}))
 
 
 def test_other_nodes_keep_confinement_and_containers_have_no_member_address() -> None:

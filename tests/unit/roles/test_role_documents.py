@@ -6,7 +6,7 @@ from typing import Any
 from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import gpus, host_facts, spec_of
-from tests.support.item_text import defaults_text, document_text
+from tests.support.item_text import defaults_text, folded_text
 
 from shoal.agent.document import DeviceRule, Document, File
 from shoal.roles.assembly import assemble
@@ -56,7 +56,8 @@ def roles(text: str = REEF) -> dict[str, dict[Stage, Document]]:
 
 @cases("role", *list(ROLES))
 def test_document_of_a_role_matches_its_golden(role: str) -> None:
-    assert_golden(f"roles/{role}.txt", document_text(roles()[role]))
+    bases = {} if role == "controller" else {"controller": roles()["controller"]}
+    assert_golden(f"roles/{role}.txt", folded_text(roles()[role], **bases))
 
 
 @cases(
@@ -67,7 +68,7 @@ def test_document_of_a_role_matches_its_golden(role: str) -> None:
 def test_host_document_matches_its_golden(golden: str, name: str, text: str) -> None:
     document = document_of(reef(text, n1={"gpus": gpus(2)}), name)
     bases = {role: roles()[role] for role in ("controller", "compute")}
-    assert_golden(f"roles/{golden}.txt", document_text(document, **bases))
+    assert_golden(f"roles/{golden}.txt", folded_text(document, **bases))
 
 
 def test_defaults_of_items_match_their_golden() -> None:
@@ -92,11 +93,11 @@ def test_two_sites_match_their_golden() -> None:
     spec = spec_of(TWO_SITES)
     names = ("controller", "fish1", "fish2", "kelp1")
     facts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}
-    assert_golden("roles/two-sites.txt", document_text(document_of(assemble(spec, facts, {}), "controller"), **roles()))
+    assert_golden("roles/two-sites.txt", folded_text(document_of(assemble(spec, facts, {}), "controller"), **roles()))
 
 
 def test_removal_matches_its_golden() -> None:
-    assert_golden("roles/removal.txt", document_text({Stage.NODES: removal()}))
+    assert_golden("roles/removal.txt", folded_text({Stage.NODES: removal()}))
 
 
 def test_node_without_gpus_has_no_gpu_device_rule() -> None:

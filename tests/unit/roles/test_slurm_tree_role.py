@@ -11,7 +11,7 @@ from tests.documents import ROOT
 from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
-from tests.support.item_text import document_text
+from tests.support.item_text import folded_text
 from tests.support.specs import WITH_LOGIN
 from tests.unit.roles.test_role_documents import REEF, document_of, reef
 
@@ -80,7 +80,7 @@ def test_host_with_the_tree_matches_its_golden(name: str, role: str) -> None:
     bases = {role: document_of(reef(REEF + "accounting: true\n"), name)}
     if name != "c1":
         bases["tree-c1"] = document_of(cluster(), "c1")
-    assert_golden(f"roles/tree-{name}.txt", document_text(document_of(cluster(), name), **bases))
+    assert_golden(f"roles/tree-{name}.txt", folded_text(document_of(cluster(), name), **bases))
 
 
 def test_fences_of_pmix_go_around_a_ring_unless_the_operator_says_otherwise() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.goldens import assert_golden
 from tests.support.fake_world import host_facts, spec_of
-from tests.support.item_text import document_text
+from tests.support.item_text import folded_text
 from tests.support.role_items import in_force, items_of, text_of
 
 from shoal.agent.document import Packages
@@ -46,8 +46,8 @@ FACTS = {
 def test_hub_and_nat_host_match_their_goldens() -> None:
     cluster = assemble(SPEC, FACTS, {})
     hub, _, nat = (PART.documents(cluster, member) for member in cluster.members)
-    assert_golden("roles/wireguard-c1.txt", document_text(hub))
-    assert_golden("roles/wireguard-f1.txt", document_text(nat, hub=hub))
+    assert_golden("roles/wireguard-c1.txt", folded_text(hub))
+    assert_golden("roles/wireguard-f1.txt", folded_text(nat, hub=hub))
 
 
 def test_host_without_a_key_generates_a_key_first() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
-from tests.support.item_text import document_text
+from tests.support.item_text import folded_text
 from tests.unit.roles.test_role_documents import REEF, document_of, reef, roles
 
 from shoal.agent.document import Command, File, Item, Secret
@@ -57,13 +57,13 @@ def paths(cluster: Cluster, name: str) -> dict[str, File]:
 
 
 def test_database_host_matches_its_golden() -> None:
-    text = document_text(document_of(reef(REEF + "accounting: true\n"), "c1"), controller=roles()["controller"])
+    text = folded_text(document_of(reef(REEF + "accounting: true\n"), "c1"), controller=roles()["controller"])
     assert_golden("roles/accounting.txt", text)
 
 
 def test_accounts_match_their_golden() -> None:
     plain = document_of(reef(REEF + "accounting: true\n"), "c1")
-    text = document_text(document_of(reef(REEF + ACCOUNTS), "c1"), accounting=plain)
+    text = folded_text(document_of(reef(REEF + ACCOUNTS), "c1"), accounting=plain)
     assert_golden("roles/accounting-accounts.txt", text)
 
 
