@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 from tests.support.cases import cases
 
-from shoal.health.diagnosis import (
-    ClusterView,
-    Diagnosis,
-    concerning_jobs,
-    diagnose,
-    hint,
-    job_hint,
-)
+from shoal.health.diagnosis import ClusterView, Diagnosis, concerning_jobs, diagnose, hint, job_hint
 from shoal.health.reliability import EndedJobs
 from shoal.health.report import HealthReport, HostReport, LogEntry, NodeFinding, Space
 from shoal.slurm.state import JobState, NodeState
@@ -73,11 +66,6 @@ def test_rejected_registration_is_found_behind_a_reason_of_an_earlier_time() -> 
     assert only(diagnose(earlier)).id == "low-memory"
     registered = view(node("Kill task failed"), reports={"c1": controller, "n1": WELL})
     assert only(diagnose(registered)).id == "kill-task-failed"
-
-
-def test_rejection_without_its_line_in_the_log_is_no_fault_of_an_earlier_time() -> None:
-    one = only(diagnose(view(node("Kill task failed", "IDLE", "DRAIN", "INVALID_REG"))))
-    assert (one.id, one.action, one.explicit) == ("registration-rejected", "register", True)
 
 
 def test_rejected_registration_is_found_beside_a_persons_reason_and_not_fixed() -> None:
@@ -183,32 +171,50 @@ def test_other_munge_key_is_told_from_other_answers() -> None:
     assert diagnose(view(credentials={"c1": "Success", "n1": "Replayed credential"})) == []
 
 
-def test_silent_node_of_a_stopped_slurmd_is_one_finding() -> None:
-    silent = node("Not responding", "DOWN", "NOT_RESPONDING")
-    stopped = replace(WELL, services={"slurmd": "failed"})
-    assert [one.id for one in diagnose(view(silent, report=stopped))] == ["slurmd-stopped"]
-    assert [one.id for one in diagnose(view(silent))] == ["not-responding"]
-    assert [one.id for one in diagnose(view(node("", "IDLE", "NOT_RESPONDING")))] == ["not-responding"]
+SILENT = node("Not responding", "DOWN", "NOT_RESPONDING")
+STOPPED = HostReport(services={"munge": "active", "slurmd": "failed"})
+WRONG_KEY = {"c1": "Success", "n1": "Invalid credential"}
+
+
+@cases(
+    "state, more, fault",
+    (SILENT, {"report": STOPPED}, "slurmd-stopped"),
+    (SILENT, {"credentials": WRONG_KEY}, "munge-key"),
+    (SILENT, {}, "not-responding"),
+    (node("", "IDLE", "NOT_RESPONDING"), {}, "not-responding"),
+    (node("", "UNKNOWN"), {"report": STOPPED}, "slurmd-stopped"),
+    (node("", "ALLOCATED", "CLOUD", "NOT_RESPONDING", "POWERING_UP"), {}, ""),
+    (node("", "IDLE", "CLOUD", "POWERED_DOWN"), {}, ""),
+    (node("shoal: out", "DOWN", "CLOUD", "NOT_RESPONDING", "POWERING_UP"), {}, ""),
+    ids=["slurmd stopped", "wrong key", "silent", "idle", "unknown", "it still boots", "no machine", "none to be had"],
+)
+def test_silent_node_has_the_finding_that_explains_it_alone(state: NodeState, more: dict[str, Any], fault: str) -> None:
+    assert [one.id for one in diagnose(view(state, **more))] == ([fault] if fault else [])
+
+
+@cases(
+    "state, fault, level, action, explicit",
+    (
+        node("Kill task failed", "IDLE", "DRAIN", "INVALID_REG"),  # whose line is not in the log
+        *("registration-rejected", "error", "register", True),
+    ),
+    (
+        node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN", "NOT_RESPONDING"),
+        *("resume-timeout", "warning", "", False),
+    ),
+    (node("shoal: health: gpu-lost: GPU-1 is gone"), "health-drain", "error", "", False),
+)
+def test_reason_of_a_node_decides_on_level_and_action(
+    state: NodeState, fault: str, level: str, action: str, explicit: bool
+) -> None:
+    one = only(diagnose(view(state)))
+    assert (one.id, one.level, one.action, one.explicit) == (fault, level, action, explicit)
 
 
 @cases("state", "DOWN", "UNKNOWN", "DRAIN")
 def test_node_out_of_service_without_a_reason_is_a_warning(state: str) -> None:
     one = only(diagnose(view(node("", state))))
     assert (one.id, one.level, one.evidence) == ("node-unexplained", "warning", (state.lower(),))
-
-
-def test_stopped_slurmd_explains_why_its_node_is_unknown() -> None:
-    report = replace(WELL, services={"munge": "active", "slurmd": "failed"})
-    assert [one.id for one in diagnose(view(node("", "UNKNOWN"), report=report))] == ["slurmd-stopped"]
-
-
-def test_machine_that_still_boots_is_no_finding() -> None:
-    assert diagnose(view(node("", "ALLOCATED", "CLOUD", "NOT_RESPONDING", "POWERING_UP"))) == []
-
-
-def test_node_without_a_machine_is_no_finding() -> None:
-    assert diagnose(view(node("", "IDLE", "CLOUD", "POWERED_DOWN"))) == []
-    assert diagnose(view(node("shoal: out", "DOWN", "CLOUD", "NOT_RESPONDING", "POWERING_UP"))) == []
 
 
 def test_slurmd_without_a_device_file_of_a_gpu_lacks_the_gpu() -> None:
@@ -223,12 +229,6 @@ def test_slurmd_without_a_device_file_of_a_gpu_lacks_the_gpu() -> None:
     assert [one.id for one in diagnose(view(low, report=again))] == ["gpu-missing"], "it starts again"
 
 
-def test_wrong_key_explains_why_a_node_does_not_respond() -> None:
-    silent = node("Not responding", "DOWN", "NOT_RESPONDING")
-    found = diagnose(view(silent, credentials={"c1": "Success", "n1": "Invalid credential"}))
-    assert [one.id for one in found] == ["munge-key"]
-
-
 def test_host_that_is_no_node_yet_is_no_error() -> None:
     bare = HostReport(services={"munge": "inactive", "slurmd": "inactive"}, users={"alice": None}, names=("c1", "n1"))
     reports = {"c1": replace(WELL, names=("n2",)), "n1": replace(WELL, names=("n2",)), "n2": bare}
@@ -238,11 +238,6 @@ def test_host_that_is_no_node_yet_is_no_error() -> None:
     # Where Slurm does not answer, nobody knows its nodes.
     silent = ClusterView("c1", slurm_error="no", reports=reports, nodesets=nodesets)
     assert "not-joined" not in {one.id for one in diagnose(silent)}
-
-
-def test_machine_that_did_not_come_in_time_is_a_warning() -> None:
-    one = only(diagnose(view(node("ResumeTimeout reached", "DOWN", "CLOUD", "POWERED_DOWN", "NOT_RESPONDING"))))
-    assert (one.id, one.level, one.action) == ("resume-timeout", "warning", "")
 
 
 def test_silent_slurmctld_is_a_finding_of_the_controller() -> None:
@@ -299,6 +294,9 @@ def test_hint_is_for_what_slurm_writes() -> None:
     {"directories": [{**asdict(SPACE), "free_mb": "many"}]},
     {"logs": [{"text": "x", "age_s": "old"}]},
     {"logs": "text"},
+    {"health": {"findings": []}},
+    {"health": {"age_s": "old", "findings": []}},
+    {"health": {"age_s": 1, "findings": [{}]}},
 )
 def test_report_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
@@ -306,13 +304,11 @@ def test_report_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
 
 
 def test_report_is_read_as_it_is_sent() -> None:
-    values = {
-        "users": {"alice": 2001, "bob": None},
-        "directories": [asdict(SPACE)],
-        "logs": [{"text": "x", "age_s": None}],
-    }
-    expected = HostReport(users={"alice": 2001, "bob": None}, directories=[SPACE], logs=[LogEntry("x", None)])
-    assert HostReport.parse(values) == expected
+    users, logs = {"alice": 2001, "bob": None}, [{"text": "x", "age_s": None}]
+    health = {"age_s": 5, "findings": [{"id": "gpu-lost", "since": 1.5, "evidence": ["gone"]}]}
+    found = HostReport.parse({"users": users, "directories": [asdict(SPACE)], "logs": logs, "health": health})
+    expected = HealthReport(5.0, (NodeFinding("gpu-lost", 1.5, ("gone",)),))
+    assert found == HostReport(users=users, directories=[SPACE], logs=[LogEntry("x", None)], health=expected)
 
 
 # ---- the health program of a node
@@ -334,22 +330,6 @@ def test_health_program_that_does_not_run_is_a_finding() -> None:
     assert diagnose(view(report=replace(WELL, health=HealthReport(600.0)))) == []
     one = only(diagnose(view(report=replace(WELL, health=HealthReport(1200.0)))))
     assert (one.id, one.evidence) == ("health-stale", ("its last result is 20 min old",))
-
-
-def test_drain_of_the_health_program_is_left_to_it() -> None:
-    one = only(diagnose(view(node("shoal: health: gpu-lost: GPU-1 is gone"))))
-    assert (one.id, one.level, one.action) == ("health-drain", "error", "")
-
-
-@cases("values", {"findings": []}, {"age_s": "old", "findings": []}, {"age_s": 1, "findings": [{}]})
-def test_health_of_another_shape_is_rejected(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        HostReport.parse({"health": values})
-
-
-def test_health_is_read_as_it_is_sent() -> None:
-    sent = {"age_s": 5, "findings": [{"id": "gpu-lost", "since": 1.5, "evidence": ["gone"]}]}
-    assert HostReport.parse({"health": sent}).health == HealthReport(5.0, (NodeFinding("gpu-lost", 1.5, ("gone",)),))
 
 
 # ---- unreliable nodes

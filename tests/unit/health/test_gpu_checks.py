@@ -16,11 +16,6 @@ from shoal.remote.node_health.node import CHECK_NAMES, DRAINING, Baseline, Node,
 Examine = Callable[..., dict[str, list[str]]]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nvml.build(tmp_path_factory.mktemp("nvml"))
-
-
 @pytest.fixture
 def baseline() -> Baseline:
     return Baseline({})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal.remote import program_text
 
@@ -23,16 +24,13 @@ class Hook:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.reason, self.state = folder, "none", ""
-        (folder / "bin").mkdir()
         for name, text in (
             ("sinfo", SINFO),
             ("squeue", 'cat "${0%/*}/../steps"'),
             ("scancel", 'printf "cancel %s\\n" "$*" >> "${0%/*}/../updates"'),
             ("scontrol", 'printf "%s\\n" "$*" >> "${0%/*}/../updates"; [ ! -e "${0%/*}/../rejects" ]'),
         ):
-            program = folder / "bin" / name
-            program.write_text(f"#!/bin/sh\n{text}\n")
-            program.chmod(0o755)
+            stand_in(folder / "bin" / name, text)
         self.started = folder / "started"
         self.started.touch()
 
@@ -84,38 +82,27 @@ def test_drain_and_resume(hook: Hook) -> None:
 def order(hook: Hook, text: str) -> None:
     (hook.folder / "orders").write_text(f"{text}\n")
     for name in ("systemctl", "setsid"):
-        program = hook.folder / "bin" / name
-        program.write_text(f'#!/bin/sh\nprintf "{name} %s\\n" "$*" >> "${{0%/*}}/../updates"\n')
-        program.chmod(0o755)
+        stand_in(hook.folder / "bin" / name, f'printf "{name} %s\\n" "$*" >> "${{0%/*}}/../updates"')
 
 
 @cases(
-    "state, reason, reboots",
-    ("drained", WANTED, True),
-    ("draining", WANTED, False),
-    ("drained*", WANTED, False),
-    ("drained", "kernel update by anna", False),
-    ("", "", False),
+    "wanted, state, reason, boot, reboots",
+    (WANTED, "drained", WANTED, BOOT, True),
+    (WANTED, "draining", WANTED, BOOT, False),
+    (WANTED, "drained*", WANTED, BOOT, False),
+    (WANTED, "drained", "kernel update by anna", BOOT, False),
+    (WANTED, "", "", BOOT, False),
+    (WANTED, "drained", WANTED, "00000000-0000-0000-0000-000000000000", False),  # ordered in an earlier boot
+    ("", "drained ", "", BOOT, False),  # not drained by the program
 )
-def test_reboot_waits_until_its_own_drain_is_over(hook: Hook, state: str, reason: str, reboots: bool) -> None:
-    hook.run(WANTED)
-    order(hook, f"reboot {BOOT}")
+def test_reboot_waits_until_its_own_drain_is_over(
+    hook: Hook, wanted: str, state: str, reason: str, boot: str, reboots: bool
+) -> None:
+    hook.run(wanted)
+    order(hook, f"reboot {boot}")
     hook.reason = f"{state} {reason}".strip()
-    assert hook.run(WANTED) == (["systemctl reboot"] if reboots else [])
+    assert hook.run(wanted) == (["systemctl reboot"] if reboots else [])
     assert not (hook.folder / "orders").exists()
-
-
-def test_node_that_is_not_drained_is_not_rebooted(hook: Hook) -> None:
-    order(hook, f"reboot {BOOT}")
-    hook.reason = "drained "
-    assert hook.run() == []
-
-
-def test_order_of_an_earlier_boot_is_not_followed(hook: Hook) -> None:
-    hook.run(WANTED)
-    order(hook, "reboot 00000000-0000-0000-0000-000000000000")
-    hook.reason = f"drained {WANTED}"
-    assert hook.run(WANTED) == []
 
 
 def test_job_that_hangs_is_looked_at_beside_the_hook(hook: Hook) -> None:
@@ -130,15 +117,12 @@ def test_new_finding_changes_the_reason_of_its_own_drain(hook: Hook) -> None:
     assert hook.run() == ["update nodename=n1 state=resume"]
 
 
+@cases("before", "none", WANTED)
 @cases("reason", "fan broken", "Kill task failed", f"{WANTED}; Anna looks at it")
-def test_drain_of_others_is_never_changed(hook: Hook, reason: str) -> None:
-    hook.reason = reason
-    assert hook.run(WANTED) == [] and hook.run() == [] and hook.reason == reason
-
-
-@cases("reason", "fan broken", "Kill task failed", f"{WANTED}; Anna looks at it")
-def test_reason_that_others_wrote_over_its_own_stays(hook: Hook, reason: str) -> None:
-    hook.run(WANTED)
+def test_drain_of_others_is_never_changed(hook: Hook, before: str, reason: str) -> None:
+    """Nor a reason that others wrote over its own."""
+    if before == WANTED:
+        hook.run(WANTED)
     hook.reason = reason
     assert hook.run(WANTED) == [] and hook.run() == [] and hook.run() == [] and hook.reason == reason
 
@@ -191,13 +175,10 @@ def test_steps_from_before_the_start_of_the_host_are_ended_once(hook: Hook) -> N
 
 
 def test_program_of_the_operator_runs_after_it(hook: Hook) -> None:
-    own = hook.folder / "nhc"
-    own.write_text('#!/bin/sh\necho "checked $SLURMD_NODENAME"\n')
-    own.chmod(0o755)
-    hook.run(WANTED, str(own))
-    assert hook.output == "checked n1\n"
-    hook.run(WANTED, str(own))
-    assert hook.output == "checked n1\n"
+    own = stand_in(hook.folder / "nhc", 'echo "checked $SLURMD_NODENAME"')
+    for _ in range(2):
+        hook.run(WANTED, str(own))
+        assert hook.output == "checked n1\n"
 
 
 def test_programs_of_shoals_own_slurm_are_found() -> None:

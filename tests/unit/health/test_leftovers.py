@@ -11,17 +11,13 @@ from typing import Any
 
 import pytest
 from tests import nvml
+from tests.support.cases import cases
 
 from shoal.remote.node_health import gpu_checks, leftovers
 from shoal.remote.node_health.node import Baseline, Node, Process, read_text
 
 JOB = "4711"
 ORPHAN = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nvml.build(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture
@@ -45,10 +41,6 @@ def look(memory: dict[str, Any], check: Any, config: dict[str, Any] | None = Non
     return node, list(check(node))
 
 
-def about(pid: int, texts: list[str]) -> list[str]:
-    return [text for text in texts if f"(pid {pid}, " in text]
-
-
 def adopt(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this test's own reaper is not process 1, have the process look as if it were its child."""
     read = Process.read.__func__  # type: ignore[attr-defined]
@@ -62,12 +54,29 @@ def adopt(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "read", read_adopted)
 
 
-def test_process_that_outlives_its_job_is_found_in_the_second_run(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@cases(
+    "lowest_user, config, killed",
+    (0, {}, False),
+    (0, {"leftovers": "kill"}, True),
+    (10**9, {"leftovers": "kill"}, False),
+    ids=["the file says nothing", "the file says so", "a process of the system"],
+)
+def test_process_that_outlives_its_job_is_found_in_the_second_run(
+    orphan: int, monkeypatch: pytest.MonkeyPatch, lowest_user: int, config: dict[str, Any], killed: bool
+) -> None:
     adopt(orphan, monkeypatch)
+    monkeypatch.setattr(leftovers, "LOWEST_USER", lowest_user)
     memory: dict[str, Any] = {}
-    assert about(orphan, look(memory, leftovers.check_surviving_steps)[1]) == []
-    [text] = about(orphan, look(memory, leftovers.check_surviving_steps)[1])
-    assert text.endswith(f"of job {JOB}") and f"user {Process.read(orphan).user}" in text  # type: ignore[union-attr]
+    user = Process.read(orphan).user  # type: ignore[union-attr]
+    first, second = (look(memory, leftovers.check_surviving_steps, config)[1] for _ in range(2))
+    assert not [text for text in first if f"(pid {orphan}, " in text]
+    [text] = [text for text in second if f"(pid {orphan}, " in text]
+    assert text.endswith(f"of job {JOB}{', killed' if killed else ''}") and f"user {user}" in text
+    deadline = time.monotonic() + 30
+    while killed and (left := Process.read(orphan)) is not None and left.state != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert killed or Process.read(orphan) is not None
 
 
 def test_process_of_a_running_job_is_left_alone(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,30 +84,7 @@ def test_process_of_a_running_job_is_left_alone(orphan: int, monkeypatch: pytest
     monkeypatch.setattr(leftovers, "running_jobs", lambda node: {JOB})
     memory: dict[str, Any] = {}
     for _ in range(2):
-        assert about(orphan, look(memory, leftovers.check_surviving_steps)[1]) == []
-
-
-def test_leftovers_are_killed_only_if_the_file_says_so(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt(orphan, monkeypatch)
-    monkeypatch.setattr(leftovers, "LOWEST_USER", 0)
-    memory: dict[str, Any] = {}
-    look(memory, leftovers.check_surviving_steps)
-    assert Process.read(orphan) is not None
-    [text] = about(orphan, look(memory, leftovers.check_surviving_steps, {"leftovers": "kill"})[1])
-    assert text.endswith(", killed")
-    deadline = time.monotonic() + 30
-    while (left := Process.read(orphan)) is not None and left.state != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_process_of_the_system_is_never_killed(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt(orphan, monkeypatch)
-    monkeypatch.setattr(leftovers, "LOWEST_USER", 10**9)
-    memory: dict[str, Any] = {}
-    look(memory, leftovers.check_surviving_steps)
-    [text] = about(orphan, look(memory, leftovers.check_surviving_steps, {"leftovers": "kill"})[1])
-    assert "killed" not in text and Process.read(orphan) is not None
+        assert not [text for text in look(memory, leftovers.check_surviving_steps)[1] if f"(pid {orphan}, " in text]
 
 
 def test_memory_held_on_an_idle_node_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,16 +163,11 @@ def test_gpu_that_is_used_at_idle_power_shows_a_training_that_hangs(job: Job) ->
     assert text.endswith("(user alice, cancelled)") and orders[1:] == [f"cancel {JOB}"]
 
 
-def test_gpu_that_computes_is_not_idle(job: Job) -> None:
+@cases("watts", (300, 300, 300, 300), (300, 126, 300, 126, 126), ids=["it computes", "a pause between two bursts"])
+def test_gpu_that_works_is_not_idle(job: Job, watts: tuple[int, ...]) -> None:
     job.run(power=70000)
-    for _ in range(4):
-        assert job.run(pid=os.getpid(), power=300000) == ([], [])
-
-
-def test_pause_between_two_bursts_is_no_finding(job: Job) -> None:
-    job.run(power=70000)
-    for power in (300000, 126000, 300000, 126000, 126000):
-        assert job.run(pid=os.getpid(), power=power)[0] == []
+    for each in watts:
+        assert job.run(pid=os.getpid(), power=each * 1000) == ([], [])
 
 
 def test_job_is_cancelled_only_if_the_file_says_so(job: Job) -> None:

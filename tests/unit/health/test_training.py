@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal import contract
 from shoal.remote.node_health import hung_job, job_stacks, leftovers, training
@@ -48,25 +50,21 @@ read_shard()
 """
 
 
-def start_rank(*words: str) -> subprocess.Popen[str]:
+@contextmanager
+def running(code: str, *words: str, stdin: Any = None) -> Iterator[subprocess.Popen[str]]:
+    """A process of a job, once it has printed a line."""
     env = {"SLURM_JOB_ID": JOB, "RANK": "0", "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
-    rank = subprocess.Popen([sys.executable, "-c", SCRIPT, *words], env=env, stdout=subprocess.PIPE, text=True)
-    assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
-    return rank
-
-
-def stop(rank: subprocess.Popen[str]) -> None:
-    rank.kill()
-    rank.wait(timeout=30)
-    assert rank.stdout is not None
-    rank.stdout.close()
+    line = [sys.executable, "-c", code, *words]
+    with subprocess.Popen(line, env=env, stdin=stdin, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield process
+        process.kill()
 
 
 @pytest.fixture
 def rank() -> Iterator[subprocess.Popen[str]]:
-    process = start_rank()
-    yield process
-    stop(process)
+    with running(SCRIPT) as process:
+        yield process
 
 
 def test_node_knows_what_the_library_writes() -> None:
@@ -85,38 +83,29 @@ def test_rank_tells_its_step_and_its_stack(rank: subprocess.Popen[str]) -> None:
 
 
 def test_ended_training_has_no_step() -> None:
-    rank = start_rank("end")
-    assert read_step(rank.pid) == {}
-    stop(rank)
+    with running(SCRIPT, "end") as rank:
+        assert read_step(rank.pid) == {}
 
 
 def test_signal_that_the_script_handles_is_left_to_it() -> None:
-    rank = start_rank("own")
-    assert handler_stack(rank.pid) == [], "it has no file for stacks, so it is not signalled"
-    os.kill(rank.pid, contract.STACK_SIGNAL)
-    assert rank.stdout is not None and rank.stdout.readline() == "mine\n"
-    stop(rank)
+    with running(SCRIPT, "own") as rank:
+        assert handler_stack(rank.pid) == [], "it has no file for stacks, so it is not signalled"
+        os.kill(rank.pid, contract.STACK_SIGNAL)
+        assert rank.stdout is not None and rank.stdout.readline() == "mine\n"
 
 
-def test_process_without_a_handler_is_not_signalled(tmp_path: Path) -> None:
+def test_process_without_a_handler_is_not_signalled() -> None:
     """A file of this name is not enough: without a handler the signal would end the process."""
-    code = "import os, time; os.memfd_create('shoal-stack'); print(flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline()
-    assert handler_stack(process.pid) == [] and process.poll() is None
-    stop(process)
+    with running("import os, time; os.memfd_create('shoal-stack'); print(flush=True); time.sleep(60)") as process:
+        assert handler_stack(process.pid) == [] and process.poll() is None
 
 
 def test_link_of_the_right_name_is_not_followed(tmp_path: Path) -> None:
     """A file on disk whose name looks like that of one in memory is not read."""
     secret = tmp_path / "memfd:shoal-step (deleted)"
     secret.write_text(json.dumps({"step": 1, "clock": 0}))
-    with secret.open() as file:
-        code = "import sys, time; print(flush=True); time.sleep(60)"
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=file, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline()
-    assert read_step(process.pid) == {}
-    stop(process)
+    with secret.open() as file, running("import time; print(flush=True); time.sleep(60)", stdin=file) as process:
+        assert read_step(process.pid) == {}
 
 
 def test_main_thread_is_told_from_the_others() -> None:
@@ -212,9 +201,8 @@ def test_second_run_for_a_job_leaves_it_to_the_first(tmp_path: Path, monkeypatch
 
 def test_job_is_released_when_the_run_is_ended(tmp_path: Path) -> None:
     """With a `scontrol` that writes down what it is told, and holds the job for ever."""
-    log, program = tmp_path / "log", tmp_path / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho JobState=RUNNING\n')
-    program.chmod(0o755)
+    log = tmp_path / "log"
+    stand_in(tmp_path / "scontrol", f'echo "$@" >> {log}\necho JobState=RUNNING')
     code = (
         f"import sys; sys.path.insert(0, {str(Path(hung_job.__file__).parents[1])!r})\n"
         "from node_health import hung_job\n"
