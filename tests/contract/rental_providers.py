@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -242,9 +242,10 @@ async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
 
 
 @asynccontextmanager
-async def renting(case: Case, url: str) -> AsyncIterator[RentalProvider]:
-    """A client of the case for that address."""
-    rents = rental_provider(account(case, url))
+async def renting(case: Case, url: str, *, secret: str = "", **settings: str) -> AsyncIterator[RentalProvider]:
+    """A client of the case for that address, by default with the case's key."""
+    login = account(case, url, **settings)
+    rents = rental_provider(replace(login, secret=secret) if secret else login)
     try:
         yield rents
     finally:
@@ -256,8 +257,27 @@ def account(case: Case, url: str, **settings: str) -> ProviderLogin:
     return ProviderLogin("acme", case.kind, case.secret, url, {**unhurried, **case.settings, **settings})
 
 
-def with_key(case: Case, url: str, secret: str) -> ProviderLogin:
-    return replace(account(case, url), secret=case.secret.replace(KEY, secret))
+@asynccontextmanager
+async def answering(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """A server that calls this for each connection, and then hangs up."""
+    tasks: set[asyncio.Task[Any] | None] = set()
+
+    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await answer(reader, writer)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await asyncio.gather(*(task for task in tasks if task))
 
 
 @asynccontextmanager
@@ -266,34 +286,24 @@ async def saying(reply: bytes | None, to: str = ".*", otherwise: str = "") -> As
 
     So it does to every request, or to those whose `METHOD /path` matches: all others are passed on to another server.
     """
-    answering: set[asyncio.Task[Any] | None] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answering.add(asyncio.current_task())
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            body = await reader.readexactly(int(length[0].partition(b":")[2])) if length else b""
-            asked = head.split(b"\r\n")[0].decode().rpartition(" ")[0].partition("?")[0]
-            if body.startswith(b"Action="):  # Amazon's calls differ by the first field of their form alone
-                asked += body.partition(b"&")[0].removeprefix(b"Action=").decode()
-            if not re.fullmatch(to, asked):
-                await _pass_on(head, body, otherwise, writer)
-            elif reply is None:
-                await reader.read()  # until the client times out
-            else:
-                writer.write(reply)
-                await writer.drain()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        body = await reader.readexactly(int(length[0].partition(b":")[2])) if length else b""
+        asked = head.split(b"\r\n")[0].decode().rpartition(" ")[0].partition("?")[0]
+        if body.startswith(b"Action="):  # Amazon's calls differ by the first field of their form alone
+            asked += body.partition(b"&")[0].removeprefix(b"Action=").decode()
+        if not re.fullmatch(to, asked):
+            await _pass_on(head, body, otherwise, writer)
+        elif reply is None:
+            await reader.read()  # until the client times out
+        else:
+            writer.write(reply)
+            await writer.drain()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        await asyncio.gather(*(task for task in answering if task))
+    async with answering(answer) as url:
+        yield url
 
 
 async def _pass_on(head: bytes, body: bytes, url: str, writer: asyncio.StreamWriter) -> None:

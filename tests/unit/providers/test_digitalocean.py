@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account
+from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial
 from tests.support.cases import cases
 
-from shoal.cloud.providers import digitalocean, rental_provider
+from shoal.cloud.providers import digitalocean
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
 from shoal.cloud.providers.capabilities import HasQuotas
 
@@ -42,14 +42,10 @@ async def test_droplets_with_and_without_gpus_are_listed(it: Trial) -> None:
 
 
 async def test_all_droplets_count_against_the_limit_of_the_account(it: Trial) -> None:
-    provider = rental_provider(account(CASE, it.url))
-    assert isinstance(provider, HasQuotas)
+    assert isinstance(it.renter, HasQuotas)
     await it.create("gpu1", "t1")
     it.simulation.simulator.droplet_limit = 3  # type: ignore[attr-defined]
-    try:
-        [quota] = await provider.quotas(CASE.offer)
-    finally:
-        await provider.close()
+    [quota] = await it.renter.quotas(CASE.offer)
     assert (quota.name, quota.limit, quota.usage, quota.machines) == ("droplet_limit", 3, 1, 2)
 
 

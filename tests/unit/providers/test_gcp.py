@@ -4,16 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying
+from tests.contract.rental_providers import CASES, PUBLIC_KEY, Trial
 from tests.support.cases import cases
 
 from shoal.cloud.providers import gcp, google_operations, google_orders
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder, RentedInstance
-from shoal.cloud.providers.responses import Body, Refusal, read_refusal
+from shoal.cloud.providers.responses import Body
 from shoal.errors import ProviderError
 from shoal_simulators.instances import InstanceOrder
 
 CASE = CASES["gcp"]
+STOCKOUT, RATE = "ZONE_RESOURCE_POOL_EXHAUSTED", "RESOURCE_OPERATION_RATE_EXCEEDED"
 SPOT = RentalOrder(
     "reef", "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, user_data="#!/bin/sh\ntrue\n", lifetime=3600
 )
@@ -80,61 +81,26 @@ def test_states_are_mapped(status: str, state: str, ending: bool) -> None:
     assert (found.state, found.ending, found.raw_state) == (state, ending, status)
 
 
-@cases(
-    "reason, message, expected, scope",
-    ("rateLimitExceeded", "Queries per minute", FailureKind.RATE, "provider"),
-    ("quotaExceeded", "Quota 'NVIDIA_L4_GPUS' exceeded in region", FailureKind.QUOTA, "region"),
-    ("quotaExceeded", "Quota 'GPUS_ALL_REGIONS' exceeded", FailureKind.QUOTA, "provider"),
-    ("forbidden", "Required 'compute.instances.create' permission", FailureKind.AUTH, "provider"),
-)
-def test_http_403_is_mapped_by_its_reason(reason: str, message: str, expected: FailureKind, scope: str) -> None:
-    refusal = read_refusal(
-        google_operations.read_error,
-        403,
-        {"error": {"code": 403, "message": message, "errors": [{"reason": reason, "message": message}]}},
-    )
-    assert (refusal.failure, refusal.scope) == (expected, scope)
-    assert message in refusal.message
-
-
-def test_disabled_billing_is_a_balance_failure() -> None:
-    error = {"message": "billing", "errors": [{"reason": "forbidden"}], "details": [{"reason": "BILLING_DISABLED"}]}
-    assert read_refusal(google_operations.read_error, 403, {"error": error}).failure is FailureKind.BALANCE
-
-
-@cases("data", None, [], {}, {"error": "text"}, {"error": {"errors": [None]}})
-def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
-    assert read_refusal(google_operations.read_error, 500, data) == Refusal()
+ABSENT = ("VM_MIN_COUNT_NOT_REACHED", "fewer than asked")
+L4, ALL_GPUS = "Quota 'NVIDIA_L4_GPUS' exceeded", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally."
+UNKNOWN = [("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")]
 
 
 @cases(
-    "codes, expected",
-    (["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"], FailureKind.QUOTA),
-    (["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"], FailureKind.CAPACITY),
-    (["VM_MIN_COUNT_NOT_REACHED"], FailureKind.CAPACITY),
-    (["RESOURCE_OPERATION_RATE_EXCEEDED"], FailureKind.RATE),
-    (["INTERNAL_ERROR"], FailureKind.AMBIGUOUS),
-    ([], FailureKind.AMBIGUOUS),
+    "errors, expected, scope, message",
+    ([ABSENT, ("QUOTA_EXCEEDED", L4)], FailureKind.QUOTA, "region", f"QUOTA_EXCEEDED: {L4}"),
+    ([("QUOTA_EXCEEDED", ALL_GPUS)], FailureKind.QUOTA, "provider", f"QUOTA_EXCEEDED: {ALL_GPUS}"),
+    ([ABSENT, (f"{STOCKOUT}_WITH_DETAILS", "x")], FailureKind.CAPACITY, "zone", f"{STOCKOUT}_WITH_DETAILS: x"),
+    ([ABSENT], FailureKind.CAPACITY, "zone", ": ".join(ABSENT)),
+    ([(RATE, "slower")], FailureKind.RATE, "provider", f"{RATE}: slower"),
+    (UNKNOWN, FailureKind.AMBIGUOUS, "offer", "INTERNAL_ERROR: oops; NEW_ONE: who knows"),
+    ([], FailureKind.AMBIGUOUS, "offer", "the order is still running, or ended without an error"),
 )
-def test_most_specific_error_is_reported(codes: list[str], expected: FailureKind) -> None:
-    outcome = google_operations.outcome_of([(code, f"words of {code}") for code in codes])
-    assert outcome.failure is expected
-    assert outcome.message
-    if codes:
-        assert outcome.message == f"{codes[-1]}: words of {codes[-1]}"
-
-
-def test_unknown_error_code_is_reported_with_all_messages() -> None:
-    outcome = google_operations.outcome_of([("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")])
-    assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "INTERNAL_ERROR: oops; NEW_ONE: who knows")
-
-
-def test_global_quota_blocks_the_whole_provider() -> None:
-    outcome = google_operations.outcome_of(
-        [("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally.")]
-    )
-    assert (outcome.failure, outcome.scope) == (FailureKind.QUOTA, "provider")
-    assert google_operations.outcome_of([("QUOTA_EXCEEDED", "Quota 'NVIDIA_L4_GPUS' exceeded")]).scope == "region"
+def test_most_specific_error_is_reported(
+    errors: list[tuple[str, str]], expected: FailureKind, scope: str, message: str
+) -> None:
+    outcome = google_operations.outcome_of(errors)
+    assert (outcome.failure, outcome.scope, outcome.message) == (expected, scope, message)
 
 
 # Against the simulator
@@ -280,13 +246,3 @@ async def test_machine_with_attached_gpus_is_listed_with_its_ordered_type(it: Tr
     assert [one.type for one in await it.listed()] == [offer.type]
     plain = instance(machineType="https://reef.test/machineTypes/n1-standard-4", guestAccelerators=[])
     assert gcp.instance_of(plain).type == "n1-standard-4"
-
-
-async def test_invalid_list_is_not_read_as_empty() -> None:
-    async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}") as url:
-        renter = gcp.GoogleProvider(account(CASE, url))
-        try:
-            with pytest.raises(ProviderError, match="lacks kind"):
-                await renter.instances(CLUSTER)
-        finally:
-            await renter.close()

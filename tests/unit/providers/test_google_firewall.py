@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, Trial, account
+from tests.contract.rental_providers import CASES, CLUSTER, Trial, renting
 from tests.support.cases import cases
 
-from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.capabilities import FirewallFix, HasFirewall
 from shoal.cloud.providers.responses import ApiError
 from shoal_simulators.gcp import GoogleComputeSimulator
@@ -34,23 +33,17 @@ def rules(it: Trial) -> dict[str, dict[str, Any]]:
 async def order(it: Trial, ports: tuple[str, ...] = PORTS, **settings: str) -> list[str]:
     """Order a machine in a new process. Returns what was written, as `METHOD rule`."""
     before = len(it.simulation.requests)
-    renter = rental_provider(account(CASE, it.url, **settings))
-    try:
+    async with renting(CASE, it.url, **settings) as renter:
         [outcome] = await renter.create([replace(await it.order(token=f"t{it.made}"), ports=ports)])
-    finally:
-        await renter.close()
     assert outcome.ok, outcome.message
     sent = [(one["method"], one["path"]) for one in it.simulation.requests[before:] if "/firewalls" in one["path"]]
     return [f"{method} {path.rpartition('/')[2]}" for method, path in sent if method != "GET"]
 
 
 async def fixes(it: Trial, ports: tuple[str, ...] = PORTS, **settings: str) -> list[FirewallFix]:
-    renter = rental_provider(account(CASE, it.url, **settings))
-    assert isinstance(renter, HasFirewall)
-    try:
+    async with renting(CASE, it.url, **settings) as renter:
+        assert isinstance(renter, HasFirewall)
         return await renter.firewall_fixes(CLUSTER, ports)
-    finally:
-        await renter.close()
 
 
 async def test_first_order_makes_the_rules_and_waits_for_them(it: Trial) -> None:
@@ -201,18 +194,15 @@ async def test_rejected_key_is_an_error_of_check(it: Trial) -> None:
 
 async def test_simulated_google_rejects_what_google_rejects(it: Trial) -> None:
     await order(it)
-    renter: Any = rental_provider(account(CASE, it.url))
+    renter: Any = it.renter
     path = "/projects/reefs/global/firewalls"
     rule = {"name": "shoal-reef-ports", "allowed": [{"IPProtocol": "tcp"}]}
-    try:
-        for method, where, body, problem in (
-            ("POST", path, rule, "already exists"),
-            ("POST", path, {**rule, "name": "x", "sourceRanges": ["203.0.113.7/24"]}, "Must be a valid CIDR"),
-            ("POST", path, {**rule, "name": "x", "network": "projects/other/global/networks/n"}, "resource.network"),
-            ("PATCH", f"{path}/shoal-reef-ports", {"network": "global/networks/n"}, "cannot be changed"),
-            ("PATCH", f"{path}/x", {}, "was not found"),
-        ):
-            with pytest.raises(ApiError, match=problem):
-                await renter._api.request(method, where, json=body)
-    finally:
-        await renter.close()
+    for method, where, body, problem in (
+        ("POST", path, rule, "already exists"),
+        ("POST", path, {**rule, "name": "x", "sourceRanges": ["203.0.113.7/24"]}, "Must be a valid CIDR"),
+        ("POST", path, {**rule, "name": "x", "network": "projects/other/global/networks/n"}, "resource.network"),
+        ("PATCH", f"{path}/shoal-reef-ports", {"network": "global/networks/n"}, "cannot be changed"),
+        ("PATCH", f"{path}/x", {}, "was not found"),
+    ):
+        with pytest.raises(ApiError, match=problem):
+            await renter._api.request(method, where, json=body)

@@ -1,22 +1,22 @@
 """Answers that a broken or hostile API may send, over real sockets: endless, slow, compressed to nothing, nested."""
 
 import asyncio
-import contextlib
 import gzip
 import json
 import resource
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
-from tests.contract.rental_providers import http, saying
+from tests.contract.rental_providers import answering, http, saying
 from tests.support.cases import cases
+from tests.unit.providers.clients import client_of, failure_of
 
 from shoal.cloud.providers import response_limits
 from shoal.cloud.providers.api import FailureKind, ProviderLogin
 from shoal.cloud.providers.google_auth import GoogleTokens
-from shoal.cloud.providers.http import MAX_PAGES, MAX_RETRY_AFTER_S, ApiClient
+from shoal.cloud.providers.http import MAX_PAGES, MAX_RETRY_AFTER_S
 from shoal.cloud.providers.lambda_cloud import LambdaProvider
 from shoal.cloud.providers.responses import ApiError, Body
 from shoal.errors import ProviderError
@@ -27,38 +27,16 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\
 Chunks = Callable[[], AsyncIterator[bytes]]
 
 
-@asynccontextmanager
-async def sending(chunks: Chunks) -> AsyncIterator[str]:
+def sending(chunks: Chunks) -> AbstractAsyncContextManager[str]:
     """A server that answers every request with these chunks, until the client hangs up."""
-    tasks: set[asyncio.Task[object] | None] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.current_task())
-        with contextlib.suppress(ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            async for chunk in chunks():
-                writer.write(chunk)
-                await writer.drain()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        await reader.readuntil(b"\r\n\r\n")
+        async for chunk in chunks():
+            writer.write(chunk)
+            await writer.drain()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        await asyncio.gather(*(task for task in tasks if task))
-
-
-async def failure(url: str, *, creates: bool = False, timeout: str = "60") -> ApiError:
-    api = ApiClient(ProviderLogin("acme", "example", settings={"timeout": timeout}), url)
-    try:
-        with pytest.raises(ApiError) as caught:
-            await api.request("GET", "/machines", creates=creates)
-    finally:
-        await api.close()
-    return caught.value
+    return answering(answer)
 
 
 def peak_memory() -> int:
@@ -78,7 +56,7 @@ async def test_endless_body_ends_at_the_limit(status: str) -> None:
 
     before = peak_memory()
     async with sending(endless) as url:
-        error = await failure(url, creates=True)
+        error = await failure_of(url, creates=True)
     assert error.message == "acme: GET /machines: the answer is longer than 32 MiB"
     assert error.failure is FailureKind.AMBIGUOUS, "a machine may have been made"
     assert sent < 200 * MiB, "the client hangs up"
@@ -96,7 +74,7 @@ async def test_gzip_bomb_ends_at_the_limit(kind: str) -> None:
 
     before = peak_memory()
     async with sending(packed) as url:
-        error = await failure(url)
+        error = await failure_of(url)
     assert error.message == "acme: GET /machines: the answer is longer than 32 MiB"
     assert error.failure is FailureKind.TRANSIENT
     assert peak_memory() - before < 300 * MiB
@@ -113,16 +91,14 @@ async def test_gzip_bomb_ends_at_the_limit(kind: str) -> None:
 async def test_unknown_compression_is_the_providers_error(encoding: str, body: bytes, told: str) -> None:
     reply = http("200 OK", body).replace(b"\r\n\r\n", f"\r\nContent-Encoding: {encoding}\r\n\r\n".encode(), 1)
     async with saying(reply) as url:
-        assert (await failure(url)).message == f"acme: GET /machines: {told}"
+        assert (await failure_of(url)).message == f"acme: GET /machines: {told}"
 
 
 async def test_compressed_answer_is_read() -> None:
     packed = gzip.compress(b'{"id": "m1"}')
     reply = http("200 OK", packed).replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1)
-    async with saying(reply) as url:
-        api = ApiClient(ProviderLogin("acme", "example"), url)
+    async with saying(reply) as url, client_of(url) as api:
         assert (await api.request("GET", "/machines")).text("id") == "m1"
-        await api.close()
 
 
 @cases("where", "head", "body")
@@ -137,7 +113,7 @@ async def test_a_byte_now_and_then_ends_at_the_time_limit(where: str, creates: b
             yield whole[place : place + 1]
 
     async with sending(slow) as url:
-        error = await failure(url, creates=creates, timeout="0.5")
+        error = await failure_of(url, creates=creates, timeout="0.5")
     assert (error.failure, error.message) == (kind, "acme: GET /machines: no complete answer within 0.5 s")
 
 
@@ -156,10 +132,10 @@ async def test_a_byte_now_and_then_ends_at_the_time_limit(where: str, creates: b
 )
 async def test_broken_json_is_the_providers_error(body: bytes, told: str) -> None:
     async with saying(http("200 OK", body)) as url:
-        error = await failure(url)
+        error = await failure_of(url)
     assert (error.message, error.failure) == (f"acme: GET /machines: {told}", FailureKind.TRANSIENT)
     async with saying(http("400 Bad Request", body)) as url:
-        error = await failure(url)
+        error = await failure_of(url)
     assert (error.status, error.failure) == (400, FailureKind.INVALID), "an error answer keeps its meaning"
 
 
@@ -173,44 +149,29 @@ async def test_escapes_do_not_hide_nesting_and_text_does_not_count() -> None:
 async def test_retry_after_is_bounded(value: str) -> None:
     reply = http("429 Too Many Requests", b"slow").replace(b"\r\n\r\n", f"\r\nRetry-After: {value}\r\n\r\n".encode())
     async with saying(reply) as url:
-        error = await failure(url)
+        error = await failure_of(url)
     assert 0 < error.retry_after <= MAX_RETRY_AFTER_S
 
 
-async def test_list_without_end_is_the_providers_error() -> None:
+@cases(
+    "more, told, count",
+    ('"rows": [1]', f"the list has more than {MAX_PAGES} pages", MAX_PAGES),
+    (f'"x": "{"x" * 30 * MiB}"', "the list is longer than 128 MiB", 5),
+    ids=["pages", "bytes"],
+)
+async def test_list_without_end_is_the_providers_error(more: str, told: str, count: int) -> None:
     page = 0
 
     async def following() -> AsyncIterator[bytes]:
         nonlocal page
         page += 1
-        yield http("200 OK", f'{{"rows": [1], "next": "{page}"}}'.encode())
+        yield http("200 OK", f'{{"next": "{page}", {more}}}'.encode())
 
-    async with sending(following) as url:
-        api = ApiClient(ProviderLogin("acme", "example"), url)
+    async with sending(following) as url, client_of(url) as api:
         with pytest.raises(ApiError) as caught:
             async for _ in api.pages("/machines", "after", lambda page: page.text("next", "")):
                 pass
-        await api.close()
-    assert caught.value.message == f"acme: GET /machines: the list has more than {MAX_PAGES} pages"
-    assert page == MAX_PAGES
-
-
-async def test_pages_without_end_are_bounded_together() -> None:
-    page = 0
-
-    async def following() -> AsyncIterator[bytes]:
-        nonlocal page
-        page += 1
-        yield http("200 OK", f'{{"next": "{page}", "x": "'.encode() + b"x" * 30 * MiB + b'"}')
-
-    async with sending(following) as url:
-        api = ApiClient(ProviderLogin("acme", "example"), url)
-        with pytest.raises(ApiError) as caught:
-            async for _ in api.pages("/machines", "after", lambda page: page.text("next", "")):
-                pass
-        await api.close()
-    assert caught.value.message == "acme: GET /machines: the list is longer than 128 MiB"
-    assert page == 5
+    assert (caught.value.message, page) == (f"acme: GET /machines: {told}", count)
 
 
 def test_numbers_of_an_answer_that_fit_nowhere() -> None:

@@ -7,23 +7,16 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import http, saying
 from tests.support.cases import cases
+from tests.unit.providers.clients import client_of, failure_of
 
 from shoal.cloud.providers.api import FailureKind, ProviderLogin
 from shoal.cloud.providers.http import ApiClient, map_concurrently
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_code, refusal_by_message
 
-ACCOUNT = ProviderLogin("acme", "example", "sk-very-secret", settings={"timeout": "5"})
-
 
 async def failure(reply: bytes, *, creates: bool = False, **more: Any) -> ApiError:
     async with saying(reply) as url:
-        api = ApiClient(ACCOUNT, url, **more)
-        try:
-            with pytest.raises(ApiError) as caught:
-                await api.request("POST", "/machines", json={"name": "n1"}, creates=creates)
-        finally:
-            await api.close()
-    return caught.value
+        return await failure_of(url, "POST", creates=creates, **more)
 
 
 @cases(
@@ -86,11 +79,8 @@ async def test_token_made_from_the_key_is_removed_from_messages() -> None:
 
 async def test_timeout_leaves_an_order_ambiguous() -> None:
     async with saying(None) as url:
-        api = ApiClient(ProviderLogin("acme", "example", settings={"timeout": "0.2"}), url)
-        with pytest.raises(ApiError, match=r"no complete answer within 0\.2 s") as caught:
-            await api.request("POST", "/machines", creates=True)
-        await api.close()
-    assert caught.value.failure is FailureKind.AMBIGUOUS
+        error = await failure_of(url, "POST", creates=True, timeout="0.2")
+    assert (error.failure, error.message.endswith("no complete answer within 0.2 s")) == (FailureKind.AMBIGUOUS, True)
 
 
 @cases(
@@ -146,12 +136,11 @@ async def test_request_interval_of_the_account_overrides_the_provider() -> None:
 
 
 async def test_every_page_is_read_and_a_repeated_page_is_an_error() -> None:
-    async with saying(http("200 OK", b'{"rows": [1], "next": "b"}')) as url:
-        api, read = ApiClient(ACCOUNT, url), 0
+    read = 0
+    async with saying(http("200 OK", b'{"rows": [1], "next": "b"}')) as url, client_of(url) as api:
         with pytest.raises(ApiError) as caught:
             async for page in api.pages("/machines", "after", lambda page: page.text("next", ""), limit=1):
                 read += len(page.rows("rows"))
-        await api.close()
     assert read == 2
     assert caught.value.message == "acme: GET /machines: the list repeats the same page"
 
@@ -164,31 +153,25 @@ async def test_every_page_is_read_and_a_repeated_page_is_an_error() -> None:
     ("500 Oops", FailureKind.TRANSIENT),
 )
 async def test_removal_of_a_missing_machine_succeeds(status: str, expected: FailureKind | None) -> None:
-    async with saying(http(status, b"{}")) as url:
-        api = ApiClient(ACCOUNT, url)
+    async with saying(http(status, b"{}")) as url, client_of(url) as api:
         outcome = await api.remove("/machines/m1", "m1")
-        await api.close()
     assert (outcome.id, outcome.failure) == ("m1", expected)
     assert outcome.retry_after == (10.0 if expected is FailureKind.RATE else 0.0)
 
 
 @cases("reply", http("500 Oops", b"{}"), http("200 OK", b"{}"), http("429 Too Many", b"{}"))
 async def test_unreadable_order_status_is_ambiguous(reply: bytes) -> None:
-    async with saying(reply) as url:
-        api = ApiClient(ACCOUNT, url)
+    async with saying(reply) as url, client_of(url) as api:
         with pytest.raises(ApiError) as caught:
             await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
-        await api.close()
     assert caught.value.failure is FailureKind.AMBIGUOUS
     assert caught.value.message.startswith("acme: GET /orders/1: ")
 
 
 async def test_order_is_polled_until_done_or_timeout() -> None:
-    async with saying(http("200 OK", b'{"state": "done"}')) as url:
-        api = ApiClient(ACCOUNT, url)
+    async with saying(http("200 OK", b'{"state": "done"}')) as url, client_of(url) as api:
         done = await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
         still = await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "never", 0.3)
-        await api.close()
     assert (done.text("state"), still.text("state")) == ("done", "done")
 
 
@@ -200,12 +183,9 @@ async def test_error_message_without_a_kind_falls_back_to_the_status() -> None:
 
 @cases("key", "sk-one\nsk-two", "sk-one\rx", "schlüssel")
 async def test_key_with_invalid_characters_is_rejected_without_its_value(key: str) -> None:
-    api = ApiClient(ProviderLogin("acme", "example", key, "http://127.0.0.1:9"), "http://127.0.0.1:9/v1")
-    with pytest.raises(ApiError) as caught:
-        await api.request("POST", "/machines", json={}, creates=True)
-    await api.close()
-    assert str(caught.value) == "acme: POST /machines: the key has invalid characters"
-    assert caught.value.failure is FailureKind.AUTH
+    error = await failure_of("http://127.0.0.1:9/v1", "POST", creates=True, key=key)
+    assert str(error) == "acme: POST /machines: the key has invalid characters"
+    assert error.failure is FailureKind.AUTH
 
 
 def test_first_matching_code_of_the_table_counts() -> None:

@@ -8,8 +8,6 @@ from tests.contract.rental_providers import CASES, CLUSTER, PUBLIC_KEY, Trial, t
 from tests.support.cases import cases
 
 from shoal.cloud.providers.api import FailureKind, Query
-from shoal.cloud.providers.lambda_cloud import read_error
-from shoal.cloud.providers.responses import Refusal, read_refusal
 from shoal_simulators.lambda_cloud import image_id
 
 CASE = CASES["lambda"]
@@ -220,22 +218,6 @@ async def test_key_is_matched_by_its_material(it: Trial) -> None:
     assert await it.renter.ensure_key(CLUSTER, PUBLIC_KEY) == "laptop"
     other = PUBLIC_KEY.replace("FyC2", "FyC3")
     assert (await it.renter.ensure_key(CLUSTER, other)).startswith("shoal-reef-")
-
-
-def test_errors_are_mapped_by_their_codes() -> None:
-    def failure_of(status: int, code: str) -> FailureKind | None:
-        found = read_refusal(read_error, status, {"error": {"code": code, "message": "whatever"}})
-        return found.failure if found else None
-
-    assert failure_of(400, "global/quota-exceeded") is FailureKind.QUOTA
-    assert failure_of(400, "global/object-does-not-exist") is FailureKind.INVALID
-    assert failure_of(403, "global/account-inactive") is FailureKind.BALANCE
-    assert failure_of(409, "global/internal-error") is FailureKind.AMBIGUOUS
-    assert failure_of(400, "provider/internal-unavailable") is FailureKind.TRANSIENT
-    assert failure_of(503, "provider/internal-unavailable") is None  # then the status decides
-    assert failure_of(400, "something/new") is None
-    assert read_refusal(read_error, 500, "<html>") == Refusal()
-    assert read_refusal(read_error, 500, {"error": "text"}) == Refusal()
 
 
 # The simulator itself, with requests that the client never sends

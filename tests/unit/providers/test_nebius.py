@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import CASES, CLUSTER, KEY, PUBLIC_KEY, Trial, account
+from tests.contract.rental_providers import CASES, CLUSTER, KEY, PUBLIC_KEY, Trial, renting
 from tests.support.cases import cases
 
 from shoal.cloud.providers import rental_provider
@@ -122,17 +122,13 @@ def service_key(private_key: str, who: str = SERVICE_ACCOUNT) -> str:
 
 async def test_key_of_a_service_account_is_exchanged_for_a_token(it: Trial, private_key: str) -> None:
     it.simulation.key = KEY
-    renter = rental_provider(replace(account(CASE, it.url), secret=service_key(private_key)))
-    try:
+    async with renting(CASE, it.url, secret=service_key(private_key)) as renter:
         assert await renter.instances(CLUSTER) == []
         assert calls(it, "Exchange") >= 1
-    finally:
-        await renter.close()
 
 
 async def test_token_of_a_service_account_is_removed_from_messages(it: Trial, private_key: str) -> None:
-    renter = rental_provider(replace(account(CASE, it.url), secret=service_key(private_key)))
-    try:
+    async with renting(CASE, it.url, secret=service_key(private_key)) as renter:
         await renter.instances(CLUSTER)
         tokens = list(it.simulation.simulator.stored("tokens"))
         it.simulation.rewrite = lambda line, data: (
@@ -141,18 +137,13 @@ async def test_token_of_a_service_account_is_removed_from_messages(it: Trial, pr
         it.fault("rate")
         with pytest.raises(ApiError) as caught:
             await renter.instances(CLUSTER)
-    finally:
-        await renter.close()
     assert caught.value.message.endswith("too much of ***")
 
 
 async def test_wrong_key_of_a_service_account_is_an_error_at_once(it: Trial, private_key: str) -> None:
-    renter = rental_provider(replace(account(CASE, it.url), secret=service_key(private_key, "serviceaccount-other")))
-    try:
+    async with renting(CASE, it.url, secret=service_key(private_key, "serviceaccount-other")) as renter:
         with pytest.raises(ApiError) as caught:
             await renter.instances(CLUSTER)
-    finally:
-        await renter.close()
     assert caught.value.failure is FailureKind.AUTH
     assert "PRIVATE KEY" not in str(caught.value)
 
@@ -181,15 +172,12 @@ async def test_region_is_the_default_project_or_the_one_of_the_settings(it: Tria
     await it.create()
     [machine] = it.market.instances.values()
     assert machine.order.marks["metadata"]["parentId"] == "project-e00-eu-north1"
-    there = rental_provider(account(CASE, it.url, project="project-e00-eu-west1"))
-    try:
+    async with renting(CASE, it.url, project="project-e00-eu-west1") as there:
         assert await there.instances(CLUSTER) == []
         assert {one.region for one in await there.offers(Query())} == {"eu-west1"}
         [outcome] = await there.create([await it.order()])
         assert outcome.failure is FailureKind.INVALID
         assert outcome.message == "acme: the account has no project in eu-north1"
-    finally:
-        await there.close()
 
 
 async def test_offers_have_stock_and_moving_prices(it: Trial) -> None:

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.rental_providers import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+from tests.contract.rental_providers import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, renting, saying
 from tests.support.cases import cases
 
-from shoal.cloud.providers import paperspace, rental_provider
+from shoal.cloud.providers import paperspace
 from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
-from shoal.cloud.providers.responses import Refusal, read_refusal
 
 CASE = CASES["paperspace"]
 ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
@@ -67,44 +66,6 @@ def test_template_fits_the_gpu(type_: str, template: str) -> None:
     assert paperspace.template_of(Offer("p", type_, "NY2")) == template
 
 
-@cases(
-    "status, data, expected, scope",
-    (
-        400,
-        {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"},
-        FailureKind.CAPACITY,
-        "offer",
-    ),
-    (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, FailureKind.QUOTA, "provider"),
-    (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, FailureKind.BALANCE, "provider"),
-)
-def test_errors_are_mapped(status: int, data: dict[str, str], expected: FailureKind, scope: str) -> None:
-    refusal = read_refusal(paperspace.read_error, status, data)
-    assert refusal is not None
-    assert (refusal.failure, refusal.scope) == (expected, scope)
-    assert data["message"] in refusal.message
-
-
-@cases("data", None, [], {}, {"message": 7})
-def test_unknown_error_body_falls_back_to_the_status(data: Any) -> None:
-    assert read_refusal(paperspace.read_error, 500, data) == Refusal()
-
-
-@cases(
-    "status, data",
-    (500, {"code": "TIMEOUT", "message": "out of capacity"}),
-    (403, {"code": "FORBIDDEN", "message": "Not for you"}),
-    (401, {"code": "UNAUTHORIZED", "message": "No"}),
-    (429, {"code": "TOO_MANY_REQUESTS", "message": "Rate limit reached"}),
-    (400, {"code": "BAD_REQUEST", "message": "diskSize: Required"}),
-    (409, {"code": "CONFLICT", "message": "taken"}),
-)
-def test_unspecific_error_is_quoted_and_falls_back_to_the_status(status: int, data: dict[str, str]) -> None:
-    assert read_refusal(paperspace.read_error, status, data) == Refusal(
-        None, message=f"{data['code']}: {data['message']}"
-    )
-
-
 # What is ordered
 
 
@@ -124,16 +85,11 @@ def test_order_requests_no_password_mail_and_no_snapshot() -> None:
     }
 
 
-async def test_settings_choose_network_and_template_and_an_order_overrides() -> None:
-    settings = {"network": "n1", "template": "tmine123"}
-    async with trial(CASE) as it:
-        own = rental_provider(account(CASE, it.url, **settings))
-        try:
-            assert (await own.create([ORDER]))[0].failure is FailureKind.INVALID  # the simulator has no such template
-            assert (await own.create([replace(ORDER, image="twnlo3zj")]))[0].ok
-        finally:
-            await own.close()
-        assert [one.order.marks["networkId"] for one in it.market.instances.values()] == ["n1"]
+async def test_settings_choose_network_and_template_and_an_order_overrides(it: Trial) -> None:
+    async with renting(CASE, it.url, network="n1", template="tmine123") as own:
+        assert (await own.create([ORDER]))[0].failure is FailureKind.INVALID  # the simulator has no such template
+        assert (await own.create([replace(ORDER, image="twnlo3zj")]))[0].ok
+    assert [one.order.marks["networkId"] for one in it.market.instances.values()] == ["n1"]
 
 
 async def test_template_is_chosen_by_its_label(it: Trial) -> None:
@@ -305,11 +261,7 @@ async def test_released_machine_is_not_a_preempted_machine(it: Trial) -> None:
 
 @cases("answer", "empty object", "bad gateway", "cut off", "no answer")
 async def test_failed_script_upload_orders_no_machine(it: Trial, answer: str) -> None:
-    async with saying(BAD_ANSWERS[answer], r"POST /v1/startup-scripts", it.url) as url:
-        bad = rental_provider(account(CASE, url))
-        try:
-            [outcome] = await bad.create([ORDER])
-        finally:
-            await bad.close()
+    async with saying(BAD_ANSWERS[answer], r"POST /v1/startup-scripts", it.url) as url, renting(CASE, url) as bad:
+        [outcome] = await bad.create([ORDER])
     assert outcome.failure is FailureKind.TRANSIENT, outcome
     assert it.made == 0

@@ -70,9 +70,7 @@ def test_shoal_error_of_a_package_is_kept_and_other_errors_name_the_package(
     assert str(caught.value) == told
 
 
-def test_abilities_are_readable_without_access_and_unknown_kinds_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_abilities_are_readable_without_access_and_unknown_kinds_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abilities("runpod").container
     with pytest.raises(LookupError, match="no provider is called 'moon'"):
         abilities("moon")

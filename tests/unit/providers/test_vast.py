@@ -76,10 +76,7 @@ async def test_machine_that_somebody_else_took_is_followed_by_the_next(it: Trial
 
 async def test_nothing_dearer_than_the_offer_is_ordered(it: Trial) -> None:
     [outcome] = await it.renter.create([replace(ORDER, offer=replace(CASE.offer, usd_hour=0.41))])
-    assert (outcome.failure, outcome.message) == (
-        FailureKind.CAPACITY,
-        "acme: no RTX 4090 in DE for $0.4100 or less",
-    )
+    assert (outcome.failure, outcome.message) == (FailureKind.CAPACITY, "acme: no RTX 4090 in DE for $0.4100 or less")
     assert it.made == 0
 
 
