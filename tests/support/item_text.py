@@ -5,6 +5,7 @@ A program of `shoal.remote` is named, `<remote/NAME>`, where its text stands: it
 
 import difflib
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -140,24 +141,47 @@ def _programs() -> dict[str, str]:
 
 
 def folded_text(stages: Stages, **bases: Stages) -> str:
-    """As `document_text`; items that follow one another in a base too are one line: the first, the last, how many."""
+    """As `document_text`; items that follow one another in a base too are one line: the first, the last, how many.
+
+    Files that are absent one after another are a list, and of a program with values filled in only those lines stand.
+    """
     known = [(name, [_whole(item) for item in document]) for name, base in bases.items() for document in base.values()]
     lines = []
     for stage, document in stages.items():
         lines.append(f"==== {stage.name.lower()}")
-        items = [_whole(item) for item in document]
-        while items:
-            at = len(document) - len(items)
-            runs = [(_common_start(items, base[i:]), name) for name, base in known for i in range(len(base))]
+        at, items = 0, [_whole(item) for item in document]
+        while at < len(items):
+            runs = [(_common_start(items[at:], base[i:]), name) for name, base in known for i in range(len(base))]
             count, name = max(runs, key=lambda run: run[0], default=(0, ""))
-            if count < 2:
-                count = 1
-                lines += document_text({stage: document[at : at + 1]}, **bases).splitlines()[1:]
+            absent = [item.path for item in takewhile(_is_plain_absence, document[at:]) if isinstance(item, File)]
+            if count >= 2:
+                last = _heading(document[at + count - 1]).removeprefix("-- ")
+                lines.append(f"{_heading(document[at])} ... {last} ({count} as {name})")
+            elif len(absent) >= 2:
+                count, text = len(absent), f"-- files absent: {' '.join(absent)}"
+                lines += textwrap.wrap(text, COLUMNS, subsequent_indent="   ", break_on_hyphens=False)
             else:
-                first, last = _heading(document[at]), _heading(document[at + count - 1])
-                lines.append(f"{first} ... {last.removeprefix('-- ')} ({count} as {name})")
-            items = items[count:]
+                count, text = 1, document_text({stage: document[at : at + 1]}, **bases)
+                lines += _name_filled_program(text.splitlines()[1:])
+            at += count
     return "\n".join(lines) + "\n"
+
+
+def _is_plain_absence(item: Item) -> bool:
+    return isinstance(item, File) and item.content is None and not _settings(item)
+
+
+def _name_filled_program(lines: list[str]) -> list[str]:
+    """The text of an item, with the name of the program of `shoal.remote` that it is but for a few lines."""
+    start = next((at for at, line in enumerate(lines) if line.startswith("   | ")), len(lines))
+    content = [line.removeprefix("   | ") for line in lines[start + 1 :]]
+    if "/etc/slurm/" in lines[0] or "(unlike " in lines[0] or len(content) < 12:
+        return lines
+    for name, program in _programs().items():
+        changed = list(difflib.unified_diff(program.splitlines(), content, n=0, lineterm=""))[2:]
+        if 2 * len(changed) < len(content):
+            return [*lines[: start + 1], f"   | <remote/{name}>, but:", *(f"   | {line}" for line in changed)]
+    return lines
 
 
 def _whole(item: Item) -> list[str]:

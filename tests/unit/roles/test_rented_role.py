@@ -230,9 +230,8 @@ def test_service_document_matches_its_golden() -> None:
     document = (*controller_document(Stage.SERVICES), *controller_document(Stage.CONTROLLER))
     wheel, lines = build_wheel().mark, []
     for item in document:
-        lines.append(item.key.replace(wheel, "VERSION"))
-        if isinstance(item, File | Directory):
-            lines.append(f"   {item.owner}:{item.group} {item.mode:04o}")
+        owner = f" {item.owner}:{item.group} {item.mode:04o}" if isinstance(item, File | Directory) else ""
+        lines.append(item.key.replace(wheel, "VERSION") + owner)
         if isinstance(item, File) and isinstance(item.content, str) and item.path in (UNIT, ACCOUNTS, SPEC):
             text = item.content.replace(wheel, "VERSION")
             lines += [f"   {line}" for line in (text.splitlines() if item.path == UNIT else json_lines(text))]
