@@ -29,6 +29,13 @@ async def test_file_is_created_with_its_directories_owner_and_mode(place: Place)
     assert stat.S_IMODE(os.stat(place.path("a/b/c.conf")).st_mode) == 0o640
 
 
+@needs_root
+async def test_file_of_another_user_and_group_is_created_as_theirs(place: Place) -> None:
+    await place.apply(place.file("c.conf", "x\n", owner="daemon", group="mail"))
+    made = Path(place.path("c.conf"))
+    assert (made.owner(), made.group()) == ("daemon", "mail")
+
+
 async def test_dry_run_shows_a_unified_diff_and_writes_nothing(place: Place) -> None:
     path = Path(place.path("c.conf"))
     path.write_text("same\nold\n")

@@ -83,5 +83,16 @@ def test_code_that_is_there_counts_only_with_its_content(share: Path) -> None:
     assert json.loads(ask(share / "mine", code=bundle.hash).stdout)["code"] is True
     place.write_bytes(bundle.data + b"#")
     assert json.loads(ask(share / "mine", code=bundle.hash).stdout)["code"] is False and not place.exists()
-    place.symlink_to("/dev/zero")
-    assert json.loads(ask(share / "mine", code=bundle.hash).stdout)["code"] is False
+    (share / "whole").write_bytes(bundle.data)
+    for target in ("/dev/zero", share / "whole"):
+        place.symlink_to(target)
+        assert json.loads(ask(share / "mine", code=bundle.hash).stdout)["code"] is False
+
+
+@cases("name", "code", "lib")
+def test_link_in_the_directory_is_not_followed(share: Path, name: str) -> None:
+    own(share / "mine", ALICE, 0o700)
+    (share / "mine" / name).symlink_to(own(share / "elsewhere", ALICE))
+    done = ask(share / "mine")
+    assert (done.returncode, done.stdout) == (job_directory.EXIT_WITH_CAUSE, "")
+    assert done.stderr == f"{share}/mine/{name}: Not a directory\n"
