@@ -1,6 +1,7 @@
 """`files:` of the spec: what it accepts, what each host gets and when, and scripts that no host has."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,12 +161,9 @@ def test_script_that_is_neither_shipped_nor_there_is_an_error_and_stops_up(place
 
 def test_every_path_that_shoal_writes_is_refused(place: Path) -> None:
     """The goldens of the roles list every file of each kind of host."""
-    paths = {
-        line.split()[2]
-        for golden in sorted((HERE / "roles").glob("*.txt"))
-        for line in golden.read_text().splitlines()
-        if line.startswith("-- file /")
-    }
+    goldens = "".join(golden.read_text() for golden in sorted((HERE / "roles").glob("*.txt")))
+    absent = re.findall(r"^-- files absent: (/.*(?:\n   /.*)*)", goldens, re.MULTILINE)
+    paths = {*re.findall(r"(?:^-- | \.\.\. )file (/\S+)", goldens, re.MULTILINE), *" ".join(absent).split()}
     assert len(paths) > 10 and MPI_CONF in paths
     assert load(place, f"files: {{{MPI_CONF}: prolog.sh}}\n")  # the operator's takes the place of Shoal's
     for path in paths - {MPI_CONF}:
