@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,15 @@ def is_test(file: str) -> bool:
 def choose(commit: str) -> Choice:
     """What to run for the difference between a commit and the files as they are now."""
     return choose_for(commit, changed_files(commit), Sources(ROOT, project_files()))
+
+
+def choose_or_exit(program: str, commit: str) -> Choice:
+    """The same for a program, which ends with status 2 where it cannot compare."""
+    try:
+        return choose(commit)
+    except ChangesError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def changed_files(commit: str) -> list[str]:

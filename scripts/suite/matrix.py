@@ -171,11 +171,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     chosen = [entry for entry in entries() if not options.files or entry.file in options.files]
     if options.changed:
-        try:
-            choice = changes.choose(options.changed)
-        except changes.ChangesError as error:
-            print(f"scripts/matrix: {error}", file=sys.stderr)
-            return 2
+        choice = changes.choose_or_exit("scripts/matrix", options.changed)
         print(f"{len(choice.changed)} files differ from {choice.base}")
         chosen = [entry for entry in chosen if entry.file in choice.reasons]
         for entry in chosen:

@@ -269,11 +269,7 @@ def main(arguments: Sequence[str]) -> int:
         unit_files = [file for file in options.times if not file.startswith("tests/e2e")]
         sandbox_files = [file for file in options.times if file.startswith("tests/e2e")]
     elif options.changed:
-        try:
-            choice = changes.choose(options.changed)
-        except changes.ChangesError as error:
-            print(f"scripts/test: {error}", file=sys.stderr)
-            return 2
+        choice = changes.choose_or_exit("scripts/test", options.changed)
         print(choice.text)
         if options.list or not (choice.units or choice.sandbox):
             return 0

@@ -1,6 +1,7 @@
 """scripts/test and scripts/matrix: which files a change touches, in which order they run, and their tables."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -98,9 +99,10 @@ def test_choice_says_why_and_leaves_the_matrix_to_its_script(sources: changes.So
     )
 
 
-def test_unknown_commit_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(changes.ChangesError, match=r"cannot compare with no-such: .*\nfix: name a commit"):
-        changes.choose("no-such")
+def test_unknown_commit_is_an_error_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        changes.choose_or_exit("scripts/test", "no-such")
+    assert re.match(r"scripts/test: cannot compare with no-such: .*\nfix: name a commit", capsys.readouterr().err)
 
 
 def test_every_sandbox_file_names_what_it_covers() -> None:
