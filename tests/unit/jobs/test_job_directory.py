@@ -84,6 +84,7 @@ def test_code_that_is_there_counts_only_with_its_content(share: Path) -> None:
     place.write_bytes(bundle.data + b"#")
     assert json.loads(ask(share / "mine", code=bundle.hash).stdout)["code"] is False and not place.exists()
     (share / "whole").write_bytes(bundle.data)
+    os.chown(share / "whole", ALICE, ALICE)
     for target in ("/dev/zero", share / "whole"):
         place.symlink_to(target)
         assert json.loads(ask(share / "mine", code=bundle.hash).stdout)["code"] is False

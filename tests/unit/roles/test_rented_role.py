@@ -126,6 +126,15 @@ def test_findings_cover_unknown_shapes_and_different_idle_times() -> None:
     ]
 
 
+REAL_TYPES = {
+    "lambda": ("gpu_1x_a100", "gpu_2x_h100_sxm5", "gpu_1x_a6000"),
+    "runpod": ("NVIDIA L40", "NVIDIA A40", "NVIDIA L4", "NVIDIA GeForce RTX 5090"),
+    "gcp": ("a3-edgegpu-8g", "a2-megagpu-16g", "n1-standard-8+nvidia-tesla-t4:2"),
+    "paperspace": ("P4000", "A100"),
+}
+"""These are not in the table."""
+
+
 @cases(
     "provider, type, told",
     ("lambda", "gpu_1x_a10", ""),
@@ -136,19 +145,7 @@ def test_findings_cover_unknown_shapes_and_different_idle_times() -> None:
     ("runpod", "8x NVIDIA H20O", "did you mean `NVIDIA H200`?"),
     ("runpod", "8x NVIDA H100 NVL", "did you mean `NVIDIA H100 NVL`?"),
     ("gcp", "a2-higgpu-1g", "did you mean `a2-highgpu-1g`?"),
-    # These are real, and not in the table.
-    ("lambda", "gpu_1x_a100", ""),
-    ("lambda", "gpu_2x_h100_sxm5", ""),
-    ("lambda", "gpu_1x_a6000", ""),
-    ("runpod", "NVIDIA L40", ""),
-    ("runpod", "NVIDIA A40", ""),
-    ("runpod", "NVIDIA L4", ""),
-    ("runpod", "NVIDIA GeForce RTX 5090", ""),
-    ("gcp", "a3-edgegpu-8g", ""),
-    ("gcp", "a2-megagpu-16g", ""),
-    ("gcp", "n1-standard-8+nvidia-tesla-t4:2", ""),
-    ("paperspace", "P4000", ""),
-    ("paperspace", "A100", ""),
+    *((provider, type, "") for provider, types in REAL_TYPES.items() for type in types),
     ("gcp", "a2-highgpu-1g+nvidia-tesla-t4:2", ""),
     ("sandbox", "whatever", ""),
 )

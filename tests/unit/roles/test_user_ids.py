@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from tests.support.cases import cases
 from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_world import LAB, lab, spec_of
 
@@ -33,18 +34,20 @@ def conflicts(people: str, **facts: Facts) -> list[str]:
     return [str(finding) for finding in user_id_conflicts(spec, facts, choose_user_ids(spec, facts, "c1"))]
 
 
-def test_users_get_free_ids_in_the_order_of_the_file() -> None:
-    assert ids(PEOPLE, c1=host(), n1=host()) == {"alice": 2000, "bob": 2001}
-
-
-def test_id_of_any_user_or_group_on_any_host_or_in_the_file_is_skipped() -> None:
-    people = PEOPLE + "  carol: {uid: 2003}\n  dave: {uid: 2900, gid: 2004}\n"
-    chosen = ids(people, c1=host({"zoe": 2000}), n1=host({}, {"team": 2001}), n2=host({"mallory": 2002}))
-    assert chosen == {"alice": 2005, "bob": 2006, "carol": 2003, "dave": 2900}
-
-
-def test_id_of_a_former_user_is_not_given_to_another() -> None:
-    assert ids(PEOPLE, c1=host(record="# by shoal\ncarol 2000\n"))["alice"] == 2001
+@cases(
+    "people, facts, expected",
+    (PEOPLE, {"c1": host(), "n1": host()}, {"alice": 2000, "bob": 2001}),
+    (
+        PEOPLE + "  carol: {uid: 2003}\n  dave: {uid: 2900, gid: 2004}\n",
+        {"c1": host({"zoe": 2000}), "n1": host({}, {"team": 2001}), "n2": host({"mallory": 2002})},
+        {"alice": 2005, "bob": 2006, "carol": 2003, "dave": 2900},
+    ),
+    (PEOPLE, {"c1": host(record="# by shoal\ncarol 2000\n")}, {"alice": 2001, "bob": 2002}),
+    (PEOPLE, {"c1": host(), "n1": host(record="alice 2040\n")}, {"alice": 2040, "bob": 2000}),
+    ids=["in the order of the file", "taken on any host or in the file", "a former user's", "of a run that failed"],
+)
+def test_users_get_free_ids(people: str, facts: dict[str, Facts], expected: dict[str, int]) -> None:
+    assert ids(people, **facts) == expected
 
 
 def test_user_keeps_the_id_whatever_the_order_of_the_file() -> None:
@@ -52,10 +55,6 @@ def test_user_keeps_the_id_whatever_the_order_of_the_file() -> None:
     people = "users:\n  carol: {}\n  bob: {}\n  alice: {}\n"
     assert ids(people, c1=created, n1=host()) == {"carol": 2002, "bob": 2001, "alice": 2000}
     assert conflicts(people, c1=created, n1=host()) == []
-
-
-def test_user_recorded_by_a_run_that_failed_keeps_the_id() -> None:
-    assert ids(PEOPLE, c1=host(), n1=host(record="alice 2040\n"))["alice"] == 2040
 
 
 def test_user_that_all_hosts_have_with_one_id_keeps_it() -> None:
@@ -122,31 +121,20 @@ async def test_up_changes_nothing_while_no_id_fits_all_hosts() -> None:
 
 
 EMPTY = host({}, {})
+BOTH = {"munge": 104, "slurm": 999}
 
 
-def test_fresh_hosts_get_the_debian_slurm_id_and_a_free_munge_id() -> None:
-    assert choose_ids("c", {"c": EMPTY, "n": EMPTY}) == ServiceIds(
-        slurm=AccountIds(64030, 64030), munge=AccountIds(980, 980)
-    )
-
-
-def test_id_used_on_any_host_is_skipped() -> None:
-    taken = host({"backup": 980}, {"printers": 979})
-    assert choose_ids("c", {"c": EMPTY, "n": taken}).munge == AccountIds(978, 978)
-
-
-def test_ids_of_the_controller_are_kept() -> None:
-    controller = host({"munge": 104, "slurm": 999}, {"munge": 110, "slurm": 998})
-    other = host({"munge": 117}, {"munge": 120})
-    ids = choose_ids("c", {"n": other, "c": controller})
-    assert ids == ServiceIds(slurm=AccountIds(999, 998), munge=AccountIds(104, 110))
-
-
-def test_ids_of_the_controller_are_not_kept_on_a_conflict() -> None:
-    controller, other = host({"munge": 104}, {"munge": 110}), host({"sshd": 104}, {})
-    assert choose_ids("c", {"c": controller, "n": other}).munge == AccountIds(980, 980)
-
-
-def test_ids_of_another_host_are_used_when_the_controller_has_none() -> None:
-    other = host({"munge": 104}, {"munge": 110})
-    assert choose_ids("c", {"c": EMPTY, "n": other}).munge == AccountIds(104, 110)
+@cases(
+    "controller, other, slurm, munge",
+    (EMPTY, EMPTY, (64030, 64030), (980, 980)),
+    (EMPTY, host({"backup": 980}, {"printers": 979}), (64030, 64030), (978, 978)),
+    (host(BOTH, {"munge": 110, "slurm": 998}), host({"munge": 117}, {"munge": 120}), (999, 998), (104, 110)),
+    (host({"munge": 104}, {"munge": 110}), host({"sshd": 104}, {}), (64030, 64030), (980, 980)),
+    (EMPTY, host({"munge": 104}, {"munge": 110}), (64030, 64030), (104, 110)),
+    ids=["Debian's and a free one", "taken elsewhere", "the controller's", "a conflict", "another host's"],
+)
+def test_ids_of_daemons_fit_all_hosts(
+    controller: Facts, other: Facts, slurm: tuple[int, int], munge: tuple[int, int]
+) -> None:
+    chosen = choose_ids("c", {"n": other, "c": controller})
+    assert chosen == ServiceIds(slurm=AccountIds(*slurm), munge=AccountIds(*munge))

@@ -68,35 +68,34 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_machine_in_use_stays(machine: Machine) -> None:
-    assert [machine.look(now, IDLE) for now in (1000, 5000, 90_000)] == ["", "", ""]
+RELEASED, SILENCED = 1000 + RELEASE_TIMEOUT_S, 1000 + CONTROLLER_TIMEOUT_S
+"""What begins at 1000 has lasted long enough."""
 
 
-def test_machine_past_its_lifetime_powers_off(machine: Machine) -> None:
-    assert machine.look(1000, IDLE, until=1001) == "" and machine.look(1001, IDLE, until=1001) == "poweroff"
-
-
-@cases("answer", ASLEEP, GOING, UNKNOWN)
-def test_node_removed_from_slurm_powers_off_after_the_release_timeout(machine: Machine, answer: str) -> None:
-    assert machine.look(1000, answer) == "" and machine.look(1000 + RELEASE_TIMEOUT_S - 1, answer) == ""
-    assert machine.look(1000 + RELEASE_TIMEOUT_S, answer) == "poweroff"
-
-
-def test_node_that_returns_in_time_stays(machine: Machine) -> None:
-    machine.look(1000, ASLEEP)
-    machine.look(1500, IDLE)
-    assert machine.look(1000 + RELEASE_TIMEOUT_S, ASLEEP) == ""
-
-
-def test_missing_controller_powers_off_after_the_controller_timeout(machine: Machine) -> None:
-    assert machine.look(1000, SILENT) == "" and machine.look(1000 + CONTROLLER_TIMEOUT_S - 1, SILENT) == ""
-    assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == "poweroff"
-
-
-def test_controller_answer_resets_the_timeout(machine: Machine) -> None:
-    machine.look(1000, SILENT)
-    machine.look(2000, IDLE)
-    assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == ""
+@cases(
+    "looks, until, asked",
+    ([(1000, IDLE), (5000, IDLE), (90_000, IDLE)], 0, ""),
+    ([(1000, IDLE), (1001, IDLE)], 1001, "poweroff"),
+    *(([(1000, gone), (RELEASED - 1, gone), (RELEASED, gone)], 0, "poweroff") for gone in (ASLEEP, GOING, UNKNOWN)),
+    ([(1000, ASLEEP), (1500, IDLE), (RELEASED, ASLEEP)], 0, ""),
+    ([(1000, SILENT), (SILENCED - 1, SILENT), (SILENCED, SILENT)], 0, "poweroff"),
+    ([(1000, SILENT), (2000, IDLE), (SILENCED, SILENT)], 0, ""),
+    ids=[
+        "in use",
+        "past its lifetime",
+        "asleep",
+        "going",
+        "unknown",
+        "back in time",
+        "no controller",
+        "controller back",
+    ],
+)
+def test_machine_that_nobody_needs_powers_off_in_time(
+    machine: Machine, looks: list[tuple[int, str]], until: int, asked: str
+) -> None:
+    *before, last = [machine.look(now, answer, until) for now, answer in looks]
+    assert (set(before), last) == ({""}, asked)
 
 
 def test_watchdog_runs_every_minute() -> None:
