@@ -29,19 +29,16 @@ class SandboxFaults:
 
     async def cut(self, cluster: str, host: str) -> None:
         """Pull the network cable: nothing reaches the host, and nothing leaves it."""
-        layout, record = self._find(cluster, host)
-        if record.shape.engine:
-            await engine_faults.set_cable(layout, record, connected=False)
-            return
-        await network.set_cable(layout, record, connected=False)
+        await self._set_cable(cluster, host, connected=False)
 
     async def heal(self, cluster: str, host: str) -> None:
         """Plug the cable in again."""
+        await self._set_cable(cluster, host, connected=True)
+
+    async def _set_cable(self, cluster: str, host: str, *, connected: bool) -> None:
         layout, record = self._find(cluster, host)
-        if record.shape.engine:
-            await engine_faults.set_cable(layout, record, connected=True)
-            return
-        await network.set_cable(layout, record, connected=True)
+        set_cable = engine_faults.set_cable if record.shape.engine else network.set_cable
+        await set_cable(layout, record, connected=connected)
 
     async def freeze(self, cluster: str, host: str) -> None:
         """Stop every process of the host where it stands. The network still takes packets for it."""

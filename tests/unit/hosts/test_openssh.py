@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,21 @@ def connector(known_hosts: Path) -> OpenSshConnector:
     return OpenSshConnector(known_hosts, lambda: FakeConnector(OTHER))
 
 
+@asynccontextmanager
+async def logged_in(target: Target, known_hosts: Path, *questions: Question) -> AsyncIterator[OpenSshHost]:
+    begin_login(target, known_hosts, questions)
+    async with await connector(known_hosts).connect(target) as host:
+        assert isinstance(host, OpenSshHost)
+        yield host
+
+
 async def test_questions_are_answered_by_the_login_and_once(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     count = tmp_path / "count"
     command = ("sh", "-c", f"echo x >> {count}; wc -l < {count}; printf 'no newline'")
     failing = ("sh", "-c", "echo failed >&2; exit 3")
-    target = sshd.target("node")
-    begin_login(target, known_hosts, [Question(command, root=False), Question(failing, root=False)])
-    async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost) and (await host.run(command, root=False)).stdout == b"1\nno newline"
+    questions = Question(command, root=False), Question(failing, root=False)
+    async with logged_in(sshd.target("node"), known_hosts, *questions) as host:
+        assert (await host.run(command, root=False)).stdout == b"1\nno newline"
         assert (await host.run(command, root=False)).stdout == b"2\nno newline"
         result = await host.run(failing, root=False)
         assert (result.status, result.stderr) == (3, b"failed\n"), "one that failed is run again, with its words"
@@ -68,26 +76,20 @@ async def test_questions_are_answered_by_the_login_and_once(sshd: Sshd, known_ho
 
 async def test_failure_of_a_question_may_be_its_answer(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     command = ("sh", "-c", f"echo x >> {tmp_path}/count; cat {tmp_path}/count; exit 4")
-    target = sshd.target("node")
-    begin_login(target, known_hosts, [Question(command, root=False, may_fail=True)])
-    async with await connector(known_hosts).connect(target) as host:
+    question = Question(command, root=False, may_fail=True)
+    async with logged_in(sshd.target("node"), known_hosts, question) as host:
         assert await host.run(command, root=False) == Result(4, b"x\n")
 
 
 async def test_answer_as_root_is_not_given_to_who_asks_as_the_user(sshd: Sshd, known_hosts: Path) -> None:
-    target = sshd.target("node")
-    begin_login(target, known_hosts, [Question(("echo", "root's"))])
-    async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
+    async with logged_in(sshd.target("node"), known_hosts, Question(("echo", "root's"))) as host:
         assert host._login.take_answer(Question(("echo", "root's"), root=False)) is None
         assert host._login.take_answer(Question(("echo", "root's"))) is not None
 
 
 async def test_key_of_the_provider_counts_without_a_file(sshd: Sshd, tmp_path: Path) -> None:
-    target, nowhere = sshd.target("node", host_key=sshd.host_key), tmp_path / "none"
-    begin_login(target, nowhere)
-    async with await connector(nowhere).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
+    async with logged_in(sshd.target("node", host_key=sshd.host_key), tmp_path / "none"):
+        pass
 
 
 @cases("change", {"host_key": "ssh-ed25519 AAAA"}, {"port": 1}, {"user": "nobody-here"})
@@ -116,10 +118,7 @@ async def test_without_ssh_the_other_client_connects(
 
 
 async def test_lost_connection_is_named(sshd: Sshd, known_hosts: Path) -> None:
-    target = sshd.target("node")
-    begin_login(target, known_hosts)
-    async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
+    async with logged_in(sshd.target("node"), known_hosts) as host:
         end_connection(host)
         with pytest.raises(ConnectionLost, match="node: the connection was lost while `true` ran"):
             await host.run(["true"], root=False)
@@ -133,8 +132,7 @@ async def test_next_command_needs_no_login(sshd: Sshd, known_hosts: Path) -> Non
 
 async def test_commands_at_the_same_time_have_each_a_connection(sshd: Sshd, known_hosts: Path) -> None:
     target = sshd.target("node")
-    begin_login(target, known_hosts)
-    async with await connector(known_hosts).connect(target) as host:
+    async with logged_in(target, known_hosts) as host:
         port = (await host.run(SHOW_PORT, root=False)).stdout
         assert await client_port(target, known_hosts) != port
     assert await client_port(target, known_hosts) == port
@@ -142,9 +140,7 @@ async def test_commands_at_the_same_time_have_each_a_connection(sshd: Sshd, know
 
 async def test_connection_that_was_lost_between_commands_is_made_anew(sshd: Sshd, known_hosts: Path) -> None:
     target = sshd.target("node")
-    begin_login(target, known_hosts)
-    async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
+    async with logged_in(target, known_hosts) as host:
         port = (await host.run(SHOW_PORT, root=False)).stdout
     end_connection(host)
     assert await client_port(target, known_hosts) != port
@@ -174,9 +170,7 @@ SHOW_PORT = ("sh", "-c", "echo $SSH_CONNECTION")
 
 async def client_port(target: Target, known_hosts: Path) -> bytes:
     """The connection that a command of its own goes over."""
-    begin_login(target, known_hosts)
-    async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
+    async with logged_in(target, known_hosts) as host:
         return (await host.run(SHOW_PORT, root=False)).stdout
 
 

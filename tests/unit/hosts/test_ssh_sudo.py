@@ -3,13 +3,13 @@
 import asyncio
 import os
 import shutil
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import asyncssh
 import pytest
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal.errors import SudoDenied
 from shoal.hosts import sudo
@@ -17,7 +17,7 @@ from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.hosts.ssh import SshConnector, SshHost
 
-WILLING = """#!/bin/sh
+WILLING = """\
 [ "$1" = -n ] && [ "$2" = -- ] || { echo "sudo: wrong arguments: $*" >&2; exit 1; }
 shift 2
 command -v "$1" >/dev/null || { echo "sudo: $1: command not found" >&2; exit 1; }
@@ -61,26 +61,15 @@ async def host(tmp_path: Path, programs: Path) -> AsyncIterator[SshHost]:
             yield host
 
 
-async def test_root_commands_run_through_sudo(host: SshHost, programs: Path) -> None:
-    _install(programs, WILLING)
+async def test_commands_run_through_sudo_unless_not_as_root(host: SshHost, programs: Path) -> None:
+    stand_in(programs / "sudo", WILLING)
     assert await host.run(["printenv", "AS_ROOT"]) == Result(0, b"yes\n")
+    assert (await host.run(["printenv", "AS_ROOT"], root=False)).status == 1
     assert (await host.run(["echo", "a b", "$(x)"])).stdout == b"a b $(x)\n"
     assert (await host.run(["cat"], stdin=b"data")).stdout == b"data"
-
-
-async def test_commands_without_root_run_without_sudo(host: SshHost, programs: Path) -> None:
-    _install(programs, WILLING)
-    assert (await host.run(["printenv", "AS_ROOT"], root=False)).status == 1
-
-
-async def test_missing_program_is_status_127_under_sudo(host: SshHost, programs: Path) -> None:
-    _install(programs, WILLING)
     assert (await host.run(["no-such-program"])).status == 127
-
-
-async def test_failed_command_is_not_a_sudo_denial(host: SshHost, programs: Path) -> None:
-    _install(programs, WILLING)
-    assert await host.run(["sh", "-c", "echo no >&2; exit 1"]) == Result(1, b"", b"no\n")
+    failed = await host.run(["sh", "-c", "echo no >&2; exit 1"])
+    assert failed == Result(1, b"", b"no\n"), "it was not denied"
 
 
 REFUSALS = [
@@ -98,14 +87,14 @@ REFUSALS = [
 
 @cases("says, told", *REFUSALS)
 async def test_denial_has_the_cause_and_the_sudoers_line(host: SshHost, programs: Path, says: str, told: str) -> None:
-    _install(programs, f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
+    stand_in(programs / "sudo", f'echo "{says}" >&2\nexit 1')
     with pytest.raises(SudoDenied) as caught:
         await host.run(["true"], stdin=bytes(100_000))
     assert caught.value.message == f"gpu01: ubuntu may not become root: {told}" and LINE in caught.value.hint
 
 
 async def test_denial_is_raised_from_an_open_process(host: SshHost, programs: Path) -> None:
-    _install(programs, '#!/bin/sh\necho "sudo: a password is required" >&2\nexit 1\n')
+    stand_in(programs / "sudo", 'echo "sudo: a password is required" >&2\nexit 1')
     process = await host.start(["cat"])
     await process.write(b"hello\n")
     with pytest.raises(SudoDenied):
@@ -125,7 +114,7 @@ async def test_host_without_sudo_is_reported(host: SshHost) -> None:
 
 
 async def test_local_host_uses_sudo_without_root(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(programs, WILLING)
+    stand_in(programs / "sudo", WILLING)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     host = LocalHost(Target("here"), through_sudo=True)
     assert (await host.run(["printenv", "AS_ROOT"])).text == "yes\n"
@@ -148,9 +137,3 @@ class _OpenDoor(asyncssh.SSHServer):
 
     def begin_auth(self, username: str) -> bool:
         return False
-
-
-def _install(programs: Path, text: str) -> None:
-    path = programs / "sudo"
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)

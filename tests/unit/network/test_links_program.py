@@ -38,8 +38,8 @@ class Player:
     def listen(self, address: str = "127.0.0.1", first: int = 39000, last: int = 39999) -> Any:
         return self.ask(op="listen", address=address, first=first, last=last, token=TOKEN)
 
-    def measure(self, port: int, address: str = "127.0.0.1", token: str = TOKEN) -> Any:
-        return self.ask(op="measure", address=address, port=port, token=token, seconds=0.2, pings=3)
+    def measure(self, port: int, address: str = "127.0.0.1", token: str = TOKEN, **more: int) -> Any:
+        return self.ask(op="measure", address=address, port=port, token=token, seconds=0.2, pings=3, **more)
 
     def close(self) -> int:
         self.process.stdin.close()
@@ -104,9 +104,7 @@ def test_refused_connection_and_wrong_token_are_reported(players: tuple[Player, 
 
 def test_parallel_connections_are_measured_as_a_single_rate(players: tuple[Player, Player]) -> None:
     one, other = players
-    port = one.listen()["port"]
-    request = {"address": "127.0.0.1", "port": port, "token": TOKEN, "seconds": 0.2, "pings": 3, "many": 4}
-    found = other.ask(op="measure", **request)
+    found = other.measure(one.listen()["port"], many=4)
     assert found["mbit"] > 1 and found["mbit_many"] > 1
 
 
@@ -123,8 +121,7 @@ def test_starved_parallel_connection_does_not_affect_the_result(players: tuple[P
 
         server.settimeout(30)
         pool.submit(serve)
-        request = {"address": "127.0.0.1", "port": server.getsockname()[1], "token": TOKEN, "seconds": 0.2, "pings": 3}
-        found = players[0].ask(op="measure", many=4, **request)
+        found = players[0].measure(server.getsockname()[1], many=4)
     assert found["mbit"] > 1 and found["mbit_many"] > 1, found
 
 

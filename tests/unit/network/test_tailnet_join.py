@@ -1,16 +1,17 @@
 """The program that joins a tailnet: which key it passes, and which cause and fix it prints."""
 
+import functools
 import http.server
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.programs import stand_in
+from tests.support.web import serving
 
 from shoal.remote import program_text
 
@@ -18,27 +19,13 @@ from shoal.remote import program_text
 @pytest.fixture
 def server() -> Iterator[str]:
     """A control server that answers every request with an error."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{httpd.server_address[1]}"
-        httpd.shutdown()
-        thread.join()
-
-
-class Quiet(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_error(404)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+    with serving(http.server.BaseHTTPRequestHandler) as url:
+        yield url
 
 
 def join(tmp_path: Path, server: str, script: str, key: str = "tskey-auth-abc", ephemeral: str = "false") -> str:
     """Run the program with a stand-in for `tailscale`. It fails, and the key file is removed."""
-    program = tmp_path / "bin/tailscale"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\n{script}\nexit 3\n")
-    program.chmod(0o755)
+    program = stand_in(tmp_path / "bin/tailscale", f"{script}\nexit 3")
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_text(key)
@@ -95,10 +82,7 @@ KEYRING_NAME = "tailscale-archive-keyring.gpg"
 
 def add_source(tmp_path: Path, address: str, updates: str = "exit 0") -> subprocess.CompletedProcess[str]:
     """Run the program with a stand-in for `apt-get`."""
-    program = tmp_path / "bin/apt-get"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/apt\n{updates}\n')
-    program.chmod(0o755)
+    program = stand_in(tmp_path / "bin/apt-get", f'echo "$@" >> {tmp_path}/apt\n{updates}')
     paths = (str(tmp_path / "keyrings" / KEYRING_NAME), str(tmp_path / "sources/tailscale.list"))
     line = [sys.executable, "-c", program_text("tailnet_join"), "--source", address, *paths]
     return subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
@@ -113,18 +97,8 @@ def packages(tmp_path: Path) -> Iterator[str]:
     line = f"deb [signed-by={tmp_path}/keyrings/{KEYRING_NAME}] https://pkgs.tailscale.com/stable/ubuntu noble main\n"
     (served / "noble.tailscale-keyring.list").write_text(f"# Tailscale packages for ubuntu noble\n{line}")
 
-    class Files(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(served))
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{httpd.server_address[1]}/noble"
-        httpd.shutdown()
-        thread.join()
+    with serving(functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(served))) as url:
+        yield f"{url}/noble"
 
 
 @cases("updates", "exit 0", "exit 100")

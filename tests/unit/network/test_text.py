@@ -1,7 +1,6 @@
 """The files that the network package renders."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 from tests.goldens import assert_golden
@@ -9,6 +8,7 @@ from tests.support.cases import cases
 
 from shoal.network.addresses import hosts_block
 from shoal.network.firewall import firewall_rules, open_commands
+from shoal.network.wireguard import hub_rules
 
 ADDRESSES = {"desktop": "10.0.0.1", "gpu01": "10.0.0.20", "gpu02": "10.0.0.3"}
 PORTS = ("6817", "6818", "60001-63000")
@@ -22,11 +22,16 @@ def test_firewall_rules_with_ipv4_and_ipv6_match_their_golden() -> None:
     assert_golden("network/firewall.nft", firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS))
 
 
-def test_nft_accepts_the_rules(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.nft"
-    rules.write_text(firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS))
+@cases(
+    "rules",
+    firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS),
+    firewall_rules(["10.77.0.1", "10.77.0.2"], PORTS, "shoal0"),
+    hub_rules(),
+    ids=["addresses", "an interface", "the hub"],
+)
+def test_nft_accepts_the_rules(rules: str) -> None:
     try:
-        subprocess.run(["nft", "--check", "--file", rules], check=True, capture_output=True, text=True)
+        subprocess.run(["nft", "--check", "--file", "-"], input=rules, check=True, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("nft is not installed: apt-get install nftables")
 

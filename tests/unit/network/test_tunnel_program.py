@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal.network.tunnel import program
 
@@ -23,8 +24,7 @@ def played(tmp_path: Path, *states: str) -> list[str]:
         "ssh": f'for last; do :; done; echo "ssh $last" >> {tmp_path}/done; case $last in hold) kill "$PPID" ;; esac',
     }
     for name, text in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        stand_in(tmp_path / name, text)
     (tmp_path / "tunnel").write_text(program())
     path = f"{tmp_path}:/usr/bin:/bin"
     subprocess.run(["/bin/sh", tmp_path / "tunnel", "pod1"], env={"PATH": path}, timeout=120, check=False)

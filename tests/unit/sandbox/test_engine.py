@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
@@ -170,7 +171,6 @@ async def test_kinds_do_not_mix_in_one_cluster(tmp_path: Path) -> None:
 
 
 DOCKER = """\
-#!/bin/sh
 cd "$(dirname "$0")"
 echo "$*" >> log
 [ "$1" != images ] || cat images
@@ -181,8 +181,7 @@ echo "$*" >> log
 async def test_files_of_jobs_are_removed_when_all_hosts_are_gone(
     images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "docker").write_text(DOCKER)
-    (tmp_path / "docker").chmod(0o755)
+    stand_in(tmp_path / "docker", DOCKER)
     (tmp_path / "images").write_text(images)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 

@@ -13,8 +13,6 @@ from shoal.sandbox import qemu, vm, vm_disk
 from shoal.sandbox.layout import HostRecord, Layout
 from shoal.sandbox.lifecycle import EMULATED_SLOWNESS, instance
 from shoal.sandbox.seed import render_gpu_devices
-from shoal.spec.hosts import Controller, NodeSet
-from shoal.spec.machines import Sandbox
 from shoal.spec.member import Shape
 from shoal.spec.members import members
 from shoal.spec.model import Spec
@@ -104,25 +102,13 @@ def test_memory_of_virtual_machines_must_be_free() -> None:
 
 
 def test_one_line_makes_every_host_a_virtual_machine_and_a_set_may_differ() -> None:
-    spec = Spec(
-        cluster="reef",
-        sandbox=Sandbox(kind="vm"),
-        controller=Controller(provider="sandbox"),
-        nodesets={
-            "a": NodeSet(provider="sandbox", count=1),
-            "b": NodeSet(provider="sandbox", count=1, kind="container"),
-        },
-    )
-    assert {member.name: member.shape.vm for member in members(spec)} == {"controller": True, "a1": True, "b1": False}
-    short = Spec.model_validate(
-        {
-            "cluster": "r",
-            "sandbox": "vm",
-            "controller": {"provider": "sandbox"},
-            "nodesets": {} | {"a": {"provider": "sandbox", "count": 1}},
-        }
-    )
-    assert all(member.shape.vm for member in members(short))
+    made = {"provider": "sandbox", "count": 1}
+    nodesets = {"a": made, "b": {**made, "kind": "container"}}
+    for sandbox in ("vm", {"kind": "vm"}):
+        controller = {"provider": "sandbox"}
+        text = {"cluster": "reef", "sandbox": sandbox, "controller": controller, "nodesets": nodesets}
+        found = {member.name: member.shape.vm for member in members(Spec.model_validate(text))}
+        assert found == {"controller": True, "a1": True, "b1": False}
 
 
 def test_accelerator_is_decided_for_one_boot_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

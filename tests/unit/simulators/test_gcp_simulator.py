@@ -1,22 +1,20 @@
 """The simulated Google Compute Engine follows the documented API."""
 
 import copy
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 from starlette.requests import Request
-from tests.contract.rental_providers import Clock
+from tests.contract.rental_providers import Clock, Trial
 from tests.support.cases import cases
 
-from shoal_simulators.backend import NoHosts
 from shoal_simulators.gcp import GoogleComputeSimulator
 from shoal_simulators.instances import Fault
 from shoal_simulators.market import Market
-from shoal_simulators.server import SimulatorApp, serve
 
+KIND = "gcp"
 BODY: dict[str, Any] = {
     "count": "2",
     "perInstanceProperties": {"a": {}, "b": {}},
@@ -54,14 +52,8 @@ class Google:
 
 
 @pytest.fixture
-async def google() -> AsyncIterator[Google]:
-    clock = Clock()
-    market = Market(GoogleComputeSimulator.profile, GoogleComputeSimulator.types, NoHosts(), clock=clock)
-    async with (
-        serve(SimulatorApp(GoogleComputeSimulator(market), limited=False)) as url,
-        httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer any"}) as client,
-    ):
-        yield Google(client, market, clock)
+def google(it: Trial, client: httpx.AsyncClient) -> Google:
+    return Google(client, it.market, it.clock)
 
 
 def changed(*path: str, to: Any) -> dict[str, Any]:
@@ -216,16 +208,6 @@ async def test_preempted_spot_machine_follows_its_termination_action(
     for one in shown:
         assert (await google.client.delete(f"{ZONE}/instances/{one['name']}")).status_code == 200
     assert await google.names() == []
-
-
-async def test_billing_starts_when_running_with_a_minimum_of_a_minute(google: Google) -> None:
-    await google.insert(changed("perInstanceProperties", to={"a": {}}) | {"count": "1"})
-    google.clock.now += 41
-    await google.names()
-    google.clock.now += 5
-    await google.client.delete(f"{ZONE}/instances/a")
-    google.clock.now += 500
-    assert [one["seconds"] for one in google.market.bill()] == [60]
 
 
 @cases(

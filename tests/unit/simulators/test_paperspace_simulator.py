@@ -1,20 +1,17 @@
 """The simulated Paperspace follows the documented API."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-from tests.contract.rental_providers import Clock
+from tests.contract.rental_providers import Clock, Trial
 from tests.support.cases import cases
 
-from shoal_simulators.backend import NoHosts
 from shoal_simulators.instances import Fault
 from shoal_simulators.market import Market
-from shoal_simulators.paperspace import PaperspaceSimulator
-from shoal_simulators.server import SimulatorApp, serve
 
+KIND = "paperspace"
 ORDER: dict[str, Any] = {
     "name": "one",
     "machineType": "A4000",
@@ -41,14 +38,8 @@ class Space:
 
 
 @pytest.fixture
-async def space() -> AsyncIterator[Space]:
-    clock = Clock()
-    market = Market(PaperspaceSimulator.profile, PaperspaceSimulator.types, NoHosts(), clock=clock)
-    async with (
-        serve(SimulatorApp(PaperspaceSimulator(market))) as url,
-        httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer any"}) as client,
-    ):
-        yield Space(client, market, clock)
+def space(it: Trial, client: httpx.AsyncClient) -> Space:
+    return Space(client, it.market, it.clock)
 
 
 async def test_machine_is_created_ready_and_deleted_with_events(space: Space) -> None:
@@ -138,13 +129,6 @@ async def test_availability_follows_the_free_capacity(space: Space) -> None:
     asked = {"machineType": "A4000", "region": "East Coast (NY2)"}
     assert await space.get("/machine-availability", **asked) == {"available": True}
     assert await space.get("/machine-availability", **asked | {"region": "Mars"}) == {"available": False}
-
-
-async def test_every_started_hour_is_billed(space: Space) -> None:
-    machine = (await space.create())["data"]
-    space.clock.now += 3601
-    await space.client.delete(f"/machines/{machine['id']}")
-    assert [(one["seconds"], one["usd"]) for one in space.market.bill()] == [(7200, 1.52)]
 
 
 @cases(

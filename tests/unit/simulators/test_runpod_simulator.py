@@ -1,26 +1,13 @@
 """The simulated RunPod follows the documented API, so that a client that works here works there."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
-from tests.contract.rental_providers import CASES, Trial, trial
+from tests.contract.rental_providers import Trial
 from tests.support.cases import cases
 
+KIND = "runpod"
 ORDER: dict[str, Any] = {"name": "n", "image": "debian:12", "gpu": {"id": "NVIDIA A40"}, "ports": ["22/tcp"]}
-
-
-@pytest.fixture
-async def it() -> AsyncIterator[Trial]:
-    async with trial(CASES["runpod"], limited=True) as made:
-        yield made
-
-
-@pytest.fixture
-async def client(it: Trial) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=it.url, headers={"Authorization": "Bearer k"}) as made:
-        yield made
 
 
 def without(name: str) -> dict[str, Any]:
@@ -107,12 +94,3 @@ async def test_every_answer_has_the_rate_limit_headers(it: Trial, client: httpx.
 async def test_unknown_query_parameters_are_ignored(it: Trial, client: httpx.AsyncClient) -> None:
     await client.post("/pods", json=ORDER)
     assert len((await client.get("/pods?desiredStatus=EXITED")).json()["pods"]) == 1
-
-
-async def test_billing_is_per_second(it: Trial, client: httpx.AsyncClient) -> None:
-    made = (await client.post("/pods", json=ORDER)).json()
-    it.clock.now += 100
-    await client.delete(f"/pods/{made['id']}")
-    it.clock.now += 1000
-    [line] = it.market.bill()
-    assert (line["seconds"], line["usd"]) == (100, pytest.approx(100 * 0.44 / 3600, abs=1e-6))
