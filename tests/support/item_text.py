@@ -162,7 +162,7 @@ def folded_text(stages: Stages, **bases: Stages) -> str:
                 lines += textwrap.wrap(text, COLUMNS, subsequent_indent="   ", break_on_hyphens=False)
             else:
                 count, text = 1, document_text({stage: document[at : at + 1]}, **bases)
-                lines += _name_filled_program(text.splitlines()[1:])
+                lines += _short_text(text.splitlines()[1:])
             at += count
     return "\n".join(lines) + "\n"
 
@@ -171,8 +171,14 @@ def _is_plain_absence(item: Item) -> bool:
     return isinstance(item, File) and item.content is None and not _settings(item)
 
 
-def _name_filled_program(lines: list[str]) -> list[str]:
-    """The text of an item, with the name of the program of `shoal.remote` that it is but for a few lines."""
+def _short_text(lines: list[str]) -> list[str]:
+    """The text of an item, with the name of the program of `shoal.remote` that it is but for a few lines.
+
+    Of an item without content the settings stand in its heading if they fit.
+    """
+    one_line = f"{lines[0]} ({lines[-1].strip()})"
+    if len(lines) == 2 and len(one_line) <= COLUMNS and " (" not in lines[0] and not lines[1].startswith("   | "):
+        return [one_line]
     start = next((at for at, line in enumerate(lines) if line.startswith("   | ")), len(lines))
     content = [line.removeprefix("   | ") for line in lines[start + 1 :]]
     if "/etc/slurm/" in lines[0] or "(unlike " in lines[0] or len(content) < 12:
