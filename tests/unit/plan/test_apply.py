@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_world import LAB, World, lab, spec_of
 
 from shoal.errors import AgentFailed, ControllerFailed, HostError, SlurmError
@@ -124,20 +125,12 @@ async def test_host_lost_midway_drops_out() -> None:
     assert "service slurmd" in world.agents["n2"].items
 
 
-async def test_controller_failure_ends_the_run_before_the_nodes() -> None:
+async def test_controller_failure_ends_the_run_before_the_nodes_and_hides_no_other_failure() -> None:
     world = lab()
     world.agents["c1"].failing["service slurmctld"] = "slurmctld did not start: fatal: bad config"
     with pytest.raises(AgentFailed, match="c1: service slurmctld: slurmctld did not start: fatal: bad config"):
         await bring(world)
     assert "service slurmd" not in world.agents["n1"].items
-    world.agents["c1"].failing.clear()
-    done, failures = await bring(world)
-    assert (done.unready, failures) == ((), {})
-
-
-async def test_controller_failure_does_not_hide_other_failures() -> None:
-    world = lab()
-    world.agents["c1"].failing["service slurmctld"] = "slurmctld did not start: fatal: bad config"
     world.agents["n2"].failing["user slurm"] = "the id 64030 belongs to user bob"
     with pytest.raises(ControllerFailed) as caught:
         await bring(world)
@@ -148,23 +141,22 @@ async def test_controller_failure_does_not_hide_other_failures() -> None:
         "  fix: look at `shoal ssh c1 journalctl -u slurmctld`, then run `shoal up` again"
     )
     assert list(caught.value.failures) == ["c1", "n2"]
+    for agent in world.agents.values():
+        agent.failing.clear()
+    done, failures = await bring(world)
+    assert (done.unready, failures) == ((), {})
 
 
 async def test_leaving_node_is_drained_and_removed_when_empty(world: World) -> None:
-    progress = ProgressRecorder()
-    done, _ = await bring(world, spec_of(WITHOUT_N2), progress=progress)
-    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
-    assert progress.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
-    assert world.slurm.nodes == ["n1"] and done == ApplyResult(changed=("c1", "n1"))
-
-
-async def test_busy_leaving_node_stays_until_a_later_run(world: World) -> None:
     world.slurm.jobs["7"] = "n[1-2]"
     done, _ = await bring(world, spec_of(WITHOUT_N2))
     assert done.staying == ("n2",) and world.slurm.nodes == ["n1", "n2"] and "Nodes=n[1-2]" in world.slurm.conf
+    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
     world.slurm.jobs.clear()
-    done, _ = await bring(world, spec_of(WITHOUT_N2))
-    assert done.staying == () and world.slurm.nodes == ["n1"]
+    progress = ProgressRecorder()
+    done, _ = await bring(world, spec_of(WITHOUT_N2), progress=progress)
+    assert progress.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
+    assert world.slurm.nodes == ["n1"] and done == ApplyResult(changed=("c1", "n1"))
 
 
 async def test_jobs_of_a_leaving_node_are_awaited_without_a_limit(world: World) -> None:
@@ -222,18 +214,12 @@ async def test_unregistered_nodes_are_reported_with_the_reason() -> None:
     assert done.unready == (("n1", "Low RealMemory"), ("n2", "unknown+not_responding")) and failures == {}
 
 
-async def test_silent_slurmctld_is_an_error_with_the_log_command(world: World) -> None:
+async def test_restarting_slurmctld_is_awaited_and_a_silent_one_an_error_with_the_log_command(world: World) -> None:
     world.slurm.broken = "Unable to contact slurm controller"
-    with pytest.raises(SlurmError) as caught:
-        await bring(world)
-    assert str(caught.value) == (
+    assert await error_of(SlurmError, bring(world)) == (
         "slurmctld on c1 does not answer: Unable to contact slurm controller\n"
         "  fix: look at `shoal ssh c1 journalctl -u slurmctld`"
     )
-
-
-async def test_restarting_slurmctld_is_awaited(world: World) -> None:
-    world.slurm.broken = "Unable to contact slurm controller"
     asyncio.get_running_loop().call_later(0.3, setattr, world.slurm, "broken", "")
     done, _ = await bring(world, timeouts=ApplyTimeouts(nodes_s=30))
     assert done == ApplyResult()
@@ -278,9 +264,7 @@ async def test_nodes_that_take_jobs_are_not_resumed(world: World) -> None:
 
 
 async def test_slurm_error_is_quoted(world: World) -> None:
-    with pytest.raises(SlurmError) as caught:
-        await drain_nodes(world.hosts["c1"], ["n8", "n9"], "why not")
-    assert str(caught.value) == (
+    assert await error_of(SlurmError, drain_nodes(world.hosts["c1"], ["n8", "n9"], "why not")) == (
         "c1: Slurm rejected `scontrol update nodename=n[8-9] state=drain`: "
         "slurm_update error: Invalid node name specified\n"
         "  fix: `shoal status` shows the nodes that Slurm knows; `shoal up` repairs the rest"

@@ -48,12 +48,9 @@ def test_partitions_go_down_and_up_again_on_request(start: Start, tmp_path: Path
     assert said == "resumed\n" and heard(tmp_path) == DOWN + UP
 
 
-def test_partitions_come_up_when_the_caller_disconnects(start: Start, tmp_path: Path) -> None:
+def test_partitions_come_up_when_the_caller_disconnects_or_after_the_timeout(start: Start, tmp_path: Path) -> None:
     process = start("120")
     assert process.stdout.readline() == "paused\n"
     process.stdin.close()
     assert process.wait(timeout=120) == 0 and heard(tmp_path) == DOWN + UP
-
-
-def test_partitions_come_up_after_the_timeout(start: Start, tmp_path: Path) -> None:
-    assert start("1").wait(timeout=120) == 0 and heard(tmp_path) == DOWN + UP
+    assert start("1").wait(timeout=120) == 0 and heard(tmp_path) == (DOWN + UP) * 2

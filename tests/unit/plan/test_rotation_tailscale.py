@@ -69,18 +69,15 @@ async def test_every_host_logs_in_with_the_current_key(monkeypatch: pytest.Monke
 async def test_host_that_does_not_return_or_changes_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     out = {**STATUS, "BackendState": "NeedsLogin"}
     moved = {**STATUS, "TailscaleIPs": ["100.64.0.77"]}
-    failures = await rotated(tailnet(monkeypatch, n1=[STATUS, out]))
+    world = tailnet(monkeypatch, n1=[STATUS, out])
+    failures = await rotated(world)
     assert failures["n1"].cause == "is not in the tailnet with its new key: NeedsLogin"
+    assert set(failures) == {"n1"} and world.applied() == ["n1"], "it stops at the first host that fails"
     world = tailnet(monkeypatch, n2=[STATUS, moved])
     failures = await rotated(world)
     assert failures["n2"].cause == "came back into the tailnet as 100.64.0.77; it was 100.64.0.1"
     assert failures["n2"].hint == "run `shoal up`, which updates the other hosts"
     assert world.applied() == ["n1", "n2"], "the controller keeps its key"
-
-
-async def test_rotation_stops_at_the_first_host_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = tailnet(monkeypatch, n1=[STATUS, {**STATUS, "BackendState": "NeedsLogin"}])
-    assert set(await rotated(world)) == {"n1"} and world.applied() == ["n1"]
 
 
 async def test_rotation_waits_for_the_links_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from tests.support.errors import error_of
+from tests.support.fake_clusters import context_of
 from tests.support.fake_world import World
-from tests.unit.verbs.test_keys import context_of, mesh
+from tests.unit.verbs.test_keys import mesh
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Result
@@ -64,26 +66,22 @@ async def test_silent_pair_is_retried_until_its_handshake() -> None:
     assert done[-1] == ("c1", f"rm -f {MARK}")
 
 
-async def test_pair_without_a_handshake_stops_the_rotation_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pair_without_a_handshake_or_a_host_with_its_old_key_stops_the_rotation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
     world, done = mesh()
     world.agents["n1"].reach["10.77.0.3"] = "silent"
-    with pytest.raises(ShoalError) as caught:
-        await rotate(context_of(world), "wireguard")
-    assert str(caught.value) == (
+    assert await error_of(ShoalError, rotate(context_of(world), "wireguard")) == (
         "the rotation is not finished: n1: cannot reach n2 with its new key\n  fix: run the same command again"
     )
     assert ("c1", f"rm -f {MARK}") not in done
-
-
-async def test_interface_with_its_old_key_stops_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
     world, _ = mesh()
     shell = world.hosts["n2"].answers["sh", "-c"]
 
     def other_key(call: Call) -> Any:
         return Result(1) if "public-key" in call.argv[2] else shell(call)
 
-    world.hosts["n2"].answers = {**world.hosts["n2"].answers, ("sh", "-c"): other_key}
+    world.hosts["n2"].answers |= {("sh", "-c"): other_key}
     with pytest.raises(ShoalError, match="n2: does not use its new key"):
         await rotate(context_of(world), "wireguard")

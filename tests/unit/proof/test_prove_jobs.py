@@ -36,11 +36,8 @@ def test_processes_are_divided_over_the_nodes(runner: ClusterRunner) -> None:
     assert job.export["DATA"] == "/x"
     assert (job.export["SHOAL_PROOF_PARALLEL"], job.export["SHOAL_PROOF_STEPS"]) == ("fsdp", "3")
     assert job.export["SHOAL_PROOF_DIR"] == "proof", "below the job's own directory, wherever Slurm puts that"
-
-
-def test_single_process_runs_on_a_single_node(runner: ClusterRunner) -> None:
-    job = runner.spec(ProofRun("python", "ddp", 1))
-    assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("python", 1, 1, None)
+    alone = runner.spec(ProofRun("python", "ddp", 1))
+    assert (alone.launcher, alone.nodes, alone.ntasks_per_node, alone.nodelist) == ("python", 1, 1, None)
 
 
 def test_only_records_are_unpacked_from_a_node(tmp_path: Path) -> None:
@@ -71,16 +68,11 @@ class Interrupting(Reef):
 
 
 async def test_interrupt_during_submission_cancels_the_job(tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
     reef = Interrupting()
     reef.states = ["RUNNING"]
-    runner = ClusterRunner(
-        ProofSettings("train.py"), reef.context, job_from_options({"script": "train.py", "nodes": 2}), tmp_path
-    )
-    with NoProgress().phase("srun ddp", 1) as phase:
-        reef.proof = asyncio.create_task(runner.run(ProofRun("srun", "ddp", 2), tmp_path, phase))
-        with pytest.raises(asyncio.CancelledError):
-            await reef.proof
+    reef.proof = asyncio.create_task(run(reef, tmp_path, ProofSettings("train.py"), nodes=2))
+    with pytest.raises(asyncio.CancelledError):
+        await reef.proof
     assert ("scancel", "17") in reef.controller.argvs
 
 
@@ -91,14 +83,11 @@ async def run(reef: Reef, place: Path, asked: ProofSettings, **options: object) 
         await runner.run(ProofRun("srun", "ddp", asked.processes), place, phase)
 
 
-async def test_too_few_gpus_are_reported_with_the_number_of_nodes(tmp_path: Path) -> None:
+async def test_too_few_gpus_and_too_little_time_are_reported_with_the_option(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         await run(Reef(), tmp_path, ProofSettings("train.py", processes=4))
     assert caught.value.message == "4 processes a node would share 2 GPUs: two of them on one"
     assert caught.value.hint == "use -N 2, or --gpus-per-node 0 for none at all"
-
-
-async def test_partition_time_limit_is_reported_with_the_timeout_option(tmp_path: Path) -> None:
     reef = Reef()
     reef.partition = PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=00:05:00")
     with pytest.raises(UsageError) as caught:
@@ -106,19 +95,13 @@ async def test_partition_time_limit_is_reported_with_the_timeout_option(tmp_path
     assert caught.value.hint == "use --timeout 300, or choose another partition"
 
 
-async def test_short_timeout_leaves_time_for_the_slurm_warning(tmp_path: Path) -> None:
-    reef = Reef()
-    reef.states = ["COMPLETED"]
-    await run(reef, tmp_path, ProofSettings("train.py", timeout=45))
-    assert "#SBATCH --time=2\n" in reef.submitted["script"]
-
-
 async def test_job_timeout_is_reported_with_the_proof_option(tmp_path: Path) -> None:
     reef = Reef()
     reef.states = ["TIMEOUT"]
     with pytest.raises(ScriptFailed, match="job 17: the job reached its time limit") as caught:
-        await run(reef, tmp_path, ProofSettings("train.py"))
+        await run(reef, tmp_path, ProofSettings("train.py", timeout=45))
     assert caught.value.hint == "give it more with --timeout"
+    assert "#SBATCH --time=2\n" in reef.submitted["script"], "Slurm warns a job before its end"
     with pytest.raises(ScriptFailed) as caught:
         await run(reef, tmp_path, ProofSettings("train.py"), time="5")
     assert caught.value.hint.startswith("give it more with --time, ")

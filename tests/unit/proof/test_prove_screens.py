@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,8 @@ from shoal.proof.types import ProofResult, ProofRow
 SAME = Comparison(
     Difference(1.7e-16, "step 4"), Difference(0.0), Difference(4e-16, "[w]"), Difference(0.0), (5, 5), True, False, True
 )
-OTHER = Comparison(
-    Difference(0.5, "step 1"),
-    Difference(3.0, "step 1"),
-    Difference(0.25, "w"),
-    Difference(0.0),
-    (5, 5),
-    True,
-    False,
-    True,
+OTHER = replace(
+    SAME, losses=Difference(0.5, "step 1"), gradient=Difference(3.0, "step 1"), parameters=Difference(0.25, "w")
 )
 
 

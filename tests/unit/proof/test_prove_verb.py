@@ -34,13 +34,8 @@ class FakeRunner:
 
     def _record(self, rank: int, trial: ProofRun, directory: Path, mistake: str) -> None:
         size = len(SAMPLES) // trial.processes
-        environ = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(trial.processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1",
-        }
-        record = ProofRecorder(directory, environ)
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(trial.processes)}
+        record = ProofRecorder(directory, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
         record.model(trial.parallel, [], [])
         record.record_start([ParameterPart("w", False, array("d", [1.0]).tobytes())])
         record.add_samples(SAMPLES[rank * size : (rank + 1) * size] if mistake != "samples" else SAMPLES[:size])
@@ -95,11 +90,7 @@ async def test_failed_single_process_run_is_an_error(mistake: str, said: str) ->
 
 
 async def test_records_are_kept_in_the_requested_directory(tmp_path: Path) -> None:
-    await prove(
-        ProofSettings("train.py", launchers=("spawn",), parallels=("ddp",)),
-        FakeRunner(),
-        NoProgress(),
-        tmp_path / "kept",
-    )
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["one-process", "spawn-ddp"]
-    assert (tmp_path / "kept/spawn-ddp/rank-1.jsonl").exists()
+    asked, kept = ProofSettings("train.py", launchers=("spawn",), parallels=("ddp",)), tmp_path / "kept"
+    await prove(asked, FakeRunner(), NoProgress(), kept)
+    assert sorted(path.name for path in kept.iterdir()) == ["one-process", "spawn-ddp"]
+    assert (kept / "spawn-ddp/rank-1.jsonl").exists()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.cases import cases
+from tests.support.errors import error_text
 
 from shoal.errors import UsageError
 from shoal.spec.editor import without_host, write
@@ -89,9 +90,7 @@ REFUSALS = {
 def test_impossible_removal_is_rejected_and_nothing_written(name: str, tmp_path: Path) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_text(TEXT)
-    with pytest.raises(UsageError) as caught:
-        remove_host(path, name)
-    assert str(caught.value) == REFUSALS[name].format(path=path)
+    assert error_text(UsageError, remove_host, path, name) == REFUSALS[name].format(path=path)
     assert path.read_text() == TEXT
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_text
 
 from shoal.errors import SpecError
 from shoal.spec.loader import load_text
@@ -18,17 +19,12 @@ def spec(text: str) -> Spec:
 
 
 def said(text: str) -> str:
-    with pytest.raises(SpecError) as refused:
-        spec(text)
-    return "\n".join(map(str, refused.value.findings))
+    return error_text(SpecError, spec, text)
 
 
-def test_environment_has_its_defaults() -> None:
+def test_environment_has_its_defaults_and_a_version_selects_the_versioned_program() -> None:
     found = spec("environments: {torch: {requirements: reqs.txt}}").environments["torch"]
     assert (found.python, found.place, found.directory) == ("python3", "shared", None)
-
-
-def test_python_version_selects_the_versioned_program() -> None:
     assert spec('environments: {t: {lock: a.txt, python: "3.11"}}').environments["t"].python == "python3.11"
     assert spec("environments: {t: {lock: a.txt, python: /opt/p/bin/python3}}").environments["t"].python[0] == "/"
 
@@ -52,10 +48,7 @@ def test_python_version_selects_the_versioned_program() -> None:
     ("tracking: {database: oracle}", "unknown database"),
     ("tracking: {url: ftp://x}", "not the address of a tracking server"),
     ("tracking: {url: https://x.org, database: postgresql}", "`database` for a server that is there already"),
-    (
-        "tracking: {host: desktp}",
-        'the server\'s host is not in the cluster, found "desktp", did you mean `desktop`?',
-    ),
+    ("tracking: {host: desktp}", 'the server\'s host is not in the cluster, found "desktp", did you mean `desktop`?'),
     (
         LAB + "storage: {/apps: {host: n1, read_only: true}}\ntracking: {artifacts: /apps/mlflow}",
         '/apps is read-only on the server\'s host, found "/apps/mlflow", name another directory, or `host: n1`',

@@ -26,7 +26,7 @@ ACCOUNTS = "accounting: {accounts: {bio: {users: [ann]}}, qos: {night: {OPTIONS}
 
 def findings(text: str) -> list[Finding]:
     with pytest.raises(SpecError) as caught:
-        load_text(BASE + text, "shoal.yaml")
+        load_text(text, "shoal.yaml")
     return [finding for finding in caught.value.findings if isinstance(finding, Finding)]
 
 
@@ -79,28 +79,20 @@ def test_all_stands_for_every_nodeset_and_the_controller() -> None:
 def test_option_that_shoal_sets_or_slurm_rejects_is_an_error_with_its_place(
     text: str, path: str, what: str, fix: str
 ) -> None:
-    [finding] = [finding for finding in findings(text) if finding.level == "error"]
+    [finding] = [finding for finding in findings(BASE + text) if finding.level == "error"]
     assert (finding.path, finding.level) == (path, "error")
     assert what in finding.what and fix in finding.fix, str(finding)
 
 
 def test_both_ways_to_divide_a_gpu_are_rejected() -> None:
-    [finding] = findings_of_nodeset("shards: 4, mps: 100")
+    [finding] = findings(BASE.replace("[n1]", "[n1], shards: 4, mps: 100"))
     assert finding.path == "nodesets.lab.mps" and "both `shards` and `mps`" in finding.what
-
-
-def findings_of_nodeset(fields: str) -> list[Finding]:
-    with pytest.raises(SpecError) as caught:
-        load_text(BASE.replace("[n1]", f"[n1], {fields}"), "shoal.yaml")
-    return [finding for finding in caught.value.findings if isinstance(finding, Finding)]
 
 
 def test_preempt_of_a_qos_needs_its_plugin() -> None:
     text = BASE + qos("Preempt: normal")
-    _, warnings = load_text_all(text, "s.yaml")
-    assert [(finding.level, finding.path) for finding in warnings] == [
-        ("warning", "accounting.qos.night.options.Preempt")
-    ]
+    [warning] = load_text_all(text, "s.yaml")[1]
+    assert (warning.level, warning.path) == ("warning", "accounting.qos.night.options.Preempt")
     assert load_text_all(text + "slurm: {options: {PreemptType: preempt/qos}}\n", "s.yaml")[1] == []
 
 
@@ -150,15 +142,10 @@ def test_shards_and_mps_are_in_both_files_and_survive_reading_back() -> None:
 
 
 def test_options_of_a_qos_reach_the_accounts_file_in_the_words_of_sacctmgr() -> None:
-    spec = load_text(
-        BASE + qos('flags: DenyOnLimit, UsageFactor: 0.5, GrpWall: 90, MaxTRESPerUser: "cpu=8,mem=4G"'), "s"
-    )
+    options = 'flags: DenyOnLimit, UsageFactor: 0.5, GrpWall: 90, MaxTRESPerUser: "cpu=8,mem=4G"'
+    spec = load_text(BASE + qos(options), "s")
     assert spec.accounting is not None
-    assert json.loads(accounts_file("reef", spec.accounting))["qos_options"] == {
-        "night": {
-            "Flags": "DenyOnLimit",
-            "UsageFactor": "0.5",
-            "GrpWall": "0-01:30:00",
-            "MaxTRESPerUser": {"cpu": "8", "mem": "4G"},
-        }
+    assert json.loads(accounts_file("reef", spec.accounting))["qos_options"]["night"] == {
+        **{"Flags": "DenyOnLimit", "UsageFactor": "0.5", "GrpWall": "0-01:30:00"},
+        "MaxTRESPerUser": {"cpu": "8", "mem": "4G"},
     }

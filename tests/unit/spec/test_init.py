@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_text
 from tests.support.fake_clusters import context_of
 from tests.support.fake_world import lab, slurm_package
 
@@ -26,7 +27,9 @@ Include more/*.conf
 Match host x
 """
 
+FISH = ("fish1", "fish2")
 HOSTS = {
+    "a sandbox": (None, [("controller", {"controller"}, None), *((name, {"compute"}, None) for name in FISH)]),
     "one host computes": (["desktop"], [("desktop", {"controller", "compute"}, None)]),
     "the first of several is the controller": (
         ["ctl", "root@gpu[01-02]:2222"],
@@ -59,17 +62,8 @@ def test_spec_for_hosts_loads_without_findings(name: str) -> None:
     spec, findings = load_text_all(init_text(hosts, None, "reef"), "s.yaml")
     assert findings == []
     assert [(member.name, set(member.roles), member.address) for member in members(spec)] == expected
-
-
-def test_addresses_keep_their_user_and_port() -> None:
-    spec, _ = load_text_all(init_text(["root@10.0.0.1:22", "u@[fe80::1]"], None, "reef"), "s.yaml")
-    assert [(member.user, member.port) for member in members(spec)] == [("root", 22), ("u", None)]
-
-
-def test_spec_for_the_sandbox_loads_without_findings() -> None:
-    spec, findings = load_text_all(init_text(None, None, "reef"), "s.yaml")
-    assert findings == []
-    assert [member.name for member in members(spec)] == ["controller", "fish1", "fish2"]
+    if name == "addresses get names":
+        assert [(member.user, member.port) for member in members(spec)] == [("root", 22), ("u", None)]
 
 
 def test_spec_loads_with_every_commented_line_enabled() -> None:
@@ -104,14 +98,8 @@ def test_jump_hosts_and_git_servers_of_an_ssh_config_are_skipped_and_named(tmp_p
         "Host last\nHost repo\n  Include more\n  User git\nHost *\n  User me\n"
     )
     (tmp_path / "more").write_text("Host tape\n  ProxyJump none\n")
-    left_out = {
-        "door": "a jump host",
-        "github.com": "git",
-        "work": "git",
-        "inner": "a jump host",
-        "last": "a jump host",
-        "repo": "git",
-    }
+    left_out = dict.fromkeys(("door", "inner", "last"), "a jump host")
+    left_out |= dict.fromkeys(("github.com", "work", "repo"), "git")
     assert ssh_hosts(config) == (["desk", "gpu01", "old", "tape"], left_out)
     text = init_text(None, config, "reef")
     assert "# Left out of the SSH config: door (a jump host).\n" in text
@@ -119,9 +107,7 @@ def test_jump_hosts_and_git_servers_of_an_ssh_config_are_skipped_and_named(tmp_p
     assert findings == []
     assert [member.name for member in members(spec)] == ["desk", "gpu01", "old", "tape"]
     config.write_text("Host github.com\n")
-    with pytest.raises(UsageError) as caught:
-        init_text(None, config, "reef")
-    assert str(caught.value) == (
+    assert error_text(UsageError, init_text, None, config, "reef") == (
         f"{config} names no host that could run jobs\n"
         "  fix: wildcards, jump hosts and git servers do not count; use --hosts"
     )
@@ -130,21 +116,13 @@ def test_jump_hosts_and_git_servers_of_an_ssh_config_are_skipped_and_named(tmp_p
 def test_impossible_input_is_rejected_with_the_reason(tmp_path: Path) -> None:
     wildcards = tmp_path / "config"
     wildcards.write_text("Host *\n")
+    none_named = "names no host\n  fix: wildcards, jump hosts and git servers do not count; use --hosts"
+    cannot_read = f"cannot read {tmp_path}/none: No such file or directory\n  fix: name an SSH config file"
     cases: list[tuple[list[str] | None, Path | None, str, str]] = [
         ([], None, "reef", "no hosts are given\n  fix: name them: --hosts gpu01,gpu02"),
         (["a"], wildcards, "reef", "both hosts and an SSH config are given\n  fix: give one of them"),
-        (
-            None,
-            wildcards,
-            "reef",
-            f"{wildcards} names no host\n  fix: wildcards, jump hosts and git servers do not count; use --hosts",
-        ),
-        (
-            None,
-            tmp_path / "none",
-            "reef",
-            f"cannot read {tmp_path / 'none'}: No such file or directory\n  fix: name an SSH config file",
-        ),
+        (None, wildcards, "reef", f"{wildcards} {none_named}"),
+        (None, tmp_path / "none", "reef", cannot_read),
         (
             ["a", "b", "b"],
             None,
@@ -162,9 +140,7 @@ def test_impossible_input_is_rejected_with_the_reason(tmp_path: Path) -> None:
         ),
     ]
     for hosts, config, cluster, expected in cases:
-        with pytest.raises(UsageError) as caught:
-            init_text(hosts, config, cluster)
-        assert str(caught.value) == expected
+        assert error_text(UsageError, init_text, hosts, config, cluster) == expected
 
 
 def test_init_writes_the_file_once_and_never_overwrites(tmp_path: Path) -> None:
@@ -172,9 +148,7 @@ def test_init_writes_the_file_once_and_never_overwrites(tmp_path: Path) -> None:
     text = init(path, hosts=["a", "b"], cluster="reef")
     assert path.read_text() == text
     assert load_all(path)[1] == []
-    with pytest.raises(UsageError) as caught:
-        init(path)
-    assert str(caught.value) == f"{path} exists already\n  fix: edit it, or name another file"
+    assert error_text(UsageError, init, path) == f"{path} exists already\n  fix: edit it, or name another file"
     assert path.read_text() == text
     with pytest.raises(UsageError, match=r"cannot write .*No such file or directory"):
         init(tmp_path / "none" / "shoal.yaml")
@@ -211,14 +185,11 @@ def test_clusters_that_rent_get_one_slurm_for_all_hosts() -> None:
 
 
 def test_key_of_every_provider_is_the_one_on_its_page() -> None:
-    assert {rent.partition(":")[0] for rent in RENTALS} == {*KINDS} - {"sandbox"}
+    keys = {rent.partition(":")[0]: key for rent, key in RENTALS.items()}
+    assert {*keys} == {*KINDS} - {"sandbox"}
     pages = "".join(page.read_text() for page in PAGES.glob("*.md"))
-    missing = [
-        (provider, key)
-        for provider, key in ((rent.partition(":")[0], key) for rent, key in RENTALS.items())
-        if not re.search(rf"{provider}:\s+(\{{)?key: {re.escape(key)}", pages)
-    ]
-    assert missing == []
+    for provider, key in keys.items():
+        assert re.search(rf"{provider}:\s+(\{{)?key: {re.escape(key)}", pages), (provider, key)
 
 
 async def test_line_of_one_slurm_is_the_one_that_check_prints_for_a_mix() -> None:

@@ -48,24 +48,13 @@ def test_members_are_in_order_with_inherited_values() -> None:
     )
 
 
-def test_default_partition_covers_all_compute_nodesets() -> None:
-    found = partitions(load_text(TEXT, "s.yaml"))
-    assert list(found) == ["main"]
-    assert found["main"].nodesets == ("lab", "fish", "controller")
-    assert found["main"].default
-
-
-def test_first_partition_is_the_default_unless_configured() -> None:
+def test_default_partition_covers_all_compute_nodesets_and_the_first_is_the_default_unless_configured() -> None:
+    [(name, main)] = partitions(load_text(TEXT, "s.yaml")).items()
+    assert (name, main.nodesets, main.default) == ("main", ("lab", "fish", "controller"), True)
     text = TEXT + "partitions: {a: {nodesets: [lab]}, b: {nodesets: [fish, controller]}}\n"
-    assert {name: found.default for name, found in partitions(load_text(text, "s.yaml")).items()} == {
-        "a": True,
-        "b": False,
-    }
-    text = text.replace("controller]}", "controller], default: true}")
-    assert {name: found.default for name, found in partitions(load_text(text, "s.yaml")).items()} == {
-        "a": False,
-        "b": True,
-    }
+    for changed, default in ((text, "a"), (text.replace("controller]}", "controller], default: true}"), "b")):
+        found = partitions(load_text(changed, "s.yaml"))
+        assert list(found) == ["a", "b"] and [name for name in found if found[name].default] == [default]
 
 
 @cases(
@@ -81,11 +70,6 @@ def test_times_keep_the_slurm_spelling(written: str, read: str) -> None:
     assert partitions(load_text(text, "s.yaml"))["a"].max_time == read
 
 
-def test_options_of_slurm_conf_become_text() -> None:
-    spec = load_text(TEXT + "slurm: {options: {KillWait: 60, MailProg: /bin/true}}\n", "s.yaml")
-    assert spec.slurm.options == {"KillWait": "60", "MailProg": "/bin/true"}
-
-
 @cases("key", *MANAGED_SLURM_KEYS)
 def test_key_written_by_shoal_is_rejected_in_any_case(key: str) -> None:
     with pytest.raises(ValidationError, match="Shoal writes this key itself"):
@@ -99,16 +83,11 @@ def test_default_spec_is_a_controller_and_two_nodes_with_two_gpus() -> None:
     assert [member.name for member in members(default_spec("b", nodes=3, gpus=0))][1:] == ["fish1", "fish2", "fish3"]
 
 
-def test_spec_built_in_code_is_validated() -> None:
+def test_spec_built_in_code_is_validated_and_every_spec_immutable() -> None:
     with pytest.raises(ValidationError, match=r"nodesets\.a: missing key `count`"):
         Spec(cluster="reef", controller=Controller(provider="sandbox"), nodesets={"a": NodeSet(provider="sandbox")})
-
-
-def test_spec_is_immutable() -> None:
-    with pytest.raises(ValidationError):
-        default_spec().cluster = "other"  # type: ignore[misc]
-
-
-def test_spec_round_trips() -> None:
-    spec = load_text(TEXT, "s.yaml")
+    spec = load_text(TEXT + "slurm: {options: {KillWait: 60, MailProg: /bin/true}}\n", "s.yaml")
+    assert spec.slurm.options == {"KillWait": "60", "MailProg": "/bin/true"}
     assert Spec.model_validate(spec.model_dump(by_alias=True)) == spec
+    with pytest.raises(ValidationError):
+        spec.cluster = "other"  # type: ignore[misc]

@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from tests.support.cases import cases, read_cases
+from tests.support.errors import error_text
 
 from shoal.cloud import providers
 from shoal.cloud.providers import RENTAL_PROVIDERS, abilities
@@ -70,11 +70,7 @@ def test_file_describes_rented_nodesets_and_budgets() -> None:
     assert big.budget == Budget(per_day=500, then="end")
     assert big.accounts == ("lambda", "gcp")
     assert spec.budget == Budget(per_hour=80, per_month=10000.5)
-
-
-def test_rented_nodes_are_not_members() -> None:
-    spec = load_text(GOOD, "s.yaml")
-    assert [member.name for member in members(spec)] == ["ctl", "gpu01"]
+    assert [member.name for member in members(spec)] == ["ctl", "gpu01"], "rented nodes are no members"
     rented = rented_members(spec)
     assert [member.name for member in rented] == ["cloud1", "cloud2", "cloud3", "big1", "big2"]
     assert all(member.rented and member.provider is None for member in rented)
@@ -102,16 +98,14 @@ def test_sandbox_nodeset_is_rented_with_max_and_permanent_with_count() -> None:
 
 
 CASES: dict[str, tuple[str, list[str]]] = {
-    **read_cases(Path(__file__).with_name("rental_findings.txt"), HEAD_LAMBDA=HEAD + LAMBDA, HEAD=HEAD),
+    **read_cases(Path(__file__).with_name("rental_findings.txt"), HEAD_LAMBDA=HEAD + LAMBDA, HEAD=HEAD)
 }
 
 
 @cases("name", *CASES)
 def test_invalid_file_has_exactly_the_expected_findings(name: str) -> None:
     text, expected = CASES[name]
-    with pytest.raises(SpecError) as caught:
-        load_text(text, "s.yaml")
-    assert str(caught.value).split("\n") == expected
+    assert error_text(SpecError, load_text, text, "s.yaml").split("\n") == expected
 
 
 def test_settings_of_each_provider_are_those_that_its_client_reads() -> None:
@@ -125,25 +119,6 @@ def test_settings_of_each_provider_are_those_that_its_client_reads() -> None:
     assert read | {"sandbox": {"project"}} == {kind: set(names) for kind, names in SETTINGS.items()}
     shared = set(re.findall(r'settings\.get\("(\w+)"', (place / "http.py").read_text()))
     assert shared == set(INTERVAL_SETTINGS[:2])
-
-
-def test_job_time_above_the_lifetime_and_unused_accounts_are_warnings() -> None:
-    text = (
-        HEAD
-        + "nodesets: {l: {provider: lambda, type: a, max: 1, lifetime: 2h}, m: {hosts: [x]}}\n"
-        + "partitions: {p: {nodesets: [l, m], max_time: 180}, q: {nodesets: [m], max_time: 180}}\n"
-        + "providers: {lambda: {key: env:A}, gcp: {key: env:B, project: p}}\n"
-        + WIREGUARD
-    )
-    _, findings = load_text_all(text, "s.yaml")
-    assert [(finding.level, str(finding)) for finding in findings] == [
-        (
-            "warning",
-            "s.yaml:4:46 partitions.p.max_time: a job may run for longer than a node of `l` is kept, found 180, "
-            "give at most its `lifetime`, or raise that: nodesets.l.lifetime",
-        ),
-        ("warning", "s.yaml:5:35 providers.gcp: nothing is rented from it, name it in one, or delete it"),
-    ]
 
 
 LAN = """\
@@ -161,16 +136,53 @@ def lan_findings(text: str) -> list[str]:
     return [str(finding) for finding in findings]
 
 
+FAR = (
+    "{}: rented machines in a LAN: they reach no controller elsewhere, and cost money until they are replaced, "
+    'found "{}", set `network: wireguard`; or, if the controller is in their private network, give both the same `site`'
+)
+OFFERS = "{max: 2, offers: [{provider: runpod, type: a}, {provider: lambda, type: a}, {provider: aws, type: a}]}"
+
+
+@cases(
+    "text, expected",
+    (
+        "nodesets: {l: {provider: lambda, type: a, max: 1, lifetime: 2h}, m: {hosts: [x]}}\n"
+        "partitions: {p: {nodesets: [l, m], max_time: 180}, q: {nodesets: [m], max_time: 180}}\n"
+        "providers: {lambda: {key: env:A}, gcp: {key: env:B, project: p}}\n" + WIREGUARD,
+        [
+            "s.yaml:4:46 partitions.p.max_time: a job may run for longer than a node of `l` is kept, found 180, "
+            "give at most its `lifetime`, or raise that: nodesets.l.lifetime",
+            "s.yaml:5:35 providers.gcp: nothing is rented from it, name it in one, or delete it",
+        ],
+    ),
+    (
+        f"nodesets: {{cloud: {OFFERS}}}\n"
+        "providers: {runpod: {key: env:A}, lambda: {key: env:A}, aws: {key: env:A}}\n",
+        [FAR.format("s.yaml:3:77 nodesets.cloud.offers[1].provider", "lambda")],
+    ),
+    (
+        LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2}}\nbudget: {per_hour: 5, then: end}\n",
+        [
+            "s.yaml:5:29 budget.then: an hour's limit alone ends nothing, "
+            "give per_day or per_month too: only what is spent can be used up"
+        ],
+    ),
+    (
+        "nodesets: {m: {hosts: [x]}}\nbudget: {per_day: 1}\n",
+        ["s.yaml:4:1 budget: nothing is rented, delete it, or give a nodeset a provider"],
+    ),
+    ids=["time above the lifetime, and an unused account", "first offer that is far", "an hour's limit", "no rental"],
+)
+def test_file_has_these_warnings(text: str, expected: list[str]) -> None:
+    assert lan_findings(HEAD + text) == expected
+
+
 @cases("provider", *PRIVATE_NETWORKS)
 def test_rented_machines_in_a_lan_are_a_warning_with_the_line_that_helps(provider: str) -> None:
     text = LAN.replace("PROVIDER", provider).replace(
         "env:KEY", "env:KEY, project: p" if provider == "gcp" else "env:KEY"
     )
-    expected = [
-        f"s.yaml:3:30 nodesets.cloud.provider: rented machines in a LAN: they reach no controller elsewhere, and cost "
-        f'money until they are replaced, found "{provider}", set `network: wireguard`; or, if the controller is in '
-        "their private network, give both the same `site`"
-    ]
+    expected = [FAR.format("s.yaml:3:30 nodesets.cloud.provider", provider)]
     assert lan_findings(text) == lan_findings(text + "network: lan\n") == expected
     assert lan_findings(text + WIREGUARD) == lan_findings(text + "network: {kind: tailscale, auth_key: env:K}\n") == []
 
@@ -188,26 +200,9 @@ def test_rented_machines_that_meet_the_controller_in_a_lan_are_no_warning(old: s
     assert lan_findings(text) and lan_findings(text.replace(old, new)) == []
 
 
-def test_first_offer_that_cannot_meet_the_controller_is_named() -> None:
-    offers = "{max: 2, offers: [{provider: runpod, type: a}, {provider: lambda, type: a}, {provider: aws, type: a}]}"
-    accounts = "{runpod: {key: env:A}, lambda: {key: env:A}, aws: {key: env:A}}"
-    text = f"{HEAD}nodesets: {{cloud: {offers}}}\nproviders: {accounts}\n"
-    [finding] = lan_findings(text)
-    assert finding.startswith("s.yaml:3:77 nodesets.cloud.offers[1].provider: rented machines in a LAN")
-
-
 def test_every_provider_of_machines_is_behind_addresses_of_its_own() -> None:
     assert {kind for kind in KINDS if kind != "sandbox" and not abilities(kind).container} == {*PRIVATE_NETWORKS}
     assert all({*networks} <= {*SETTINGS[kind]} for kind, networks in PRIVATE_NETWORKS.items())
-
-
-def test_hourly_limit_with_end_is_a_warning() -> None:
-    text = HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2}}\nbudget: {per_hour: 5, then: end}\n"
-    _, findings = load_text_all(text, "s.yaml")
-    assert [str(finding) for finding in findings] == [
-        "s.yaml:5:29 budget.then: an hour's limit alone ends nothing, "
-        "give per_day or per_month too: only what is spent can be used up"
-    ]
 
 
 @cases(
@@ -221,13 +216,6 @@ def test_budget_sets_the_delay_before_the_end(budget: str, seconds: int | None) 
     text = HEAD + LAMBDA + f"nodesets: {{l: {{provider: lambda, type: a, max: 2}}}}\nbudget: {budget}\n"
     spec, _ = load_text_all(text, "s.yaml")
     assert spec is not None and spec.budget is not None and spec.budget.end_after == seconds
-
-
-def test_budget_without_rented_nodesets_is_a_warning() -> None:
-    _, findings = load_text_all(HEAD + "nodesets: {m: {hosts: [x]}}\nbudget: {per_day: 1}\n", "s.yaml")
-    assert [str(finding) for finding in findings] == [
-        "s.yaml:4:1 budget: nothing is rented, delete it, or give a nodeset a provider"
-    ]
 
 
 def test_schema_includes_rented_nodesets() -> None:

@@ -24,9 +24,6 @@ def test_export_names_each_member_and_squashes_root() -> None:
         "10.0.0.12(rw,sync,secure,no_subtree_check,root_squash,sec=sys)\n"
         "/apps 10.0.0.2(ro,sync,secure,no_subtree_check,root_squash,sec=sys)\n"
     )
-
-
-def test_share_without_clients_is_not_exported() -> None:
     assert nfs.render_exports([Export("/home", ())]) == HEADER
 
 
@@ -59,15 +56,12 @@ def test_only_a_newer_ganesha_gets_the_setting_for_containers() -> None:
     assert [nfs.supports_io_flusher(*release) for release in releases] == [False, True, True, False, True]
 
 
-def test_ganesha_unit_starts_neither_rpcbind_nor_statd() -> None:
-    unit = nfs.ganesha_unit()
-    assert "rpcbind" not in unit and "lock" not in unit and f"-f {nfs.GANESHA_CONF}\n" in unit
-
-
 def test_both_servers_restart_until_the_host_has_its_address() -> None:
     again = "[Unit]\nStartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
     assert nfs.server_drop_in() == HEADER + again
-    assert "StartLimitIntervalSec=0\n" in nfs.ganesha_unit() and "Restart=always\n" in nfs.ganesha_unit()
+    unit = nfs.ganesha_unit()
+    assert "StartLimitIntervalSec=0\n" in unit and "Restart=always\n" in unit
+    assert "rpcbind" not in unit and "lock" not in unit and f"-f {nfs.GANESHA_CONF}\n" in unit
 
 
 @pytest.mark.skipif(not which("systemd-analyze"), reason="no systemd-analyze here")
@@ -85,14 +79,8 @@ def test_systemd_accepts_the_units_without_a_warning(tmp_path: Path) -> None:
         place.parent.mkdir(exist_ok=True)
         place.write_text(text)
     units = [str(tmp_path / name) for name in ("shoal-nfs.service", "nfs-server.service")]
-    checked = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *units],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
-    )
+    line, env = ["systemd-analyze", "verify", "--man=no", *units], {"SYSTEMD_UNIT_PATH": f"{tmp_path}:"}
+    checked = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
@@ -103,21 +91,18 @@ def test_nfs_mounts_are_hard_and_ignore_set_uid() -> None:
 
 
 def test_member_key_is_valid_only_for_sftp_from_its_address() -> None:
-    assert sshfs.render_authorized_keys([MemberKey("n2", "10.0.0.12", KEY), MemberKey("n1", "fd00::11", KEY)]) == (
+    keys = [MemberKey("n2", "10.0.0.12", KEY), MemberKey("n1", "fd00::11", KEY)]
+    text = sshfs.render_authorized_keys(keys)
+    assert text == (
         f'restrict,from="fd00::11",command="internal-sftp" {KEY} shoal n1\n'
         f'restrict,from="10.0.0.12",command="internal-sftp" {KEY} shoal n2\n'
     )
-
-
-def test_authorized_keys_are_parsed_without_user_keys() -> None:
-    keys = [MemberKey("n1", "10.0.0.11", KEY), MemberKey("n2", "10.0.0.12", KEY)]
-    text = f"{KEY} alice@desk\n{KEY} shoal n3\n" + sshfs.render_authorized_keys(keys)
-    assert sshfs.parse_authorized_keys(text) == {"n1": keys[0], "n2": keys[1]}
-
-
-def test_comment_of_a_public_key_is_removed() -> None:
+    users = f"{KEY} alice@desk\n{KEY} shoal n3\n"
+    assert sshfs.parse_authorized_keys(users + text) == {"n1": keys[1], "n2": keys[0]}
     assert sshfs.strip_comment(f"{KEY} root@n1\n") == KEY
     assert sshfs.strip_comment("") == sshfs.strip_comment("-----BEGIN OPENSSH PRIVATE KEY-----\n") == ""
+    known_hosts = sshfs.render_known_hosts({"10.0.0.2": KEY, "10.0.0.1": KEY})
+    assert known_hosts == f"{HEADER}10.0.0.1 {KEY}\n10.0.0.2 {KEY}\n"
 
 
 def test_share_account_is_confined_and_other_logins_unchanged() -> None:
@@ -137,10 +122,6 @@ def test_home_is_mounted_with_the_ids_and_permissions_of_its_user() -> None:
         assert {"StrictHostKeyChecking=yes", "GlobalKnownHostsFile=/dev/null", "BatchMode=yes", "nosuid"} <= some
 
 
-def test_known_hosts_pins_each_server_by_its_address() -> None:
-    assert sshfs.render_known_hosts({"10.0.0.2": KEY, "10.0.0.1": KEY}) == f"{HEADER}10.0.0.1 {KEY}\n10.0.0.2 {KEY}\n"
-
-
 NFS, SSHFS, STAGE = (SharedDirectory(kind=kind) for kind in ("nfs", "sshfs", "stage"))
 WHOLE = Facts(filesystems=("nfs4", "nfsd"), fuse=True)
 FUSE = Facts(fuse=True)
@@ -158,15 +139,9 @@ POD = Facts()
 )
 def test_host_uses_the_best_supported_access(share: SharedDirectory, facts: Facts, expected: ShareAccess) -> None:
     assert choose_access(share, "c1", "n1", facts) == expected
+    assert choose_access(share, "c1", "c1", facts) == ShareAccess("local")
 
 
-def test_server_of_a_share_uses_its_own_directory() -> None:
-    assert choose_access(NFS, "c1", "c1", POD) == ShareAccess("local")
-
-
-def test_controller_keyword_resolves_to_the_controller() -> None:
+def test_server_of_a_share() -> None:
     assert NFS.server("desktop") == "desktop" and SharedDirectory(host="n1").server("desktop") == "n1"
-
-
-def test_ganesha_serves_without_kernel_nfsd() -> None:
     assert kernel_serves_nfs(WHOLE) and not kernel_serves_nfs(Facts(filesystems=("nfs4",)))

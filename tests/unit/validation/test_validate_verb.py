@@ -3,7 +3,6 @@
 import asyncio
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,6 +11,7 @@ from tests.unit.jobs.test_job_verbs import NODE, SPEC, Reef
 from typer.testing import CliRunner
 
 from shoal.cli.app import make_app
+from shoal.cli.session import Session
 from shoal.cli.validate_command import finish_history, finish_validation, parse_exports
 from shoal.errors import SpecError, UsageError
 from shoal.hosts.api import Result
@@ -176,20 +176,12 @@ def test_damaged_lines_of_the_history_are_left_out() -> None:
     assert [result.rows for result in parse_history([good[:-9], "[]", "{}", good])] == [(ROW,)]
 
 
-class Screen:
+@pytest.fixture
+def screen() -> Session:
     """A session that records what is shown."""
-
-    def __init__(self) -> None:
-        self.console = Console(record=True, width=160, force_terminal=False)
-        self.status = -1
-
-    def finish(self, value: Any, status: int = 0) -> bool:
-        self.status = status
-        return False
-
-    @property
-    def text(self) -> str:
-        return self.console.export_text()
+    session = Session(json=False)
+    session.console = Console(record=True, width=160, force_terminal=False)
+    return session
 
 
 @cases(
@@ -199,35 +191,27 @@ class Screen:
     ([ROW, replace(ROW, status="failed"), replace(ROW, status="not run")], [], 1),
     ([ROW], [Finding("warning", "slower than its peers", host="n1")], 1),
 )
-def test_exit_status(rows: list[ValidationRow], findings: list[Finding], status: int) -> None:
-    screen = Screen()
-    finish_validation(screen, replace(RESULT, rows=tuple(rows), findings=tuple(findings)))  # type: ignore[arg-type]
+def test_exit_status(screen: Session, rows: list[ValidationRow], findings: list[Finding], status: int) -> None:
+    finish_validation(screen, replace(RESULT, rows=tuple(rows), findings=tuple(findings)))
     assert screen.status == status
 
 
-def test_screen_has_the_table_sizes_programs_and_fixes() -> None:
+def test_screen_has_the_table_sizes_programs_and_fixes(screen: Session) -> None:
     sizes = (SizeSpeed(1024, 256, 10.0, 0.1, 0.1, 0), SizeSpeed(4194304, 1048576, 3000.5, 1.4, 1.4, 0))
     pairs = tuple(PairSpeed("n1", other, 0.5) for other in ("n2", "n3"))
-    rows = (
-        ROW,
-        replace(
-            ROW, test="all-reduce gloo", value=1.4, unit="GB/s", sizes=sizes, ranks=2, version="torch 2.13", pairs=pairs
-        ),
-        replace(
-            ROW, test="fio", status="not run", detail="fio is not installed on n1", fix="install it", package="fio"
-        ),
-    )
+    gloo = replace(ROW, test="all-reduce gloo", value=1.4, unit="GB/s", sizes=sizes, ranks=2, pairs=pairs)
+    fio = replace(ROW, test="fio", status="not run", detail="fio is not installed on n1", fix="install it")
+    rows = (ROW, replace(gloo, version="torch 2.13"), replace(fio, package="fio"))
     mpiruns = tuple(MpirunProgram(name, "/usr/bin/mpirun", "mpirun (Open MPI) 4.1.4", "ext3x") for name in ("n1", "n2"))
     environments = (
         StepEnvironment("srun", "n1", 4, "3.11", "unlimited", {"NCCL_NET": "Socket"}),
         StepEnvironment("mpirun", "n1", 1, "3.11", "65536", {}),
     )
-    screen = Screen()
     findings = [finding for finding in launcher_findings([rows[1], replace(rows[1], launcher="mpirun", value=0.1)])]
     findings += mpirun_findings([replace(program, others=("/opt/mpirun",)) for program in mpiruns])
     result = replace(RESULT, rows=rows, mpiruns=mpiruns, environments=environments, findings=tuple(findings))
-    finish_validation(screen, result)  # type: ignore[arg-type]
-    text = screen.text
+    finish_validation(screen, result)
+    text = screen.console.export_text()
     for part in (
         "– not run",
         "    fix: install it",
@@ -244,17 +228,6 @@ def test_screen_has_the_table_sizes_programs_and_fixes() -> None:
         assert part in text, text
 
 
-def test_history_shows_what_failed_and_the_values() -> None:
-    failed = replace(ROW, test="links", status="failed", detail="n2 was not measured")
-    value = replace(ROW, test="hpl", value=41.5, unit="Gflop/s")
-    screen = Screen()
-    finish_history(screen, ValidationHistory("reef", 0.0, (replace(RESULT, rows=(failed, value)),)))  # type: ignore[arg-type]
-    assert "quick, n[1-2]: 1 passed, 1 failed" in screen.text.replace("\n", " ")
-    screen = Screen()
-    finish_history(screen, ValidationHistory("reef", 0.0, ()))  # type: ignore[arg-type]
-    assert "no result since" in screen.text
-
-
 @cases(
     "words, message",
     (["--launcher", "spawn"], "--launcher names spawn"),
@@ -264,10 +237,18 @@ def test_history_shows_what_failed_and_the_values() -> None:
 def test_wrong_command_line(words: list[str], message: str) -> None:
     done = CliRunner().invoke(make_app("validate"), ["validate", "--json", *words])
     assert done.exit_code == 2 and message in done.output
-
-
-def test_exports_keep_their_equals_signs() -> None:
     assert parse_exports(["A=b=c", "D="]) == {"A": "b=c", "D": ""}
+
+
+def test_history_shows_what_failed_and_the_values(screen: Session) -> None:
+    failed = replace(ROW, test="links", status="failed", detail="n2 was not measured")
+    value = replace(ROW, test="hpl", value=41.5, unit="Gflop/s")
+    for runs, text in (
+        ((), "no result since"),
+        ((replace(RESULT, rows=(failed, value)),), "quick, n[1-2]: 1 passed, 1 failed"),
+    ):
+        finish_history(screen, ValidationHistory("reef", 0.0, runs))
+        assert text in screen.console.export_text().replace("\n", " ")
 
 
 TOOLS = {"openmpi-bin", "hpcc", "libopenblas0-pthread", "fio"}

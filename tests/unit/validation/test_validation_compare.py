@@ -64,11 +64,8 @@ def test_slow_node_is_isolated_by_its_pairs() -> None:
     assert slow_nodes_of_pairs([*pairs("", 0.0), *sends_slowly]) == {"n3": 0.2}, "the slower way counts"
     [finding] = slow_node_findings([row(pairs=pairs("n3", 2.0))])
     assert (finding.host, finding.found) == ("n3", "all its pairs reach 20% of the median of the other pairs")
-
-
-def test_node_that_is_slow_alone_is_found() -> None:
     [finding] = slow_node_findings([row(test="hpl", by_node={"n1": 40.0, "n2": 41.0, "n3": 12.0})])
-    assert (finding.host, finding.what) == ("n3", "slower than its peers: srun hpl")
+    assert (finding.host, finding.what) == ("n3", "slower than its peers: srun hpl"), "slow by itself"
     assert slow_node_findings([row(test="hpl", by_node={"n1": 40.0, "n2": 4.0})]) == []
 
 
@@ -84,6 +81,11 @@ def test_node_is_compared_with_its_last_good_run() -> None:
     failed = result(replace(good, status="failed", by_node={"n1": 1.0, "n2": 1.0}))
     assert len(regression_findings(now, [result(good), failed])) == 1
     assert regression_findings(now, [result(replace(good, ranks=8))]) == []
+    launchers = result(row("mpirun"), row("srun", 1.0), *now.rows)
+    assert [finding.what.split(":")[0] for finding in compare_rows(launchers, [result(good)])] == [
+        "srun is far slower than mpirun",
+        "slower than at its last good run",
+    ]
 
 
 @cases(
@@ -113,12 +115,9 @@ def test_node_below_a_published_limit_is_an_error() -> None:
     assert limit_findings([small]) == [], "a quick run says nothing about large messages"
     copies = row(value=20.0, test="gpu copy from host", gpu="NVIDIA A100-SXM4-80GB", by_node={"n1": 20.0}, ranks=8)
     assert [finding.host for finding in limit_findings([copies])] == ["n1"]
-
-
-def test_limit_between_two_nodes_holds_for_the_network_of_its_vendor_only() -> None:
     two = row(value=100.0, test="all-reduce nccl", nodes="n[1-2]", gpu="NVIDIA H200", ranks=16, vendor="Google")
     assert [finding.path for finding in limit_findings([two])] == ["n[1-2]"]
-    assert limit_findings([replace(two, vendor="Dell Inc.")]) == []
+    assert limit_findings([replace(two, vendor="Dell Inc.")]) == [], "it holds for the network of its vendor only"
 
 
 def test_every_published_limit_can_be_reached() -> None:
@@ -177,12 +176,3 @@ def test_kept_result_is_read_again() -> None:
     )
     with pytest.raises(ValueError):
         read_result({"cluster": "reef"})
-
-
-def test_all_comparisons_are_made() -> None:
-    earlier = result(row(test="hpl", by_node={"n1": 40.0}))
-    now = result(row("mpirun"), row("srun", 1.0), row(test="hpl", by_node={"n1": 4.0}))
-    assert [finding.what.split(":")[0] for finding in compare_rows(now, [earlier])] == [
-        "srun is far slower than mpirun",
-        "slower than at its last good run",
-    ]

@@ -57,13 +57,10 @@ MPI_LIST_22 = (
 
 
 def test_hpcc_summary_is_read() -> None:
-    values = node_tests.parse_hpcc(HPCC)
-    assert values == {"gflops": 12.5, "triad": 12.5, "single_triad": 9.5, "wrong": 0, "version": "hpcc 1.5.0"}
-
-
-def test_wrong_hpl_result_is_counted() -> None:
+    values = {"gflops": 12.5, "triad": 12.5, "single_triad": 9.5, "wrong": 0, "version": "hpcc 1.5.0"}
+    assert node_tests.parse_hpcc(HPCC) == values
     failed = HPCC.replace("0 tests completed and failed", "1 tests completed and failed")
-    assert node_tests.parse_hpcc(failed)["wrong"] == 1
+    assert node_tests.parse_hpcc(failed) == {**values, "wrong": 1}
 
 
 @cases("text", "", HPCC.replace("Success=1", "Success=0"), HPCC.partition("HPL_Tflops")[0])
@@ -86,17 +83,14 @@ def test_hpcc_uses_all_processes_in_a_rectangle() -> None:
     assert shown == [64 << 30, 1930 << 20, 64 << 30]
 
 
-def test_fio_report_is_read() -> None:
-    assert node_tests.parse_fio("note: both\n" + json.dumps(FIO), "write")["bw_bytes"] == 500_000_000
-
-
 @cases(
     "text, errors, cause",
     ("", "fio: pid=7, err=30/file:filesetup.c, Read-only file system\n", "Read-only file system"),
     ("", "", "no output"),
     (json.dumps({"jobs": [{**FIO["jobs"][0], "error": 5}]}), "", "Input/output error"),  # type: ignore[index]
 )
-def test_failed_fio_is_a_failure(text: str, errors: str, cause: str) -> None:
+def test_fio_report_is_read_and_a_failed_fio_is_a_failure(text: str, errors: str, cause: str) -> None:
+    assert node_tests.parse_fio("note: both\n" + json.dumps(FIO), "write")["bw_bytes"] == 500_000_000
     with pytest.raises(RuntimeError, match=cause):
         node_tests.parse_fio(text, "write", errors)
 
@@ -106,13 +100,10 @@ def test_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         node_tests.make_directory(f"{tmp_path}/missing")
 
 
-def test_pmix_support_of_open_mpi() -> None:
+def test_pmix_support_of_open_mpi_and_plugins_of_slurm() -> None:
     assert place.pmix_support(OMPI_INFO_4.splitlines()) == "ext3x"
     assert place.pmix_support(["ompi:version:full:5.0.7"]) == "built in"
     assert place.pmix_support(["mca:pmix:isolated:version:x", "ompi:version:full:4.1.4"]) == ""
-
-
-def test_plugins_of_slurm() -> None:
     assert place.slurm_plugins(MPI_LIST_22.splitlines()) == ["cray_shasta", "pmi2", "none", "pmix"]
 
 
@@ -135,20 +126,16 @@ def reports(capsys: pytest.CaptureFixture[str]) -> list[Any]:
 
 
 def test_first_mpirun_is_reported_with_those_behind_it(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_program(programs / "conda/mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    write_program(programs / "conda/ompi_info", f"printf '%s' '{OMPI_INFO_4}'")
-    write_program(programs / "usr/mpirun", "echo 'mpirun (Open MPI) 5.0.7'")
-    place.report_mpirun(RANK, {})
-    [record] = reports(capsys)
-    assert (record["path"], record["others"]) == (f"{programs}/conda/mpirun", [f"{programs}/usr/mpirun"])
-    assert (record["version"], record["pmix"]) == ("mpirun (Open MPI) 4.1.4", "ext3x")
-
-
-def test_mpirun_of_another_mpi_is_reported_as_such(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_program(programs / "usr/mpirun", "printf 'HYDRA build details:\\n    Version:       4.1\\n'")
     place.report_mpirun(RANK, {})
     [record] = reports(capsys)
     assert (record["kind"], record["version"]) == ("other", "Version:       4.1")
+    write_program(programs / "conda/mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    write_program(programs / "conda/ompi_info", f"printf '%s' '{OMPI_INFO_4}'")
+    place.report_mpirun(RANK, {})
+    [record] = reports(capsys)
+    assert (record["path"], record["others"]) == (f"{programs}/conda/mpirun", [f"{programs}/usr/mpirun"])
+    assert (record["version"], record["pmix"]) == ("mpirun (Open MPI) 4.1.4", "ext3x")
 
 
 @cases("test, package", ("mpirun", "openmpi-bin"), ("hpcc", "hpcc"), ("fio", "fio"))
@@ -186,9 +173,8 @@ def test_last_line_of_an_error_is_reported_as_well(
     monkeypatch.setattr(main, "TESTS", {"torch": fail})
     main.run_test("torch", RANK, {})
     [record] = reports(capsys)
-    assert (
-        record["problem"] == "RuntimeError: NCCL error in: NCCLUtils.cpp:93; Duplicate GPU detected : rank 0 and rank 1"
-    )
+    said = "RuntimeError: NCCL error in: NCCLUtils.cpp:93; Duplicate GPU detected : rank 0 and rank 1"
+    assert record["problem"] == said
 
 
 def test_failing_test_does_not_stop_the_next(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,20 +190,13 @@ def test_secrets_are_not_reported() -> None:
     assert place.shown_environment(environ) == {"NCCL_NET": "Socket", "PATH": "/bin"}
 
 
-def test_every_two_nodes_meet_once() -> None:
-    for count in (2, 3, 4, 7, 16):
-        names = [f"n{number}" for number in range(count)]
-        schedule = place.rounds(names)
-        assert len({frozenset(pair) for pairs in schedule for pair in pairs}) == count * (count - 1) // 2
-        assert all(len({name for pair in pairs for name in pair}) == 2 * len(pairs) for pairs in schedule)
-
-
-def test_nodes_of_a_large_cluster_meet_their_neighbours() -> None:
-    for count in (17, 64):
-        names = [f"n{number}" for number in range(count)]
-        schedule = place.rounds(names)
-        assert {name for pairs in schedule for pair in pairs for name in pair} == {*names}
-        assert all(len({name for pair in pairs for name in pair}) == 2 * len(pairs) for pairs in schedule)
+@cases("count", 2, 3, 4, 7, 16, 17, 64)
+def test_every_two_nodes_meet_once_and_those_of_a_large_cluster_their_neighbours(count: int) -> None:
+    names = [f"n{number}" for number in range(count)]
+    schedule = place.rounds(names)
+    met = {frozenset(pair) for pairs in schedule for pair in pairs}
+    assert len(met) == count * (count - 1) // 2 if count <= 16 else frozenset().union(*met) == {*names}
+    assert all(len({name for pair in pairs for name in pair}) == 2 * len(pairs) for pairs in schedule)
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
@@ -256,13 +235,8 @@ def test_ranks_exchange_values_and_strangers_are_not_let_in() -> None:
 def test_sent_tree_runs_and_measures_the_links_of_two_nodes(tmp_path: Path) -> None:
     write_tree(tmp_path)
     assert {path.stem for path in (tmp_path / "programs/validation").glob("*.py")} == {*PROGRAMS, "__init__"}
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PATH": os.environ["PATH"],
-    }
-    common |= {"SHOAL_NODE_ADDRS": "n0=127.0.0.1,n1=127.0.0.1", "SHOAL_SUBMISSION": "abcd"}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"PATH": os.environ["PATH"], "SHOAL_NODE_ADDRS": "n0=127.0.0.1,n1=127.0.0.1", "SHOAL_SUBMISSION": "abcd"}
     options = json.dumps({**QUICK_OPTIONS, "seconds": 0.1, "ports": [free_port() - 1, 65535]})
     ranks = [
         subprocess.Popen(
@@ -277,11 +251,9 @@ def test_sent_tree_runs_and_measures_the_links_of_two_nodes(tmp_path: Path) -> N
     lines = [line for rank in ranks for line in rank.communicate(timeout=120)[0].splitlines()]
     records = read_records(lines)
     assert sorted(record["node"] for record in records if record["test"] == "cpu") == ["n0", "n1"]
-    assert {tuple(record["pair"]) for record in records if record["test"] == "link-pair"} == {
-        ("n0", "n1"),
-        ("n1", "n0"),
-    }
-    assert all(record["speed"] > 0 for record in records if record["test"] == "link-pair")
+    pairs = [record for record in records if record["test"] == "link-pair"]
+    assert {tuple(record["pair"]) for record in pairs} == {("n0", "n1"), ("n1", "n0")}
+    assert all(record["speed"] > 0 for record in pairs)
 
 
 def test_error_of_a_missing_tool_is_plain() -> None:
