@@ -81,6 +81,7 @@ def test_time_limit_means_what_it_means_to_sbatch(time: str) -> None:
     assert job(time=time).time == time
 
 
+UNCAUGHT = "a process cannot catch this signal, so it cannot save its work"
 WRONG: dict[str, Any] = {
     "launcher": (
         "ssh",
@@ -113,6 +114,12 @@ WRONG: dict[str, Any] = {
     ),
     "experiment": ("a\nb", "--experiment: not the name of an experiment"),
 }
+SIGNALS = {
+    "R:USR1@60": ("`R:` is about a reservation, and `shoal run` asks for none", "leave it out: USR1@60"),
+    "B:USR1@60": ("`B:` sends the signal to the batch shell alone", "leave it out: USR1@60"),
+    "RB:USR1@60": ("`B:` sends the signal to the batch shell alone", "leave it out: USR1@60"),
+    **{signal: (UNCAUGHT, "use USR1@60") for signal in ("SIGKILL@60", "9@60", "stop@60")},
+}
 
 
 @cases("name", *WRONG)
@@ -123,24 +130,12 @@ def test_invalid_value_is_rejected_in_plain_words(name: str) -> None:
     assert text in str(caught.value)
 
 
-@cases(
-    "signal, said",
-    ("R:USR1@60", "`R:` is about a reservation, and `shoal run` asks for none"),
-    ("B:USR1@60", "`B:` sends the signal to the batch shell alone"),
-    ("RB:USR1@60", "`B:` sends the signal to the batch shell alone"),
-)
-def test_signal_prefix_is_rejected_with_its_effect(signal: str, said: str) -> None:
+@cases("signal", *SIGNALS)
+def test_signal_that_does_not_reach_the_ranks_is_rejected_with_the_fix(signal: str) -> None:
+    said, fix = SIGNALS[signal]
     with pytest.raises(SpecError) as caught:
         job(signal=signal)
-    assert str(caught.value) == f'--signal: {said}, found "{signal}", leave it out: USR1@60'
-
-
-@cases("signal", "SIGKILL@60", "9@60", "stop@60")
-def test_signal_that_cannot_be_handled_is_rejected(signal: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        job(signal=signal)
-    reason = "a process cannot catch this signal, so it cannot save its work"
-    assert str(caught.value) == f'--signal: {reason}, found "{signal}", use USR1@60'
+    assert str(caught.value) == f'--signal: {said}, found "{signal}", {fix}'
 
 
 @cases("name", "job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array")
