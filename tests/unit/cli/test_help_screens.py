@@ -44,16 +44,12 @@ def test_headings_align_their_descriptions() -> None:
 
 
 @cases("words", (), ("node",), *ALL, ids=" ".join)
-def test_help_shows_no_python_type_and_no_range(words: tuple[str, ...]) -> None:
+def test_option_shows_a_placeholder_and_no_python_type_and_no_range(words: tuple[str, ...]) -> None:
     shown = invoke(*words, "--help").output
-    assert [entry for entry in left_column(shown) if re.search(TYPES, entry)] == []
+    left = left_column(shown)
+    assert [entry for entry in left if re.search(TYPES, entry)] == []
     assert not re.search(r"<\w|\bx[<>]=|[<>]=x|\[default|list\[", shown)
-
-
-@cases("words", *ALL, ids=" ".join)
-def test_option_with_a_value_shows_a_placeholder(words: tuple[str, ...]) -> None:
-    left = left_column(invoke(*words, "--help").output)
-    for option in options_of(ALL[words]):
+    for option in options_of(ALL[words]) if words in ALL else ():
         name, word = max(option.opts, key=len), placeholder(option)
         assert option.is_flag is (word == "")
         assert any(entry.endswith(f"{name} {word}".strip()) or f"{name} / " in entry for entry in left)

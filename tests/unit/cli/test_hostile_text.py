@@ -58,7 +58,7 @@ def printed(made: Any) -> str:
 
 @cases("terminal", True, False)
 @cases("attack", *ATTACKS.values(), ids=ATTACKS.keys())
-def test_no_screen_passes_controls_on(attack: str, terminal: bool) -> None:
+def test_no_screen_and_no_error_passes_controls_on(attack: str, terminal: bool) -> None:
     made = console(terminal)
     show_line(made, LogLine(1.0, 0, 0, f"before {attack} after"), timestamps=True)
     show_line(made, LogLine(1.0, 0, 0, attack))
@@ -73,12 +73,8 @@ def test_no_screen_passes_controls_on(attack: str, terminal: bool) -> None:
     text = printed(made)
     assert not FORBIDDEN.search(text), ascii(FORBIDDEN.search(text))
     assert "before" in text and "after" in text
-
-
-@cases("attack", *ATTACKS.values(), ids=ATTACKS.keys())
-def test_error_of_a_provider_passes_no_controls_on(attack: str) -> None:
     session = Session(json=False)
-    session.errors = console(True)
+    session.errors = console(terminal)
     session._report(ProviderError(f"acme: 500: {attack}", hint=f"do {attack}"))
     session._report_bug(ValueError(attack))
     assert not FORBIDDEN.search(printed(session.errors))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.support.cases import cases
@@ -19,6 +20,7 @@ from shoal.cli.job_screens import (
     show_line,
     show_submitted,
 )
+from shoal.cli.output import plain
 from shoal.cli.run_command import finish_wait, misplaced_options
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, Unreachable
@@ -58,13 +60,9 @@ def test_job_list_shows_progress_or_the_reason() -> None:
         JobView(JobRecord("22", "FAILED", reason="NonZeroExitCode")),
         JobView(JobRecord("20", "COMPLETED", work_dir="/jobs", comment="shoal:c0de/11b/torch")),
     )
-    said = [
-        " ".join(line.split())
-        for line in screen_text(
-            show_jobs, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")})
-        ).splitlines()
-    ]
-    assert said == [
+    silent = {"n9": Unreachable("n9", "does not answer", hint="is it up?")}
+    said = screen_text(show_jobs, JobsResult("reef", views, silent)).splitlines()
+    assert [" ".join(line.split()) for line in said] == [
         "✗ n9: does not answer",
         "fix: is it up?",
         "job name user state time limit nodes progress or reason",
@@ -75,15 +73,9 @@ def test_job_list_shows_progress_or_the_reason() -> None:
         "22 failed 0 `shoal logs 22` says why",
         "20 completed 0 profile in /jobs/20/profile",
     ]
-
-
-def test_number_of_jobs_left_out_is_shown() -> None:
-    assert screen_text(show_jobs, JobsResult("reef", (JobView(JobRecord("17", "RUNNING")),), left_out=30)).endswith(
+    assert screen_text(show_jobs, JobsResult("reef", views, left_out=30)).endswith(
         "\n30 more ended within a day: `shoal jobs --all` lists them\n"
     )
-
-
-def test_empty_job_list_prints_no_jobs() -> None:
     assert screen_text(show_jobs, JobsResult("reef", ())) == "no jobs\n"
 
 
@@ -97,6 +89,9 @@ def test_job_end_shows_the_reason_its_lines_and_the_fix() -> None:
         "    ValueError: [x]\\x1b[2J",
         "  fix: look at it",
     ]
+    assert screen_text(show_job_directory, JobRecord("17", "COMPLETED", nodes="n[1-2]", work_dir="/jobs")) == (
+        "  its files are in /jobs/17 on n[1-2]; `shoal fetch 17` copies them\n"
+    )
 
 
 FINISH: dict[str, Callable[[Session, LogsResult], None]] = {
@@ -120,35 +115,36 @@ def test_unreachable_nodes_are_reported_by_every_log_command(command: str, capsy
     assert list(told["failures"]) == ["n9"] and told["lines"][0]["text"] == "a" and told["record"]["id"] == "17"
 
 
-def test_submitted_job_shows_the_command_to_follow_its_log() -> None:
-    assert screen_text(show_submitted, SubmittedJob("17", "train", "main", 2, 4, "c0de", 2048, "")) == (
-        "✓ job 17 (train): 4 processes on 2 nodes of main; 2 KiB sent\n  `shoal logs -f 17` shows what it prints\n"
-    )
+SENT = SubmittedJob("17", "train", "main", 2, 4, "c0de", 2048, "")
+LEFT_OUT = LeftOut(7, 3 << 20, ("data/[a].bin", "b.bin"), links=("mnt -> /mnt",), submodules=("third/x",))
 
 
-def test_job_without_shared_storage_shows_the_checkpoint_warning() -> None:
-    for nodes, said in ((1, []), (2, ["  checkpoints need storage that its nodes share: name it with --directory"])):
-        assert (
-            screen_text(
-                show_submitted, SubmittedJob("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False)
-            ).splitlines()[2:]
-            == said
-        )
-
-
-def test_submitted_array_shows_the_command_to_follow_a_task() -> None:
-    assert "  `shoal logs -f 17_N` shows what its task N prints\n" in screen_text(
-        show_submitted, SubmittedJob("17", "train", "main", 1, 4, "c0de", 0, "", array=True)
-    )
-
-
-def test_profiled_job_shows_the_trace_directory() -> None:
-    assert (
-        screen_text(
-            show_submitted, SubmittedJob("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile")
-        ).splitlines()[-1]
-        == "  its profile will be on its nodes in /jobs/17/profile"
-    )
+@cases(
+    "fields, lines",
+    ({}, []),
+    ({"shared": False, "nodes": 1}, []),
+    ({"shared": False}, ["  checkpoints need storage that its nodes share: name it with --directory"]),
+    ({"array": True}, []),
+    ({"traces": "/jobs/17/profile"}, ["  its profile will be on its nodes in /jobs/17/profile"]),
+    (
+        {"left_out": LEFT_OUT},
+        [
+            "  .gitignore kept 7 files (3.0 MiB) from being sent: data/[a].bin, b.bin, …",
+            "  --include PATTERN sends them",
+            "  links that leave the tree lead nowhere on nodes without their targets: mnt -> /mnt",
+            "  submodules without files: third/x; `git submodule update --init` gets them",
+        ],
+    ),
+)
+def test_submitted_job_shows_what_was_not_sent_and_how_to_follow_it(fields: dict[str, Any], lines: list[str]) -> None:
+    job = replace(SENT, **fields)
+    nodes = "2 nodes" if job.nodes == 2 else "1 node"
+    log = "17_N` shows what its task N prints" if job.array else "17` shows what it prints"
+    assert screen_text(show_submitted, job).splitlines() == [
+        f"✓ job 17 (train): 4 processes on {nodes} of main; 2 KiB sent",
+        f"  `shoal logs -f {log}",
+        *lines,
+    ]
 
 
 @cases(
@@ -172,16 +168,6 @@ def test_interrupted_watch_reports_that_the_job_continues() -> None:
     assert told.value.hint == "`shoal logs -f 17` shows it, `shoal cancel 17` ends it"
 
 
-def test_submitted_job_names_what_was_not_sent() -> None:
-    job = SubmittedJob("17", "train", "main", 1, 1, "c0de", 2048, "")
-    left_out = LeftOut(7, 3 << 20, ("data/[a].bin", "b.bin"), links=("mnt -> /mnt",), submodules=("third/x",))
-    lines = screen_text(show_submitted, replace(job, left_out=left_out)).splitlines()
-    assert "  .gitignore kept 7 files (3.0 MiB) from being sent: data/[a].bin, b.bin, …" in lines
-    assert "  --include PATTERN sends them" in lines
-    assert "  links that leave the tree lead nowhere on nodes without their targets: mnt -> /mnt" in lines
-    assert "  submodules without files: third/x; `git submodule update --init` gets them" in lines
-
-
 @cases(
     "size, text", (0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")
 )
@@ -196,10 +182,4 @@ def test_fetched_files_and_those_that_were_not_are_shown() -> None:
     assert lines[0] == "not copied: link0\\x1b: a link that leaves the job's files"
     assert lines[5] == "not copied: 2 more; --json names them"
     assert lines[6] == "✓ 1 file (2.0 KiB) of job 17 in job-17; 3 were here already"
-
-
-def test_end_of_a_job_shows_its_directory() -> None:
-    assert (
-        screen_text(show_job_directory, JobRecord("17", "COMPLETED", nodes="n[1-2]", work_dir="/jobs"))
-        == "  its files are in /jobs/17 on n[1-2]; `shoal fetch 17` copies them\n"
-    )
+    assert plain(result)["skipped"][0] == {"name": "link0\x1b", "why": "a link that leaves the job's files"}

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import fields
+from pkgutil import resolve_name
 
 import pytest
 from tests.documents import ROOT
@@ -12,103 +13,70 @@ from tests.unit.cli.test_screens import FINISHES, ended
 
 from shoal.cli.rental_commands import cost_json
 from shoal.cli.session import Session
-from shoal.cloud.providers.api import Offer
 from shoal.cloud.service.costs import CostReport
-from shoal.containers.images import StoredContainer, StoredImage
-from shoal.health.diagnosis import Diagnosis
-from shoal.jobs.failure import FailureReason
-from shoal.jobs.logs import LogLine
-from shoal.jobs.record import JobRecord
-from shoal.jobs.tree_files import LeftOut
-from shoal.network.links import LinkSpeed
-from shoal.plan.model import Change
-from shoal.proof.types import ProofResult
-from shoal.slurm.state import JobState, NodeState, PartitionState
-from shoal.slurm.usage import UsageRow
-from shoal.spec.finding import Finding
-from shoal.validation.types import MpirunProgram, StepEnvironment, ValidationResult, ValidationRow
 from shoal.verbs.cost import CostResult
-from shoal.verbs.doctor import DoctorResult, FixOutcome
-from shoal.verbs.env import CleanResult, EnvironmentState
-from shoal.verbs.env_build import BuildResult
-from shoal.verbs.fetch import FetchResult, SkippedFile
-from shoal.verbs.images import PushedImage
-from shoal.verbs.jobs import CancelResult, JobsResult, JobView
-from shoal.verbs.joined_cluster import JoinResult
-from shoal.verbs.keys import KeysResult
-from shoal.verbs.links import LinksResult
-from shoal.verbs.logs import LogsResult
-from shoal.verbs.provider_accounts import OffersResult
-from shoal.verbs.provider_trial import TryResult
-from shoal.verbs.reap import ReapResult
-from shoal.verbs.restore import Backup, RestoreResult
-from shoal.verbs.simulate import Simulated
-from shoal.verbs.submission import SubmittedJob
-from shoal.verbs.ui import WebPage
-from shoal.verbs.usage import UsageResult
-from shoal.verbs.validate import ValidationHistory
 
 PAGE = (ROOT / "docs/json.md").read_text()
 
 
-def of(kind: type, *more: str) -> set[str]:
-    """The keys of a value of this class."""
-    return {*(field.name for field in fields(kind)), *more}
+def of(place: str, *more: str) -> set[str]:
+    """The keys of a value of the class that is there, by its module below `shoal` and its name."""
+    return {*(field.name for field in fields(resolve_name(f"shoal.{place}"))), *more}
 
 
 COMMANDS = {
-    "doctor": of(DoctorResult),
-    "join": of(JoinResult),
-    "run": of(SubmittedJob),
-    "logs": of(LogsResult),
-    "fetch": of(FetchResult),
-    "jobs": of(JobsResult),
-    "cancel": of(CancelResult),
-    "prove": of(ProofResult, "passed"),
-    "usage": of(UsageResult),
-    "restore": of(RestoreResult),
-    "keys rotate": of(KeysResult),
-    "offers": of(OffersResult),
+    "doctor": of("verbs.doctor:DoctorResult"),
+    "join": of("verbs.joined_cluster:JoinResult"),
+    "run": of("verbs.submission:SubmittedJob"),
+    "logs": of("verbs.logs:LogsResult"),
+    "fetch": of("verbs.fetch:FetchResult"),
+    "jobs": of("verbs.jobs:JobsResult"),
+    "cancel": of("verbs.jobs:CancelResult"),
+    "prove": of("proof.types:ProofResult", "passed"),
+    "usage": of("verbs.usage:UsageResult"),
+    "restore": of("verbs.restore:RestoreResult"),
+    "keys rotate": of("verbs.keys:KeysResult"),
+    "offers": of("verbs.provider_accounts:OffersResult"),
     "cost": set(cost_json(CostResult("reef", CostReport(0, "2026-11", 0, 0, 0, 0)))),
-    "try": of(TryResult),
-    "reap": of(ReapResult),
-    "bench links": of(LinksResult, "whole"),
-    "validate": of(ValidationResult, "passed", "complete") | of(ValidationHistory),
-    "env build": of(BuildResult),
-    "env remove": of(CleanResult),
-    "env clean": of(CleanResult),
-    "image pull": of(StoredImage),
-    "image build": of(StoredImage),
-    "image save": of(StoredImage),
-    "image push": of(PushedImage),
-    "ui": of(WebPage),
-    "simulate": of(Simulated),
+    "try": of("verbs.provider_trial:TryResult"),
+    "reap": of("verbs.reap:ReapResult"),
+    "bench links": of("verbs.links:LinksResult", "whole"),
+    "validate": of("validation.types:ValidationResult", "passed", "complete") | of("verbs.validate:ValidationHistory"),
+    "env build": of("verbs.env_build:BuildResult"),
+    "env remove": of("verbs.env:CleanResult"),
+    "env clean": of("verbs.env:CleanResult"),
+    "image pull": of("containers.images:StoredImage"),
+    "image build": of("containers.images:StoredImage"),
+    "image save": of("containers.images:StoredImage"),
+    "image push": of("verbs.images:PushedImage"),
+    "ui": of("verbs.ui:WebPage"),
+    "simulate": of("verbs.simulate:Simulated"),
 }
 """What commands print whose object is a value of a class; those of the others are printed below."""
 PARTS = {
-    "`findings`": of(Finding),
-    "`findings` of `doctor`": of(Diagnosis),
-    "`fixes` and `history` of `doctor`": of(FixOutcome),
-    "`changes` of `plan`": of(Change),
-    "`nodes` of `status`": of(NodeState),
-    "`partitions` of `status`": of(PartitionState),
-    "`jobs` of `status`": of(JobState),
-    "`jobs` of `jobs`": of(JobView),
-    "`record`": of(JobRecord),
-    "`reason` beside a `record`": of(FailureReason),
-    "`left_out` of `run`": of(LeftOut),
-    "`lines` of `logs`": of(LogLine),
-    "`skipped` of `fetch`": of(SkippedFile),
-    "`rows` and `total` of `usage`": of(UsageRow),
-    "`backups` of `restore`": of(Backup),
-    "`offers` of `offers`": of(Offer),
-    "`links` of `bench links`": of(LinkSpeed),
-    "`rows` of `validate`": of(ValidationRow),
-    "`mpiruns` of `validate`": of(MpirunProgram),
-    "`environments` of `validate`": of(StepEnvironment),
-    "`environments` of `env list`": of(EnvironmentState),
-    "`images` of `image list`": of(StoredImage),
-    "`containers` of `image list`": of(StoredContainer),
+    "`findings`": of("spec.finding:Finding"),
+    "`findings` of `doctor`": of("health.diagnosis:Diagnosis"),
+    "`fixes` and `history` of `doctor`": of("verbs.doctor:FixOutcome"),
+    "`changes` of `plan`": of("plan.model:Change"),
+    "`nodes` of `status`": of("slurm.state:NodeState"),
+    "`partitions` of `status`": of("slurm.state:PartitionState"),
+    "`jobs` of `status`": of("slurm.state:JobState"),
+    "`jobs` of `jobs`": of("verbs.jobs:JobView"),
+    "`record`": of("jobs.record:JobRecord"),
+    "`reason` beside a `record`": of("jobs.failure:FailureReason"),
+    "`left_out` of `run`": of("jobs.tree_files:LeftOut"),
+    "`lines` of `logs`": of("jobs.logs:LogLine"),
+    "`skipped` of `fetch`": of("verbs.fetch:SkippedFile"),
+    "`rows` and `total` of `usage`": of("slurm.usage:UsageRow"),
+    "`backups` of `restore`": of("verbs.restore:Backup"),
+    "`offers` of `offers`": of("cloud.providers.api:Offer"),
+    "`links` of `bench links`": of("network.links:LinkSpeed"),
+    "`rows` of `validate`": of("validation.types:ValidationRow"),
+    "`mpiruns` of `validate`": of("validation.types:MpirunProgram"),
+    "`environments` of `validate`": of("validation.types:StepEnvironment"),
+    "`environments` of `env list`": of("verbs.env:EnvironmentState"),
+    "`images` of `image list`": of("containers.images:StoredImage"),
+    "`containers` of `image list`": of("containers.images:StoredContainer"),
 }
 
 

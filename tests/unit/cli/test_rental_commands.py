@@ -110,6 +110,15 @@ def write_file(place: Path, clouds: dict[str, str], controller: str = "{name: c1
     )
 
 
+@contextlib.contextmanager
+def controller(clouds: dict[str, str], place: Path) -> Iterator[None]:
+    """This machine's own sshd is the controller."""
+    with running_sshd(place / "sshd") as server:
+        login = f"port: {server.port}, user: {getpass.getuser()}, identity: {server.identity}"
+        write_file(place, clouds, f"{{name: c1, address: 127.0.0.1, {login}}}")
+        yield
+
+
 def order(clouds: dict[str, str], cluster: str = "reef") -> None:
     """Rent a machine in each cloud."""
 
@@ -118,9 +127,8 @@ def order(clouds: dict[str, str], cluster: str = "reef") -> None:
             ("lambda", Offer("lambda", "gpu_1x_h100_sxm5", "us-west-1")),
             ("runpod", Offer("runpod", "NVIDIA H100 80GB HBM3", "US-TX-3")),
         ):
-            one = rental_provider(
-                ProviderLogin(name, name, KEY, clouds[name], {"request_interval": "0", "create_interval": "0"})
-            )
+            at_once = {"request_interval": "0", "create_interval": "0"}
+            one = rental_provider(ProviderLogin(name, name, KEY, clouds[name], at_once))
             key = await one.ensure_key(cluster, PUBLIC_KEY)
             wanted = RentalOrder(
                 cluster, "burst1", f"t-{cluster}-{name}", offer, PUBLIC_KEY, key, user_data="#!/bin/sh\n"
@@ -196,9 +204,7 @@ def test_documented_budget_commands_run(
         kept.record_machine("t-reef-lambda", "i", None, time.time() - 60)
     unit.write_text(f"[Service]\nExecStart={sys.executable} -m shoal.elastic\n")
     monkeypatch.setattr(cost, "COMMAND", (*cost.COMMAND[:-1], str(unit), "--ledger", str(ledger)))
-    with running_sshd(tmp_path / "sshd") as server:
-        place = f"address: 127.0.0.1, port: {server.port}, user: {getpass.getuser()}, identity: {server.identity}"
-        write_file(tmp_path, clouds, f"{{name: c1, {place}}}")
+    with controller(clouds, tmp_path):
         shown = {}
         for line in (line for block in commands(BUDGETS) for line in block):
             done = shoal(*shlex.split(line)[1:])
@@ -219,9 +225,7 @@ def test_reap_keeps_ledger_rows_missing_from_lists_unless_forced(clouds: dict[st
     with Ledger.open(ledger) as kept:
         kept.intend(rental("t1", "burst1", intended_at=time.time() - 60))
         kept.record_machine("t1", "i-1", None, time.time() - 60)
-    with running_sshd(tmp_path / "sshd") as server:
-        place = f"address: 127.0.0.1, port: {server.port}, user: {getpass.getuser()}, identity: {server.identity}"
-        write_file(tmp_path, clouds, f"{{name: c1, {place}}}")
+    with controller(clouds, tmp_path):
         doubted = shoal("reap", "--yes", "--json")
         assert doubted.exit_code == 3, doubted.output
         told = json.loads(doubted.stdout)
@@ -236,23 +240,6 @@ def test_reap_keeps_ledger_rows_missing_from_lists_unless_forced(clouds: dict[st
         assert "though no list ever showed it, found lambda i-1" in forced.stdout
     with Ledger.read(ledger) as kept:
         assert kept.live() == []
-
-
-def test_reap_waits_for_a_machine_missing_from_the_list(
-    clouds: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The controller is down, so its ledger cannot show that there is no recent order."""
-
-    async def briefly(seconds: float) -> None:
-        await asyncio.sleep(seconds / 100)
-
-    monkeypatch.setattr(reap, "POLLING", reap.Polling(sleep=briefly))  # as if a hundred times as fast: 300 s are 3
-    httpx.put(f"{clouds['lambda']}/_simulator/faults", json=[{"kind": "lagging-list", "times": -1, "seconds": 1}])
-    order(clouds)
-    done = shoal("reap", "--yes", "--json")
-    assert done.exit_code == 0, done.output
-    assert sorted(one["account"] for one in json.loads(done.stdout)["gone"]) == ["lambda", "runpod"]
-    assert still_there(clouds) == []
 
 
 def test_cost_command_exits_127_on_a_controller_without_the_service(tmp_path: Path) -> None:

@@ -126,14 +126,6 @@ def test_nodes_share_a_line_only_when_their_values_are_equal() -> None:
     ]
 
 
-def test_user_text_cannot_send_terminal_escapes() -> None:
-    console = Console(file=StringIO(), force_terminal=True, width=200, no_color=True)
-    show_status(console, STATUS)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[2J" not in text
-    assert "\x1b]0" not in text
-
-
 def test_plan_groups_hosts_with_equal_changes() -> None:
     assert drawn(lambda console: show_plan(console, PLAN, diff=False)) == (
         "warning n1: the clock is off, found +90 s\n"
@@ -146,47 +138,56 @@ def test_plan_groups_hosts_with_equal_changes() -> None:
         "\n"
         "4 changes on 4 hosts; costs at most: node drained; n9 was not inspected\n"
     )
+    with_diffs = drawn(lambda console: show_plan(console, PLAN, diff=True))
+    assert "\nn1 file /etc/x\n--- a\n+++ b\n-old\n+new\n" in with_diffs
 
 
-def test_finding_shows_its_fix_below() -> None:
-    found = (
-        Finding("error", "ubuntu may not become root", "a password", "on gpu02, as root: visudo", host="gpu02"),
-        Finding("info", "changes are due", fix="`shoal plan` shows them"),
-    )
-    assert drawn(lambda console: show_findings(console, found)) == (
-        "error gpu02: ubuntu may not become root, found a password\n"
-        "    fix: on gpu02, as root: visudo\n"
-        "info changes are due, `shoal plan` shows them\n"
-    )
+SUDO = "on {}, as root: visudo"
+IMAGES = [
+    Finding("warning", "no image", fix=f"see ssh {hosts}, then `shoal up {hosts}`", host=hosts)
+    for hosts in ("gpu[1-2,12]", "gpu3", "c1,gpu5")
+]
 
 
-def test_error_of_several_hosts_is_shown_once_with_their_names() -> None:
-    found = [Finding("error", "no sudo", "a password", f"on {name}, as root: visudo", host=name) for name in NAMES]
-    assert drawn(lambda console: show_findings(console, [*found, Finding("info", "x"), Finding("info", "x")])) == (
-        "error gpu[1-2,12]: no sudo, found a password\n    fix: on gpu[1-2,12], as root: visudo\ninfo x\n"
-    )
-    failed = {name: Unreachable(name, f"{name}:22 is silent", hint=f"compare with: ssh -v {name}") for name in NAMES}
-    alone = {"c1": Unreachable("c1", "c1:22 is silent", hint="compare with: ssh -v c1")}
-    assert drawn(lambda console: show_failures(console, failed)) == (
-        "✗ gpu[1-2,12]: gpu[1-2,12]:22 is silent\n    fix: compare with: ssh -v gpu1\n"
-    )
-    unknown = {name: Unreachable(name, f"no address is known for {name!r}") for name in NAMES}
-    assert drawn(lambda console: show_failures(console, unknown)) == (
-        "✗ gpu[1-2,12]: no address is known for 'gpu[1-2,12]'\n"
-    )
-    assert drawn(lambda console: show_failures(console, alone)) == (
-        "✗ c1: c1:22 is silent\n    fix: compare with: ssh -v c1\n"
-    )
+@cases(
+    "found, text",
+    (
+        [
+            Finding("error", "ubuntu may not become root", "a password", SUDO.format("gpu02"), host="gpu02"),
+            Finding("info", "changes are due", fix="`shoal plan` shows them"),
+        ],
+        "error gpu02: ubuntu may not become root, found a password\n    fix: on gpu02, as root: visudo\n"
+        "info changes are due, `shoal plan` shows them\n",
+    ),
+    (
+        [
+            *(Finding("error", "no sudo", "a password", SUDO.format(name), host=name) for name in NAMES),
+            *(Finding("info", "x"), Finding("info", "x")),
+        ],
+        "error gpu[1-2,12]: no sudo, found a password\n    fix: on gpu[1-2,12], as root: visudo\ninfo x\n",
+    ),
+    (IMAGES, "warning c1,gpu[1-3,5,12]: no image\n    fix: see ssh gpu1, then `shoal up c1,gpu[1-3,5,12]`\n"),
+    ids=["fix below", "several hosts once", "a hostlist with others of its kind"],
+)
+def test_finding_is_shown_once_with_its_hosts_and_its_fix(found: list[Finding], text: str) -> None:
+    assert drawn(lambda console: show_findings(console, found)) == text
 
 
-def test_finding_of_a_hostlist_is_shown_with_others_of_its_kind() -> None:
-    found = [
-        Finding("warning", "no image", fix=f"see ssh {hosts}, then `shoal up {hosts}`", host=hosts)
-        for hosts in ("gpu[1-2,12]", "gpu3", "c1,gpu5")
-    ]
-    assert drawn(lambda console: show_findings(console, found)) == (
-        "warning c1,gpu[1-3,5,12]: no image\n    fix: see ssh gpu1, then `shoal up c1,gpu[1-3,5,12]`\n"
-    )
+@cases(
+    "names, cause, hint, text",
+    (
+        NAMES,
+        "{0}:22 is silent",
+        "compare with: ssh -v {0}",
+        "gpu[1-2,12]: gpu[1-2,12]:22 is silent\n    fix: {ssh} gpu1",
+    ),
+    (NAMES, "no address is known for '{0}'", "", "gpu[1-2,12]: no address is known for 'gpu[1-2,12]'"),
+    (("c1",), "{0}:22 is silent", "compare with: ssh -v {0}", "c1: c1:22 is silent\n    fix: {ssh} c1"),
+)
+def test_failure_of_several_hosts_is_shown_once(names: tuple[str, ...], cause: str, hint: str, text: str) -> None:
+    failed = {name: Unreachable(name, cause.format(name), hint=hint.format(name)) for name in names}
+    said = text.format(ssh="compare with: ssh -v")
+    assert drawn(lambda console: show_failures(console, failed)) == f"✗ {said}\n"
 
 
 def test_line_wraps_between_words_and_never_inside_a_command() -> None:
@@ -203,16 +204,8 @@ def test_line_wraps_between_words_and_never_inside_a_command() -> None:
     assert drawn_at(20, False) == told.replace("[red]no[/]", "no") + "\n"
 
 
-def test_plan_with_diffs_shows_diffs_by_host() -> None:
-    text = drawn(lambda console: show_plan(console, PLAN, diff=True))
-    assert "\nn1 file /etc/x\n--- a\n+++ b\n-old\n+new\n" in text
-
-
-def test_empty_plan_prints_no_changes() -> None:
-    assert drawn(lambda console: show_plan(console, Plan("reef"), diff=True)) == "reef: no changes\n"
-
-
 def test_empty_plan_names_hosts_that_were_not_inspected() -> None:
+    assert drawn(lambda console: show_plan(console, Plan("reef"), diff=True)) == "reef: no changes\n"
     away = Plan("reef", unreached={"n9": AWAY, "n10": Unreachable("n10", AWAY.cause, hint=AWAY.hint)})
     assert drawn(lambda console: show_plan(console, away, diff=False)) == (
         "✗ n[9-10]: does not answer within 10 s\n"
@@ -257,13 +250,10 @@ def test_finding_and_failure_with_the_same_text_are_shown_once() -> None:
     assert shown.splitlines()[:2] == ["error n9: no room", "✗ n9: does not answer within 10 s"]
 
 
-def test_exec_shows_equal_outputs_once() -> None:
+def test_exec_shows_equal_outputs_once_and_suggests_the_corrected_command() -> None:
     assert drawn(lambda console: show_exec(console, EXEC)) == (
         "n[1-2] (2)\n6.1\nn3 (1) (exit 2)\nno such file\n✗ n9: does not answer within 10 s\n    fix: is the host up?\n"
     )
-
-
-def test_exec_groups_failures_and_suggests_the_corrected_command() -> None:
     late = {name: CommandTimeout(name, "`sleep` did not end", hint="give it longer") for name in ("n1", "n2")}
     meant = ExecResult(((("n3",), Result(127, b"", b"sh: not found\n")),), late, "shoal exec -- sh -c 'a | b'")
     assert drawn(lambda console: show_exec(console, meant)) == (
@@ -299,7 +289,9 @@ def ended(session: Session, act: Callable[[Session], object]) -> int:
 
 
 @cases("name", *FINISHES)
-def test_every_result_is_a_json_object_with_its_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_result_has_its_exit_code_as_a_json_object_and_as_text(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     finish, code, part = FINISHES[name]
     assert ended(Session(json=True), finish) == code
     out, err = capsys.readouterr()
@@ -307,15 +299,9 @@ def test_every_result_is_a_json_object_with_its_exit_code(name: str, capsys: pyt
     assert isinstance(told, dict)
     assert {key: told[key] for key in part} == part
     assert err == ""
-
-
-@cases("name", *FINISHES)
-def test_pipe_output_has_no_color_and_is_not_truncated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    finish, code, _ = FINISHES[name]
     assert ended(Session(json=False), finish) == code
     out, err = capsys.readouterr()
-    assert out
-    assert "\x1b" not in out + err
+    assert out and "\x1b" not in out + err, "a pipe gets no colour"
 
 
 # ---- errors
@@ -325,27 +311,23 @@ async def bug() -> None:
     raise KeyError("a mistake of ours")
 
 
+def test_internal_error_exits_70_with_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(Session(json=False), lambda session: session.run(bug())) == 70
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("Traceback (most recent call last):\n")
+    assert "KeyError: 'a mistake of ours'\n" in err
+    assert err.endswith("This is a bug in Shoal. Please report it with the lines above.\n")
+    assert ended(Session(json=True), lambda session: session.run(bug())) == 70
+    told = json.loads(capsys.readouterr().out)
+    assert told["error"] == "bug"
+    assert "KeyError: 'a mistake of ours'" in told["traceback"]
+
+
 def fails(error: Exception) -> Callable[[Session], object]:
     async def work() -> None:
         raise error
 
     return lambda session: session.run(work())
-
-
-def test_internal_error_exits_70_with_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(Session(json=False), lambda session: session.run(bug())) == 70
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("Traceback (most recent call last):\n")
-    assert "KeyError: 'a mistake of ours'\n" in err
-    assert err.endswith("This is a bug in Shoal. Please report it with the lines above.\n")
-
-
-def test_internal_error_is_a_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(Session(json=True), lambda session: session.run(bug())) == 70
-    told = json.loads(capsys.readouterr().out)
-    assert told["error"] == "bug"
-    assert "KeyError: 'a mistake of ours'" in told["traceback"]
 
 
 def test_internal_error_during_a_host_command_is_not_a_host_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,25 +372,17 @@ def test_ctrl_c_at_a_prompt_is_not_an_internal_error(error: BaseException, capsy
     assert capsys.readouterr().err.startswith("stopped\n")
 
 
-def test_controller_failure_lists_every_host_failure_in_json() -> None:
+def test_controller_failure_lists_every_host_failure_and_groups_equal_ones(capsys: pytest.CaptureFixture[str]) -> None:
     failures = {"n2": Unreachable("n2", "no route"), "c1": Unreachable("c1", "silent", hint="is it up?")}
     said = plain(ControllerFailed("c1", failures))
     assert (said["message"], said["fix"]) == ("c1: silent\nand n2: no route", "is it up?")
-    assert {name: error["message"] for name, error in said["failures"].items()} == {
-        "c1": "c1: silent",
-        "n2": "n2: no route",
-    }
-
-
-def test_controller_failure_groups_equal_host_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {name: error["message"] for name, error in said["failures"].items()}
+    assert told == {"c1": "c1: silent", "n2": "n2: no route"}
     failures = {name: Unreachable(name, "silent", hint="is it up?") for name in ("n2", "c1", "n1")}
     assert ended(Session(json=False), fails(ControllerFailed("c1", failures))) == 1
     assert capsys.readouterr().err == (
         "✗ c1,n[1-2]: silent\n    fix: is it up?\nerror: cannot go on without c1, the controller\n"
     )
-
-
-def test_error_with_findings_prints_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     window = VersionMismatch("cannot talk", findings=(Finding("error", "too old", host="n1"),))
     assert ended(Session(json=True), fails(window)) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["host"] == "n1"
@@ -428,15 +402,6 @@ def test_json_calls_errors_by_their_stable_names(error: ShoalError, name: str) -
 
 
 # ---- progress
-
-
-def test_phase_prints_a_single_line_without_a_terminal() -> None:
-    console = Console(file=StringIO(), width=200)
-    with TerminalProgress(console).phase("connect and read facts", 2) as phase:
-        phase.update("n1", "busy")
-        phase.done("n1")
-        phase.done("n2", "it broke")
-    assert console.file.getvalue().startswith("  connect and read facts     failed on n2")  # type: ignore[attr-defined]
 
 
 async def lines_in(console: Console, least: int) -> list[str]:
@@ -474,7 +439,13 @@ async def test_phase_without_hosts_prints_its_percentage() -> None:
     assert re.fullmatch(r"  sandbox hosts              40%         \d\.\d s  image debian12: unpack", first)
 
 
-def test_host_output_is_escaped_on_a_terminal() -> None:
+def test_phase_prints_a_single_line_without_a_terminal_and_escapes_host_output_on_one() -> None:
+    console = Console(file=StringIO(), width=200)
+    with TerminalProgress(console).phase("connect and read facts", 2) as phase:
+        phase.update("n1", "busy")
+        phase.done("n1")
+        phase.done("n2", "it broke")
+    assert console.file.getvalue().startswith("  connect and read facts     failed on n2")  # type: ignore[attr-defined]
     console = Console(file=StringIO(), force_terminal=True, width=100, no_color=True)
     with TerminalProgress(console).phase("nodes", 1) as phase:
         phase.update("n1", "unpack [/slurmd] \x1b[2J")
