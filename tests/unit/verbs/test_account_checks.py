@@ -53,12 +53,9 @@ async def it(request: pytest.FixtureRequest) -> AsyncIterator[Trial]:
         yield made
 
 
-async def test_account_that_has_all_that_is_named_is_silent(it: Trial) -> None:
+async def test_account_that_has_all_that_is_named_is_silent_but_for_quotas_not_in_its_api(it: Trial) -> None:
     assert await findings(it) == []
     assert it.made == 0
-
-
-async def test_provider_without_quotas_in_its_api_is_named(it: Trial) -> None:
     found = await account_findings(spec(it.case.kind), opened(it.case.kind, it.url))
     assert [one.what for one in found if one.what == NO_QUOTA] == ([] if it.case.kind in ("aws", "gcp") else [NO_QUOTA])
 
@@ -104,48 +101,48 @@ async def test_provider_that_does_not_answer_is_a_warning() -> None:
     ]
 
 
-@cases(
-"limits, expected",
-({"NVIDIA_A100_GPUS": 4}, []),
-        (
-            {"NVIDIA_A100_GPUS": 2},
-            ["warning: nodesets.pool: the quota NVIDIA_A100_GPUS in us-central1 of gcp allows 2 more a2-highgpu-1g, "
-             "found limit 2, in use 0; one needs 1, and `max` is 4, ask the provider for a higher quota, or name "
-             "another type or place"],
-        ),
-        (
-            {"NVIDIA_A100_GPUS": 8, "GPUS_ALL_REGIONS": 0},
-            ["error: nodesets.pool: the quota GPUS_ALL_REGIONS in all regions of gcp allows 0 more a2-highgpu-1g, "
-             "found limit 0, in use 0; one needs 1, and `max` is 4, ask the provider for a higher quota, or name "
-             "another type or place"],
-        ),)  # fmt: skip
-async def test_quota_that_does_not_cover_the_nodeset_is_named(limits: dict[str, float], expected: list[str]) -> None:
-    async with trial(CASES["gcp"]) as it:
-        it.simulation.simulator.quota_limits |= limits  # type: ignore[attr-defined]
-        assert await findings(it, "type: a2-highgpu-1g, zone: us-central1-a") == expected
+A2 = "type: a2-highgpu-1g, zone: us-central1-a"
+P5 = "type: p5.48xlarge, region: us-east-1"
+G4 = "type: g4dn.xlarge, region: us-east-1, market: spot"
+ON_DEMAND = "“Running On-Demand P instances” (L-417A185B, vCPUs) in us-east-1 of aws allows 0 more p5.48xlarge"
+SPOT = "“All G and VT Spot Instance Requests” (L-3819A6DF, vCPUs) in us-east-1 of aws allows 2 more g4dn.xlarge"
 
 
 @cases(
-"line, limits, expected",
-("type: p5.48xlarge, region: us-east-1", {"L-417A185B": 768}, []),
-        (
-            "type: p5.48xlarge, region: us-east-1",
-            {},  # the default of a new account
-            ["error: nodesets.pool: the quota “Running On-Demand P instances” (L-417A185B, vCPUs) in us-east-1 of aws "
-             "allows 0 more p5.48xlarge, found limit 0, in use 0; one needs 192, and `max` is 4, ask the provider for "
-             "a higher quota, or name another type or place"],
-        ),
-        (
-            "type: g4dn.xlarge, region: us-east-1, market: spot",
-            {"L-3819A6DF": 9, "L-DB2E81BA": 0},
-            ["warning: nodesets.pool: the quota “All G and VT Spot Instance Requests” (L-3819A6DF, vCPUs) in us-east-1 "
-             "of aws allows 2 more g4dn.xlarge, found limit 9, in use 0; one needs 4, and `max` is 4, ask the provider "
-             "for a higher quota, or name another type or place"],
-        ),)  # fmt: skip
-async def test_amazons_quota_of_vcpus_is_named(line: str, limits: dict[str, float], expected: list[str]) -> None:
-    async with trial(CASES["aws"]) as it:
-        it.simulation.simulator.quotas = limits  # type: ignore[attr-defined]
-        assert await findings(it, line) == expected
+    "kind, line, limits, level, quota, counts",
+    ("gcp", A2, {"NVIDIA_A100_GPUS": 4}, "", "", ()),
+    (
+        "gcp",
+        A2,
+        {"NVIDIA_A100_GPUS": 2},
+        "warning",
+        "NVIDIA_A100_GPUS in us-central1 of gcp allows 2 more a2-highgpu-1g",
+        (2, 1),
+    ),
+    (
+        "gcp",
+        A2,
+        {"NVIDIA_A100_GPUS": 8, "GPUS_ALL_REGIONS": 0},
+        "error",
+        "GPUS_ALL_REGIONS in all regions of gcp allows 0 more a2-highgpu-1g",
+        (0, 1),
+    ),
+    ("aws", P5, {"L-417A185B": 768}, "", "", ()),
+    ("aws", P5, {}, "error", ON_DEMAND, (0, 192)),  # the default of a new account
+    ("aws", G4, {"L-3819A6DF": 9, "L-DB2E81BA": 0}, "warning", SPOT, (9, 4)),
+)
+async def test_quota_that_does_not_cover_the_nodeset_is_named(
+    kind: str, line: str, limits: dict[str, float], level: str, quota: str, counts: tuple[int, ...]
+) -> None:
+    async with trial(CASES[kind]) as it:
+        simulator: Any = it.simulation.simulator
+        if kind == "gcp":
+            simulator.quota_limits |= limits
+        else:
+            simulator.quotas = limits
+        rest = "one needs {1}, and `max` is 4, ask the provider for a higher quota, or name another type or place"
+        said = f"{level}: nodesets.pool: the quota {quota}, found limit {{0}}, in use 0; {rest}"
+        assert await findings(it, line) == ([said.format(*counts)] if level else [])
 
 
 async def test_quotas_that_the_key_may_not_read_are_mentioned() -> None:
@@ -163,16 +160,12 @@ async def test_key_that_is_not_here_is_only_mentioned(monkeypatch: pytest.Monkey
     assert (finding.level, finding.what) == ("info", "its key is not on this machine, so it was not asked")
 
 
-async def test_type_that_is_not_sold_on_demand_says_how_it_is_sold() -> None:
+async def test_type_that_is_not_sold_on_demand_and_missing_firewall_rules_are_named_with_the_fix() -> None:
     async with trial(CASES["gcp"]) as it:
         assert await findings(it, "type: a3-highgpu-1g, zone: us-central1-a") == [
             "error: nodesets.pool: Google does not sell a3-highgpu-1g on demand: use `market: spot`, or for the "
             "account `settings: {provisioning: flex-start}` or `{reservation: NAME}`"
         ]
-
-
-async def test_firewall_rules_that_are_missing_are_printed_as_commands() -> None:
-    async with trial(CASES["gcp"]) as it:
         found = await account_findings(spec("gcp"), opened("gcp", it.url))
         [finding] = [one for one in found if "firewall" in one.what]
         assert finding.found == ("shoal-reef-ports is missing; shoal-reef-lan is missing; shoal-reef-inside is missing")

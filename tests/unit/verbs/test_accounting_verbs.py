@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from tests.support.cases import cases
-from tests.support.fake_clusters import AT_ONCE
-from tests.support.fake_clusters import context_of as context_for
+from tests.support.errors import error_of
+from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_world import LAB, World, host_facts, lab
 from tests.support.screens import screen_text
 
@@ -20,7 +20,7 @@ from shoal.jobs.record import JOBCOMP_COMMAND, RECENT_COMMAND, SACCT_COMMAND
 from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
 from shoal.slurm.state import JOB_RECORD
 from shoal.slurm.usage import UsageRow
-from shoal.verbs.context import Context
+from shoal.spec.finding import Finding
 from shoal.verbs.health import ACCOUNTING_COMMAND, AccountingHealth, accounting_findings, accounting_health
 from shoal.verbs.jobs import jobs
 from shoal.verbs.keys import KeysResult, RotatedKey
@@ -30,6 +30,7 @@ from shoal.verbs.usage import PING_COMMAND, UsageResult, usage
 from shoal_simulators.fake_host import Call
 
 BOOKS = LAB + "accounting: true\n"
+BOOKS_ON_N2 = LAB + "accounting: {host: n2}\n"
 RENTS = BOOKS.replace("[lab]", "[lab, cloud]").replace(
     "partitions:", "  cloud: {provider: lambda, type: gpu_1x_a10, max: 2, image: debian-12, price: 0.75}\npartitions:"
 )
@@ -45,10 +46,6 @@ def world(text: str = BOOKS, **answers: object) -> World:
     made = lab(text)
     made.hosts["c1"].answers = {PING_COMMAND: b"reef\n", **made.hosts["c1"].answers, **answers}  # type: ignore[dict-item]
     return made
-
-
-def context_of(made: World) -> Context:
-    return Context(made.spec, connector=made.connector)
 
 
 def answer(made: World, *command: str, with_: object, host: str = "c1") -> None:
@@ -73,26 +70,19 @@ async def test_usage_is_read_from_slurmdbd_and_summed(text: str, nodes: str, row
     assert result.total.jobs == 1
 
 
-async def test_usage_without_accounting_is_rejected_with_the_fix() -> None:
-    with pytest.raises(UsageError) as caught:
-        await usage(context_of(world(LAB)), "user", None, None)
-    assert str(caught.value) == (
+async def test_usage_without_accounting_or_by_an_unknown_grouping_is_rejected() -> None:
+    assert await error_of(UsageError, usage(context_of(world(LAB)), "user", None, None)) == (
         "cluster reef has no accounting\n"
         "  fix: add `accounting: true` to the file and run `shoal up`; it records jobs from then on"
     )
-
-
-async def test_unknown_grouping_is_rejected() -> None:
     with pytest.raises(UsageError, match="--by host is not a grouping"):
         await usage(context_of(world()), "host", None, None)
 
 
 async def test_silent_slurmdbd_is_reported() -> None:
-    made = world(LAB + "accounting: {host: n2}\n")
+    made = world(BOOKS_ON_N2)
     answer(made, *PING_COMMAND, with_=Result(1, stderr=b"sacctmgr: error: n2:6819: Connection refused\n"))
-    with pytest.raises(SlurmError) as caught:
-        await usage(context_of(made), "user", None, None)
-    assert str(caught.value) == (
+    assert await error_of(SlurmError, usage(context_of(made), "user", None, None)) == (
         "slurmdbd on n2 does not answer: sacctmgr: error: n2:6819: Connection refused\n"
         "  fix: `shoal status` shows its state; `shoal jobs --all` lists ended jobs without it"
     )
@@ -109,12 +99,9 @@ def test_hours_without_a_price_are_shown_separately() -> None:
     assert "user" in text and "GPU hours" in text and "10.00" in text and "total" in text
     assert "not in the cost: 3.00 GPU hours on nodesets that have no `price`" in text
     assert "no usage" in screen_text(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
-
-
-def test_no_cost_column_without_prices() -> None:
     row = UsageRow("17", 1, 1.0, 3.0, None, 3.0, "ann: [red]x")
     text = screen_text(show_usage, UsageResult("reef", "job", 0, 100, (row,), row))
-    assert "cost" not in text and "ann: [red]x" in text
+    assert "cost" not in text and "ann: [red]x" in text, "no price, no column"
 
 
 # ---- backups
@@ -131,24 +118,6 @@ def restorable(
     return made
 
 
-async def test_backups_are_listed_newest_first() -> None:
-    made = restorable()
-    result = await list_backups(context_of(made))
-    assert [(backup.name, backup.size) for backup in result.backups] == [
-        ("slurm_acct_db-2-daily.sql.gz", 2048),
-        ("slurm_acct_db-1-change.sql.gz", 1024),
-    ]
-    assert "on c1; `shoal restore NAME` restores one" in screen_text(show_restore, result)
-
-
-async def test_missing_backup_is_rejected_and_nothing_changes() -> None:
-    made = restorable()
-    with pytest.raises(UsageError) as caught:
-        await restore(context_of(made), "../etc/passwd")
-    assert "there is no backup '../etc/passwd'" in str(caught.value)
-    assert (DATABASE_PROGRAM, "restore", "../etc/passwd") not in made.hosts["c1"].argvs
-
-
 async def test_latest_backup_is_restored_and_the_previous_records_are_named() -> None:
     told = {"n": LIST}
 
@@ -157,35 +126,43 @@ async def test_latest_backup_is_restored_and_the_previous_records_are_named() ->
         told["n"] = b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST
         return b""
 
-    result = await restore(context_of(restorable(lambda call: told["n"], put_back)), "latest")
+    made = restorable(lambda call: told["n"], put_back)
+    listed = await list_backups(context_of(made))
+    assert [(backup.name, backup.size) for backup in listed.backups] == [
+        ("slurm_acct_db-2-daily.sql.gz", 2048),
+        ("slurm_acct_db-1-change.sql.gz", 1024),
+    ]
+    assert "on c1; `shoal restore NAME` restores one" in screen_text(show_restore, listed)
+    said = await error_of(UsageError, restore(context_of(made), "../etc/passwd"))
+    assert "there is no backup '../etc/passwd'" in said
+    assert (DATABASE_PROGRAM, "restore", "../etc/passwd") not in made.hosts["c1"].argvs
+    result = await restore(context_of(made), "latest")
     assert (result.restored, result.before) == ("slurm_acct_db-2-daily.sql.gz", "slurm_acct_db-3-restore.sql.gz")
     assert "the previous records are in slurm_acct_db-3-restore.sql.gz" in screen_text(show_restore, result)
 
 
-async def test_slurmctld_that_does_not_start_after_a_restore_is_reported() -> None:
-    made = restorable(start=Result(1, stderr=b"Job for slurmctld.service failed.\n"))
-    with pytest.raises(SlurmError) as caught:
-        await restore(context_of(made), "latest")
-    assert str(caught.value) == (
+@cases(
+    "answers, said",
+    (
+        {"start": Result(1, stderr=b"Job for slurmctld.service failed.\n")},
         "slurm_acct_db-2-daily.sql.gz is restored, but slurmctld on c1 did not start again: "
-        "Job for slurmctld.service failed.\n  fix: run `shoal up`"
-    )
-
-
-async def test_unreadable_backup_is_reported_with_the_state_of_the_records() -> None:
-    made = restorable(restored=Result(1, stderr=b"gzip: unexpected end of file\n"))
-    with pytest.raises(ShoalError) as caught:
-        await restore(context_of(made), "latest")
-    assert "c1: cannot restore slurm_acct_db-2-daily.sql.gz: gzip: unexpected end of file" in str(caught.value)
-    assert "try another backup (`shoal restore` lists them); the records are unchanged" in str(caught.value)
+        "Job for slurmctld.service failed.\n  fix: run `shoal up`",
+    ),
+    (
+        {"restored": Result(1, stderr=b"gzip: unexpected end of file\n")},
+        "c1: cannot restore slurm_acct_db-2-daily.sql.gz: gzip: unexpected end of file\n"
+        "  fix: try another backup (`shoal restore` lists them); the records are unchanged",
+    ),
+    ids=["slurmctld does not start", "unreadable backup"],
+)
+async def test_failed_restore_is_reported_with_the_state_of_the_records(answers: dict[str, object], said: str) -> None:
+    assert await error_of(ShoalError, restore(context_of(restorable(**answers)), "latest")) == said
 
 
 @cases("said, asked", (b"activating\n", 3), (b"active\n", 20), ids=["it ends", "it hangs"])
 async def test_backup_rejected_by_slurmdbd_is_reported_with_the_fix(said: bytes, asked: int) -> None:
     made = restorable(b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST, slurmdbd=said)
-    with pytest.raises(SlurmError) as caught:
-        await restore(context_of(made), "slurm_acct_db-1-change.sql.gz")
-    assert str(caught.value) == (
+    assert await error_of(SlurmError, restore(context_of(made), "slurm_acct_db-1-change.sql.gz")) == (
         "slurmdbd on c1 does not start with this backup; `shoal ssh c1 journalctl -u slurmdbd` shows why\n"
         "  fix: `shoal restore slurm_acct_db-3-restore.sql.gz --yes` puts back what was there"
     )
@@ -221,7 +198,7 @@ async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str
 
 
 async def test_status_queries_the_database_host() -> None:
-    made = world(LAB + "accounting: {host: n2}\n")
+    made = world(BOOKS_ON_N2)
     answer(made, *ACCOUNTING_COMMAND, with_=b"active\nfailed\nsuccess\n1000.5\n", host="n2")
     async with made.fleet() as fleet:
         told = await accounting_health(fleet, made.spec)
@@ -230,41 +207,36 @@ async def test_status_queries_the_database_host() -> None:
     assert accounting_line(told).startswith("accounting: [red]slurmdbd is failed[/], on n2; [yellow]newest backup ")
 
 
-async def test_check_reports_a_stopped_database_and_an_old_backup() -> None:
-    made = world(LAB + "accounting: {host: n2}\n")
+async def test_check_reports_a_stopped_database_and_an_old_or_failed_backup() -> None:
+    made = world(BOOKS_ON_N2)
     facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
     async with made.fleet() as fleet:
         assert await accounting_findings(fleet, made.spec, {"n2": host_facts("n2", "10.0.0.12")}) == []  # no `up` yet
-        answer(made, *ACCOUNTING_COMMAND, with_=f"active\nactive\nsuccess\n{time.time() - 86400}\n".encode(), host="n2")
-        assert await accounting_findings(fleet, made.spec, {"n2": facts}) == []
-        answer(made, *ACCOUNTING_COMMAND, with_=b"inactive\nfailed\nsuccess\n86400\n", host="n2")
-        down, old = await accounting_findings(fleet, made.spec, {"n2": facts})
+
+        async def found(said: str) -> list[Finding]:
+            answer(made, *ACCOUNTING_COMMAND, with_=said.encode(), host="n2")
+            return await accounting_findings(fleet, made.spec, {"n2": facts})
+
+        assert await found(f"active\nactive\nsuccess\n{time.time() - 86400}\n") == []
+        down, old = await found("inactive\nfailed\nsuccess\n86400\n")
+        [failed] = await found(f"active\nactive\nexit-code\n{time.time() - 60}\n")
+        [never] = await found("active\nactive\nexit-code\n")
     assert str(down) == (
         "n2: accounting does not work: jobs run on, and slurmctld keeps their records until it does, found MariaDB is "
         "inactive, slurmdbd is failed, run `shoal up`; `shoal ssh n2 journalctl -u mariadb -u slurmdbd` shows why"
     )
     assert (down.level, old.level) == ("error", "warning")
-    assert str(old).startswith("n2: the accounting database was not backed up last night, found newest backup 1970-")
+    missing = "n2: the accounting database was not backed up last night, found"
+    assert str(old).startswith(f"{missing} newest backup 1970-")
+    assert str(failed).startswith(f"{missing} newest backup 20"), "though there is a recent one"
+    assert str(never) == (
+        f"{missing} no backup yet, `shoal ssh n2 journalctl -u shoal-backup` shows why; is the disk full?"
+    )
     assert "; [yellow]newest backup 1970-" in accounting_line(AccountingHealth("n2", "active", "active", 86400.0))
 
 
-async def test_failed_nightly_backup_is_reported_even_with_a_recent_backup() -> None:
-    made = world(LAB + "accounting: {host: n2}\n")
-    facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
-    answer(made, *ACCOUNTING_COMMAND, with_=f"active\nactive\nexit-code\n{time.time() - 60}\n".encode(), host="n2")
-    async with made.fleet() as fleet:
-        [failed] = await accounting_findings(fleet, made.spec, {"n2": facts})
-        answer(made, *ACCOUNTING_COMMAND, with_=b"active\nactive\nexit-code\n", host="n2")
-        [never] = await accounting_findings(fleet, made.spec, {"n2": facts})
-    assert str(failed).startswith("n2: the accounting database was not backed up last night, found newest backup 20")
-    assert str(never) == (
-        "n2: the accounting database was not backed up last night, found no backup yet, "
-        "`shoal ssh n2 journalctl -u shoal-backup` shows why; is the disk full?"
-    )
-
-
 async def test_silent_database_host_does_not_stop_status() -> None:
-    made = world(LAB + "accounting: {host: n2}\n")
+    made = world(BOOKS_ON_N2)
     made.hosts["n2"].unreachable = Unreachable("n2", "no route")
     async with made.fleet() as fleet:
         told = await accounting_health(fleet, made.spec)
@@ -293,12 +265,12 @@ def test_rotation_reports_the_failure_time_of_slurm_and_the_missing_hosts() -> N
 
 async def test_database_moves_without_its_records_only_on_request() -> None:
     made = lab(BOOKS)
-    assert (await up(context_for(made), AT_ONCE)).whole
+    assert (await up(context_of(made), AT_ONCE)).whole
     made.look_again()
     for agent in made.agents.values():
         there = f"file {SACCTMGR_CONF}" in agent.items
         agent.facts = replace(agent.facts, files={**agent.facts.files, SACCTMGR_CONF: FileFact(there=there)})
-    moved = context_for(made, LAB + "accounting: {host: n2}\n")
+    moved = context_of(made, BOOKS_ON_N2)
     told = "n2: accounting moves here from c1 and begins with an empty database: the records of earlier jobs stay there"
     findings = [str(finding) for finding in (await plan(moved)).findings]
     assert [text.startswith(f"{told}, to move them") for text in findings] == [True]

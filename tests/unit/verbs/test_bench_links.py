@@ -3,11 +3,13 @@
 import io
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 from rich.console import Console
 from tests.support.cases import cases
+from tests.support.fake_clusters import context_of
 from tests.support.fake_world import World, lab
 
 from shoal.cli.bench_commands import HEAT, heat, show_links, speed_text
@@ -23,6 +25,7 @@ ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11", "n2": "10.0.0.12"}
 NAMES = "".join(f"{address}  {name}\n" for name, address in ADDRESSES.items())
 BLOCK = f"127.0.0.1 localhost\n# BEGIN shoal members\n{NAMES}# END shoal members\n"
 
+PROBE = python_command("link_probe")
 Speed = Callable[[str, str], Mapping[str, Any]]
 
 
@@ -30,24 +33,17 @@ def measuring(world: World, speed: Speed, known: str = BLOCK) -> Context:
     """A world whose hosts run the measuring program: `speed` answers for a source and a target."""
     at = {address: name for name, address in ADDRESSES.items()}
 
-    def player(name: str) -> Callable[[FakeProgram], Any]:
-        async def play(program: FakeProgram) -> int:
-            while line := await program.readline():
-                request = json.loads(line)
-                listens = request["op"] == "listen"
-                answer = {"port": 62999} if listens else speed(name, at[request["address"]])
-                await program.print(json.dumps(answer).encode() + b"\n")
-            return 0
-
-        return play
+    async def play(name: str, program: FakeProgram) -> int:
+        while line := await program.readline():
+            request = json.loads(line)
+            listens = request["op"] == "listen"
+            answer = {"port": 62999} if listens else speed(name, at[request["address"]])
+            await program.print(json.dumps(answer).encode() + b"\n")
+        return 0
 
     for name, host in world.hosts.items():
-        host.answers = {
-            **host.answers,
-            python_command("link_probe"): player(name),
-            ("cat", HOSTS): known.encode(),
-        }
-    return Context(world.spec, connector=world.connector)
+        host.answers |= {PROBE: partial(play, name), ("cat", HOSTS): known.encode()}
+    return context_of(world)
 
 
 def near_and_far(one: str, other: str) -> dict[str, float]:
@@ -66,14 +62,8 @@ async def test_every_pair_is_measured_both_ways_and_stored_on_the_controller() -
     kept = world.agents["c1"].items[f"file {LINKS}"]["content"]
     assert read_links(kept) == result.links
     assert "n1" not in world.applied(), "nothing is changed on the others"
-
-
-async def test_probe_programs_run_without_root_and_are_ended() -> None:
-    world = lab()
-    await bench_links(measuring(world, near_and_far))
-    calls = [call for host in world.hosts.values() for call in host.calls if call.argv == python_command("link_probe")]
-    assert len(calls) == 3
-    assert all(call.killed and not call.root for call in calls)
+    calls = [call for host in world.hosts.values() for call in host.calls if call.argv == PROBE]
+    assert len(calls) == 3 and all(call.killed and not call.root for call in calls)
 
 
 async def test_earlier_measurements_stay_when_some_hosts_are_measured_again() -> None:
@@ -82,7 +72,7 @@ async def test_earlier_measurements_stay_when_some_hosts_are_measured_again() ->
     before = links_text(
         [LinkSpeed("c1", "n2", 0.1, 5.0), LinkSpeed("n1", "n2", 0.1, 5.0), LinkSpeed("gone", "n2", 0.1, 5.0)]
     )
-    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("cat", LINKS): before.encode()}
+    world.hosts["c1"].answers |= {("cat", LINKS): before.encode()}
     await bench_links(context, "n1,n2")
     kept = read_links(world.agents["c1"].items[f"file {LINKS}"]["content"])
     found = {(link.source, link.target): link.mbit for link in kept}
@@ -100,14 +90,6 @@ async def test_failed_link_is_reported_and_stops_no_other() -> None:
     ]
 
 
-async def test_unreachable_host_drops_out() -> None:
-    world = lab()
-    context = measuring(world, near_and_far)
-    world.hosts["n2"].unreachable = True
-    result = await bench_links(context)
-    assert result.hosts == ("c1", "n1") and list(result.failures) == ["n2"] and not result.whole
-
-
 async def test_single_host_or_cluster_without_addresses_is_rejected() -> None:
     with pytest.raises(UsageError, match="n1 alone has no link to measure"):
         await bench_links(measuring(lab(), near_and_far), "n1")
@@ -116,18 +98,19 @@ async def test_single_host_or_cluster_without_addresses_is_rejected() -> None:
     assert refused.value.hint == "run `shoal up` first"
 
 
-async def test_host_without_python_is_reported_with_the_fix() -> None:
+async def test_unreachable_host_or_one_without_python_drops_out() -> None:
     world = lab()
     context = measuring(world, near_and_far)
+    world.hosts["n2"].unreachable = True
+    result = await bench_links(context)
+    assert result.hosts == ("c1", "n1") and list(result.failures) == ["n2"] and not result.whole
 
     async def ends(program: FakeProgram) -> int:
         program.complain(b"SyntaxError: invalid syntax\n")
         return 1
 
-    key = python_command("link_probe")
-    world.hosts["n1"].answers = {**world.hosts["n1"].answers, key: ends}
-    result = await bench_links(context)
-    error = result.failures["n1"]
+    world.hosts["n1"].answers |= {PROBE: ends}
+    error = (await bench_links(context)).failures["n1"]
     assert error.cause == "the measuring program ended: SyntaxError: invalid syntax"
     assert error.hint == "Shoal needs python3, 3.8 or newer, on the host"
 
@@ -143,11 +126,8 @@ def shown(result: LinksResult, *, colours: bool = False, width: int = 120) -> st
 
 LINKED = (
     *(LinkSpeed("a", "b", 0.2, 9412.0), LinkSpeed("b", "a", 0.25, 9300.0), LinkSpeed("a", "c", 31.0, 48.06)),
-    *(
-        LinkSpeed("c", "a", 30.0, 51.0),
-        LinkSpeed("b", "c", problem="Connection refused"),
-        LinkSpeed("c", "b", 30.5, 50.0),
-    ),
+    *(LinkSpeed("c", "a", 30.0, 51.0), LinkSpeed("c", "b", 30.5, 50.0)),
+    LinkSpeed("b", "c", problem="Connection refused"),
 )
 
 
@@ -182,19 +162,13 @@ def test_wide_matrix_is_split_and_complete() -> None:
     assert rows == list(hosts) * len(heads)
 
 
-def test_colors_are_used_only_on_a_terminal() -> None:
-    result = LinksResult("reef", ("a", "b", "c"), LINKED, (("a", "b", "c"),))
-    assert "\x1b[" in shown(result, colours=True)
-    assert "\x1b[" not in shown(result)
-    assert "no host is far from the others" in shown(result)
-
-
-def test_slowest_speed_and_longest_round_trip_are_red() -> None:
+def test_slowest_speed_and_longest_round_trip_are_red_on_a_terminal() -> None:
     links = (LinkSpeed("a", "b", 0.2, 9000.0), LinkSpeed("b", "a", 30.0, 50.0))
-    text = shown(LinksResult("reef", ("a", "b"), links, (("a", "b"),)), colours=True)
-    white_on_red = "\x1b[37;41m"
+    result = LinksResult("reef", ("a", "b"), links, (("a", "b"),))
+    text, white_on_red = shown(result, colours=True), "\x1b[37;41m"
     assert f"{white_on_red}50.0M" in text and f"{white_on_red}30.00" in text
     assert f"{white_on_red}9.00G" not in text and f"{white_on_red} 0.20" not in text
+    assert "\x1b[" not in shown(result) and "no host is far from the others" in shown(result)
 
 
 def test_slowest_link_is_hottest_and_similar_links_are_all_good() -> None:

@@ -17,23 +17,15 @@ TOO_SHORT = (
 )
 
 
-async def test_option_that_breaks_the_contract_is_reported_by_plan() -> None:
+async def test_contract_violation_is_reported_once_while_active_and_by_plan() -> None:
     world = lab(SHORT)
     assert TOO_SHORT in [str(finding) for finding in (await plan(context_of(world))).findings]
-
-
-async def test_contract_violation_is_reported_once_while_active() -> None:
-    context = await raised(lab(SHORT))
+    context = await raised(world)
     assert [(finding.level, str(finding)) for finding in await check(context)] == [("warning", TOO_SHORT)]
-
-
-async def test_violation_outside_the_file_is_reported_for_the_controller() -> None:
-    world = lab(SHORT)
-    await raised(world, SHORT)
-    found = [str(finding) for finding in await check(context_of(world, LAB))]
+    outside_the_file = [str(finding) for finding in await check(context_of(world, LAB))]
     assert (
         "c1: jobs have less time to save after SIGTERM than they count on, found 5 s, run `shoal up`, which sets 30"
-        in found
+        in outside_the_file
     )
 
 

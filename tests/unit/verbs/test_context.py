@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of, error_text
 from tests.support.fake_world import LAB, spec_of
 
 from shoal.errors import ProviderError, SpecError, UsageError
@@ -38,9 +39,10 @@ def test_hosts_are_chosen_by_hostlist_and_nodeset() -> None:
     ("", None, "no host is named\n  fix: use one of c1, n1, n2"),
 )
 def test_unknown_hosts_are_reported_with_the_existing_hosts(hosts: str | None, nodeset: str | None, text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        LAB_CONTEXT.choose(hosts, nodeset)
-    assert str(caught.value) == text
+    assert error_text(UsageError, LAB_CONTEXT.choose, hosts, nodeset) == text
+    assert error_text(UsageError, LAB_CONTEXT.choose_one, "n[1-2]") == (
+        "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"
+    )
 
 
 def test_invalid_hostlist_is_rejected_with_an_example() -> None:
@@ -48,24 +50,14 @@ def test_invalid_hostlist_is_rejected_with_an_example() -> None:
         LAB_CONTEXT.choose("n[1-")
 
 
-def test_several_hosts_are_rejected_where_a_single_host_is_expected() -> None:
-    with pytest.raises(UsageError) as caught:
-        LAB_CONTEXT.choose_one("n[1-2]")
-    assert str(caught.value) == "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"
-
-
 async def test_uncreated_host_is_rejected_with_the_command_that_creates_the_host() -> None:
     fake = FakeProvider()
     context = Context(default_spec("reef"), providers=lambda name: fake)
-    with pytest.raises(ProviderError) as caught:
-        await context.fleet()
-    assert str(caught.value) == "cluster reef: host controller is not made yet\n  fix: run `shoal up`"
+    missing = "cluster reef: host controller is not made yet\n  fix: run `shoal up`"
+    assert await error_of(ProviderError, context.fleet()) == missing
     await fake.create("reef", requests(context.members, "sandbox"), lambda text, part: None)
-    assert [target.address for target in (await context.targets()).values()] == [
-        "192.0.2.1",
-        "192.0.2.2",
-        "192.0.2.3",
-    ]
+    made = [target.address for target in (await context.targets()).values()]
+    assert made == ["192.0.2.1", "192.0.2.2", "192.0.2.3"]
 
 
 async def test_host_is_reached_as_configured() -> None:
@@ -76,10 +68,15 @@ async def test_host_is_reached_as_configured() -> None:
     ]
 
 
-def test_sandbox_is_used_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sandbox_is_used_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert open_context().spec == default_spec("sandbox")
     assert open_context(cluster="mine").cluster == "mine"
+    fake = FakeProvider()
+    with pytest.raises(ProviderError, match=r"for your own hosts, change to the directory of their shoal\.yaml"):
+        await replace(open_context(), providers=lambda name: fake).fleet()
+    with pytest.raises(SpecError, match="no such file"):
+        open_context(tmp_path / "other.yaml")
 
 
 def test_subdirectory_of_a_spec_does_not_fall_back_to_the_sandbox(
@@ -89,23 +86,12 @@ def test_subdirectory_of_a_spec_does_not_fall_back_to_the_sandbox(
     below = tmp_path / "src/model"
     below.mkdir(parents=True)
     monkeypatch.chdir(below)
-    with pytest.raises(UsageError) as caught:
-        open_context()
-    assert str(caught.value) == (
+    assert error_text(UsageError, open_context) == (
         f"there is no shoal.yaml here, and one in {tmp_path}\n"
         "  fix: use -f ../../shoal.yaml, or --cluster sandbox for the sandbox"
     )
     assert open_context(Path("../../shoal.yaml")).cluster == "reef"
     assert open_context(cluster="sandbox").spec == default_spec("sandbox")
-
-
-async def test_missing_file_hint_names_the_directory_of_the_spec(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    fake = FakeProvider()
-    with pytest.raises(ProviderError, match=r"for your own hosts, change to the directory of their shoal\.yaml"):
-        await replace(open_context(), providers=lambda name: fake).fleet()
 
 
 def test_file_in_the_current_directory_is_used_and_sets_the_cluster(
@@ -114,25 +100,16 @@ def test_file_in_the_current_directory_is_used_and_sets_the_cluster(
     monkeypatch.chdir(tmp_path)
     Path("shoal.yaml").write_text(LAB)
     assert open_context().cluster == "reef"
-    with pytest.raises(UsageError) as caught:
-        open_context(cluster="demo")
-    assert str(caught.value) == (
+    assert error_text(UsageError, open_context, cluster="demo") == (
         "the cluster's name is in shoal.yaml; --cluster demo names one that has no file\n"
         "  fix: leave out --cluster and unset SHOAL_CLUSTER, or run this where there is no shoal.yaml"
     )
 
 
-def test_missing_explicit_file_does_not_fall_back_to_the_sandbox(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no such file"):
-        open_context(tmp_path / "other.yaml")
-
-
 @cases("name", "a b", "../up", "Reef", "x" * 60)
 def test_invalid_cluster_name_is_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as caught:
-        open_context(cluster=name)
-    assert str(caught.value) == (
+    assert error_text(UsageError, open_context, cluster=name) == (
         f"{name!r} is not a cluster name\n  fix: use lower-case letters, digits and -, as in reef"
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import KEY
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_renters import READ_LEDGER, ledger_row
 from tests.support.fake_world import World, host_facts, lab
@@ -54,13 +55,7 @@ class Old:
         self.machines = machines
         self.agent = world.agents.get("c1") or FakeAgent(host_facts("c1", "10.0.0.1"))
         self.host = world.hosts.get("c1") or FakeHost(Target("c1"), {("python3",): self.agent.play})
-        self.host.answers = {
-            **self.host.answers,
-            READ_LEDGER: self._read,
-            MOVE_LEDGER: LEDGER,
-            STOP: self._stop,
-            START: b"",
-        }
+        self.host.answers |= {READ_LEDGER: self._read, MOVE_LEDGER: LEDGER, STOP: self._stop, START: b""}
         world.connector = FakeConnector(*{**world.hosts, "c1": self.host}.values())
         spec, unit = json.dumps({"cluster": cluster}), "[Unit]\n"
         self.facts = {UNIT: FileFact(sha256="0", text=unit, there=True), SPEC: FileFact(sha256="0", text=spec)}
@@ -87,16 +82,14 @@ class Old:
 
 def moving(text: str = STAYS) -> World:
     world = lab(text)
-    world.hosts["c2"].answers = {**world.hosts["c2"].answers, MOVE_LEDGER: b"", STOP: Result(5)}
+    world.hosts["c2"].answers |= {MOVE_LEDGER: b"", STOP: Result(5)}
     return world
 
 
 def taken(world: World) -> list[Any]:
     """What the new controller was told to go on with."""
-    calls = [
-        call for call in world.hosts["c2"].calls if call.argv[: len(MOVE_LEDGER)] == MOVE_LEDGER and "take" in call.argv
-    ]
-    return [json.loads(call.stdin) for call in calls]
+    calls = [call for call in world.hosts["c2"].calls if call.argv[: len(MOVE_LEDGER)] == MOVE_LEDGER]
+    return [json.loads(call.stdin) for call in calls if "take" in call.argv]
 
 
 def remember(name: str = "c1", address: str = "10.0.0.1") -> None:
@@ -125,9 +118,7 @@ async def test_controller_move_is_rejected_while_machines_are_rented(text: str) 
     world = moving(text)
     old = Old(world, machines=(UP, ORDERED))
     remember()
-    with pytest.raises(ProviderError) as caught:
-        await up(context_of(world), AT_ONCE)
-    assert str(caught.value) == (
+    assert await error_of(ProviderError, up(context_of(world), AT_ONCE)) == (
         "moving the controller from c1 to c2 would end the jobs on machines that c1 rented: "
         "cloud1 (acme i-1), cloud2 (acme on order); no host was changed\n"
         "  fix: run on c1, as root: scontrol update nodename=cloud[1-2] state=power_down_asap; wait until their jobs "
@@ -150,13 +141,9 @@ async def test_order_made_before_the_stop_restarts_the_old_service() -> None:
 async def test_failed_ledger_copy_restarts_the_old_service() -> None:
     world = moving()
     old = Old(world)
-    world.hosts["c2"].answers = {
-        **world.hosts["c2"].answers,
-        MOVE_LEDGER: Result(1, stderr=b"Traceback\nOSError: full\n"),
-    }
-    with pytest.raises(ShoalError) as caught:
-        await up(context_of(world), AT_ONCE)
-    assert "c2: cannot move the ledger /var/lib/shoal/elastic/ledger.db: OSError: full" in str(caught.value)
+    world.hosts["c2"].answers |= {MOVE_LEDGER: Result(1, stderr=b"Traceback\nOSError: full\n")}
+    said = await error_of(ShoalError, up(context_of(world), AT_ONCE))
+    assert "c2: cannot move the ledger /var/lib/shoal/elastic/ledger.db: OSError: full" in said
     assert old.did == ["stop", "give", "start"]
     assert "service shoal-elastic" not in world.agents["c2"].items
 
@@ -165,13 +152,9 @@ async def test_unreachable_old_controller_stops_the_move_unless_forced() -> None
     world = moving(MOVED)
     remember()
     world.connector = FakeConnector(*world.hosts.values(), FakeHost(Target("c1"), unreachable=True))
-    with pytest.raises(ShoalError) as caught:
-        await up(context_of(world), AT_ONCE)
-    assert (
-        "cannot reach c1, which rents machines for this cluster: its service may still run; no host was changed: c1: "
-        in str(caught.value)
-    )
-    assert "or switch it off for good, and use --leave-rented" in str(caught.value)
+    said = await error_of(ShoalError, up(context_of(world), AT_ONCE))
+    assert said.startswith("cannot reach c1, which rents machines for this cluster: its service may still run; no host")
+    assert "host was changed: c1: " in said and "or switch it off for good, and use --leave-rented" in said
     assert world.applied() == []
     [told] = (await up(context_of(world), AT_ONCE, leave_rented=True)).findings
     assert (told.level, told.host) == ("warning", "c1")

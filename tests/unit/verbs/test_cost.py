@@ -7,6 +7,8 @@ import pytest
 from rich.console import Console
 from tests.contract.rental_providers import CASES, trial
 from tests.support.cases import cases
+from tests.support.errors import error_of
+from tests.support.fake_clusters import context_of
 from tests.support.fake_renters import RENTING
 from tests.support.fake_world import LAB, World, lab, spec_of
 
@@ -48,13 +50,12 @@ providers: {gcp: {key: env:PATH, url: "URL", project: p}}
 
 def world(answer: object, text: str = RENTING) -> World:
     made = lab(text)
-    made.hosts["c1"].answers = {**made.hosts["c1"].answers, COMMAND[:1]: answer}  # type: ignore[dict-item]
+    made.hosts["c1"].answers |= {COMMAND[:1]: answer}  # type: ignore[dict-item]
     return made
 
 
 async def asked(answer: object, month: str | None = None, text: str = RENTING) -> CostResult:
-    made = world(answer, text)
-    return await cost(Context(made.spec, connector=made.connector), month)
+    return await cost(context_of(world(answer, text)), month)
 
 
 def shown(result: CostResult) -> list[str]:
@@ -65,29 +66,23 @@ def shown(result: CostResult) -> list[str]:
 
 async def test_cost_runs_as_root_on_the_controller_and_includes_the_limits() -> None:
     made = world(encode(COSTS).encode())
-    result = await cost(Context(made.spec, connector=made.connector))
-    assert result == CostResult("reef", COSTS, Budget(per_hour=20, per_month=500))
+    assert await cost(context_of(made)) == CostResult("reef", COSTS, Budget(per_hour=20, per_month=500))
     [call] = made.hosts["c1"].calls
     assert tuple(call.argv) == COMMAND and call.root
-
-
-async def test_month_is_passed_to_the_controller() -> None:
-    made = world(encode(COSTS).encode())
-    await cost(Context(made.spec, connector=made.connector), "2026-10")
+    await cost(context_of(made), "2026-10")
     assert made.hosts["c1"].calls[-1].argv[-2:] == ("--month", "2026-10")
 
 
-@cases("month", "2026", "2026-13", "10-2026", "last; rm -rf /")
-async def test_invalid_month_is_rejected(month: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        await asked(b"", month)
-    assert str(caught.value) == f"--month {month} is not a month\n  fix: write it as 2026-11"
-
-
-async def test_cluster_without_rentals_is_reported() -> None:
-    with pytest.raises(UsageError) as caught:
-        await asked(b"", text=LAB)
-    assert str(caught.value) == ("cluster reef rents no machines\n  fix: `shoal usage` shows what your own GPUs cost")
+@cases(
+    "month, text, said",
+    *(
+        (month, RENTING, f"--month {month} is not a month\n  fix: write it as 2026-11")
+        for month in ("2026", "2026-13", "10-2026", "last; rm -rf /")
+    ),
+    (None, LAB, "cluster reef rents no machines\n  fix: `shoal usage` shows what your own GPUs cost"),
+)
+async def test_invalid_month_or_cluster_without_rentals_is_rejected(month: str | None, text: str, said: str) -> None:
+    assert await error_of(UsageError, asked(b"", month, text)) == said
 
 
 @cases(
@@ -104,9 +99,7 @@ async def test_cluster_without_rentals_is_reported() -> None:
     (Result(0, b""), "cannot read the costs on c1: no output\n  fix: run `shoal up`"),
 )
 async def test_controller_error_is_reported(answer: Result, said: str) -> None:
-    with pytest.raises(LedgerError) as caught:
-        await asked(answer)
-    assert str(caught.value) == said
+    assert await error_of(LedgerError, asked(answer)) == said
 
 
 def test_screen_shows_sums_users_and_jobs() -> None:
@@ -130,25 +123,19 @@ def test_screen_shows_sums_users_and_jobs() -> None:
     ]
 
 
-def test_amounts_missing_from_the_sums_are_reported() -> None:
+def test_unknown_price_is_never_shown_as_zero_dollars() -> None:
     odd = CostReport(1.0, "2026-11", 0, 0, 0, 0, unpriced=("burst1",), unattributed="scontrol does not answer")
     assert shown(CostResult("reef", odd))[-2:] == [
         "not included, because the price is unknown: burst1",
         "! cannot be split by user and job: scontrol does not answer",
     ]
-
-
-def test_unknown_price_is_never_shown_as_zero_dollars() -> None:
     odd = CostReport(1.0, "2026-11", 0, 1, 0, 0, unpriced=("burst1",), unpriced_now=1, unpriced_today=1)
-    rows = [" ".join(line.split()) for line in shown(CostResult("reef", odd))]
-    assert [row for row in rows if "price unknown" in row] == [
-        "now, an hour price unknown",
-        "today (UTC) price unknown",
-        "2026-11 price unknown",
+    assert [row for row in shown(CostResult("reef", odd)) if "price unknown" in row] == [
+        f"{when} price unknown" for when in ("now, an hour", "today (UTC)", "2026-11")
     ]
     partly = CostReport(1.0, "2026-11", 1_290_000, 2, 0, 5_000_000, unpriced=("burst1",), unpriced_now=1)
-    rows = [" ".join(line.split()) for line in shown(CostResult("reef", partly))]
-    assert {"now, an hour at least $1.29", "today (UTC) $0.00", "2026-11 at least $5.00"} <= {*rows}
+    rows = {*shown(CostResult("reef", partly))}
+    assert {"now, an hour at least $1.29", "today (UTC) $0.00", "2026-11 at least $5.00"} <= rows
 
 
 def test_json_amounts_are_in_dollars() -> None:
@@ -175,7 +162,7 @@ async def test_cost_of_rented_hosts_without_rented_nodesets_is_asked_of_the_prov
 
 async def test_final_cost_is_the_sum_of_the_ledger() -> None:
     made = world(Result(0, b'{"nodes": 350000, "hosts": 1020000, "unpriced": ["a1"]}', b""))
-    assert await final_cost(Context(made.spec, connector=made.connector)) == TotalCost(350000, 1020000, ("a1",))
+    assert await final_cost(context_of(made)) == TotalCost(350000, 1020000, ("a1",))
     [call] = [call for call in made.hosts["c1"].calls if call.argv[:1] == COMMAND[:1]]
     assert tuple(call.argv) == (*COMMAND, "--total") and call.root
 
@@ -184,7 +171,7 @@ async def test_final_cost_is_the_sum_of_the_ledger() -> None:
 async def test_final_cost_that_cannot_be_read_is_an_error(answer: bytes) -> None:
     made = world(Result(0, answer, b""))
     with pytest.raises(LedgerError, match="cannot read the costs on c1"):
-        await final_cost(Context(made.spec, connector=made.connector))
+        await final_cost(context_of(made))
 
 
 @cases(

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-import pytest
+from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import AT_ONCE, Sandbox
 from tests.support.fake_world import World
 
@@ -16,14 +17,18 @@ def _kept(state: Path) -> bool:
     return state.exists()
 
 
-async def test_down_is_rejected_while_jobs_run(world: World, context: Context) -> None:
-    world.slurm.jobs |= {"7": "n1", "8_2": "n2"}
-    with pytest.raises(ShoalError) as caught:
-        await down(context)
-    assert str(caught.value) == (
+@cases("state", "RUNNING", "SUSPENDED", "CONFIGURING")
+async def test_down_is_rejected_for_jobs_that_hold_nodes(world: World, context: Context, state: str) -> None:
+    world.slurm.jobs, world.slurm.job_states = {"7": "n1", "8_2": "n2"}, {"7": state, "8_2": state}
+    assert await error_of(ShoalError, down(context)) == (
         "cluster reef has 2 running job(s): 7, 8_2\n  fix: wait for them, cancel them, or use --force"
     )
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
+
+
+async def test_down_is_not_rejected_for_a_job_that_completes(world: World, context: Context) -> None:
+    world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": "COMPLETING"}
+    assert (await down(context)).released == ("c1", "n1", "n2")
 
 
 async def test_down_releases_hosts_and_deletes_their_keys(world: World, context: Context, state: Path) -> None:

@@ -3,13 +3,13 @@
 import json
 import re
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.support.cases import cases
+from tests.support.errors import error_of
+from tests.support.screens import screen_text
 
 from shoal.cli.env_commands import _own_environment, show_list
 from shoal.contract import VERSION
@@ -20,13 +20,7 @@ from shoal.jobs.record import OWNERS_COMMAND
 from shoal.spec.cluster_record import RECORD_PATH, ClusterRecord, RecordShare
 from shoal.spec.environments import Environment
 from shoal.verbs.context import Context
-from shoal.verbs.env_user import (
-    build_own,
-    clean_own,
-    list_user_environments,
-    remove_own,
-    user_job_environment,
-)
+from shoal.verbs.env_user import build_own, clean_own, list_user_environments, remove_own, user_job_environment
 from shoal.verbs.joined_cluster import JoinedCluster, Login
 from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
@@ -119,15 +113,12 @@ async def test_environment_is_built_in_the_users_own_directory(desktop: Desktop)
 
 
 async def test_name_of_the_cluster_cannot_be_taken(desktop: Desktop) -> None:
-    with pytest.raises(UsageError) as error:
-        await build_own(desktop.context, "sea", REQUIREMENTS)
-    assert str(error.value) == ("cluster reef has an environment sea already\n  fix: choose another name for yours")
+    taken = "cluster reef has an environment sea already\n  fix: choose another name for yours"
+    assert await error_of(UsageError, build_own(desktop.context, "sea", REQUIREMENTS)) == taken
     assert desktop.request == {}
 
 
-async def test_environment_that_no_share_has_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "reqs.txt").write_text("six\n")
+async def test_environment_that_no_share_has_is_a_warning(desktop: Desktop) -> None:
     result = await build_own(Desktop(replace(RECORD, shares={})).context, "mine", REQUIREMENTS)
     [finding] = result.findings
     assert "is not on a share" in finding.what and finding.fix == "run its jobs with --nodelist c1"
@@ -149,9 +140,7 @@ async def test_list_shows_those_of_the_cluster_and_ones_own(desktop: Desktop) ->
         ("mine", "alice", "built", f"{OWN}/mine"),
         ("torch", "alice", "outdated", f"{OWN}/torch"),
     ]
-    console = Console(file=StringIO(), width=300)
-    show_list(console, listed, is_user=True)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = screen_text(show_list, listed, width=300, is_user=True)
     assert "sea is not built: ask the operator to build it" in text
     assert "torch: yours is used, not the one of the cluster; `shoal env remove torch` removes yours" in text
 
@@ -168,16 +157,10 @@ async def test_job_uses_ones_own_before_that_of_the_cluster(desktop: Desktop) ->
         "sea": "environment sea is not built yet\n  fix: ask the operator to `shoal env build sea`",
         "mien": "there is no environment 'mien'\n  fix: did you mean `mine`?; `shoal env build mien --requirements",
     }.items():
-        with pytest.raises(UsageError) as error:
-            await path_of(name)
-        assert str(error.value).startswith(words)
-
-
-async def test_environment_that_others_could_change_is_not_used(desktop: Desktop) -> None:
+        assert (await error_of(UsageError, path_of(name))).startswith(words)
     desktop.unsafe = {CLUSTER: f"{CLUSTER} belongs to bob"}
-    with pytest.raises(UsageError) as error:
-        await user_job_environment(desktop.host, RECORD, "torch")
-    assert str(error.value) == (
+    desktop.own = []
+    assert await error_of(UsageError, path_of("torch")) == (
         f"environment torch is not used: {CLUSTER} belongs to bob\n  fix: ask the operator to repair it"
     )
 

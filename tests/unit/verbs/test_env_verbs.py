@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_world import host_facts, spec_of
 from tests.support.screens import screen_text
 
@@ -105,21 +106,21 @@ async def test_environment_is_built_on_the_controller_and_published(tmp_path: Pa
     (tmp_path / "reqs.txt").write_text("six<2\n")
     [listed] = await list_environments(hosts.context)
     assert listed.state == "changed"
+    (tmp_path / "reqs.txt").write_text("six\n")
+    moved = spec_of(REEF.replace("reqs.txt", "reqs.txt, directory: /data/environments"))
+    [listed] = await list_environments(replace(hosts.context, known=moved))
+    assert (listed.state, listed.made and listed.made.path) == ("built", "/data/environments/ab12")
 
 
 async def test_build_error_is_reported_and_nothing_published(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, {"event": "failed", "what": "uv cannot resolve the packages: no", "fix": "correct it"})
-    with pytest.raises(ShoalError) as error:
-        await build(hosts.context)
-    assert str(error.value) == (
+    assert await error_of(ShoalError, build(hosts.context)) == (
         "cannot build environment torch on c1: uv cannot resolve the packages: no\n  fix: correct it"
     )
     assert hosts.names == b""
 
 
-async def test_files_bound_to_a_path_are_a_warning_and_the_environment_is_published(
-    tmp_path: Path,
-) -> None:
+async def test_files_bound_to_a_path_are_a_warning_and_the_environment_is_published(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, {**MADE, "bound": [["bin/fix-it", "/opt/ci/bin/python"]]})
     result = await build(hosts.context)
     [finding] = result.findings
@@ -130,14 +131,6 @@ async def test_files_bound_to_a_path_are_a_warning_and_the_environment_is_publis
     )
     [listed] = await list_environments(hosts.context)
     assert listed.made == result.made[0]
-
-
-async def test_environment_follows_its_directory(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path)
-    await build(hosts.context)
-    moved = spec_of(REEF.replace("reqs.txt", "reqs.txt, directory: /data/environments"))
-    [listed] = await list_environments(replace(hosts.context, known=moved))
-    assert (listed.state, listed.made and listed.made.path) == ("built", "/data/environments/ab12")
 
 
 @cases(
@@ -170,13 +163,18 @@ def test_node_reports_why_the_environment_python_does_not_start(tmp_path: Path) 
     python.unlink()
     python.symlink_to(sys.executable)
     assert look() == NodeEnvironment(f"{sys.version_info[0]}.{sys.version_info[1]}")
+    assert parse_inspection("env 3.11\narchive\ndriver 580.95.05\n") == NodeEnvironment("3.11", True, "580.95.05")
+    assert parse_inspection("env missing\n") == parse_inspection("") == NodeEnvironment("missing")
 
 
 @cases("name, words", ("tor", "did you mean `torch`?"), ("xyz", "known: torch"))
 async def test_unknown_environment_is_rejected(tmp_path: Path, name: str, words: str) -> None:
+    context = Hosts(tmp_path).context
     with pytest.raises(UsageError, match="has no environment") as error:
-        await build(Hosts(tmp_path).context, [name])
+        await build(context, [name])
     assert words in str(error.value)
+    with pytest.raises(UsageError, match="the spec has no environments"):
+        await build(replace(context, known=spec_of(REEF.partition("environments")[0])))
 
 
 async def test_silent_share_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,17 +184,9 @@ async def test_silent_share_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(env, "NAMES_TIMEOUT_S", 0.05)
     places = env.choose_environments(Hosts(tmp_path).context, ["torch"])
-    with pytest.raises(CommandTimeout) as error:
-        await env.current_environments(FakeHost("c1", {("sh",): hang}), places)
-    assert str(error.value) == (
+    assert await error_of(CommandTimeout, env.current_environments(FakeHost("c1", {("sh",): hang}), places)) == (
         "c1: cannot read /shared/environments within 0.05 s\n  fix: check that the server of the share it is on is up"
     )
-
-
-async def test_spec_without_environments_is_reported_with_the_fix(tmp_path: Path) -> None:
-    context = replace(Hosts(tmp_path).context, known=spec_of(REEF.partition("environments")[0]))
-    with pytest.raises(UsageError, match="the spec has no environments"):
-        await build(context)
 
 
 async def test_job_needs_a_built_and_current_environment(tmp_path: Path) -> None:
@@ -217,27 +207,17 @@ async def test_job_needs_a_built_and_current_environment(tmp_path: Path) -> None
 
 
 def test_old_environment_in_use_or_recent_is_kept() -> None:
-    kept = [
-        StoredEnvironment("a", 9999, False),
-        StoredEnvironment("b", 9999, True),
-        StoredEnvironment("c", 5, False),
-        StoredEnvironment("d", 9999, False),
-    ]
-    assert explain_kept([*kept, StoredEnvironment("now", 5, True)], {"now"}, {"a": "17"}) == {
+    stored = (("a", 9999, False), ("b", 9999, True), ("c", 5, False), ("d", 9999, False), ("now", 5, True))
+    assert explain_kept([StoredEnvironment(*one) for one in stored], {"now"}, {"a": "17"}) == {
         "a": "job 17 uses it",
         "b": "a process uses it",
         "c": "built or used less than 10 minutes ago",
     }
 
 
-def test_job_comment_with_an_environment_round_trips() -> None:
-    for note in (
-        JobComment("a1", "b2"),
-        JobComment("a1", "b2", "torch"),
-        JobComment("a1", "b2", "", "c3"),
-        JobComment("a1", "b2", "nsys", "c3"),
-    ):
-        assert JobComment.parse(str(note)) == note
+@cases("words", ("a1", "b2"), ("a1", "b2", "torch"), ("a1", "b2", "", "c3"), ("a1", "b2", "nsys", "c3"))
+def test_job_comment_with_an_environment_round_trips(words: tuple[str, ...]) -> None:
+    assert JobComment.parse(str(JobComment(*words))) == JobComment(*words)
 
 
 def test_batch_script_puts_the_environment_first_on_the_path() -> None:
@@ -247,12 +227,6 @@ def test_batch_script_puts_the_environment_first_on_the_path() -> None:
     assert "\nexport VIRTUAL_ENV=/e/ab12 PATH=/e/ab12/bin:$PATH\n" in script
     assert script.count("/e/ab12/bin/python") == 3  # two programs of Shoal's own, and the script
     assert "VIRTUAL_ENV" not in sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b"))
-
-
-def test_node_inspection_is_parsed() -> None:
-    assert parse_inspection("env 3.11\narchive\ndriver 580.95.05\n") == NodeEnvironment("3.11", True, "580.95.05")
-    assert parse_inspection("env missing\n") == NodeEnvironment("missing")
-    assert parse_inspection("") == NodeEnvironment("missing")
 
 
 def test_environment_screens_show_state_and_cleanup() -> None:
@@ -297,9 +271,6 @@ async def test_clock_offsets_are_relative_to_the_controller_and_skip_silent_host
     found = await clocks(Hosts(), ["c1", "n1", "n2"], "c1")  # type: ignore[arg-type]
     assert found == Clocks({"n1": -0.25}, ("c1",))
     assert await clocks(Hosts(), ["n1"], "c1") == Clocks()  # type: ignore[arg-type]
-
-
-def test_equal_clocks_are_a_single_line_and_a_different_clock_is_named() -> None:
     text = screen_text(show_services, status_with(clocks=Clocks({"n1": 0.02, "n2": -3.21}, ("n1",))))
     assert text == "\nclocks: within 0.02 s of c1's, n2 -3.2 s; n1: containers, on their machine's clock\n"
     assert screen_text(show_services, status_with(clocks=Clocks())) == screen_text(show_services, status_with()) == ""
@@ -341,41 +312,32 @@ async def opened(more: str, host: FakeHost, **options: Any) -> list[WebPage]:
     return pages
 
 
-async def test_page_url_is_local_and_the_password_shown_on_request() -> None:
-    server = mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")
-    unit = mlflow.unit(server).encode()
-    answers = {("cat", mlflow.UNIT): unit, login.LOGIN_COMMAND: b"secret\n", ("python3",): b"200\n"}
+UNIT = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
+
+
+@cases(
+    "stored, user, password",
+    (b"secret\n", "admin", "secret"),
+    (mlflow.user_login("ann").replace("@PASSWORD@", "hers").encode(), "ann", "hers"),
+)
+async def test_page_url_is_local_and_the_password_shown_on_request(stored: bytes, user: str, password: str) -> None:
+    answers = {("cat", mlflow.UNIT): UNIT, login.LOGIN_COMMAND: stored, ("python3",): b"200\n"}
     host = Tunnel(Target("c1"), answers)
-    assert await opened("tracking: mlflow\n", host) == [WebPage("mlflow", "http://127.0.0.1:4711", "admin")]
+    assert await opened("tracking: mlflow\n", host) == [WebPage("mlflow", "http://127.0.0.1:4711", user)]
     assert host.to == ("10.0.0.1", 5050)
     [page] = await opened("tracking: mlflow\n", host, port=99, show_password=True)
-    assert (page.url, page.password) == ("http://127.0.0.1:99", "secret")
+    assert (page.url, page.user, page.password) == ("http://127.0.0.1:99", user, password)
 
 
-async def test_page_of_a_user_has_the_login_of_that_user() -> None:
-    unit = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
-    user_login = mlflow.user_login("ann").replace("@PASSWORD@", "hers").encode()
-    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, login.LOGIN_COMMAND: user_login, ("python3",): b"200\n"})
-    assert [page.user for page in await opened("tracking: mlflow\n", host)] == ["ann"]
-    [page] = await opened("tracking: mlflow\n", host, show_password=True)
-    assert (page.user, page.password) == ("ann", "hers")
-
-
-async def test_stopped_server_is_reported_before_a_tunnel_opens() -> None:
-    unit = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
-    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, ("python3",): b"Connection refused\n"})
+async def test_stopped_or_missing_server_is_reported_before_a_tunnel_opens() -> None:
+    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): UNIT, ("python3",): b"Connection refused\n"})
     context = Context(spec_of(REEF + "tracking: mlflow\n"), connector=FakeConnector(host))
-    with pytest.raises(ShoalError) as error:
-        await ui(context, "mlflow", lambda page: pytest.fail("no page"))
-    assert str(error.value) == (
+    assert await error_of(ShoalError, ui(context, "mlflow", lambda page: pytest.fail("no page"))) == (
         "the tracking server on c1 does not answer: Connection refused\n"
         "  fix: run `shoal up`; `shoal ssh c1 journalctl -u shoal-mlflow` shows why"
     )
-
-
-async def test_no_server_means_no_page() -> None:
-    assert await opened("tracking: mlflow\n", Tunnel(Target("c1"), {})) == []
-    assert await opened("", Tunnel(Target("c1"), {})) == []
+    for more in ("tracking: mlflow\n", ""):
+        assert await opened(more, Tunnel(Target("c1"), {})) == []
 
 
 async def test_external_server_needs_no_tunnel_and_an_unknown_page_is_rejected() -> None:

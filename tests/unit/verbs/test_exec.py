@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import context_of
 from tests.support.fake_world import World, host_facts, lab, spec_of
 
@@ -81,9 +82,6 @@ async def test_exec_timeout_names_the_timeout_option() -> None:
 async def test_shell_line_as_a_single_argument_gets_a_hint(argv: list[str], hint: str) -> None:
     result = await execute(context_of(lab()), argv, "n1", None, root=True, timeout=None)
     assert (result.worst, result.hint) == (127, hint)
-
-
-async def test_exec_without_a_command_is_rejected() -> None:
     with pytest.raises(UsageError, match="exec needs a command\n  fix: shoal exec -- uptime"):
         await execute(context_of(lab()), [], None, None, root=True, timeout=None)
 
@@ -113,9 +111,7 @@ async def test_ssh_command_has_the_configured_options_and_the_cluster_keys(state
     ),
 )
 async def test_option_after_the_ssh_host_is_rejected(word: str, text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        await ssh_command(context_of(lab()), "c1", [word])
-    assert str(caught.value) == text
+    assert await error_of(UsageError, ssh_command(context_of(lab()), "c1", [word])) == text
 
 
 def test_host_key_can_be_forgotten(state: Path) -> None:

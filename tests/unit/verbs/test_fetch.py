@@ -1,7 +1,6 @@
 """`shoal fetch`: the real program that sends files, on hosts that are directories of this machine."""
 
 import asyncio
-import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from shoal.remote.log_reader import SENT_TIME
 from shoal.spec.loader import load_text
 from shoal.verbs import fetch as module
 from shoal.verbs.context import Context
-from shoal.verbs.fetch import FetchResult, SkippedFile, fetch, unsafe_name
+from shoal.verbs.fetch import FetchResult, fetch, unsafe_name
 
 SPEC = TWO_NODES
 RECORD = "JobId=17 JobName=train UserId=(0) JobState={} NodeList={} BatchHost=n1 NumNodes=2 WorkDir={}\n"
@@ -196,18 +195,21 @@ def test_names_that_leave_the_directory_or_replace_others_are_unsafe(tmp_path: P
     assert not unsafe_name(tmp_path, "new/file") and not unsafe_name(tmp_path, "file")
 
 
+BEGINS = (
+    "import sys, json, time; print(json.dumps({'storage': 's', 'found': True}), flush=True); sys.stdin.readline();"
+    "print(json.dumps({'bytes': 9}), json.dumps({'name': 'a', 'size': 9, 'mode': 420, 'time': 5}), '+bmV3', sep='\\n',"
+    "flush=True);"
+)
+"""A program that sends a part of a file."""
+
+
 async def test_broken_connection_leaves_the_old_file_and_no_part(
     reef: Reef, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reef.write("n1", "a", b"new", 2000)
-    program = (
-        "import sys, json; print(json.dumps({'storage': 's', 'found': True}), flush=True); sys.stdin.readline();"
-        "print(json.dumps({'bytes': 9})); print(json.dumps({'name': 'a', 'size': 9, 'mode': 420, 'time': 5}));"
-        "print('+bmV3'); sys.exit(1)"
-    )
     (tmp_path / "to").mkdir()
     (tmp_path / "to/a").write_text("old")
-    monkeypatch.setattr(module, "python_command", lambda *words: ("python3", "-c", program))
+    monkeypatch.setattr(module, "python_command", lambda *words: ("python3", "-c", BEGINS + "sys.exit(1)"))
     result = await reef.fetch()
     assert isinstance(next(iter(result.failures.values())), CommandFailed)
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["a"]
@@ -215,12 +217,7 @@ async def test_broken_connection_leaves_the_old_file_and_no_part(
 
 
 async def test_interrupt_leaves_no_part(reef: Reef, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = (
-        "import sys, json, time; print(json.dumps({'storage': 's', 'found': True}), flush=True); sys.stdin.readline();"
-        "print(json.dumps({'name': 'a', 'size': 9, 'mode': 420, 'time': 5}), '+bmV3', sep='\\n', flush=True);"
-        "time.sleep(600)"
-    )
-    monkeypatch.setattr(module, "python_command", lambda *words: ("python3", "-c", program))
+    monkeypatch.setattr(module, "python_command", lambda *words: ("python3", "-c", BEGINS + "time.sleep(600)"))
     task = asyncio.create_task(reef.fetch())
     part = tmp_path / f"to/.a{module.PART}"
     while not part.exists():  # noqa: ASYNC110 - a file has no event
@@ -243,10 +240,3 @@ async def test_jobs_without_files_are_explained(reef: Reef, tmp_path: Path) -> N
     reef.record = RECORD.format("PENDING", "(null)", "/none")
     with pytest.raises(UsageError, match="has not started"):
         await reef.fetch()
-
-
-def test_result_is_plain_json() -> None:
-    from shoal.cli.output import plain
-
-    value = plain(FetchResult("17", "/jobs/17", "job-17", 1, 2, 0, (SkippedFile("a", "why"),)))
-    assert json.loads(json.dumps(value))["skipped"] == [{"name": "a", "why": "why"}]

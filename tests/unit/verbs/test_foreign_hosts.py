@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_world import LAB, World, lab
 
@@ -71,9 +72,7 @@ async def test_host_of_a_live_cluster_is_refused_with_its_jobs(cluster: str) -> 
     world = lab()
     occupy(world, cluster)
     for verb in (up, plan):
-        with pytest.raises(ShoalError) as caught:
-            await verb(context_of(world))
-        assert str(caught.value) == BELONGS.format(cluster)
+        assert await error_of(ShoalError, verb(context_of(world))) == BELONGS.format(cluster)
     assert world.applied() == []
     [finding] = [finding for finding in await check(context_of(world)) if finding.level == "error"]
     assert (finding.host, finding.found) == ("n1", "running: job 17 (alice)")
@@ -113,9 +112,7 @@ async def test_host_that_a_live_cluster_needs_is_never_taken_over(path: str, fil
     occupy(world, "atoll")
     set_file(world, "n1", path, file)
     for verb in (up, plan):
-        with pytest.raises(ShoalError) as caught:
-            await verb(context_of(world), take_over=True)
-        assert str(caught.value) == (
+        assert await error_of(ShoalError, verb(context_of(world), take_over=True)) == (
             f"n1: has {service} of cluster atoll (controller desk, 10.0.0.99) (running: job 17 (alice), 18 (bob))\n"
             "nothing was changed\n  fix: name another host for it in the file of atoll and run `shoal up` there, or "
             "run `shoal down` with that file; or take n1 out of this file"
@@ -178,9 +175,7 @@ async def test_rename_is_rejected_before_anything_changes(world: World, recorded
     for agent in world.agents.values():
         agent.requests.clear()
     for attempt in (up(renamed, AT_ONCE, allow_job_loss=True, take_over=True), plan(renamed, take_over=True)):
-        with pytest.raises(ShoalError) as caught:
-            await attempt
-        assert str(caught.value) == (
+        assert await error_of(ShoalError, attempt) == (
             "c1: the running cluster is called reef, the file says atoll, and a cluster keeps its name (running: job 7 "
             "(root))\nnothing was changed\n  fix: write `cluster: reef` again. To build it anew as atoll, first run "
             "`shoal down` with `cluster: reef`: that ends its jobs, and records of accounting stay under reef"
@@ -192,21 +187,12 @@ async def test_rename_is_rejected_before_anything_changes(world: World, recorded
     assert world.applied() == []
 
 
-async def test_cluster_without_records_is_adopted(world: World) -> None:
-    for name in world.agents:
-        set_text(world, name, HOST_RECORD, "")
-        del world.agents[name].items[f"file {HOST_RECORD}"]
-    assert (await up(context_of(world), AT_ONCE)).changed == ("c1", "n1", "n2")
-
-
 @cases("owner", "reef", "reef|536\n")
-async def test_state_of_the_cluster_itself_stays(world: World, owner: str) -> None:
+async def test_state_of_the_cluster_stays_and_is_kept_aside_once_its_hosts_are_released(
+    world: World, owner: str
+) -> None:
     set_text(world, "c1", STATE_OWNER, owner)
     assert (await up(context_of(world), AT_ONCE)).unchanged
-
-
-@cases("owner", "reef", "reef|536\n")
-async def test_released_hosts_are_free_and_old_state_is_kept_aside(world: World, owner: str) -> None:
     await down(context_of(world), force=True)
     world.look_again()
     set_text(world, "c1", STATE_OWNER, owner)
@@ -214,6 +200,13 @@ async def test_released_hosts_are_free_and_old_state_is_kept_aside(world: World,
     assert (await up(renamed, AT_ONCE)).whole
     command = world.agents["c1"].items["command keep the state of cluster reef as /var/lib/slurm/slurmctld.reef"]
     assert command["argv"][-2:] == ["/var/lib/slurm/slurmctld", "/var/lib/slurm/slurmctld.reef"]
+
+
+async def test_cluster_without_records_is_adopted(world: World) -> None:
+    for name in world.agents:
+        set_text(world, name, HOST_RECORD, "")
+        del world.agents[name].items[f"file {HOST_RECORD}"]
+    assert (await up(context_of(world), AT_ONCE)).changed == ("c1", "n1", "n2")
 
 
 async def test_down_and_keys_leave_hosts_of_other_clusters_alone(world: World, context: Context) -> None:

@@ -1,10 +1,9 @@
 """The tailnet in `shoal status`."""
 
-import io
 import json
 
-from rich.console import Console
 from tests.support.fake_world import spec_of
+from tests.support.screens import screen_text
 from tests.unit.network.test_tailscale_status import STATUS
 
 from shoal.cli.cluster_screens import tailnet_lines
@@ -28,11 +27,7 @@ EXPIRES_SOON_S = 1801303200.0 - 3 * 86400
 
 
 def shown(view: TailnetView) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=200)
-    for line in tailnet_lines(view):
-        console.print(line, highlight=False)
-    return out.getvalue()
+    return screen_text(lambda console: [console.print(line, highlight=False) for line in tailnet_lines(view)])
 
 
 async def test_members_have_their_connection_and_an_expiring_key_is_reported() -> None:

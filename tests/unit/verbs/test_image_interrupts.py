@@ -58,9 +58,9 @@ class Controller(FakeHost):
         return 0
 
 
-async def interrupt(c1: Controller, work: Coroutine[Any, Any, object]) -> None:
+async def interrupt(c1: Controller, work: Coroutine[Any, Any, object], when: asyncio.Event | None = None) -> None:
     task = asyncio.ensure_future(work)
-    await c1.started.wait()
+    await (when or c1.started).wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -86,7 +86,7 @@ async def test_job_of_an_interrupted_removal_is_cancelled() -> None:
 
 async def test_node_that_is_not_rented_now_is_not_rented_for_its_containers() -> None:
     c1 = Controller()
-    c1.answers = {**c1.answers, NODES_COMMAND: NODE.replace(b"State=IDLE", b"State=IDLE+CLOUD+POWERED_DOWN")}
+    c1.answers |= {NODES_COMMAND: NODE.replace(b"State=IDLE", b"State=IDLE+CLOUD+POWERED_DOWN")}
     for work in (remove_container(context_of(c1), "mine", "n1"), save(context_of(c1), "tuned", "mine", "n1", None)):
         with pytest.raises(UsageError, match="n1 is not rented now"):
             await work
@@ -136,21 +136,15 @@ async def test_what_a_build_waits_for_is_shown_until_it_runs(tmp_path: Path, mon
     monkeypatch.setattr(images, "QUEUE_INTERVAL_S", 0.0)
     (tmp_path / "Containerfile").write_text("FROM r.example.org/mini\n")
     c1 = Controller()
-    shown = Shown(c1)
-    task = asyncio.ensure_future(
-        build(context_of(c1, shown), "new", str(tmp_path), None, None, job_from_options({"script": "-"}))
-    )
-    await c1.runs.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    shown, job = Shown(c1), job_from_options({"script": "-"})
+    await interrupt(c1, build(context_of(c1, shown), "new", str(tmp_path), None, None, job), c1.runs)
     assert shown.texts == ["waits in the queue: Resources", "ends its job"]
 
 
 @cases("status, words", (3, "fix: correct it and try again"), (1, "a fault of Shoal"))
 async def test_failure_of_the_program_is_not_the_persons(status: int, words: str) -> None:
     c1 = Controller()
-    c1.answers = {**c1.answers, ("python3",): Result(status, stderr=b"Traceback\n  line 1\nKeyError: 'x'\n")}
+    c1.answers |= {("python3",): Result(status, stderr=b"Traceback\n  line 1\nKeyError: 'x'\n")}
     with pytest.raises(UsageError if status == 3 else CommandFailed) as caught:
         await ImageStore(c1, "/data", RECORD).fetch("pull", "/x.tar", "x", NoProgress())
     assert words in str(caught.value) and "KeyError" in str(caught.value)

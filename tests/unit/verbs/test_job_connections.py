@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.support.cases import cases
+
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.loader import load_text
 from shoal.verbs.context import Context
@@ -51,27 +53,15 @@ HEAVY = (
 """What reads and judges the file, and what `up` and `down` know: a tenth of a second each, or more."""
 
 
-def test_run_does_not_import_cluster_building_modules() -> None:
-    used = "shoal.cli.app, shoal.cli.run_command, shoal.verbs.early_login, shoal.verbs.run, shoal.verbs.run_now"
-    program = f"import sys, {used}, shoal.sandbox.provider; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert [name for name in HEAVY if name in done.stdout.split()] == []
-
-
-def test_jobs_and_logs_do_not_import_pydantic() -> None:
-    used = "shoal.cli.app, shoal.cli.job_commands, shoal.verbs.jobs, shoal.verbs.logs, shoal.cli.job_screens"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, {used}; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert "shoal.verbs.logs" in done.stdout.split() and "pydantic" not in done.stdout.split()
-
-
-def test_up_without_rented_machines_does_not_import_the_http_client() -> None:
-    used = "shoal.cli.app, shoal.verbs.up, shoal.verbs.check, shoal.verbs.down"
-    program = f"import sys, {used}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert "shoal.verbs.up" in done.stdout.split() and "httpx" not in done.stdout.split()
+@cases(
+    "used, last, unused",
+    ("cli.run_command verbs.early_login verbs.run_now sandbox.provider verbs.run", "verbs.run", HEAVY),
+    ("cli.job_commands verbs.jobs verbs.logs cli.job_screens", "verbs.logs", ("pydantic",)),
+    ("verbs.up verbs.check verbs.down", "verbs.up", ("httpx",)),
+    ids=["run", "jobs and logs", "up without rented machines"],
+)
+def test_command_does_not_import_what_it_does_not_need(used: str, last: str, unused: tuple[str, ...]) -> None:
+    modules = ", ".join(f"shoal.{name}" for name in ("cli.app", *used.split()))
+    line = [sys.executable, "-c", f"import sys, {modules}; print(*sys.modules)"]
+    loaded = subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    assert f"shoal.{last}" in loaded and [name for name in unused if name in loaded] == []

@@ -83,8 +83,7 @@ async def test_users_job_is_written_and_submitted_through_the_one_host(tmp_path:
         sent.append((call.argv[5:6], call.stdin))
         return b"17\n" if "sbatch" in call.argv[2] else b""
 
-    host.answers = {
-        **host.answers,
+    host.answers |= {
         ("python3",): json.dumps(answer).encode(),
         ("sh",): shell,
         ("touch",): b"",
@@ -118,35 +117,28 @@ async def test_change_of_the_cluster_is_noticed_and_kept(config: Path) -> None:
     assert again is not None and again.record == changed
 
 
-async def test_cluster_of_another_release_is_rejected_with_both_versions(config: Path) -> None:
+async def test_host_without_a_description_of_this_release_is_rejected(config: Path) -> None:
     other = replace(RECORD, version="9.1.0")
-    with pytest.raises(UsageError, match=rf"built by Shoal 9.1.0, and this is Shoal {VERSION}"):
-        await join(Login("desktop"), FakeConnector(desktop(other)))
     later = json.dumps({**json.loads(RECORD.as_json()), "format": 2, "version": "9.0.0"})
-    with pytest.raises(UsageError, match=r"built by Shoal 9\.0\.0, which is newer"):
-        await join(Login("desktop"), FakeConnector(desktop(text=later)))
-
-
-async def test_host_without_a_description_is_rejected(config: Path) -> None:
-    with pytest.raises(UsageError, match="does not say which cluster it belongs to"):
-        await join(Login("n7"), FakeConnector(FakeHost(Target("n7"), {})))
+    for host, message in (
+        (desktop(other), rf"built by Shoal 9.1.0, and this is Shoal {VERSION}"),
+        (desktop(text=later), r"built by Shoal 9\.0\.0, which is newer"),
+        (FakeHost(Target("desktop"), {}), "does not say which cluster it belongs to"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            await join(Login("desktop"), FakeConnector(host))
     for text in ("[]", "{", '{"format": 1}', "[" * 100000):
         with pytest.raises(UsageError, match="is not a description of a cluster"):
             parse_record(text, "cluster.json")
 
 
-async def test_several_clusters_need_a_name(config: Path) -> None:
+async def test_several_clusters_need_a_name_and_another_of_the_same_name_replaces_none(config: Path) -> None:
     for name in ("reef", "bay"):
-        host = desktop(replace(RECORD, cluster=name))
-        await join(Login("desktop"), FakeConnector(host))
+        await join(Login("desktop"), FakeConnector(desktop(replace(RECORD, cluster=name))))
     with pytest.raises(UsageError, match=r"several clusters: bay, reef\n  fix: name one with --cluster bay"):
         open_context()
     assert open_context(cluster="bay").cluster == "bay"
     assert open_context(cluster="sandbox").joined is None
-
-
-async def test_other_cluster_of_the_same_name_does_not_replace_the_first(config: Path) -> None:
-    await join(Login("desktop"), FakeConnector(desktop()))
     other = desktop(replace(RECORD, host_keys={"c1": "ssh-ed25519 BBBB"}))
     other.target = Target("elsewhere")
     with pytest.raises(UsageError, match="you have joined another cluster that is called reef, through alice@desktop"):

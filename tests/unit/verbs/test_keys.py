@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
+from tests.support.fake_clusters import context_of
 from tests.support.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
@@ -24,7 +26,6 @@ from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT
 from shoal.roles.elastic import HOLD
 from shoal.slurm.conf import JWKS
 from shoal.slurm.state import NODES_COMMAND
-from shoal.verbs.context import Context
 from shoal.verbs.keys import rotate
 from shoal.verbs.rentals import TOUCH
 from shoal.verbs.slurmctld import NO_CONFIGURATION
@@ -77,26 +78,18 @@ def cluster(old: bytes = b"old", text: str = LAB, **keys: bytes) -> World:
     return world
 
 
-def context_of(world: World) -> Context:
-    return Context(world.spec, connector=world.connector)
-
-
 def keys_of(world: World) -> set[bytes]:
     return {agent.secrets[MUNGE_KEY] for agent in world.agents.values()}
 
 
-async def test_all_hosts_get_the_same_new_key_and_no_temporary_file_remains() -> None:
+@cases("name", "munge", "all")
+async def test_all_hosts_get_the_same_new_key_and_the_failure_time_of_slurm_is_reported(name: str) -> None:
     world = cluster()
-    result = await rotate(context_of(world), "munge")
-    [key] = result.rotated
+    [key] = (await rotate(context_of(world), name)).rotated
     assert (key.key, key.hosts, key.finished) == ("munge", ("c1", "n1", "n2"), False)
     assert len(keys_of(world)) == 1 and keys_of(world) != {b"old"}
     assert not any(MUNGE_KEY_NEXT in agent.secrets for agent in world.agents.values())
     assert rotation.PAUSE_COMMAND in world.hosts["c1"].argvs, "no job starts meanwhile"
-
-
-async def test_slurm_failure_time_is_reported_per_host() -> None:
-    [key] = (await rotate(context_of(cluster()), "all")).rotated
     assert (key.failed_seconds, key.slowest_answer) == (1.5, 0.5) and key.asked >= 6
     assert key.failed_by_host == {"c1": 1.5, "n1": 1.5, "n2": 1.5}
 
@@ -113,21 +106,14 @@ async def test_killed_rotation_continues_with_its_key(done: tuple[str, ...], not
     assert MUNGE_KEY_NEXT not in world.agents["c1"].secrets
 
 
-async def test_nothing_changes_while_a_host_is_unreachable() -> None:
+async def test_nothing_changes_while_a_host_is_unreachable_unless_it_is_skipped() -> None:
     world = cluster()
     world.hosts["n2"].unreachable = True
-    with pytest.raises(ShoalError) as caught:
-        await rotate(context_of(world), "munge")
-    assert str(caught.value) == (
+    assert await error_of(ShoalError, rotate(context_of(world), "munge")) == (
         "n2 would keep the old key and be cut off; nothing was changed\n  n2: does not answer within 10 s\n"
         "  fix: bring it back, or use --leave-unreachable: `shoal up` gives it the new key when it answers"
     )
     assert keys_of(world) == {b"old"}
-
-
-async def test_unreachable_host_can_be_skipped_and_is_named() -> None:
-    world = cluster()
-    world.hosts["n2"].unreachable = True
     result = await rotate(context_of(world), "munge", leave_unreachable=True)
     assert list(result.left) == ["n2"]
     assert result.rotated[0].hosts == ("c1", "n1")
@@ -163,9 +149,7 @@ async def test_host_that_cannot_write_the_key_stops_the_rotation_for_the_next_ru
     ("wireguard", "cluster reef has no WireGuard keys\n  fix: it needs `network: wireguard` in the file"),
 )
 async def test_key_that_the_cluster_has_not_is_rejected_with_the_fix(key: str, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        await rotate(context_of(cluster()), key)
-    assert str(caught.value).startswith(words)
+    assert (await error_of(UsageError, rotate(context_of(cluster()), key))).startswith(words)
 
 
 # ---- rented nodes
@@ -190,9 +174,7 @@ def renting(*states: str, text: str = RENTING) -> World:
 @cases("key", "munge", "all")
 async def test_nothing_changes_while_a_rented_node_is_up_or_starting(key: str) -> None:
     world = renting("IDLE+CLOUD", "IDLE+CLOUD+POWERED_DOWN", "ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP")
-    with pytest.raises(ShoalError) as caught:
-        await rotate(context_of(world), key, leave_unreachable=True)
-    assert str(caught.value) == (
+    assert await error_of(ShoalError, rotate(context_of(world), key, leave_unreachable=True)) == (
         "cloud[1,3] (rented) would keep the old key and be cut off; nothing was changed\n"
         "  fix: run on c1: `scontrol update nodename=cloud[1,3] state=power_down_asap`; "
         "then wait until their jobs have ended and they are gone"
@@ -214,17 +196,12 @@ async def test_rented_node_counts_as_up_unless_released_and_without_jobs(state: 
     assert text == LAB or world.hosts["c1"].argvs[-1] == RELEASED, "joins go on"
 
 
-async def test_rented_nodes_without_a_machine_do_not_block_a_rotation() -> None:
+async def test_rented_nodes_without_a_machine_block_no_rotation_and_joins_are_paused_until_it_ends() -> None:
+    """Before the nodes that are up are listed, so that none joins in between."""
     world = renting("IDLE+CLOUD+POWERED_DOWN", "IDLE+CLOUD+POWERING_DOWN", "DOWN+CLOUD+POWERED_DOWN")
     [key] = (await rotate(context_of(world), "munge")).rotated
     assert key.hosts == ("c1", "n1", "n2")
     assert len(keys_of(world)) == 1 and keys_of(world) != {b"old"}
-
-
-async def test_joins_are_paused_before_the_node_query_until_the_rotation_ends() -> None:
-    """Before the nodes that are up are listed, so that none joins in between."""
-    world = renting("IDLE+CLOUD+POWERED_DOWN")
-    await rotate(context_of(world), "munge")
     did = [argv for argv in world.hosts["c1"].argvs if argv in (HELD, NODES_COMMAND, RELEASED)]
     assert (did[:2], did[-1], did.count(RELEASED)) == ([HELD, NODES_COMMAND], RELEASED, 1)
 
@@ -253,9 +230,7 @@ async def test_joins_are_paused_before_the_node_query_until_the_rotation_ends() 
 async def test_nothing_changes_where_the_controller_fails(command: tuple[str, ...], complaint: str, words: str) -> None:
     world = renting("IDLE+CLOUD+POWERED_DOWN")
     world.hosts["c1"].answers |= {command: Result(1, stderr=f"{complaint}\n".encode())}
-    with pytest.raises(ShoalError) as caught:
-        await rotate(context_of(world), "munge")
-    assert str(caught.value) == words
+    assert await error_of(ShoalError, rotate(context_of(world), "munge")) == words
     assert keys_of(world) == {b"old"}
 
 
@@ -277,9 +252,6 @@ def probes(*answered: int) -> list[Probe]:
 )
 def test_failure_time_counts_between_probes(answered: tuple[int, ...], seconds: float) -> None:
     assert failed_seconds(probes(*answered)) == seconds
-
-
-def test_longest_failure_counts() -> None:
     assert Probes({"a": probes(1, 0, 1), "b": probes(0, 0, 0)}).failed_seconds == 2.5
     assert Probes().failed_seconds == 0.0
 
@@ -352,9 +324,7 @@ async def test_killed_slurm_key_rotation_continues_with_its_key(committed: bool)
     assert given[-1] == ["@KEY@"]
 
 
-async def test_slurmd_without_the_new_key_keeps_the_old_key_signing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_slurmd_without_the_new_key_keeps_the_old_key_signing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation_slurm, "RECONFIGURE_TIMEOUT_S", 0.0)
     world, given = slurm_cluster()
     world.hosts["c1"].answers |= {("scontrol", "reconfigure"): b""}
@@ -368,24 +338,19 @@ BOOKS_AT_THE_DOOR = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\nac
 
 
 async def test_login_host_with_the_database_restarts_both_daemons() -> None:
-    world, _ = slurm_cluster(BOOKS_AT_THE_DOOR)
-    restart = ("systemctl", "restart", "sackd", "slurmdbd")
-    world.hosts["door"].answers |= {restart: b""}
-    await rotate(context_of(world), "slurm")
-    assert world.hosts["door"].argvs.count(restart) == 3
-
-
-async def test_failed_daemon_restart_is_reported() -> None:
     world, given = slurm_cluster(BOOKS_AT_THE_DOOR)
-    failed = Result(1, stderr=b"Job for slurmdbd.service failed.\n")
-    world.hosts["door"].answers |= {("systemctl", "restart"): failed}
-    with pytest.raises(ShoalError) as caught:
-        await rotate(context_of(world), "slurm")
-    assert str(caught.value) == (
+    door, restart = world.hosts["door"], ("systemctl", "restart", "sackd", "slurmdbd")
+    door.answers |= {restart: Result(1, stderr=b"Job for slurmdbd.service failed.\n")}
+    assert await error_of(ShoalError, rotate(context_of(world), "slurm")) == (
         "the rotation is not finished: door: sackd and slurmdbd did not restart: Job for slurmdbd.service failed.\n"
         "  fix: run the same command again"
     )
     assert given == [["@KEY@", "@NEXT@"]]
+    world, _ = slurm_cluster(BOOKS_AT_THE_DOOR)
+    door = world.hosts["door"]
+    door.answers |= {restart: b""}
+    await rotate(context_of(world), "slurm")
+    assert door.argvs.count(restart) == 3
 
 
 # ---- WireGuard

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import AT_ONCE, context_of
 from tests.support.fake_world import LAB, World, lab
 
@@ -29,49 +30,20 @@ async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped(world: W
     assert world.slurm.updates == []
 
 
-async def test_host_without_the_compute_role_is_not_a_node() -> None:
-    with pytest.raises(UsageError) as caught:
-        await drain_nodes(context_of(lab()), "c1,n1", "")
-    assert str(caught.value) == "not a compute node: c1\n  fix: name a node that `shoal status` lists"
-
-
-async def test_removed_node_leaves_file_and_slurm_and_keeps_nothing_of_shoal(world: World, tmp_path: Path) -> None:
-    file = tmp_path / "shoal.yaml"
-    file.write_text("# our lab\n" + LAB)
-    result = await remove_node(replace(context_of(world), file=file), "n2", AT_ONCE)
-    assert (result.removed, result.whole) == (("n2",), True)
-    assert file.read_text() == "# our lab\n" + LAB.replace(", {name: n2, address: 10.0.0.12}", "")
-    assert world.slurm.nodes == ["n1"]
-    assert world.agents["n2"].items["service slurmd"]["running"] is False
-    assert world.agents["n2"].items["file /etc/munge/munge.key"]["content"] is None
-
-
-async def test_node_with_jobs_is_unchanged_until_they_end(world: World, tmp_path: Path) -> None:
-    world.slurm.jobs["7"] = "n2"
-    file = tmp_path / "shoal.yaml"
-    file.write_text(LAB)
-    result = await remove_node(replace(context_of(world), file=file), "n2", AT_ONCE)
-    assert (result.staying, result.removed) == (("n2",), ())
-    assert world.agents["n2"].items["service slurmd"]["running"] is True
-
-
-async def test_remove_needs_a_file() -> None:
-    with pytest.raises(UsageError) as caught:
-        await remove_node(context_of(lab()), "n2", AT_ONCE)
-    assert str(caught.value) == (
-        "cannot remove n2: the cluster has no file\n  fix: write one with `shoal init`, then run the command again"
-    )
+NO_NODE = "not a compute node: c1\n  fix: name a node that `shoal status` lists"
 
 
 @cases(
     "host, text",
     ("n[1-2]", "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"),
-    ("c1", "not a compute node: c1\n  fix: name a node that `shoal status` lists"),
+    ("c1", NO_NODE),
 )
-async def test_only_a_single_node_is_removed_at_a_time(host: str, text: str, tmp_path: Path) -> None:
+async def test_only_a_single_node_of_a_file_is_removed_at_a_time(host: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "shoal.yaml"
     file.write_text(LAB)
-    with pytest.raises(UsageError) as caught:
-        await remove_node(replace(context_of(lab()), file=file), host, AT_ONCE)
-    assert str(caught.value) == text
+    assert await error_of(UsageError, remove_node(replace(context_of(lab()), file=file), host, AT_ONCE)) == text
     assert file.read_text() == LAB
+    assert await error_of(UsageError, drain_nodes(context_of(lab()), "c1,n1", "")) == NO_NODE
+    assert await error_of(UsageError, remove_node(context_of(lab()), "n2", AT_ONCE)) == (
+        "cannot remove n2: the cluster has no file\n  fix: write one with `shoal init`, then run the command again"
+    )

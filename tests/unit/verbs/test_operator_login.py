@@ -16,20 +16,15 @@ def test_user_of_the_cluster_is_recognized_and_root_is_none() -> None:
     root = parse_login(f"login 0 root /root\nuser\n{RECORD.as_json()}")
     assert not root.is_user and root.record == RECORD
     assert not parse_login(f"login 1000 ubuntu /home/ubuntu\n{RECORD.as_json()}").is_user
+    earlier = parse_login("login 2001 alice /home/alice\nuser\n")
+    assert earlier == OperatorLogin(2001, "alice", "/home/alice"), "its release has no record"
+    assert OperatorLogin().code_directory == "/var/lib/shoal/user-jobs/root"
+    assert OperatorLogin(1000, "ubuntu", "/home/ubuntu").code_directory == "/home/ubuntu/.shoal/code"
 
 
 @cases("text", "", "login", "login x alice /home/alice\n", "motd\nlogin 0 root /root\n")
 def test_unusual_answers_count_as_root_without_a_record(text: str) -> None:
     assert parse_login(text) == OperatorLogin()
-
-
-def test_cluster_of_an_earlier_release_has_no_record() -> None:
-    assert parse_login("login 2001 alice /home/alice\nuser\n") == OperatorLogin(2001, "alice", "/home/alice")
-
-
-def test_code_is_kept_where_root_or_the_login_alone_can_write() -> None:
-    assert OperatorLogin().code_directory == "/var/lib/shoal/user-jobs/root"
-    assert OperatorLogin(1000, "ubuntu", "/home/ubuntu").code_directory == "/home/ubuntu/.shoal/code"
 
 
 @cases("directory, kind", ("/data/jobs", "sshfs"), ("/data", "sshfs"), ("/database", None), ("", None))

@@ -175,13 +175,6 @@ async def test_machine_listed_minutes_late_is_reported_by_the_preview_and_delete
         assert (ids(result.gone), result.clean) == ([("lambda", "a")], True)
 
 
-async def test_order_with_a_listed_machine_is_not_awaited() -> None:
-    time = NoSleep()
-    lambda_ = FakeRenter(machines=[machine("a")], abilities=GRACE)
-    result = await reap(context(ledger=controller([held("a")])), clouds(**{"lambda": lambda_}), Polling(sleep=time))
-    assert (ids(result.gone), time.slept < 60) == ([("lambda", "a")], True)
-
-
 async def test_wait_shows_its_remaining_time() -> None:
     said: list[str] = []
 
@@ -204,6 +197,26 @@ def struck(host: FakeHost) -> list[dict[str, list[object]]]:
     return [ended for call in host.calls if (ended := json.loads(call.stdin)["ended"])]
 
 
+@cases(
+    "rows, gone, remaining",
+    ([held("a")], ["a"], []),
+    ([held("a", "releasing", age=86400)], [], []),
+    ([held("a", "joined"), held("i-1", "joined"), held("b", "intended")], ["a"], ["i-1"]),
+    ids=["a listed machine is not awaited", "its delete was accepted", "beside an unlisted one"],
+)
+async def test_deleted_machine_is_ended_in_the_ledger(
+    rows: list[LedgerRental], gone: list[str], remaining: list[str]
+) -> None:
+    host, time = controller(rows), NoSleep()
+    renters = clouds(**{"lambda": FakeRenter(machines=[machine(id) for id in gone], abilities=GRACE)})
+    seen = await preview(context(ledger=host), renters, Polling(sleep=NoSleep()))
+    assert ([one.id for one in seen.found], struck(host)) == (gone, []), "a preview changes nothing"
+    result = await reap(context(ledger=host), renters, Polling(sleep=time))
+    assert ([one.id for one in result.gone], [one.id for one in result.remaining]) == (gone, remaining)
+    assert [[*told] for told in struck(host)] == [["token-a"]]
+    assert remaining or time.slept < 60
+
+
 async def test_only_proved_releases_are_ended_in_the_ledger() -> None:
     host = controller(
         [held("a", "joined"), held("b", "intended"), held("c", "failed"), replace(held("d"), account="cloud")]
@@ -219,13 +232,6 @@ async def test_only_proved_releases_are_ended_in_the_ledger() -> None:
 
 
 # ---- what only the ledger has
-
-
-@cases("state", "intended", "made", "joined")
-async def test_preview_does_not_change_the_ledger(state: str) -> None:
-    host = controller([held("a", state)])
-    seen = await preview(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
-    assert (seen.found, struck(host)) == ((), [])
 
 
 @cases("state", "made", "joined", "releasing")
@@ -254,21 +260,6 @@ async def test_force_ends_the_ledger_row_with_a_report() -> None:
     assert set(told) == {"token-i-1", "token-b"}
 
 
-async def test_listed_and_deleted_machine_is_ended_beside_an_unlisted_machine() -> None:
-    host = controller([held("a", "joined"), held("i-1", "joined"), held("b", "intended")])
-    renters = clouds(**{"lambda": FakeRenter(machines=[machine("a")])})
-    result = await reap(context(ledger=host), renters, Polling(sleep=NoSleep()))
-    assert (ids(result.gone), ids(result.remaining)) == ([("lambda", "a")], [("lambda", "i-1")])
-    [told] = struck(host)
-    assert set(told) == {"token-a"}
-
-
-async def test_machine_with_an_accepted_delete_is_ended() -> None:
-    host = controller([held("a", "releasing", age=86400)])
-    result = await reap(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
-    assert result.clean and [set(told) for told in struck(host)] == [{"token-a"}]
-
-
 async def test_machines_of_an_account_missing_from_the_file_are_reported() -> None:
     host = controller([replace(held("i-9", "joined"), account="tide")])
     for verb in (preview, reap):
@@ -294,11 +285,8 @@ async def test_machines_of_an_account_missing_from_the_file_are_reported() -> No
     (ReapResult("reef", (machine("a"),)), "1 machine released; no provider lists any more"),
     (ReapResult("reef", (), (machine("a"),)), "0 machines released; run `shoal reap` again"),
 )
-def test_last_line_shows_the_result(result: ReapResult, said: str) -> None:
+def test_screen_shows_the_machines_and_the_result(result: ReapResult, said: str) -> None:
     assert screen_text(show_reap, result).splitlines()[-1].endswith(f"reef: {said}")
-
-
-def test_preview_screen_shows_the_machines() -> None:
     text = screen_text(show_preview, ReapPreview("reef", (replace(machine("i-1", zone=""), account="lambda"),)))
     assert text.splitlines()[1].split() == ["lambda", "i-1", "burst1", "gpu_1x_a10", "us-west-1", "active", "$1.29"]
     assert screen_text(show_preview, ReapPreview("reef", ())) == "reef: no provider lists a machine of this cluster\n"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import CASES, KEY, Trial, trial
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import AT_ONCE, context_of, raised_lab
 from tests.support.fake_renters import READ_LEDGER, ledger_row
 from tests.support.fake_world import LAB, World, spec_of
@@ -89,6 +90,14 @@ async def test_down_releases_rented_machines_of_this_cluster_only(cloud: Trial) 
     assert SERVICE[0] in world.hosts["c1"].argvs
 
 
+async def test_controller_without_the_service_needs_no_force(cloud: Trial) -> None:
+    world, context = await a_cluster(cloud)
+    world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
+    async with time_passes(cloud):
+        result = await down(context)
+    assert (result.findings, len(result.given_back)) == ((), 1)
+
+
 async def test_unreachable_provider_keeps_the_controller_running(cloud: Trial) -> None:
     world, context = await a_cluster(cloud)
     cloud.fault("list-fails", -1)
@@ -96,6 +105,10 @@ async def test_unreachable_provider_keeps_the_controller_running(cloud: Trial) -
         await down(context)
     assert "rented machines may be left (not known): acme: " in str(caught.value)
     assert "use --force, and release them with `shoal reap`" in str(caught.value)
+    world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
+    assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in await error_of(
+        ProviderError, down(context)
+    )
     assert world.hosts["c1"].argvs[-1] == SERVICE[1]
     assert "service slurmd" in world.agents["n1"].items
     forced = await down(context, force=True)
@@ -151,9 +164,7 @@ async def test_second_cancel_does_not_prevent_the_service_restart(cloud: Trial) 
 async def test_service_that_cannot_be_stopped_ends_down_unless_forced(cloud: Trial) -> None:
     world, context = await a_cluster(cloud)
     world.hosts["c1"].answers |= {SERVICE[0]: Result(1, stderr=b"Failed to stop: Connection timed out\n")}
-    with pytest.raises(ShoalError) as caught:
-        await down(context)
-    assert str(caught.value) == (
+    assert await error_of(ShoalError, down(context)) == (
         "cannot stop shoal-elastic, which would rent again for jobs in the queue: "
         "Failed to stop: Connection timed out\n"
         "  fix: solve that first; or use --force, and then release what it rents with `shoal reap`"
@@ -168,31 +179,12 @@ async def test_service_that_cannot_be_stopped_ends_down_unless_forced(cloud: Tri
     assert (len(forced.given_back), forced.released) == (1, ("c1", "n1", "n2"))
 
 
-async def test_controller_without_the_service_needs_no_force(cloud: Trial) -> None:
-    world, context = await a_cluster(cloud)
-    world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
-    async with time_passes(cloud):
-        result = await down(context)
-    assert (result.findings, len(result.given_back)) == ((), 1)
-
-
-async def test_failed_service_restart_is_reported_when_machines_remain(cloud: Trial) -> None:
-    world, context = await a_cluster(cloud)
-    cloud.fault("list-fails", -1)
-    world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
-    with pytest.raises(ProviderError) as caught:
-        await down(context)
-    assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in str(caught.value)
-
-
 async def test_machine_only_in_the_ledger_keeps_the_controller_unless_forced(cloud: Trial) -> None:
     world, context = await a_cluster(cloud)
     ledger_has(world, LedgerRental("t0ken9", "cloud2", account="acme", id="i-9", state="joined", age=0.0))
     why = "acme: the ledger has acme i-9, this key's list does not show it: is it the right key or project?"
     async with time_passes(cloud):
-        with pytest.raises(ProviderError) as caught:
-            await down(context)
-        assert f"rented machines may be left (acme i-9): {why}\n" in str(caught.value)
+        assert f"rented machines may be left (acme i-9): {why}\n" in await error_of(ProviderError, down(context))
         assert world.hosts["c1"].argvs[-1] == SERVICE[1]
         forced = await down(context, force=True)
     assert [(one.level, one.what, one.found) for one in forced.findings] == [
@@ -245,9 +237,7 @@ def errors(findings: Sequence[Finding]) -> list[Finding]:
 
 async def test_down_is_rejected_for_machines_of_a_removed_account_unless_forced(world: World, context: Context) -> None:
     says(world, ONE | ORDERED)
-    with pytest.raises(ProviderError) as caught:
-        await down(context)
-    assert str(caught.value) == (
+    assert await error_of(ProviderError, down(context)) == (
         f"{LEFT}; nothing was changed\n  fix: {PUT_BACK}; or use --force, and delete them in the provider's console"
     )
     assert "service slurmd" in world.agents["n1"].items
@@ -262,9 +252,7 @@ async def test_up_is_rejected_before_any_change_and_plan_reports_the_same(world:
     says(world, ONE | ORDERED)
     for agent in world.agents.values():
         agent.requests.clear()
-    with pytest.raises(ProviderError) as caught:
-        await up(context_of(world, text), AT_ONCE)
-    assert str(caught.value) == (
+    assert await error_of(ProviderError, up(context_of(world, text), AT_ONCE)) == (
         f"{LEFT}; no host was changed\n"
         f"  fix: {PUT_BACK}; or use --leave-rented, and delete them in the provider's console"
     )
@@ -355,9 +343,7 @@ async def test_job_on_a_removed_rented_node_blocks_up() -> None:
     fewer = context_of(world, HERE.replace("max: 2", "max: 1"))
     world.slurm.jobs = {"6": "n1", "7": "cloud2"}
     world.look_again()
-    with pytest.raises(ShoalError) as caught:
-        await up(fewer, AT_ONCE)
-    assert str(caught.value) == (
+    assert await error_of(ShoalError, up(fewer, AT_ONCE)) == (
         "this change would end jobs (7); nothing was changed\n  fix: wait for them, or use --allow-job-loss"
     )
     world.slurm.jobs = {"6": "n1"}
@@ -410,7 +396,4 @@ async def test_silent_service_is_reported(text: str | None, now: float, problem:
     found = await view(text, now)
     assert found is not None and found.problem == problem
     assert f"rented: [red]{problem}[/]" in list(rented_lines(found))
-
-
-async def test_cluster_without_rentals_has_no_rented_view() -> None:
     assert await rented_view(spec_of(LAB), FakeHost(Target("c1"), {})) is None

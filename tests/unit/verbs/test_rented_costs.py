@@ -33,12 +33,8 @@ def test_plan_tells_each_price_and_the_sum() -> None:
     assert quotes_text(QUOTES) == TOLD
     assert [str(finding) for finding in price_findings(QUOTES)] == [f"`shoal up` {TOLD}"]
     assert price_findings(()) == []
-
-
-def test_unknown_price_stays_unknown() -> None:
-    text = quotes_text((QUOTE, replace(QUOTE, name="login1", usd_hour=None)))
-    assert "price unknown" in text
-    assert "together" not in text
+    unknown = quotes_text((QUOTE, replace(QUOTE, name="login1", usd_hour=None)))
+    assert "price unknown" in unknown and "together" not in unknown
 
 
 def test_nothing_is_rented_without_consent() -> None:
@@ -51,11 +47,7 @@ def test_nothing_is_rented_without_consent() -> None:
 
 @cases(
     "quotes, what, hint",
-    (
-        (replace(QUOTE, usd_hour=None),),
-        "the price of e2-standard-2 in us-central1-b is unknown",
-        "controller: {usd_",
-    ),
+    ((replace(QUOTE, usd_hour=None),), "the price of e2-standard-2 in us-central1-b is unknown", "controller: {usd_"),
     ((replace(QUOTE, usd_hour=0.2),), "these hosts cost $0.2 an hour, and `budget.per_hour` is 0.1", "raise the"),
 )
 def test_budget_holds_for_rented_hosts(quotes: tuple[HostQuote, ...], what: str, hint: str) -> None:

@@ -82,6 +82,8 @@ class Cloud:
     market: Market
     url: str
     tick: list[float]
+    identity: Path
+    """The operator's key."""
     own: set[str] = field(default_factory=set)
     """Machines that have their own host key."""
     knife: Knife = field(default_factory=Knife)
@@ -91,9 +93,8 @@ class Cloud:
         settings = {**SETTINGS[self.kind], "request_interval": "0", "create_interval": "0"}
         login = ProviderLogin("acme", self.kind, SECRETS[self.kind], self.url, settings)
         polling = HostPolling(3.0, self._sleep, lambda: self.tick[0])
-        identities = dict.fromkeys(NAMES, Path(__file__).parent / "no-such-key")
-        made = RentedHosts(CLUSTER, "acme", lambda: login, lambda: self, ("tcp:22",), identities, self._open, polling)
-        return made
+        identities = dict.fromkeys(NAMES, self.identity)
+        return RentedHosts(CLUSTER, "acme", lambda: login, lambda: self, ("tcp:22",), identities, self._open, polling)
 
     async def _sleep(self, seconds: float) -> None:
         self.tick[0] += seconds
@@ -147,40 +148,28 @@ class Cut:
         return lambda *arguments: self._knife.call(method(*arguments))
 
 
-@pytest.fixture(params=sorted(MACHINES))
-async def cloud(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Cloud]:
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    async with open_cloud(request.param) as made:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "id_ed25519.pub").write_text("ssh-ed25519 AAAA me\n")
+    return tmp_path
+
+
+@pytest.fixture(params=sorted(MACHINES))
+async def cloud(request: pytest.FixtureRequest, home: Path) -> AsyncIterator[Cloud]:
+    async with open_cloud(request.param, home) as made:
         yield made
 
 
 @asynccontextmanager
-async def open_cloud(kind: str) -> AsyncIterator[Cloud]:
+async def open_cloud(kind: str, home: Path) -> AsyncIterator[Cloud]:
     tick = [1_800_000_000.0]
     simulator = find_simulator(kind)
     profile = simulator.profile.adjusted(real_hosts=True, boot_s=1.0)
     market = Market(profile, simulator.types, NoHosts(), clock=lambda: tick[0])
     async with serve(SimulatorApp(simulator(market), limited=False)) as url:
-        yield Cloud(kind, market, url, tick)
-
-
-@pytest.fixture(autouse=True)
-def public_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "id_ed25519.pub").write_text("ssh-ed25519 AAAA me\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(Cloud, "hosts", _with_identity(Cloud.hosts, tmp_path / ".ssh" / "id_ed25519"))
-
-
-def _with_identity(make: Any, path: Path) -> Any:
-    def made(cloud: Cloud) -> RentedHosts:
-        hosts: RentedHosts = make(cloud)
-        hosts.identities = dict.fromkeys(NAMES, path)
-        return hosts
-
-    return made
+        yield Cloud(kind, market, url, tick, home / "id_ed25519")
 
 
 def requests(cloud: Cloud, names: Sequence[str] = NAMES) -> list[Request]:
@@ -210,26 +199,20 @@ async def test_hosts_are_rented_once_with_reserved_addresses_and_their_own_keys(
     assert len(cloud.live) == 2
 
 
-async def test_stopped_machine_starts_with_its_address(cloud: Cloud) -> None:
-    made = await cloud.hosts().create(CLUSTER, requests(cloud, ["controller"]), silent)
+@cases("reserved", True, False)
+async def test_stopped_machine_starts_with_its_address_if_that_is_reserved(cloud: Cloud, reserved: bool) -> None:
+    free = [Request("controller", Shape(), RentedMachine(MACHINES[cloud.kind].type, keep_address=False))]
+    asked = requests(cloud, ["controller"]) if reserved else free
+    [made] = await cloud.hosts().create(CLUSTER, asked, silent)
+    assert len(cloud.addresses) == reserved
     [machine] = [one for one in cloud.market.instances.values() if one.live]
     cloud.market.stop(machine.id)
     [listed] = await cloud.hosts().instances(CLUSTER)
     assert listed.state == "stopped"
-    [started] = await cloud.hosts().create(CLUSTER, requests(cloud, ["controller"]), silent)
-    assert started.target.address == made[0].target.address
-    assert len(cloud.market.instances) == 1
-
-
-async def test_machine_without_a_reserved_address_may_get_another_one(cloud: Cloud) -> None:
-    free = [Request("controller", Shape(), RentedMachine(MACHINES[cloud.kind].type, keep_address=False))]
-    [made] = await cloud.hosts().create(CLUSTER, free, silent)
-    assert cloud.addresses == []
-    [machine] = [one for one in cloud.market.instances.values() if one.live]
-    cloud.market.stop(machine.id)
-    [started] = await cloud.hosts().create(CLUSTER, free, silent)
-    assert started.target.address != made.target.address
+    [started] = await cloud.hosts().create(CLUSTER, asked, silent)
+    assert (started.target.address == made.target.address) is reserved
     assert placements(CLUSTER)["controller"].address == started.target.address
+    assert len(cloud.market.instances) == 1
 
 
 async def test_everything_is_given_back(cloud: Cloud) -> None:
@@ -329,44 +312,30 @@ async def test_two_operators_at_once_end_with_one_machine(cloud: Cloud, monkeypa
 # The verbs
 
 
-LAN = {
-    "cluster": CLUSTER,
-    "providers": {"acme": {"kind": "gcp", "project": "p"}},
-    "controller": {"provider": "acme", "type": "e2-standard-2", "zone": "us-central1-a", "compute": True},
-    "login": {"provider": "acme", "type": "e2-standard-2", "usd_hour": 0.07, "image": "debian-12"},
-}
-
-
 def rented_world(cloud: Cloud) -> tuple[World, Context]:
     """A cluster in memory whose hosts the simulated cloud rents out. Fake agents know no WireGuard."""
-    account = {"kind": "gcp", "project": "p", "url": cloud.url, "key": "env:ACME_KEY"}
+    rented = {"provider": "acme", "type": "e2-standard-2", "usd_hour": 0.07, "image": "debian-12"}
     data = {
-        **LAN,
-        "providers": {"acme": account},
-        "controller": {**LAN["controller"], "usd_hour": 0.07, "image": "debian-12"},
-    }  # type: ignore[dict-item]
+        "cluster": CLUSTER,
+        "providers": {"acme": {"kind": "gcp", "project": "p", "url": cloud.url, "key": "env:ACME_KEY"}},
+        "controller": {**rented, "zone": "us-central1-a", "compute": True},
+        "login": rented,
+    }
     spec = Spec.model_validate(data, context=UNCHECKED)
     facts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(NAMES, 1)}
     world = World(spec, facts)
     return world, Context(spec, connector=world.connector, registry=lambda: (), accounts={"acme": cloud.hosts()})
 
 
-async def test_plan_shows_the_price_and_up_asks_rents_and_builds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+async def test_plan_shows_the_price_and_up_asks_rents_and_builds(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACME_KEY", "key")
-    async with open_cloud("gcp") as cloud:
+    async with open_cloud("gcp", home) as cloud:
         world, context = rented_world(cloud)
         shown = await plan(context)
-        assert [(change.host, change.action) for change in shown.changes] == [
-            (
-                name,
-                "rent from acme: e2-standard-2 in us-central1-a with a disk of 100 GB and a reserved address: "
-                "$0.07 an hour",
-            )
-            for name in NAMES
-        ]
+        told = (
+            "rent from acme: e2-standard-2 in us-central1-a with a disk of 100 GB and a reserved address: $0.07 an hour"
+        )
+        assert [(change.host, change.action) for change in shown.changes] == [(name, told) for name in NAMES]
         assert "together $0.14 an hour" in shown.findings[-1].what
         with pytest.raises(UsageError, match="this rents controller from acme"):
             await up(context, AT_ONCE)

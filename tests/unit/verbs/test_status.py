@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.support.cases import cases
+from tests.support.errors import error_of
 from tests.support.fake_clusters import context_of
 from tests.support.fake_world import LAB, World, lab
 
@@ -36,36 +37,23 @@ async def test_status_names_nodes_missing_in_the_file_or_in_slurm(world: World) 
     assert (found.absent, found.extra) == (("n3",), ("n2",))
 
 
-async def test_status_without_slurm_is_an_error() -> None:
+async def test_status_of_a_missing_or_removed_cluster_is_an_error() -> None:
     world = lab()
     world.hosts["c1"].answers = {}
-    with pytest.raises(SlurmError) as caught:
-        await status(context_of(world))
-    assert str(caught.value) == "c1 has no Slurm yet\n  fix: run `shoal up`"
-
-
-async def test_status_of_a_removed_cluster_is_an_error() -> None:
-    world = lab()
+    assert await error_of(SlurmError, status(context_of(world))) == "c1 has no Slurm yet\n  fix: run `shoal up`"
     said = b"scontrol: error: fetch_config: DNS SRV lookup failed\n" + NO_CONFIGURATION.encode()
-    world.hosts["c1"].answers = {
-        ("scontrol",): Result(1, b"", said),
-        ("systemctl",): b"LoadState=not-found\nActiveState=inactive\n",
-    }
-    with pytest.raises(SlurmError) as caught:
-        await status(context_of(world))
-    assert str(caught.value) == "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
+    gone = b"LoadState=not-found\nActiveState=inactive\n"
+    world.hosts["c1"].answers = {("scontrol",): Result(1, b"", said), ("systemctl",): gone}
+    assert await error_of(SlurmError, status(context_of(world))) == (
+        "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
+    )
 
 
 @cases("state", "failed", "inactive", "activating")
 async def test_status_reports_a_stopped_slurmctld_at_once(world: World, context: Context, state: str) -> None:
     asked = len(world.hosts["c1"].calls)
-    world.hosts["c1"].answers = {
-        **world.hosts["c1"].answers,
-        ("systemctl",): f"LoadState=loaded\nActiveState={state}\n".encode(),
-    }
-    with pytest.raises(SlurmError) as caught:
-        await status(context)
-    assert str(caught.value) == (
+    world.hosts["c1"].answers |= {("systemctl",): f"LoadState=loaded\nActiveState={state}\n".encode()}
+    assert await error_of(SlurmError, status(context)) == (
         f"slurmctld does not run on c1 ({state})\n"
         "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
     )
@@ -77,9 +65,7 @@ async def test_hanging_slurmctld_is_reported() -> None:
         await asyncio.sleep(3600)
         return 0
 
-    with pytest.raises(SlurmError) as caught:
-        await slurm_output(FakeHost("c1", {NODES_COMMAND: hang}), NODES_COMMAND, 0.05)
-    assert str(caught.value) == (
+    assert await error_of(SlurmError, slurm_output(FakeHost("c1", {NODES_COMMAND: hang}), NODES_COMMAND, 0.05)) == (
         "slurmctld on c1 does not answer within 0.05 s\n"
         "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
     )

@@ -49,12 +49,7 @@ REPORT = PublicReport(
     {
         "2026-10": CostReport(1000.0, "2026-10", 0, 0, 0, micros("7")),
         "2026-11": CostReport(
-            1000.0,
-            "2026-11",
-            micros("1.29"),
-            1,
-            micros("2"),
-            micros("30"),
+            *(1000.0, "2026-11", micros("1.29"), 1, micros("2"), micros("30")),
             users={"alice": micros("20"), "bob": micros("10")},
             jobs=(JobCost("7", "alice", "train", micros("20")), JobCost("8", "bob", "eval", micros("10"))),
         ),
@@ -101,6 +96,10 @@ async def test_cost_has_all_sums_and_only_the_users_own_jobs() -> None:
     assert (await cost(context_of(host), "2026-10")).costs.total == micros("7")
     with pytest.raises(UsageError, match=r"only the operator reads\n  fix: use one of 2026-10, 2026-11, or ask"):
         await cost(context_of(host), "2026-01")
+    host = desktop({("sh",): Result(255, b"", b"Permission denied (publickey)")})
+    silent = "desktop cannot show what the rental service on c1 publishes\n  fix: join the controller"
+    with pytest.raises(ShoalError, match=silent):
+        await cost(context_of(host))
 
 
 async def test_offers_are_what_the_cluster_can_rent_cheapest_first() -> None:
@@ -110,14 +109,6 @@ async def test_offers_are_what_the_cluster_can_rent_cheapest_first() -> None:
     assert len((await offers(context_of(host), Query(gpu="a10"), ["lambda"])).offers) == 1
     with pytest.raises(UsageError, match="rents from no runpod\n  fix: use one of gcp, lambda"):
         await offers(context_of(host), Query(), ["runpod"])
-
-
-async def test_report_that_cannot_be_read_and_a_cluster_that_rents_nothing() -> None:
-    host = desktop({("sh",): Result(255, b"", b"Permission denied (publickey)")})
-    with pytest.raises(
-        ShoalError, match="desktop cannot show what the rental service on c1 publishes\n  fix: join the controller"
-    ):
-        await cost(context_of(host))
     own = replace(RECORD, nodesets={"lab": RecordNodeset("n1")})
     with pytest.raises(UsageError, match="rents no machines"):
         await offers(context_of(desktop({}, own), own), Query())
@@ -223,6 +214,13 @@ async def test_exec_is_a_step_of_the_job_on_each_node() -> None:
     with pytest.raises(UsageError, match="there is no nodeset 'x' in cluster reef"):
         await execute(context_of(host), ["id"], None, "x", root=True, timeout=None)
 
+    def late(call: Call) -> Result:
+        raise CommandTimeout("desktop", "too long")
+
+    host = desktop({("squeue",): QUEUE, ("srun",): late})
+    result = await execute(context_of(host), ["sleep", "9"], "n1", None, root=True, timeout=2.0, job="12")
+    assert list(result.failures) == ["n1"] and "give it longer" in result.failures["n1"].hint
+
 
 async def test_command_runs_in_the_image_of_its_job() -> None:
     """Slurm does not know whether there is one: `srun` of a bundle needs no feature."""
@@ -241,15 +239,6 @@ def test_shell_is_the_users_where_it_is_there(shell: str, said: str) -> None:
     run = ["sh", "-c", LOGIN_SHELL[-1].replace(" -l", " -c 'echo $0'")]
     done = subprocess.run(run, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "SHELL": shell})
     assert done.stdout.strip().endswith(f"/{said}"), done.stderr
-
-
-async def test_exec_that_takes_too_long_is_the_nodes_failure() -> None:
-    def srun(call: Call) -> Result:
-        raise CommandTimeout("desktop", "too long")
-
-    host = desktop({("squeue",): QUEUE, ("srun",): srun})
-    result = await execute(context_of(host), ["sleep", "9"], "n1", None, root=True, timeout=2.0, job="12")
-    assert list(result.failures) == ["n1"] and "give it longer" in result.failures["n1"].hint
 
 
 async def test_ssh_opens_a_shell_inside_the_job_through_the_login() -> None:
