@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cases import cases
 
 from shoal.errors import CommandTimeout
 from shoal.hosts.api import Host, Result, Target
@@ -18,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "hosts"))
 
 from sshd_server import Sshd, needs_sshd, running_sshd
 
+WORDS = (
+    *("two words", "it's", '"double"', "new\nline", "tab\there", "größe ✓", "$(id) `id` $HOME", ""),
+    *("*", "!x", "a\\b", "-n", "~"),
+)
 BOTH = ("sh", "-c", "printf out; printf err >&2; exit 3")
 BIG_LINE = ("sh", "-c", "head -c 4000000 /dev/zero; echo; echo end")
 MANY_LINES = ("seq", "1", "200000")
@@ -103,24 +108,7 @@ async def test_host_has_its_name(host: Host) -> None:
     assert (host.name, host.target.name) == ("node", "node")
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "two words",
-        "it's",
-        '"double"',
-        "new\nline",
-        "tab\there",
-        "größe ✓",
-        "$(id) `id` $HOME",
-        "",
-        "*",
-        "!x",
-        "a\\b",
-        "-n",
-        "~",
-    ],
-)
+@cases("word", *WORDS)
 async def test_arguments_arrive_unchanged(host: Host, word: str) -> None:
     result = await host.run(["printf", "[%s]", word, "next"], root=False)
     assert result.text == f"[{word}][next]"

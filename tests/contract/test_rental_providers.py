@@ -104,6 +104,10 @@ async def test_provider_reports_creation_time_and_price(it: Trial) -> None:
     assert found.created is not None
 
 
+async def test_simulator_bills_by_the_rule_that_costs_are_computed_with(it: Trial) -> None:
+    assert it.market.profile.billing == it.renter.abilities.billing
+
+
 async def test_cluster_lists_only_its_own_machines(it: Trial) -> None:
     await it.create("gpu1", "t1")
     await it.create("gpu1", "t2", cluster="lagoon")

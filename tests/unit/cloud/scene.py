@@ -116,6 +116,12 @@ class Scene:
             await self.step()
             self.clock.advance(every)
 
+    async def passes_alone(self, steps: int, every: float) -> None:
+        """Let time pass for the service alone: Slurm does nothing."""
+        for _ in range(steps):
+            await self.service.step()
+            self.clock.advance(every)
+
     async def runs(self, *jobs: str) -> None:
         """Until these jobs run, and one step more."""
         await self.until(lambda: all(self.slurm.job_by_id[job].state == "RUNNING" for job in jobs))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.contract.rental_providers import CASES, KEY, trial
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 from tests.unit.cloud.scene import scene
 
 from shoal.cloud.providers.api import Abilities
@@ -50,15 +51,9 @@ def test_short_lifetime_ends_a_machine_before_its_boot_limit() -> None:
     assert "OnBootSec=5400\n" in boot_script(Abilities(boot_s=1800), 0)
 
 
-def test_provider_without_boot_scripts_gets_none() -> None:
-    assert boot_script(Abilities(boots_with="none"), 600) == ""
-
-
 def test_machine_gets_a_persistent_timer_that_respects_the_watchdog(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
-    systemctl.chmod(0o755)
+    systemctl = stand_in(tmp_path / "systemctl", f'echo "$@" >> {calls}')
     script = machine_script(5400, str(tmp_path), "/usr/local/lib/shoal/watchdog", str(systemctl))
     for _ in range(2):  # as where a provider runs it at every boot
         subprocess.run(["sh", "-eu"], input=script, text=True, check=True)
@@ -70,14 +65,9 @@ def test_machine_gets_a_persistent_timer_that_respects_the_watchdog(tmp_path: Pa
     assert calls.read_text().splitlines() == once * 2
 
 
-def program(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 def run_with_stand_ins(script: str, place: Path, **env: str) -> list[str]:
     """Run a container's script until it sleeps for the third time. Returns the seconds of each sleep."""
-    program(place / "sleep", f'echo "$1" >> {place}/slept; [ "$(wc -l < {place}/slept)" -lt 3 ] || kill "$PPID"')
+    stand_in(place / "sleep", f'echo "$1" >> {place}/slept; [ "$(wc -l < {place}/slept)" -lt 3 ] || kill "$PPID"')
     path = f"{place}:{os.environ['PATH']}"
     subprocess.run(["sh", "-u"], input=script + "wait\n", text=True, env={"PATH": path, **env}, timeout=60, check=False)
     return (place / "slept").read_text().split()
@@ -95,7 +85,7 @@ def test_container_that_joins_late_stays(tmp_path: Path) -> None:
     assert run_with_stand_ins(script, tmp_path) == ["5400", "300"]
     ended.unlink()
     (tmp_path / "slept").unlink()
-    program(watchdog, f"echo looked >> {tmp_path}/looked")
+    stand_in(watchdog, f"echo looked >> {tmp_path}/looked")
     assert run_with_stand_ins(script, tmp_path) == ["60", "60", "60"], "started again, it runs the watchdog"
     assert (tmp_path / "looked").read_text() == "looked\nlooked\n"
     assert not ended.exists()

@@ -99,9 +99,7 @@ async def test_slurm_without_the_nodes_costs_no_running_job(it: Scene) -> None:
     job = it.slurm.submit("1", 2, seconds=5000)
     await it.until(lambda: job.state == "RUNNING")
     known, it.slurm.node_by_name = it.slurm.node_by_name, {}
-    for _ in range(60):
-        await it.service.step()
-        it.clock.advance(10)
+    await it.passes_alone(60, every=10)
     assert len(it.machines()) == 2
     assert it.service._problem == "slurmctld has none of the rented nodes; run `shoal up`"
     it.slurm.node_by_name = known
@@ -115,7 +113,5 @@ async def test_orphan_machines_are_released_while_slurm_is_silent(it: Scene) -> 
     order = RentalOrder(CLUSTER, "burst1", Leadership().token(), CASES["lambda"].offer, it.context.public_key, key)
     assert [made.ok for made in await account.provider.create([order])] == [True]
     it.slurm.silent = True
-    for _ in range(120):
-        await it.service.step()
-        it.clock.advance(10)
+    await it.passes_alone(120, every=10)
     assert it.machines() == []

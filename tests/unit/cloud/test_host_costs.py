@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 from tests.contract.rental_providers import CASES, PUBLIC_KEY
 from tests.support.fake_world import spec_of
@@ -14,7 +13,6 @@ from shoal.cloud.rental import dollars, micros
 from shoal.cloud.service.budget import Purchase, refusal
 from shoal.cloud.service.costs import summary
 from shoal.cloud.service.host_costs import HostPrices, host_prices
-from shoal.cloud.service.ledger import Ledger
 from shoal.spec.member import Placement
 from shoal.spec.model import Spec
 from shoal.spec.rental import Budget
@@ -126,15 +124,3 @@ def test_prices_of_the_file_reach_the_service_once_the_hosts_are_in_place() -> N
     written = place_hosts(spec, places).model_dump_json(exclude_defaults=True, by_alias=True)
     prices = {"controller": 0.5, "login1": 0.25, "login2": 0.25}
     assert host_prices(spec).by_name == host_prices(Spec.model_validate(json.loads(written))).by_name == prices
-
-
-def test_ledger_of_an_older_shoal_has_no_hosts(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    Ledger.open(path).close()
-    with Ledger.open(path) as ledger:
-        ledger._execute("DROP TABLE hosts")
-        ledger._execute("ALTER TABLE rentals DROP COLUMN unfit_machine")
-        ledger._execute("PRAGMA user_version = 4")
-        assert ledger.hosts() == [] == ledger.all()
-    with Ledger.open(path) as ledger:
-        assert ledger.hosts() == []

@@ -239,25 +239,16 @@ class Environment:
             archive.add(place / "e44", "e44")
 
 
-async def test_environment_is_copied_before_the_job_starts(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@cases("mode, copied", (0o755, True), (0o1777, False), ids=["root's directory", "one that others can write"])
+async def test_environment_of_a_directory_of_root_is_copied_before_the_job_starts(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, copied: bool
 ) -> None:
     environment = Environment(tmp_path, monkeypatch, PYTHON, platform.python_version())
+    (tmp_path / "environments").chmod(mode)
     scene.start(comment="shoal:c0de/11b@e44")
     async with scene.running():
         await until((scene.container / "7/sent/.ready").exists)
-    assert (environment.local / "e44/bin/python").exists()
-
-
-async def test_archive_in_a_writable_directory_is_not_unpacked(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = Environment(tmp_path, monkeypatch, PYTHON, platform.python_version())
-    (tmp_path / "environments").chmod(0o1777)
-    scene.start(comment="shoal:c0de/11b@e44")
-    async with scene.running():
-        await until((scene.container / "7/sent/.ready").exists)
-    assert not environment.local.exists()
+    assert (environment.local / "e44/bin/python").exists() is environment.local.exists() is copied
 
 
 async def test_job_with_an_unusable_environment_ends_with_the_cause(

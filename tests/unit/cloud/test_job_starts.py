@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal.cloud.service.slurm_requests import WAITING_COMMAND, JobStarter
 from shoal.errors import SlurmError
@@ -127,10 +128,8 @@ class Prolog:
         self.starts = place / "starts"
         self.starts.mkdir()
         programs = place / "bin"
-        programs.mkdir()
         for name in ("squeue", "sinfo"):
-            (programs / name).write_text(f'#!/bin/sh\necho "$@" >> {place}/asked\ncat {place}/{name}\n')
-            (programs / name).chmod(0o755)
+            stand_in(programs / name, f'echo "$@" >> {place}/asked\ncat {place}/{name}')
         self.program = place / "start"
         self.program.write_text(
             start_program().replace(STARTS, str(self.starts)).replace(f"-t {START_CHECK_INTERVAL_S}", f"-t {look}")

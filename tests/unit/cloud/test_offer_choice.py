@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.cases import cases
+from tests.unit.cloud.scene import rented_set
 
 from shoal.cloud.providers.api import FailureKind, Offer, RequestOutcome, Scope
 from shoal.cloud.rental import OrderBlock
@@ -21,10 +22,7 @@ def choice(provider: str, type: str | None = None, **values: Any) -> OfferChoice
 
 
 def nodeset(*choices: OfferChoice, prefer: Any = "listed", max_price: float | None = None) -> RentedSet:
-    values: dict[str, Any] = dict.fromkeys(("budget", "cpus", "memory_mb", "gpus"))
-    return RentedSet(
-        "burst", choices, prefer, 8, 600, 86400, max_price, disk_gb=100, features=(), weight=1, site="", **values
-    )
+    return rented_set("burst", 8, *choices, prefer=prefer, max_price=max_price)
 
 
 LAMBDA, GCP, GCP_SPOT = choice("lambda"), choice("gcp"), choice("gcp", market="spot")
@@ -118,10 +116,7 @@ ZONE = ("gcp", A3.type, "us-central1-b", "on-demand")
         *(FailureKind.BALANCE, "provider", ("gcp",), 3600),
         "gcp has no money left of ours (top it up; it is tried again every hour)",
     ),
-    (
-        *(FailureKind.AUTH, "provider", ("gcp",), None),
-        "gcp does not accept our key (replace it, then run `shoal up`)",
-    ),
+    (*(FailureKind.AUTH, "provider", ("gcp",), None), "gcp does not accept our key (replace it, then run `shoal up`)"),
     (
         *(FailureKind.INVALID, "offer", ZONE, 3600),
         "gcp us-central1-b does not take an order for a3-highgpu-8g: no such image",
@@ -190,11 +185,7 @@ def test_block_of_another_region_is_not_a_reason() -> None:
 @cases(
     "offer, max_price, said",
     (H100, 20.0, "lambda costs $31.92 an hour, and max_price is $20.00; next try at 12:10 UTC"),
-    (
-        replace(H100, usd_hour=None),
-        20.0,
-        "lambda gives no price, and max_price is $20.00; next try at 12:10 UTC",
-    ),
+    (replace(H100, usd_hour=None), 20.0, "lambda gives no price, and max_price is $20.00; next try at 12:10 UTC"),
     (replace(H100, available="no"), None, "lambda has none left; next try at 12:10 UTC"),
 )
 def test_price_limit_and_stockout_have_different_reasons(offer: Offer, max_price: float | None, said: str) -> None:

@@ -68,22 +68,14 @@ def test_invalid_requests_are_dropped_and_the_rest_read(
     secret.write_text(json.dumps({"verb": "resume", "nodes": "cl7", "jobs": []}))
     (place / "0-e").symlink_to(secret)
     ask(place, "suspend", "cl1")
+    (place / "trap").mkdir()
+    (place / ".123-4").write_text("{")  # which is not yet written
     assert RequestQueue(place).take() == [PowerRequest("suspend", ("cl1",))]
     assert caplog.text.count("ignoring request") == 5
     assert secret.exists()
-    assert not list(place.iterdir())
-
-
-def test_incomplete_request_file_is_ignored(place: Path) -> None:
-    (place / ".123-4").write_text("{")
-    requests = RequestQueue(place)
-    assert not requests.waiting()
-    assert requests.take() == []
-    assert (place / ".123-4").exists()
-
-
-def test_missing_directory_means_no_requests(tmp_path: Path) -> None:
-    assert not RequestQueue(tmp_path / "none").waiting()
+    assert {path.name for path in place.iterdir()} == {"trap", ".123-4"}
+    for queue in (RequestQueue(place), RequestQueue(tmp_path / "none")):
+        assert not queue.waiting() and queue.take() == []
 
 
 def test_program_runs_alone_and_prints_its_usage(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import FailureKind
@@ -82,9 +83,7 @@ def test_rows_ordered_by_the_running_service_are_marked(
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         ledger.intend(rental("early", intended_at=now - 1000), rental("late", "burst2", intended_at=now - 100))
     since = "" if began is None else int((time.monotonic() - began) * 1e6)
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f"#!/bin/sh\necho MainPID={pid}\necho ExecMainStartTimestampMonotonic={since}\n")
-    systemctl.chmod(0o755)
+    stand_in(tmp_path / "systemctl", f"echo MainPID={pid}\necho ExecMainStartTimestampMonotonic={since}")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert {token for token, one in told(tmp_path / "ledger.db").items() if one["of_now"]} == of_now
 

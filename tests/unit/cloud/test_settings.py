@@ -59,11 +59,7 @@ def test_service_reads_the_written_settings(directory: Path) -> None:
     "file, text, cause",
     ("spec.json", None, "No such file or directory"),
     ("spec.json", "{", "it is not JSON"),
-    (
-        "spec.json",
-        '{"cluster": "reef", "new": 1}',
-        "it was written by another version of Shoal",
-    ),
+    ("spec.json", '{"cluster": "reef", "new": 1}', "it was written by another version of Shoal"),
     ("accounts.json", '{"cheap": {"kind": "x"}}', "account cheap is incomplete"),
     ("keys/cheap", None, "No such file or directory"),
     ("id_ed25519.pub", None, "No such file or directory"),

@@ -250,9 +250,7 @@ async def test_exception_of_a_late_call_is_raised_by_the_next_wait() -> None:
     await calls.wait()
 
 
-async def test_first_failure_is_raised_and_the_others_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_first_failure_is_raised_and_the_others_logged(caplog: pytest.LogCaptureFixture) -> None:
     now = asyncio.Event()
     now.set()
     calls = BackgroundCalls(60.0)

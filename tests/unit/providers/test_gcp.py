@@ -90,11 +90,12 @@ UNKNOWN = [("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")]
     "errors, expected, scope, message",
     ([ABSENT, ("QUOTA_EXCEEDED", L4)], FailureKind.QUOTA, "region", f"QUOTA_EXCEEDED: {L4}"),
     ([("QUOTA_EXCEEDED", ALL_GPUS)], FailureKind.QUOTA, "provider", f"QUOTA_EXCEEDED: {ALL_GPUS}"),
-    ([ABSENT, (f"{STOCKOUT}_WITH_DETAILS", "x")], FailureKind.CAPACITY, "zone", f"{STOCKOUT}_WITH_DETAILS: x"),
-    ([ABSENT], FailureKind.CAPACITY, "zone", ": ".join(ABSENT)),
+    ([ABSENT, (f"{STOCKOUT}_WITH_DETAILS", "x")], FailureKind.CAPACITY, "offer", f"{STOCKOUT}_WITH_DETAILS: x"),
+    ([ABSENT], FailureKind.CAPACITY, "offer", ": ".join(ABSENT)),
     ([(RATE, "slower")], FailureKind.RATE, "provider", f"{RATE}: slower"),
     (UNKNOWN, FailureKind.AMBIGUOUS, "offer", "INTERNAL_ERROR: oops; NEW_ONE: who knows"),
     ([], FailureKind.AMBIGUOUS, "offer", "the order is still running, or ended without an error"),
+    ids=["a quota", "a quota of all regions", "stockout", "too few", "rate", "unknown errors", "no error"],
 )
 def test_most_specific_error_is_reported(
     errors: list[tuple[str, str]], expected: FailureKind, scope: str, message: str

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import jwt
 from tests.contract.rental_providers import http, saying
 from tests.support.cases import cases
+from tests.support.programs import stand_in
 
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.cloud.providers.google_auth import AUDIENCE, GoogleTokens
@@ -79,8 +80,7 @@ async def test_simulator_accepts_any_bearer() -> None:
 async def test_command_without_a_key_uses_the_login_of_gcloud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, token: str
 ) -> None:
-    (tmp_path / "gcloud").write_text(f"#!/bin/sh\n[ $1 = auth ] && {program}\n")
-    (tmp_path / "gcloud").chmod(0o755)
+    stand_in(tmp_path / "gcloud", f"[ $1 = auth ] && {program}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     async with saying(http("200 OK", b'{"access_token": "ya29.x", "expires_in": 3599}')) as url:
         assert await GoogleTokens(account(project="p"), metadata=url).bearer() == token
@@ -93,8 +93,17 @@ async def test_metadata_token_is_cached_while_valid() -> None:
     assert await login.bearer() == "ya29.x"
 
 
-@cases("answer", http("404 Not Found", b"{}"), http("200 OK", b"{}"), b"", http("200 OK", b"<html>"))
-async def test_machine_outside_google_needs_a_key(answer: bytes) -> None:
+@cases(
+    "answer",
+    b"",
+    http("404 Not Found", b"{}"),
+    *(http("200 OK", body) for body in (b"{}", b"<html>", b"[" * 100_000)),
+    http("200 OK", b'{"access_token": "t", "expires_in": NaN}'),
+    http("200 OK", b'{"access_token": "t", "expires_in": 1e999}'),
+    http("200 OK", b'{"access_token": "' + b"x" * (40 << 20) + b'", "expires_in": 1}'),
+    ids=["nothing", "not found", "empty", "html", "nested", "nan", "infinite", "long"],
+)
+async def test_machine_outside_google_or_with_a_hostile_metadata_server_needs_a_key(answer: bytes) -> None:
     async with saying(answer) as url:
         login = GoogleTokens(account(project="p"), metadata=url)
         with pytest.raises(

@@ -116,19 +116,6 @@ async def test_requested_region_without_capacity_is_listed_as_unavailable(it: Tr
     assert await it.renter.offers(Query(types=("gpu_8x_b200_sxm6",))) == []
 
 
-async def test_stockout_can_follow_a_list_with_capacity(it: Trial) -> None:
-    order = await it.order()
-    it.fault("stockout", -1, region="us-west-1")
-    [offer] = await it.renter.offers(Query(types=(order.offer.type,), regions=("us-west-1",)))
-    assert offer.available == "yes"
-    [outcome] = await it.renter.create([order])
-    assert (outcome.failure, outcome.scope) == (FailureKind.CAPACITY, "offer")
-    assert outcome.message == (
-        "acme: POST /instance-operations/launch: 400: instance-operations/launch/insufficient-capacity: "
-        "Not enough capacity to fulfill launch request."
-    )
-
-
 async def test_order_has_tags_image_and_script(it: Trial) -> None:
     await it.create("gpu1", "tok")
     [machine] = it.market.instances.values()
@@ -182,17 +169,13 @@ async def test_machine_without_a_private_address_is_up(it: Trial) -> None:
     assert [one.state for one in await it.listed()] == ["up", "up"]
 
 
-async def test_unknown_state_is_pending(it: Trial) -> None:
+@cases("status, states", ("defragmenting", [("pending", "defragmenting")]), ("terminated", []))
+async def test_unknown_state_is_pending_and_a_terminated_machine_is_not_listed(
+    it: Trial, status: str, states: list[tuple[str, str]]
+) -> None:
     await it.create()
-    it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": "defragmenting"} for one in data["data"]]}
-    [found] = await it.listed()
-    assert (found.state, found.raw_state) == ("pending", "defragmenting")
-
-
-async def test_terminated_machine_is_not_listed(it: Trial) -> None:
-    await it.create()
-    it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": "terminated"} for one in data["data"]]}
-    assert await it.listed() == []
+    it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": status} for one in data["data"]]}
+    assert [(one.state, one.raw_state) for one in await it.listed()] == states
 
 
 async def test_machine_not_terminated_by_lambda_is_reported(it: Trial) -> None:

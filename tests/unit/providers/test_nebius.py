@@ -81,16 +81,6 @@ async def test_preempted_machine_is_stopped_until_it_is_deleted(it: Trial) -> No
     assert await it.listed() == []
 
 
-async def test_machine_that_powers_itself_off_stays_off(it: Trial) -> None:
-    outcome = await it.create()
-    it.boot()
-    it.market.kill(outcome.id)
-    assert [one.state for one in await it.listed()] == ["stopped"]
-    billed = it.market.bill()[0]["seconds"]
-    it.clock.now += 1000
-    assert it.market.bill()[0]["seconds"] == billed
-
-
 async def test_machine_with_another_policy_would_be_started_again(it: Trial) -> None:
     order = await it.order()
     request = instance_order(order, "project-e00-eu-north1", "vpcsubnet-eu-north1", {})

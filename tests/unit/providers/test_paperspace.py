@@ -176,21 +176,19 @@ async def test_delete_succeeds_although_script_cleanup_fails(it: Trial) -> None:
 # Events
 
 
-async def test_order_that_fails_for_an_unknown_reason_is_ambiguous(it: Trial) -> None:
-    def broken(line: str, data: Any) -> Any:
-        return {**data, "state": "error", "error": "Hypervisor says no"} if "/machine-events/" in line else data
-
-    it.simulation.rewrite = broken
+@cases(
+    "change, message, left",
+    ({"state": "error", "error": "Hypervisor says no"}, "acme: Hypervisor says no", False),
+    ({"state": None}, "the answer lacks state", True),
+    ids=["it fails for an unknown reason", "it cannot be read"],
+)
+async def test_order_with_an_unclear_event_is_ambiguous(
+    it: Trial, change: dict[str, Any], message: str, left: bool
+) -> None:
+    it.simulation.rewrite = lambda line, data: {**data, **change} if "/machine-events/" in line else data
     outcome = await it.create()
-    assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "acme: Hypervisor says no")
-
-
-async def test_unreadable_event_is_ambiguous(it: Trial) -> None:
-    it.simulation.rewrite = lambda line, data: {"id": "x"} if "/machine-events/" in line else data
-    outcome = await it.create()
-    assert outcome.failure is FailureKind.AMBIGUOUS
-    assert "lacks state" in outcome.message
-    assert len(it.market.instances) == 1
+    assert outcome.failure is FailureKind.AMBIGUOUS and outcome.message.endswith(message)
+    assert any(machine.live for machine in it.market.instances.values()) is left
 
 
 async def test_slow_order_counts_as_accepted(it: Trial, monkeypatch: pytest.MonkeyPatch) -> None:

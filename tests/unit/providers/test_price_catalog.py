@@ -4,13 +4,13 @@ import csv
 import functools
 import http.server
 import io
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.web import serving
 
 from shoal.cloud.providers import prices as table
 from shoal.cloud.providers.api import Offer
@@ -52,15 +52,8 @@ def base(tmp_path: Path) -> Iterator[str]:
         (place / "version").write_text("20261101\n")
         (place / "20261101" / "catalog.zip").write_bytes(archive(name, text))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "catalogs"))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(handler) as url:
+        yield url
 
 
 def test_only_priced_nvidia_machines_are_read() -> None:

@@ -22,6 +22,12 @@ def test_unknown_name_is_reported_with_the_existing_names() -> None:
         provider("cloud")
 
 
+def test_installed_package_can_add_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
+    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
+    assert names() == ("mine", "sandbox") and isinstance(provider("mine"), FakeProvider)
+
+
 def test_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal_simulators.fake_provider:NoSuchProvider", "shoal.providers")
     monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
@@ -31,18 +37,6 @@ def test_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch)
         "cannot load provider mine: module 'shoal_simulators.fake_provider' has no attribute 'NoSuchProvider'\n"
         "  fix: correct or remove shoal_simulators.fake_provider:NoSuchProvider"
     )
-
-
-def test_installed_packages_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
-    assert names() == ("mine", "sandbox")
-
-
-def test_installed_package_can_add_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(table, "_list_entry_points", lambda group: [entry])
-    assert isinstance(provider("mine"), FakeProvider)
 
 
 class Choosy:

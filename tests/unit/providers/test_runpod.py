@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 from tests.contract.rental_providers import CASES, Trial, account, http, renting, saying
 from tests.support.cases import cases
+from tests.support.programs import stand_in
+from tests.support.waiting import wait_for
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, Query
@@ -106,8 +107,7 @@ def test_order_script_runs_before_sshd() -> None:
 def test_container_without_a_mirror_runs_the_order_script_and_can_be_ended(tmp_path: Path) -> None:
     """With an apt-get that hangs, in temporary directories."""
     for name, does in {"apt-get": f"touch {tmp_path}/installing; exec sleep 600", "ssh-keygen": "true"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+        stand_in(tmp_path / name, does)
     script = decoded(boot_command(f"touch {tmp_path}/armed\n"))
     for directory in ("/run/", "/root/", "/usr/sbin/"):
         script = script.replace(directory, f"{tmp_path}/")
@@ -115,7 +115,7 @@ def test_container_without_a_mirror_runs_the_order_script_and_can_be_ended(tmp_p
     first = subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True)
     try:
         for wanted in ("armed", "installing"):
-            _wait_for(tmp_path / wanted)
+            wait_for((tmp_path / wanted).exists)
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) >= 0, (
             "it heard the signal itself: without a trap the first process of a container does not"
@@ -123,13 +123,6 @@ def test_container_without_a_mirror_runs_the_order_script_and_can_be_ended(tmp_p
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
-
-
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert path.exists()
 
 
 async def test_running_pod_is_up_only_with_an_ssh_address(it: Trial) -> None:
