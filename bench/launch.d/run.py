@@ -18,8 +18,8 @@ from sandbox import add_cluster_options
 from testbed import HERE, PYTHONPATH, SHOAL, Testbed, create_testbed
 
 RANKS = 4
-BARE, BATCH, AGAIN, NOW = "srun", "sbatch", "shoal again", "shoal now"
-USER_BATCH, USER_AGAIN, USER_NOW = "user sbatch", "user again", "user now"
+BARE, BATCH, AGAIN = "srun", "sbatch", "shoal again"
+USER_BATCH, USER_AGAIN = "user sbatch", "user again"
 RANKS_TIMEOUT_S = 180
 END_TIMEOUT_S = 120
 FRAGILE_PEERS = ("torchrun", "submitit")
@@ -31,8 +31,6 @@ TARGETS = (
     (USER_AGAIN, USER_BATCH, 0.10),
     ("shoal run", "submitit", 0.0),
     (AGAIN, "submitit", 0.0),
-    (NOW, BARE, 0.30),
-    (USER_NOW, BARE, 0.30),
 )
 """How many seconds more than what a launcher may take to the script."""
 MEASURING_ERROR_S = 0.05
@@ -128,16 +126,14 @@ LAUNCHERS = (
     Launcher(BATCH, sbatch),
     Launcher("shoal run", shoal(), edit=True),
     Launcher(AGAIN, shoal()),
-    Launcher(NOW, shoal("--now")),
     Launcher(USER_BATCH, sbatch_as_user),
     Launcher("user run", shoal_as_user(), edit=True),
     Launcher(USER_AGAIN, shoal_as_user()),
-    Launcher(USER_NOW, shoal_as_user("--now")),
     Launcher("torchrun", srun(1, TORCHRUN)),
     Launcher("shoal torchrun", shoal("--launcher", "torchrun")),
     Launcher("submitit", submitit),
 )
-REPEATED_LAUNCHERS = (AGAIN, USER_AGAIN, USER_NOW, "shoal torchrun")
+REPEATED_LAUNCHERS = (AGAIN, USER_AGAIN, "shoal torchrun")
 """These run the code of others once more: the smallest size leaves them out."""
 
 

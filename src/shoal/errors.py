@@ -157,3 +157,5 @@ class Interrupted(ShoalError):
     """The user pressed Ctrl-C."""
 
     exit_code = 130
+    signals: tuple[int, ...] = ()
+    """What has come until the command had stopped."""

@@ -11,7 +11,7 @@ from shoal.verbs.context import open_context
 from shoal.verbs.job import Job
 
 COVERS = (
-    "jobs verbs/run verbs/run_now verbs/unsent_files verbs/jobs verbs/logs verbs/fetch verbs/job verbs/submission "
+    "jobs verbs/run verbs/unsent_files verbs/jobs verbs/logs verbs/fetch verbs/job verbs/submission "
     "verbs/run_user train/launcher_variables.py train/env.py train/gpu_binding.py remote/job_directory.py "
     "remote/job_start.sh remote/job_end.sh remote/task_prolog.sh remote/log_reader.py"
 )

@@ -5,11 +5,11 @@ import re
 import shlex
 import signal
 import subprocess
+from functools import partial
 from typing import Any, Protocol
 
 from tests.e2e.cluster import LIMIT, Cluster
-
-from shoal.jobs.record import USER_JOBS_DIRECTORY
+from tests.e2e.shoal_server import CAPTURED
 
 PROGRAM = "/usr/local/bin/shoal"
 OPERATORS = (
@@ -86,7 +86,7 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
     assert "42" in [line["text"] for line in done["lines"]]
     on_host(f"shoal fetch {done['id']}")
     assert on_host(f"cat job-{done['id']}/tree/answer") == "42\n"
-    assert "[0] 42" in on_host("mkfifo open && shoal run --now answer.py <> open").splitlines()
+    assert "[0] 42" in on_host("mkfifo open && shoal run --wait answer.py <> open").splitlines()
     on_host("printf 'import time\\ntime.sleep(600)\\n' > wait.py")
     job = json.loads(on_host("shoal run --json wait.py"))["id"]
     cluster.wait("the job runs", lambda: on_host(f"squeue -h -t R -o %i -j {job}").strip() == job)
@@ -104,35 +104,39 @@ def check_shoal_on_the_hosts(cluster: Cluster, alice: Person, host: str = "contr
 
 
 def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None:
-    """`run --now`: the output comes here, the status is the job's, and Ctrl-C cancels it. For a user and for root."""
+    """`run --wait`: the output comes here. One Ctrl-C leaves the job running, two cancel it. A user, and root."""
     (alice.tree / "fail.py").write_text("print('half', end='')\nraise SystemExit(3)\n")
-    for place in ((), ("--directory", f"{USER_JOBS_DIRECTORY}/{alice.user}")):  # on the share, and on each node
-        done = alice.shoal("run", "--now", "-N2", *place, "train.py")
-        assert sorted(done.stdout.splitlines()) == [f"[{rank}] rank {rank} of 2 is {uid}" for rank in (0, 1)]
-        job = _number_of(done.stderr)
-        alice.jobs.append(job)
-        cluster.wait("it is recorded", lambda job=job: alice.state(job) == "COMPLETED")
-        assert len(alice.json("logs", job)["lines"]) == 2
-    failed = alice.shoal("run", "--now", "fail.py", status=3)
-    assert failed.stdout == "[0] half\n" and "ended with status 3" in failed.stderr
-    assert "--now cannot have --array" in alice.shoal("run", "--now", "--array", "0-1", "fail.py", status=2).stderr
+    failed = alice.shoal("run", "--wait", "fail.py", status=1)
+    assert failed.stdout == "[0] half\n" and "exit status 3" in failed.stderr
+    line = ("run", "--wait", "--export", "WAIT=1", "train.py")
+    for begin, user_id in ((alice.begin, uid), (partial(cluster.begin, cwd=alice.tree), 0)):
+        job = _check_ctrl_c(begin(*line, **CAPTURED), user_id, 1)
+        assert cluster.on("controller", "squeue", "-h", "-o", "%T", "-j", job) == "RUNNING\n"
+        cluster.on("controller", "scancel", job)
+        job = _check_ctrl_c(begin(*line, **CAPTURED), user_id, 2)
+        rows = cluster.on("controller", "squeue", "-h", "-t", "all", "-o", "%T", "-j", job).split()
+        assert rows[0] in ("CANCELLED", "COMPLETING"), rows
 
-    with alice.begin("run", "--now", "--export", "WAIT=1", "train.py", stdout=subprocess.PIPE) as watched:
-        assert watched.stdout is not None and watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
+
+def _check_ctrl_c(watched: subprocess.Popen[str], uid: int, presses: int) -> str:
+    """Press Ctrl-C so often once the job prints; the number of the job."""
+    with watched:
+        assert watched.stdout is not None and watched.stderr is not None
+        assert watched.stdout.readline() == f"[0] rank 0 of 1 is {uid}\n"
         watched.send_signal(signal.SIGINT)
-        assert watched.wait(LIMIT) == 130
-    rows = cluster.on("controller", "squeue", "-h", "-t", "all", "--sort=-i", "-u", alice.user, "-o", "%T").split()
-    assert rows[0] in ("CANCELLED", "COMPLETING"), rows
-
-    line = ("run", "--now", "--job-name", "root", "-N2", "train.py")
-    output, messages = cluster.background(*line, stderr=subprocess.PIPE, cwd=alice.tree).communicate(timeout=LIMIT)
-    assert sorted(output.splitlines()) == [f"[{rank}] rank {rank} of 2 is 0" for rank in (0, 1)], messages
-
-
-def _number_of(text: str) -> str:
-    match = re.search(r"job (\d+) runs on", text)
-    assert match, text
-    return match[1]
+        shown = ""
+        while "Ctrl-C again now cancels job" not in shown:
+            said = watched.stderr.readline()
+            assert said, shown
+            shown += said
+        if presses == 2:
+            watched.send_signal(signal.SIGINT)
+        _, rest = watched.communicate(timeout=LIMIT)
+        assert watched.returncode == 130
+    job = re.findall(r"job (\d+)", shown)[0]
+    assert "Ctrl-C leaves it running" in shown
+    assert f"job {job} {'was cancelled' if presses == 2 else 'goes on'}" in rest
+    return job
 
 
 def check_operators_commands(alice: Person) -> None:

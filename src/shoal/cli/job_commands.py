@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,8 +16,11 @@ from shoal.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from shoal.jobs.logs import LogLine
+    from shoal.verbs.context import Context
     from shoal.verbs.joined_cluster import JoinResult
     from shoal.verbs.logs import LogsResult
+
+T = TypeVar("T")
 
 # `shoal logs -f` follows, so its --file has no short form.
 LogsFile = Annotated[
@@ -163,9 +166,25 @@ def keep_running(job: str) -> Iterator[None]:
     """Ctrl-C stops watching the job, not the job."""
     try:
         yield
-    except Interrupted:
-        hint = f"`shoal logs -f {job}` shows it, `shoal cancel {job}` ends it"
-        raise Interrupted(f"job {job} goes on", hint=hint) from None
+    except Interrupted as interrupted:
+        interrupted.message = f"job {job} goes on"
+        interrupted.hint = f"`shoal logs -f {job}` shows it, `shoal cancel {job}` ends it"
+        raise
+
+
+def watch_or_cancel(session: Session, context: Context, job: str, watch: Coroutine[Any, Any, T]) -> T:
+    """Watch a job to its end. Ctrl-C leaves it running, and a second one soon after cancels it."""
+    from shoal.verbs.jobs import cancel as verb
+
+    try:
+        with keep_running(job):
+            return session.run(watch, watching=True, second=f"Ctrl-C again now cancels job {job}")
+    except Interrupted as interrupted:
+        if len(interrupted.signals) < 2:
+            raise
+    ended = session.run(verb(context, [job])).ended
+    hint = f"`shoal logs {job}` shows what it printed at its end"
+    raise Interrupted(f"job {job} had ended already" if ended else f"job {job} was cancelled", hint=hint)
 
 
 def print_line(session: Session, rank: int | None, timestamps: bool = False) -> Callable[[LogLine], None]:

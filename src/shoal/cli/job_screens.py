@@ -31,15 +31,19 @@ MAX_SHOWN_NAMES = 5
 RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
 
 
-def show_submitted(console: Console, job: SubmittedJob) -> None:
+def show_submitted(console: Console, job: SubmittedJob, *, watched: bool = False) -> None:
+    """`watched`: the command goes on with the job's output."""
     ranks = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
     node_text = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
     sent_text = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
     console.print(
         f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {node_text} of {job.partition}; {sent_text}"
     )
-    number, printer = (f"{job.id}_N", "its task N") if job.array else (job.id, "it")
-    console.print(f"  `shoal logs -f {number}` shows what {printer} prints")
+    if watched:
+        console.print("  Ctrl-C leaves it running; a second one within two seconds cancels it")
+    else:
+        number, printer = (f"{job.id}_N", "its task N") if job.array else (job.id, "it")
+        console.print(f"  `shoal logs -f {number}` shows what {printer} prints")
     if job.nodes > 1 and not job.shared:
         console.print("  checkpoints need storage that its nodes share: name it with --directory")
     if job.traces:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
-from shoal.cli.job_commands import finish_log, keep_running, live_output
+from shoal.cli.job_commands import finish_log, live_output, watch_or_cancel
 from shoal.cli.options import Cluster, File, Json, suggest
 from shoal.cli.output import escape_controls
 from shoal.cli.session import Session
-from shoal.errors import Interrupted, UsageError
+from shoal.errors import UsageError
 from shoal.jobs.model import (
     JOB_FIELDS,
     LAUNCHER_NAMES,
@@ -30,7 +27,6 @@ from shoal.jobs.model import (
 )
 
 if TYPE_CHECKING:
-    from shoal.jobs.logs import LogLine
     from shoal.verbs.context import Context
     from shoal.verbs.logs import LogsResult
     from shoal.verbs.submission import SubmittedJob
@@ -48,12 +44,11 @@ def run(
     max_size: Annotated[int, typer.Option(metavar="MIB", help="The largest working tree to send, in MiB.", min=1)] = 64,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Show the job's output until it ends; of an array, how each task ended.")
-    ] = False,
-    now: Annotated[
         bool,
         typer.Option(
-            "--now", help="Start it with srun, show its output, end with its status. Ctrl-C cancels it. Never requeued."
+            "--wait",
+            help="Show the job's output until it ends; of an array, how each task ended. Ctrl-C leaves the job running,"
+            " twice cancels it.",
         ),
     ] = False,
     file: File = None,
@@ -74,8 +69,6 @@ def run(
             context = session.with_progress(context)
         if not json and spec.args:
             _show_script_options(session, spec)
-        if now:
-            return _run_now(session, context, spec, limit, dry_run)
         if dry_run:
             from shoal.verbs.run import dry_run as prepare
 
@@ -94,7 +87,7 @@ def run(
         if not json:
             from shoal.cli.job_screens import show_submitted
 
-            show_submitted(session.errors if wait else session.console, submitted_job)
+            show_submitted(session.errors if wait else session.console, submitted_job, watched=wait)
         if not wait:
             session.finish(submitted_job)
             return
@@ -102,54 +95,10 @@ def run(
             return _wait_for_array(session, context, submitted_job)
         from shoal.verbs.logs import follow
 
-        with keep_running(submitted_job.id), live_output(session, None) as (show, show_bars):
-            result = session.run(
-                follow(context, submitted_job.id, show, options["directory"], show_bars), watching=True
-            )
+        with live_output(session, None) as (show, show_bars):
+            work = follow(context, submitted_job.id, show, options["directory"], show_bars)
+            result = watch_or_cancel(session, context, submitted_job.id, work)
         finish_wait(session, submitted_job, result)
-
-
-def _run_now(session: Session, context: Context, spec: JobSpec, limit: int, dry_run: bool) -> None:
-    """Run the job in the foreground; the command ends with its status."""
-    from shoal.verbs.run_now import run_now, show_command
-
-    if dry_run:
-        command = session.run(show_command(context, spec, Path.cwd(), limit))
-        if not session.finish({"command": command, "job": spec.as_dict()}):
-            print(escape_controls(shlex.join(command)))
-        return
-    if session.json:
-        raise UsageError("--now shows the output as it comes, which is no JSON", hint="use --wait --json")
-    with live_output(session, None) as (show, show_bars):
-        watcher = _Watcher(session, show, show_bars)
-        try:
-            ended = session.run(run_now(context, spec, Path.cwd(), watcher, limit), watching=True)
-        except Interrupted:
-            raise Interrupted(f"job {watcher.job} was cancelled" if watcher.job else "the job was cancelled") from None
-    if ended.status:
-        from shoal.cli.screen import print_wrapped
-
-        text = f"job {ended.job.id} ended with status {ended.status}; `shoal logs {ended.job.id}` says more"
-        print_wrapped(session.errors, text)
-    session.status = ended.status
-
-
-@dataclass
-class _Watcher:
-    """Shows a job that runs in the foreground."""
-
-    session: Session
-    show_line: Callable[[LogLine], None]
-    show_bars: Callable[[Iterable[LogLine]], None]
-    job: str = ""
-
-    def show_start(self, job: str, nodes: str) -> None:
-        self.job = job
-        self.session.errors.print(f"[green]✓[/] job {job} runs on {nodes}; Ctrl-C cancels it")
-
-    def show_message(self, text: str) -> None:
-        self.show_bars(())
-        print(escape_controls(text), file=sys.stderr, flush=True)
 
 
 def _wait_for_array(session: Session, context: Context, job: SubmittedJob) -> None:
@@ -159,8 +108,8 @@ def _wait_for_array(session: Session, context: Context, job: SubmittedJob) -> No
     from shoal.verbs.jobs import jobs
     from shoal.verbs.logs import wait_for_tasks
 
-    with keep_running(job.id):
-        session.run(wait_for_tasks(context, job.id, lambda task: show_task_end(session.errors, task)), watching=True)
+    work = wait_for_tasks(context, job.id, lambda task: show_task_end(session.errors, task))
+    watch_or_cancel(session, context, job.id, work)
     result = session.run(jobs(context, [job.id]))
     if not session.finish({**plain(result), **plain(job)}):
         show_jobs(session.console, result)

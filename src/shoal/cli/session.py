@@ -38,6 +38,8 @@ BUG = 70
 
 STOPPING = "stopping: each host finishes its current step; Ctrl-C again exits at once"
 RUN_AGAIN = "run the same command again to continue"
+SECOND_S = 2.0
+"""So soon after the first Ctrl-C a second one counts, where it has a meaning of its own."""
 
 OPERATORS_FIX = "ask the operator, who can run `shoal up` and `shoal check`"
 """Instead of a fix that ordinary users cannot apply."""
@@ -98,14 +100,14 @@ class Session:
         """The same cluster for a verb that takes long only at times: bars are loaded when they are shown."""
         return context if self.json else replace(context, progress=_LateProgress(self))
 
-    def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False) -> T:
+    def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False, second: str = "") -> T:
         """Run a verb. Ctrl-C stops it after the current step; the next run continues from there.
 
-        `watching`: the verb only observes, so that there is no step to finish.
+        `watching`: the verb only observes, so that there is no step to finish. `second`: see run_interruptible.
         """
         gc.freeze()  # what is loaded stays
         gc.enable()
-        return run_interruptible(work, message="" if watching else STOPPING)
+        return run_interruptible(work, message="" if watching else STOPPING, second=second)
 
     def finish(self, value: Any, status: int = 0) -> bool:
         """Set the exit code, and print the value with --json. False: the caller shows it."""
@@ -221,38 +223,51 @@ def _sbatch_hint(error: Any) -> str:
     return f"if it is an option of sbatch, put --sbatch before it: --sbatch {name}=VALUE"
 
 
-def run_interruptible(work: Coroutine[Any, Any, T], *, message: str = STOPPING) -> T:
+def run_interruptible(work: Coroutine[Any, Any, T], *, message: str = STOPPING, second: str = "") -> T:
     """Run a verb to its end. The first Ctrl-C prints `message`, the second exits at once.
 
-    Raises Interrupted after a Ctrl-C or a SIGTERM, once the verb has cleaned up.
+    `second` says what a second Ctrl-C within SECOND_S does, and is printed at the first: the caller does it, where
+    Interrupted has two signals. Raises Interrupted after a Ctrl-C or a SIGTERM, once the verb has cleaned up.
     """
+    signals: list[int] = []
     try:
-        return asyncio.run(_with_signals(work, message))
+        return asyncio.run(_with_signals(work, message, second, signals))
     except asyncio.CancelledError:
-        raise Interrupted("stopped", hint=RUN_AGAIN) from None
+        interrupted = Interrupted("stopped", hint=RUN_AGAIN)
+        interrupted.signals = tuple(signals)
+        raise interrupted from None
 
 
-async def _with_signals(work: Coroutine[Any, Any, T], message: str) -> T:
-    task = asyncio.current_task()
+async def _with_signals(work: Coroutine[Any, Any, T], message: str, second: str, signals: list[int]) -> T:
+    task, again = asyncio.current_task(), asyncio.Event()
     assert task is not None
-    signals = 0
 
-    def stop() -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
+    def stop(number: int) -> None:
+        signals.append(number)
+        if second and len(signals) == 2:
+            print(file=sys.stderr, flush=True)
+            again.set()
+            return
+        if len(signals) > 1:
             # Agents notice the closed connection and stop after the current item.
             from shoal.verbs.context import exit_notes
 
             for line in ("", *exit_notes(), *((f"stopped at once; {RUN_AGAIN}",) if message else ())):
                 print(escape_controls(line), file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
-        print(escape_controls(f"\n{message}" if message else ""), file=sys.stderr)
+        text = second if number == signal.SIGINT and second else message
+        print(escape_controls(f"\n{text}" if text else ""), file=sys.stderr, flush=True)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    return await work
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if second and signals == [signal.SIGINT]:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(again.wait(), SECOND_S)
+        raise
 
 
 def confirm(effect: str, question: str, yes: bool) -> None:

@@ -39,7 +39,6 @@ from shoal.verbs.run_user import prepare_as_user, run_as_user
 from shoal.verbs.slurmctld import current_jobs
 from shoal.verbs.submission import (
     JobConnections,
-    JobLaunch,
     PreparedJob,
     SubmittedJob,
     check_secrets,
@@ -78,14 +77,13 @@ async def run(
     here: Path,
     limit: int = DEFAULT_LIMIT,
     environ: Mapping[str, str] = os.environ,
-    launch: JobLaunch = submit,
 ) -> SubmittedJob:
     """Send the working tree to the nodes and submit the job. Wrong jobs are rejected before anything is sent."""
     secrets = check_secrets(job, environ)
     async with connect(context) as connections:
         record = await _record_of_user(context, connections)
         if record is not None:
-            return await run_as_user(context, connections, record, job, here, limit, environ, launch)
+            return await run_as_user(context, connections, record, job, here, limit, environ)
         fleet = connections.fleet
         share = (await connections.login).share_of(job.directory or "")
         prepare = _prepare_and_inspect if share is None else _prepare_on_share
@@ -100,7 +98,7 @@ async def run(
         sent_bytes, tracking = await asyncio.gather(
             _ship(fleet, prepared, storages), tracking_variables(connections, resolved_job, environ)
         )
-        number = await launch(controller, prepared, {**secrets, **tracking})
+        number = await submit(controller, prepared, {**secrets, **tracking})
         from shoal.verbs.unsent_files import note_tree  # slow to import, and the job is on its way
 
         note_tree(context, number, here, prepared.tree)

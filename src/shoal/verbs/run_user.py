@@ -30,13 +30,13 @@ from shoal.spec.cluster_record import ClusterRecord
 from shoal.verbs.context import Context
 from shoal.verbs.submission import (
     JobConnections,
-    JobLaunch,
     PreparedJob,
     SubmittedJob,
     check_secrets,
     make_bundles,
     require_accounting,
     require_dependencies,
+    submit,
     tracking_variables,
 )
 
@@ -77,7 +77,6 @@ async def run_as_user(
     here: Path,
     limit: int,
     environ: Mapping[str, str],
-    launch: JobLaunch,
 ) -> SubmittedJob:
     """Write the working tree to the user's directory and submit the job, all as the user who is logged in."""
     secrets = check_secrets(job, environ)
@@ -91,7 +90,7 @@ async def run_as_user(
     # An operator's connection has asked as root, for the password of root's jobs.
     user_host = host if context.joined is None else None
     tracking = await tracking_variables(connections, prepared.job, environ, user_host)
-    number = await launch(host, prepared, {**secrets, **tracking})
+    number = await submit(host, prepared, {**secrets, **tracking})
     from shoal.verbs.unsent_files import note_tree  # slow to import, and the job is on its way
 
     note_tree(context, number, here, prepared.tree)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.errors import SlurmError, UsageError
 from shoal.hosts.api import Host
@@ -177,13 +177,6 @@ def _read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return secrets
 
 
-class JobLaunch(Protocol):
-    """Hands a job that is ready to Slurm."""
-
-    async def __call__(self, controller: Host, prepared: PreparedJob, variables: Mapping[str, str]) -> str:
-        """The job's number."""
-
-
 SUBMIT = r"""
 while IFS= read -r line && [ -n "$line" ]; do export "$line"; done
 exec sbatch --parsable
@@ -194,15 +187,11 @@ exec sbatch --parsable
 async def submit(controller: Host, prepared: PreparedJob, variables: Mapping[str, str]) -> str:
     """Submit the batch job. Slurm stores the environment of sbatch with it, readable by its user and root only."""
     carried = encode_code(prepared.tree, prepared.runtime) if prepared.shipped.carried else ""
-    stdin = encode_variables(variables) + (prepared.script + carried).encode()
+    variables = {SUBMISSION: os.urandom(4).hex(), **variables}
+    head = "".join(f"{name}={value}\n" for name, value in variables.items()) + "\n"
+    stdin = (head + prepared.script + carried).encode()
     result = await controller.run(["sh", "-c", SUBMIT], stdin=stdin, timeout=60, root=False)
     if result.status != 0:
         message = result.error_text.strip().removeprefix("sbatch: error: ")
         raise SlurmError(f"sbatch rejected the job: {message}", hint="`shoal run --dry-run` shows the script")
     return result.text.strip().partition(";")[0]
-
-
-def encode_variables(variables: Mapping[str, str]) -> bytes:
-    """Variables for the standard input of a program that Slurm's command inherits them from."""
-    variables = {SUBMISSION: os.urandom(4).hex(), **variables}
-    return ("".join(f"{name}={value}\n" for name, value in variables.items()) + "\n").encode()

@@ -46,7 +46,7 @@ def test_option_of_run_behind_a_script_without_it_is_noted() -> None:
     shown = ["--wait", "-N2", "--launcher=spawn", "--gpus-per-node", "--no-requeue", "--max-size=9"]
     assert misplaced_options(words, "import sys") == shown
     script = 'parser.add_argument("--gpus_per_node"); parser.add_argument("--wait")'
-    assert misplaced_options(("--gpus-per-node", "--wait", "--now"), script) == ["--now"]
+    assert misplaced_options(("--gpus-per-node", "--wait", "--array"), script) == ["--array"]
 
 
 def test_job_list_shows_progress_or_the_reason() -> None:
@@ -145,6 +145,11 @@ def test_submitted_job_shows_what_was_not_sent_and_how_to_follow_it(fields: dict
         f"  `shoal logs -f {log}",
         *lines,
     ]
+
+
+def test_watched_job_says_what_ctrl_c_does() -> None:
+    _, second = screen_text(lambda console: show_submitted(console, SENT, watched=True)).splitlines()
+    assert second == "  Ctrl-C leaves it running; a second one within two seconds cancels it"
 
 
 @cases(

@@ -1,8 +1,11 @@
-"""A second Ctrl-C exits at once, and prints what is unfinished and how to continue."""
+"""A second Ctrl-C exits at once, and prints what is unfinished and how to continue, or does what the command says."""
 
 import signal
 import subprocess
 import sys
+
+import pytest
+from tests.support.cases import cases
 
 WORK = """
 import asyncio
@@ -35,3 +38,38 @@ def test_second_ctrl_c_reports_remaining_work_and_exits_130() -> None:
         "\nleft: cloud1; run `shoal down` again\n"
         "stopped at once; run the same command again to continue\n"
     )
+
+
+WATCH = """
+import asyncio, shoal.cli.session as session
+from shoal.errors import Interrupted
+
+async def work():
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+
+session.SECOND_S = SECONDS
+try:
+    session.run_interruptible(work(), message="", second="again ends it")
+except Interrupted as interrupted:
+    print(*(number.name for number in interrupted.signals))
+"""
+
+
+@cases(
+    "seconds, sent, signals",
+    pytest.param(0.01, ["SIGINT"], "SIGINT\n", id="Ctrl-C"),
+    pytest.param(600, ["SIGINT", "SIGINT"], "SIGINT SIGINT\n", id="twice"),
+    pytest.param(600, ["SIGTERM"], "SIGTERM\n", id="SIGTERM is not waited for"),
+)
+def test_second_ctrl_c_of_a_watched_job_is_the_commands(seconds: float, sent: list[str], signals: str) -> None:
+    program = [sys.executable, "-c", WATCH.replace("SECONDS", str(seconds))]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.Signals[sent[0]])
+        for name in sent[1:]:
+            assert process.stderr.readline() + process.stderr.readline() == "\nagain ends it\n"
+            process.send_signal(signal.Signals[name])
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, signals)

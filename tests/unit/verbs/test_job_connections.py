@@ -55,7 +55,7 @@ HEAVY = (
 
 @cases(
     "used, last, unused",
-    ("cli.run_command verbs.early_login verbs.run_now sandbox.provider verbs.run", "verbs.run", HEAVY),
+    ("cli.run_command verbs.early_login sandbox.provider verbs.run", "verbs.run", HEAVY),
     ("cli.job_commands verbs.jobs verbs.logs cli.job_screens", "verbs.logs", ("pydantic",)),
     ("verbs.up verbs.check verbs.down", "verbs.up", ("httpx",)),
     ids=["run", "jobs and logs", "up without rented machines"],

@@ -23,10 +23,6 @@ SUBMISSION = "SHOAL_SUBMISSION"
 RENAME_ATTEMPTS = 5
 RENAME_PAUSE_S = 0.2
 """Between the attempts of a node to make the directory of a job."""
-ECHO_RANKS = "ranks"
-"""SHOAL_ECHO of a job that a person watches: each rank prints its lines, and its unfinished line now and then, behind
-one of these marks and its number."""
-ECHO_LINE, ECHO_BAR, ECHO_JOB = "\x02l", "\x02b", "\x02j"
 
 
 def ignore_signals(numbers: tuple[signal.Signals, ...]) -> None:

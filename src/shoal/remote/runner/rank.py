@@ -16,9 +16,6 @@ import sys
 import time
 
 from .node import (
-    ECHO_BAR,
-    ECHO_LINE,
-    ECHO_RANKS,
     STOP_SIGNALS,
     SUBMISSION,
     WARNING_SIGNALS,
@@ -169,8 +166,6 @@ class Rank:
             return
         if not state:
             self.bar = b""
-            if self.echo == ECHO_RANKS:
-                self._echo(ECHO_BAR, b"")
             with contextlib.suppress(OSError):
                 os.unlink(self.name + ".bar")
         elif not self.bar_time:
@@ -179,8 +174,6 @@ class Rank:
             self.bar, self.bar_time = state, now
             with contextlib.suppress(OSError), open(self.name + ".bar", "wb") as file:
                 file.write(b"%.6f %s\n" % (time.time(), state[:LONGEST_BAR]))
-            if self.echo == ECHO_RANKS:
-                self._echo(ECHO_BAR, state[:LONGEST_BAR])
 
     def _write_lines(self, lines: list[tuple[float, bytes]]) -> None:
         for moment, text in lines:
@@ -189,15 +182,9 @@ class Rank:
     def _line(self, now: float, text: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk does not stop training
             os.write(self.log, b"%.6f %s\n" % (now, text))
-        if self.echo == ECHO_RANKS:
-            self._echo(ECHO_LINE, text)
-        elif self.echo == "1":
+        if self.echo == "1":
             with contextlib.suppress(OSError):
                 os.write(1, text + b"\n")
-
-    def _echo(self, mark: str, text: bytes) -> None:
-        with contextlib.suppress(OSError):
-            os.write(1, b"%s%d %s\n" % (mark.encode(), self.rank, text))
 
     def _print(self, text: str) -> None:
         self._line(time.time(), ("shoal: " + text).encode())
