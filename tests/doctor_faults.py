@@ -120,8 +120,7 @@ OTHER_TESTS = {
     "job-hung": "unit/jobs/test_hang.py::test_training_without_a_step_hangs",
     "job-launch-failed": "e2e/test_doctor.py::test_failing_scripts_drain_nodes_until_they_are_corrected",
     "job-waits-for-node": "e2e/test_doctor.py::test_failing_scripts_drain_nodes_until_they_are_corrected",
-    "registration-rejected": "unit/health/test_diagnosis.py::"
-    "test_rejection_without_its_line_in_the_log_is_no_fault_of_an_earlier_time",
+    "registration-rejected": "unit/health/test_diagnosis.py::test_reason_of_a_node_decides_on_level_and_action",
     "person-drain": "e2e/test_doctor.py::test_persons_drain_and_note_are_kept",
 }
 """Findings beyond the 62, each with its test."""

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from tests.support.cases import cases
-from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, with_scene
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene, with_scene
 
 from shoal.cloud.providers.api import PERMANENT_TOKEN, FailureKind
 from shoal.cloud.rental import cost, micros
@@ -121,6 +122,20 @@ async def test_two_failed_gangs_leave_no_machine(it: Scene) -> None:
     it.market().faults.clear()
     await it.settled()
     assert {job.state for job in it.slurm.job_by_id.values()} == {"COMPLETED"}
+
+
+@cases("kind", "quota", "balance", "auth")
+async def test_account_problem_is_shown_on_the_job(tmp_path: Path, kind: str) -> None:
+    words = {"quota": "quota is used up", "balance": "no money", "auth": "does not accept our key"}
+    async with scene(tmp_path, "lambda") as it:
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        await it.context.accounts["lambda"].list_instances()
+        await it.context.accounts["lambda"].key_name("")
+        it.fault(kind, -1)
+        await it.until(lambda: it.slurm.job_by_id["1"].restarts == 1)
+        assert words[kind] in it.slurm.job_by_id["1"].comment
+        assert it.market().bill() == []
 
 
 async def test_account_without_balance_is_retried_after_an_hour(it: Scene) -> None:
