@@ -244,20 +244,20 @@ async def _with_signals(work: Coroutine[Any, Any, T], message: str, second: str,
 
     def stop(number: int) -> None:
         signals.append(number)
-        if second and len(signals) == 2:
-            print(file=sys.stderr, flush=True)
-            again.set()
-            return
-        if len(signals) > 1:
+        is_first, is_second = len(signals) == 1, bool(second) and len(signals) == 2
+        if not is_first and not is_second:
             # Agents notice the closed connection and stop after the current item.
             from shoal.verbs.context import exit_notes
 
             for line in ("", *exit_notes(), *((f"stopped at once; {RUN_AGAIN}",) if message else ())):
                 print(escape_controls(line), file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
-        text = second if number == signal.SIGINT and second else message
+        text = "" if is_second else second if second and number == signal.SIGINT else message
         print(escape_controls(f"\n{text}" if text else ""), file=sys.stderr, flush=True)
-        task.cancel()
+        if is_first:
+            task.cancel()
+        else:
+            again.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
