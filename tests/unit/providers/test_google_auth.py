@@ -26,6 +26,12 @@ PEM = (
 KEY = {"client_email": "shoal@reefs.test", "private_key": PEM, "token_uri": "https://none.test", "project_id": "reefs"}
 
 
+@pytest.fixture(autouse=True)
+def no_gcloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A test asks for no token of the person who runs it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
 def account(secret: str = "", url: str = "", **settings: str) -> ProviderLogin:
     return ProviderLogin("google", "gcp", secret, url, settings)
 
@@ -77,11 +83,8 @@ async def test_simulator_accepts_any_bearer() -> None:
 
 
 @cases("program, token", ("echo ya29.mine", "ya29.mine"), ("exit 1", "ya29.x"))
-async def test_command_without_a_key_uses_the_login_of_gcloud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, token: str
-) -> None:
+async def test_command_without_a_key_uses_the_login_of_gcloud(tmp_path: Path, program: str, token: str) -> None:
     stand_in(tmp_path / "gcloud", f"[ $1 = auth ] && {program}")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     async with saying(http("200 OK", b'{"access_token": "ya29.x", "expires_in": 3599}')) as url:
         assert await GoogleTokens(account(project="p"), metadata=url).bearer() == token
 
