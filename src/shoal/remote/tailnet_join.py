@@ -89,11 +89,11 @@ def join(server: str, key: str, ephemeral: str, problem: str, fix: str, flags: l
         complete_secret(key, ephemeral)
         flags = ["--auth-key=file:" + key, *flags]
     line = ["tailscale", "up", *flags, f"--timeout={limit}s"]
-    result = subprocess.run(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
-    )
-    text = result.stdout.strip()
-    if result.returncode == 0:
+    status, text = run(line)
+    if status and any(part in text for part, _ in FIXES):
+        # tailscaled goes on trying the key of a run before, and this may have been the answer to that one.
+        status, text = run(line)
+    if status == 0:
         return 0
     if "timeout" in text.lower() and problem:
         text = problem
@@ -101,6 +101,14 @@ def join(server: str, key: str, ephemeral: str, problem: str, fix: str, flags: l
         fix = next((fix for part, fix in FIXES if part in text), LOGIN_FIX).format(server=server)
     print(f"{text}\nfix: {fix}")
     return 1
+
+
+def run(line: list[str]) -> tuple[int, str]:
+    """The status and the output of a command."""
+    result = subprocess.run(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+    )
+    return result.returncode, result.stdout.strip()
 
 
 def complete_secret(path: str, ephemeral: str) -> None:

@@ -126,3 +126,10 @@ def test_unreachable_or_wrong_package_source_prints_the_commands_and_writes_noth
     done = add_source(tmp_path, packages)
     assert done.returncode == 1 and "is no package source that is signed by" in done.stdout
     assert not source.exists() and not keyring.exists()
+
+
+def test_answer_to_the_key_of_a_run_before_is_not_taken_for_this_one(tmp_path: Path, server: str) -> None:
+    note = tmp_path / "bin/asked"
+    answers = "[ -e {0} ] && echo 'backend error: invalid key' || echo 'backend error: authkey expired'; touch {0}"
+    text = join(tmp_path, server, answers.format(note))
+    assert text.startswith("backend error: invalid key\nfix: ") and server in text
