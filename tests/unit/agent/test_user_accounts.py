@@ -1,7 +1,9 @@
 """User accounts on a host: a system account of the host is never taken for a user's."""
 
 import grp
+import os
 import pwd
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,3 +67,21 @@ def test_removed_user_is_locked_only_under_the_same_id(monkeypatch: pytest.Monke
     change = unix_accounts.check_user(user("daemon", DAEMON.pw_uid, locked=True), world())
     assert change is not None and change.action == "lock user daemon"
     assert unix_accounts.check_user(user("daemon", 58123, locked=True), world()) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_new_id_is_given_to_links_and_not_to_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, system_file = tmp_path / "home", tmp_path / "shadow"
+    home.mkdir()
+    for path in (system_file, home / "notes"):
+        path.touch()
+    (home / "planted").symlink_to(system_file)
+    for path in (home, home / "notes", home / "planted"):
+        os.lchown(path, 2001, 2001)
+    there = SimpleNamespace(pw_uid=2001, pw_gid=2001, pw_dir=str(home), pw_shell="/bin/bash")
+    monkeypatch.setattr(unix_accounts, "user_of", lambda name: there)
+    monkeypatch.setattr(unix_accounts, "run_checked", lambda argv, what, timeout: None)
+    ann = user("ann", 2002, home=str(home), owns=[str(home)])
+    assert unix_accounts.make_user(ann, SimpleNamespace(noted={}, due={})) == "id 2001 became 2002"
+    assert {path.lstat().st_uid for path in (home, home / "notes", home / "planted")} == {2002}
+    assert system_file.stat().st_uid == 0
