@@ -15,6 +15,7 @@ from agent_place import ME, Place
 from tests.support.cases import cases
 
 from shoal.agent.document import Block, Command, Link, Packages, Secret, SecretRef, Service, User
+from shoal.remote.agent.converge import as_result
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -433,6 +434,12 @@ async def test_secret_is_inserted_on_the_host_and_never_shown(place: Place) -> N
     _, found = await place.apply(secret, conf)
     assert (found.action, found.diff) == (f"update {conf.path}", "(secret)")
     assert word not in repr(found) and not any(word in text for text in place.told)
+
+
+def test_unexpected_error_is_reported_by_its_place_and_not_by_its_message() -> None:
+    found = as_result(lambda: {"number": int("hunter2")}, {"key": "x"})
+    assert found["status"] == "failed" and "hunter2" not in repr(found)
+    assert re.fullmatch(rf"the agent met ValueError at {re.escape(__file__)}:\d+", found["detail"])
 
 
 async def test_file_with_a_missing_secret_is_not_written(place: Place) -> None:
