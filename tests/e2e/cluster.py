@@ -304,10 +304,12 @@ RELEASE_APT = "touch /run/release; while systemctl -q is-active holder; do sleep
 def read_until(process: subprocess.Popen[str], phase: str) -> None:
     """Wait until a command has said that a phase is over; no phase is no wait."""
     assert process.stdout is not None
+    said = ""
     with limited(process):
         while phase:
             line = process.stdout.readline()
-            assert line, f"it ended before {phase!r}"
+            said += line
+            assert line, f"it ended before {phase!r}: {said}"
             if phase in line:
                 return
 

@@ -108,7 +108,7 @@ def check_jobs_in_the_foreground(cluster: Cluster, alice: Any, uid: int) -> None
     (alice.tree / "fail.py").write_text("print('half', end='')\nraise SystemExit(3)\n")
     failed = alice.shoal("run", "--wait", "fail.py", status=1)
     assert failed.stdout.startswith("[0] half\n") and "with exit status 3" in failed.stderr
-    line = ("run", "--wait", "--export", "WAIT=1", "train.py")
+    line = ("run", "--wait", "--job-name", "ctrl-c", "--export", "WAIT=1", "train.py")
     for begin, user_id in ((alice.begin, uid), (partial(cluster.begin, cwd=alice.tree), 0)):
         job = _check_ctrl_c(begin(*line, **CAPTURED), user_id, 1)
         assert cluster.on("controller", "squeue", "-h", "-o", "%T", "-j", job) == "RUNNING\n"
