@@ -45,7 +45,7 @@ KEYRING = "/usr/share/keyrings/tailscale-archive-keyring.gpg"
 """Both as Tailscale's download page names them."""
 KEYRING_COPY = "the keyring of Tailscale's packages"
 LOGOUT = ("tailscale", "logout")
-SURE_LOGOUT = "timeout 30 tailscale logout || { systemctl restart tailscaled; timeout 30 tailscale logout; }"
+SURE_LOGOUT = "timeout 10 tailscale logout || { systemctl restart tailscaled; timeout 30 tailscale logout; }"
 """A logout takes a second. It has been seen to hang for minutes, until tailscaled was started again."""
 
 
