@@ -41,8 +41,14 @@ def check_jobs_without_a_share(cluster: Cluster, alice: Any, bob: Any) -> None:
     assert view["progress"]["step"] == 7
     assert f"job {job} belongs to alice" in bob.shoal("logs", job, status=2).stderr
     cluster.on("controller", "scontrol", "requeue", job)
-    cluster.on("controller", "scontrol", "update", f"jobid={job}", "StartTime=now")
     second = [f"rank {rank} turn 1 is 2001 in {root}" for rank in (0, 1)]
+
+    def starts() -> bool:
+        # Slurm lets it wait for two minutes from the time at which it has left its nodes.
+        cluster.on("controller", "scontrol", "update", f"jobid={job}", "StartTime=now", status=None)
+        return cluster.on("controller", "squeue", "-h", "-o", "%T", "-j", job) != "PENDING\n"
+
+    cluster.wait("it starts again", starts)
     # Followed between its turns, a job may be taken for ended: `logs -f` then ends too early.
     cluster.wait("both ranks run again", lambda: {*second} <= {*lines(job)})
     shown = alice.shoal("logs", "-f", job).stdout.splitlines()

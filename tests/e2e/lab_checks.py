@@ -156,7 +156,7 @@ def check_runs_in_mlflow(cluster: Cluster, alice: Any, bob: Any) -> None:
 # ---- a lost node
 
 
-SAVE_EVERY, STEPS = 5, 30
+SAVE_EVERY, STEPS = 5, 20
 
 
 def check_job_after_the_loss_of_a_node(cluster: Cluster, alice: Any, bob: Any) -> None:
