@@ -190,48 +190,44 @@ def remove_leftovers() -> None:
     subprocess.run([sys.executable, "-m", "tests.e2e.leftovers"], cwd=ROOT, check=False)
 
 
-def run_parts(
-    run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], *, whole: bool, beside: bool = False
-) -> int:
-    """Run the parts; the exit status. The whole run has the checks and the build of Shoal's Slurm beside it.
+def run_parts(run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], *, whole: bool) -> int:
+    """Run the parts; the exit status. The whole run begins with the checks and the build of Shoal's Slurm.
 
-    With `beside`, the units get what the part on sandbox hosts leaves idle.
+    The units get what these and the part on sandbox hosts leave idle.
     """
     logs = run.records
-    beside = beside and bool(sandbox_files)
     with run.span("prepare"):
         run.prepare()
     check = build = None
     if whole:
-        # For half of their time the checks use one core or wait for an index.
         check = run.start([ROOT / "scripts/check"], logs / "check")
         # The tests of `slurm: {from: shoal}` use the wheel in the cache. A machine without it builds it here.
         build = run.start(["nice", ROOT / "scripts/build-slurm"], logs / "build")
     status, unbuilt = 0, ""
-    fast, slow = units(unit_files, nice=19 if beside else 0), sandbox(sandbox_files)
+    fast, slow = units(unit_files, nice=19 if sandbox_files else 0), sandbox(sandbox_files)
     begin = time.monotonic()
-    # The output of parts that run beside another is shown when they have ended.
+    # Only one part shows its output while it runs.
     first = [
-        run.start_part(part, None if part is fast[0] and not beside else logs / f"{part.name}.log") for part in fast
+        run.start_part(part, logs / f"{part.name}.log" if sandbox_files or part is not fast[0] else None)
+        for part in fast
     ]
-    if not beside:
-        status = run.finish_parts(fast, first, begin)
-    if check and not beside and check.poll():
-        return report_check(check, logs / "check")  # as it has failed already, the longer part can wait
+    if check:
+        with run.span("check"):
+            check.wait()
+        if failed := report_check(check, logs / "check"):
+            return failed  # the longer part can wait
     if build:
         with run.span("wait-for-build"):
             if build.wait():
                 unbuilt = "\n".join((logs / "build").read_text().splitlines()[-5:])
     if sandbox_files:
         with run.span(slow.name):
-            later = run.finish_part(slow, run.start_part(slow))
-        if beside:
-            with run.span("wait-for-units"):
-                status = run.finish_parts(fast, first, begin)
-        status = run.finish_files(slow, later) or status
-    if check:
-        with run.span("wait-for-check"):
-            status = report_check(check, logs / "check") or status
+            status = run.finish_part(slow, run.start_part(slow))
+    status_of_units = run.finish_parts(fast, first, begin)
+    # Failed files run again when nothing else does.
+    if sandbox_files:
+        status = run.finish_files(slow, status)
+    status = status or status_of_units
     if unbuilt:
         print(f"FAILED: scripts/build-slurm, so tests of `slurm: {{from: shoal}}` were skipped: {unbuilt}")
         status = status or 1
@@ -270,9 +266,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for file in options.times or ():
         if not Path(ROOT, file).exists():
             parser.error(f"there is no {file}")
-    for name, value in (("SHOAL_TEST_ORDER", "reverse"), ("SHOAL_TEST_UNITS", "beside")):
-        if os.environ.get(name, value) not in (value, ""):
-            parser.error(f"{name}={os.environ[name]}: the value may be `{value}`")
+    if os.environ.get("SHOAL_TEST_ORDER", "") not in ("reverse", ""):
+        parser.error(f"SHOAL_TEST_ORDER={os.environ['SHOAL_TEST_ORDER']}: the value may be `reverse`")
     return options
 
 
@@ -294,9 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     run.spans.append(table.Span("set-up", run.begin, time.monotonic()))
     try:
         with Sampler().running() as samples:
-            status = run_parts(
-                run, unit_files, sandbox_files, whole=whole, beside=os.environ.get("SHOAL_TEST_UNITS") == "beside"
-            )
+            status = run_parts(run, unit_files, sandbox_files, whole=whole)
         records = [row for name in ("units", "training", "sandbox") for row in table.read_records(run.records / name)]
         about = heading()
         saved = table.saved_seconds()

@@ -254,16 +254,16 @@ def test_whole_run_has_the_checks_and_all_daily_tests(tmp_path: Path, capsys: py
     run = FakeRun(tmp_path)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 0
     assert run.order == ORDER
-    assert capsys.readouterr().out == "what it said\n\nwhat it said\n", "the training's, and that of the checks"
-    spans = ["prepare", "units", "wait-for-build", "sandbox", "wait-for-check"]
-    assert [span.name for span in run.spans] == spans
+    said = "what it said\n"
+    assert capsys.readouterr().out == said + 2 * (said + "\n"), "the checks, then both parts of the units"
+    assert [span.name for span in run.spans] == ["prepare", "check", "wait-for-build", "sandbox", "units"]
 
 
 def test_failed_check_ends_the_run_before_the_longer_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path, check=1)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 1
     assert run.order == ORDER[:5]
-    assert capsys.readouterr().out == "what it said\n\nwhat it said\nFAILED: scripts/check\n"
+    assert capsys.readouterr().out == "what it said\nFAILED: scripts/check\n"
 
 
 @pytest.mark.parametrize("part", ["unit", "e2e"])
@@ -281,11 +281,15 @@ def test_build_that_fails_fails_the_run_and_says_what_was_skipped(
     assert "FAILED: scripts/build-slurm, so tests of `slurm: {from: shoal}` were skipped" in capsys.readouterr().out
 
 
-def test_units_run_beside_the_sandbox_at_low_priority(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sandbox_files", "nice"), [(SANDBOX_FILES, [False, True, True, False]), ((), [False, False, False])]
+)
+def test_units_run_beside_the_sandbox_at_low_priority(
+    sandbox_files: Sequence[str], nice: list[bool], tmp_path: Path
+) -> None:
     run = FakeRun(tmp_path, unit=2)
-    assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=False, beside=True) == 2
-    assert run.order == ["prepare", "tests/contract", "tests/unit/train", "tests/e2e"]
-    assert [" nice -n19 " in line for line in run.lines] == [False, True, True, False]
+    assert run_parts(run, UNIT_FILES, sandbox_files, whole=False) == 2
+    assert [" nice -n19 " in line for line in run.lines] == nice
 
 
 @pytest.mark.parametrize(
