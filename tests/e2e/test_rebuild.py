@@ -1,22 +1,26 @@
-"""Move a controller that rents to another host: its service ends, its ledger moves, a stale service does nothing.
+"""A cluster keeps its controller until `shoal down`: another one is rejected, and the printed commands build it again
+with its records. A service that comes back afterwards changes nothing.
 
 Run it by hand (`-m matrix`): it takes minutes.
 """
 
 import json
+import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.existing_hosts import Lent, lent_hosts
 from tests.e2e.simulated_clouds import Cloud, bill, ended, simulated, spent
 
 from shoal.roles.elastic import SUPERSEDED
 from shoal.spec.member import Shape
 
-COVERS = "verbs/controller_move remote/rental_ledger_move.py cloud/service/ledger"
+COVERS = "plan/rebuild verbs/former_controller plan/ownership cloud/service/leader"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
 
 HOSTS, NAME = "el-move", "el-moved"
@@ -43,6 +47,7 @@ class Moving:
             "nodesets:\n"
             f"  lab: {{hosts: [{self.lent.entry(other)}], {reach}}}\n"
             "  burst: {provider: acme, type: cpu, max: 1, idle: 10s, cpus: 1, memory: 1G}\n"
+            "accounting: true\n"
         )
 
     def submit(self, controller: str, command: str) -> str:
@@ -50,6 +55,36 @@ class Moving:
 
     def state(self, controller: str, job: str) -> str:
         return self.lent.shell(controller, f"squeue -h -t all -j {job} -o %T", status=None).strip()
+
+
+def printed_commands(error: str) -> tuple[list[str], list[str]]:
+    """The commands of the error: with the file as it was, and with the new one."""
+    old, _, new = error.partition("then, with the new file:")
+    before, after = (re.findall(r"^ +(shoal .*?)(?:   #.*)?$", text, re.MULTILINE) for text in (old, new))
+    return before, after
+
+
+def run_printed(cluster: Cluster, lines: list[str]) -> None:
+    for line in lines:
+        match = re.fullmatch(r"shoal (.*?)( [<>] \S+)?", line)
+        assert match, line
+        words = shlex.split(match[1])
+        if "NAME" in words:
+            names = [backup["name"] for backup in cluster.json("restore")["backups"]]
+            newest = next(name for name in names if name.endswith("-move.sql.gz"))
+            words = [*(newest if word == "NAME" else word for word in words), "--yes"]
+        if words == ["down"]:
+            words.append("--yes")
+        command = shlex.join(cluster.line(*words)) + (match[2] or "")
+        done = subprocess.run(
+            ["sh", "-c", command],
+            cwd=cluster.file.parent,
+            env=cluster.env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +101,14 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moving]:
             made.cluster.shoal("down", "--force", status=None)
 
 
-def test_controller_cannot_move_while_a_machine_is_rented(moving: Moving) -> None:
+def test_another_controller_is_rejected_with_the_job_and_the_machine(moving: Moving) -> None:
     job = moving.submit("c1", "sleep 3600")
     moving.cluster.wait("the job runs", lambda: moving.state("c1", job) == "RUNNING", seconds=400)
     moving.put("c2", "c1")
-    refused = moving.cluster.shoal("up", status=None)
-    assert refused.returncode != 0
-    assert "would end the jobs on machines that c1 rented: burst1 (acme " in refused.stderr
+    for command in ("plan", "up"):
+        rejected = moving.cluster.shoal(command, status=1).stderr
+        assert f"c1: is the controller of cluster {NAME}, the file says c2" in rejected, rejected
+        assert f"running: job {job} (root); rented: burst1 (acme " in rejected, rejected
     assert moving.state("c1", job) == "RUNNING"
     moving.put("c1", "c2")
     moving.lent.shell("c1", f"scancel {job}")
@@ -80,21 +116,29 @@ def test_controller_cannot_move_while_a_machine_is_rented(moving: Moving) -> Non
     moving.cluster.wait("its end is known", lambda: moving.cluster.json("cost")["machines"] == 0, seconds=120)
 
 
-def test_old_service_stops_and_the_new_service_keeps_the_spending(moving: Moving) -> None:
+def test_printed_commands_build_it_again_with_its_spending_and_records(moving: Moving) -> None:
     before = spent(moving.cluster, ["burst"])
     assert before > 0
+    records = moving.lent.shell("c1", "sacct -a -X -n -P -o jobid,state")
     moving.lent.shell("c1", f"systemctl stop shoal-elastic; tar -cf {KEPT} {STATE}; systemctl start shoal-elastic")
     moving.put("c2", "c1")
-    assert moving.cluster.json("up")["whole"]
-    assert moving.lent.shell("c1", "systemctl is-active shoal-elastic", status=None).strip() == "inactive"
+    with_old, with_new = printed_commands(moving.cluster.shoal("up", status=1).stderr)
+    moving.put("c1", "c2")
+    run_printed(moving.cluster, with_old)
     moving.lent.shell("c1", "test ! -e /etc/systemd/system/shoal-elastic.service && test ! -e /etc/shoal/elastic")
+    moving.put("c2", "c1")
+    run_printed(moving.cluster, with_new)
+    assert moving.cluster.json("up")["whole"]
     assert spent(moving.cluster, ["burst"]) == before
+    assert set(records.split()) <= set(
+        moving.lent.shell("c2", "sacct -a -X -n -P -S 2020-01-01 -o jobid,state").split()
+    )
     job = moving.submit("c2", "sleep 3600")
     moving.cluster.wait("the new controller rents", lambda: moving.state("c2", job) == "RUNNING", seconds=400)
 
 
 def test_restarted_old_service_changes_nothing(moving: Moving) -> None:
-    """As one would that nobody reached during the move, with all that it had."""
+    """As one would on a host that nobody reached, with all that it had."""
     [machine] = [entry["id"] for entry in bill(moving.url)["machines"] if not entry["ended"]]
     moving.lent.shell("c1", f"tar -xf {KEPT} -C / && systemctl daemon-reload && systemctl restart shoal-elastic")
 
