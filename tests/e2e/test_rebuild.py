@@ -1,5 +1,5 @@
-"""A cluster keeps its controller until `shoal down`: another one is rejected, and the printed commands build it again
-with its records. A service that comes back afterwards changes nothing.
+"""A cluster keeps its controller and the source of its Slurm until `shoal down`: others are rejected, and the printed
+commands build it again with its records. A service that comes back afterwards changes nothing.
 
 Run it by hand (`-m matrix`): it takes minutes.
 """
@@ -9,18 +9,20 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import LIMIT, Cluster
-from tests.e2e.existing_hosts import Lent, lent_hosts
+from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 from tests.e2e.simulated_clouds import Cloud, bill, ended, simulated, spent
 
 from shoal.roles.elastic import SUPERSEDED
+from shoal.roles.slurm_tree import find_trees
 from shoal.spec.member import Shape
 
-COVERS = "plan/rebuild verbs/former_controller plan/ownership cloud/service/leader"
+COVERS = "plan/rebuild verbs/former_controller plan/ownership cloud/service/leader roles/slurm_source roles/slurm_tree"
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
 
 HOSTS, NAME = "el-move", "el-moved"
@@ -152,3 +154,92 @@ def test_restarted_old_service_changes_nothing(moving: Moving) -> None:
     moving.cluster.wait("it says so again", lambda: "a later service" in problem(), seconds=60)
     assert [entry["id"] for entry in bill(moving.url)["machines"] if not entry["ended"]] == [machine]
     moving.lent.shell("c1", "systemctl stop shoal-elastic")
+
+
+SLURM_HOSTS = "x-sources"
+IMAGES = {"c13": "debian13", "n13": "debian13", "c12": "debian12", "n12": "debian12"}
+needs_tree = pytest.mark.skipif(not find_trees(), reason="no Slurm in the cache: build it with scripts/build-slurm")
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Iterator[Lent]:
+    shapes = {name: Shape(memory_mb=1024, image=image) for name, image in IMAGES.items()}
+    with lent_hosts(SLURM_HOSTS, shapes, "x-13", "x-12") as lent:
+        yield lent
+
+
+@contextmanager
+def packaged_cluster(directory: Path, lent: Lent, release: str) -> Iterator[Cluster]:
+    text = spec_text(f"x-{release}", lent, f"c{release}", (f"n{release}",))
+    cluster = Cluster(directory, text + "accounting: true\nslurm: {from: packages}\n")
+    try:
+        assert cluster.json("up")["whole"]
+        yield cluster
+    finally:
+        cluster.shoal("down", "--force", "--yes", status=None)
+
+
+def daemon_directories(lent: Lent, release: str) -> set[str]:
+    """The directories that Slurm's daemons run from."""
+    exe = "for pid in $(pgrep -x 'slurmd|slurmctld|slurmdbd'); do readlink /proc/$pid/exe; done"
+    paths = {path for host in (f"c{release}", f"n{release}") for path in lent.shell(host, exe).split()}
+    return {path.rpartition("/")[0] for path in paths}
+
+
+def rejected_source(cluster: Cluster, old: str, new: str) -> tuple[list[str], list[str]]:
+    """Write another source into the file, and put the old one back. Returns the commands that `up` prints."""
+    cluster.edit(f"slurm: {{from: {old}}}", f"slurm: {{from: {new}}}")
+    error = cluster.shoal("up", status=1).stderr
+    assert f"has Slurm from {old}, the file says `slurm: {{from: {new}}}`" in error, error
+    cluster.edit(f"slurm: {{from: {new}}}", f"slurm: {{from: {old}}}")
+    return printed_commands(error)
+
+
+def wait_for_records(cluster: Cluster, lent: Lent, jobs: list[str]) -> None:
+    """Also of jobs that waited while the cluster was down."""
+    expected = {f"{job}|COMPLETED" for job in jobs}
+    records = "sacct -a -X -n -P -S 2020-01-01 -o jobid,state"
+    cluster.wait("the records are whole", lambda: expected <= {*lent.shell("c13", records).split()}, seconds=200)
+
+
+@needs_tree
+def test_slurm_changes_by_the_printed_commands_with_queue_and_records(packaged: Lent, tmp_path: Path) -> None:
+    [tree] = find_trees().values()
+    with packaged_cluster(tmp_path, packaged, "13") as cluster:
+        jobs = [packaged.shell("c13", "cd /tmp && sbatch --parsable --wait --mem=20M --wrap true").strip()]
+        for old, new, directory in (
+            ("packages", "shoal", f"{tree.prefix}/sbin"),
+            ("shoal", "packages", "/usr/sbin"),
+        ):
+            before, after = rejected_source(cluster, old, new)
+            assert before[0] == "shoal node drain n13" and after[-1] == "shoal node resume n13"
+            run_printed(cluster, before[:1])
+            waiting = packaged.shell("c13", "cd /tmp && sbatch --parsable --mem=20M --wrap 'srun hostname'").strip()
+            run_printed(cluster, before[1:])
+            cluster.edit(f"slurm: {{from: {old}}}", f"slurm: {{from: {new}}}")
+            run_printed(cluster, after)
+            assert daemon_directories(packaged, "13") == {directory}
+            jobs.append(waiting)
+            wait_for_records(cluster, packaged, jobs)
+            assert cluster.json("up")["unchanged"]
+        assert packaged.shell("n13", "ls -d /opt/shoal/slurm-* 2>/dev/null", status=None) == ""
+
+
+@needs_tree
+def test_records_that_the_tree_cannot_read_stay_beside(packaged: Lent, tmp_path: Path) -> None:
+    [tree] = find_trees().values()
+    with packaged_cluster(tmp_path, packaged, "12") as cluster:
+        packaged.shell("c12", "cd /tmp && sbatch --wait --mem=20M --wrap true")
+        before, after = rejected_source(cluster, "packages", "shoal")
+        run_printed(cluster, before)
+        cluster.edit("slurm: {from: packages}", "slurm: {from: shoal}")
+        output = cluster.shoal("up", status=1).stderr
+        assert "cannot read what Slurm 22.05.8 wrote" in output and "--leave-records" in output
+        assert cluster.json("up", "--leave-records")["whole"]
+        run_printed(cluster, [line for line in after if "resume" in line])
+        assert daemon_directories(packaged, "12") == {f"{tree.prefix}/sbin"}
+        assert packaged.shell("c12", "srun --mem=20M hostname") == "n12\n"
+        kept = "SELECT COUNT(*) FROM slurm_acct_db_slurm_22_05.\\`x-12_job_table\\`"
+        assert int(packaged.shell("c12", f'mariadb -N -e "{kept}"')) == 1
+        assert packaged.shell("c12", "ls /var/lib/slurm/slurmctld.slurm-22.05") != ""
+        assert cluster.json("up")["unchanged"]

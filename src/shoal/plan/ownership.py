@@ -100,8 +100,8 @@ def _jobs_text(answers: bool, jobs: Sequence[JobState]) -> str:
 
 
 async def unusable_host_findings(spec: Spec, observed: Observation, fleet: Fleet) -> list[Finding]:
-    """The hosts that cannot become what the file says: their cluster keeps another controller until `shoal down`, they
-    have another Slurm, with its jobs, or lack WireGuard."""
+    """The hosts that cannot become what the file says: their cluster keeps another controller or Slurm until `shoal
+    down`, they have another Slurm, with its jobs, or lack WireGuard."""
     if standing := standing_cluster(spec, observed.facts):
         return [await standing_cluster_finding(spec, standing, observed.facts[standing.controller], fleet)]
     others = other_slurm(spec, observed.facts)

@@ -1,8 +1,8 @@
-"""What a cluster keeps from `shoal up` to `shoal down`: its controller.
+"""What a cluster keeps from `shoal up` to `shoal down`: its controller, and where its Slurm comes from.
 
-Jobs and rented machines know only their controller, and two rental services would release each other's machines. A
-file that names another controller is rejected before anything changes, with the commands that take the cluster down and
-build it again with its records. Pure.
+Jobs and rented machines know only their controller, and two rental services would release each other's machines. Jobs
+end with the Slurm and the keys that they began with. A file that changes one of these is rejected before anything
+changes, with the commands that take the cluster down and build it again with its records. Pure.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from shoal.roles.current_conf import read_current_conf
 from shoal.roles.elastic import LEDGER, STATE
 from shoal.roles.host_record import is_controller, read_host_record
 from shoal.roles.orphaned_rentals import reported_rentals
+from shoal.roles.slurm_source import installed_slurm
+from shoal.roles.slurm_tree import uses_tree
 from shoal.slurm.accounting import BACKUPS
 from shoal.spec.finding import Finding
 from shoal.spec.members import members, rented_sets
@@ -25,10 +27,10 @@ from shoal.spec.model import Spec
 
 SAVE_RECORDS = f"""\
   shoal exec -w HOST -- {DATABASE_PROGRAM} backup move
-  shoal ssh HOST sudo tar -C {BACKUPS} -c . > accounting.tar
+  shoal ssh HOST sudo tar -C / -c {BACKUPS[1:]} > accounting.tar
 """
-RESTORE_RECORDS = f"""\
-  shoal ssh HOST sudo tar -C {BACKUPS} -x < accounting.tar
+RESTORE_RECORDS = """\
+  shoal ssh HOST sudo tar -C / -x < accounting.tar
   shoal restore   # lists the backups
   shoal restore NAME   # the newest that ends in -move.sql.gz
 """
@@ -70,7 +72,23 @@ def standing_cluster(spec: Spec, facts: Mapping[str, Facts]) -> StandingCluster 
     """The cluster that stands, where the spec differs from it in what a cluster keeps."""
     controller = members(spec)[0].name
     others = [name for name, fact in facts.items() if name != controller and controls(spec, fact)]
-    return former_controller(spec, others[0]) if others else None
+    if others:
+        return former_controller(spec, others[0])
+    source, old = ("shoal", "packages") if uses_tree(spec) else ("packages", "shoal")
+    if controller not in facts or not any(_slurm_source(spec, fact) == old for fact in facts.values()):
+        return None
+    what = f"has Slurm from {old}, the file says `slurm: {{from: {source}}}`"
+    return StandingCluster(controller, what, f"`slurm: {{from: {old}}}`")
+
+
+def _slurm_source(spec: Spec, facts: Facts) -> str:
+    """Where the Slurm of a host of the cluster comes from; empty where it has none, or no units that tell."""
+    record, installed = read_host_record(facts), installed_slurm(facts)
+    if record is None or record.cluster != spec.cluster or facts.init != "systemd":
+        return ""
+    if installed.ours:
+        return "shoal"
+    return "packages" if any(map(facts.is_active, installed.daemons)) else ""
 
 
 def rebuild_finding(spec: Spec, standing: StandingCluster, controller: Facts, jobs: str) -> Finding:

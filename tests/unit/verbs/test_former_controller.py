@@ -57,10 +57,10 @@ RESTORE_LEDGER = """
   shoal exec -w c2 -- systemctl start shoal-elastic"""
 SAVE_RECORDS = """\
   shoal exec -w c1 -- /usr/local/lib/shoal/accounting-database backup move
-  shoal ssh c1 sudo tar -C /var/backups/shoal -c . > accounting.tar
+  shoal ssh c1 sudo tar -C / -c var/backups/shoal > accounting.tar
 """
 RESTORE_RECORDS = """
-  shoal ssh c2 sudo tar -C /var/backups/shoal -x < accounting.tar
+  shoal ssh c2 sudo tar -C / -x < accounting.tar
   shoal restore   # lists the backups
   shoal restore NAME   # the newest that ends in -move.sql.gz"""
 
