@@ -121,7 +121,9 @@ class OrderBlock:
         )
 
 
-_UNCONVERTED_FIELDS = ("token", "node", "nodeset", "account", "state", "id", "trouble", "reason")
+_UNCONVERTED_FIELDS = (
+    *("token", "node", "nodeset", "account", "state", "id", "trouble", "reason", "host_key", "unfit_machine"),
+)
 _TIMES = ("intended_at", "made_at", "joined_at", "released_at", "gone_at", "billed_from", "billed_until")
 
 
@@ -135,8 +137,6 @@ def to_row(rental: Rental) -> dict[str, object]:
         "micros_hour": price_of(price),
         "billing": json.dumps(asdict(rental.billing)),
         "prices": prices_text(rental.prices),
-        "host_key": rental.host_key,
-        "unfit_machine": rental.unfit_machine,
     }
 
 
@@ -148,9 +148,7 @@ def from_row(row: Mapping[str, Any]) -> Rental:
         jobs=tuple(json.loads(row["jobs"])),
         usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
         billing=_from_json(Billing, row["billing"]),
-        prices=tuple((since, dollars(amount)) for since, amount in json.loads(row.get("prices", "[]"))),
-        host_key=row.get("host_key", ""),
-        unfit_machine=row.get("unfit_machine", ""),
+        prices=tuple((since, dollars(amount)) for since, amount in json.loads(row["prices"])),
     )
 
 

@@ -68,47 +68,6 @@ def test_first_price_counts_from_the_start_and_later_prices_from_their_change(le
     assert found.usd_hour == 29.5
 
 
-OLD_BLOCKS = (
-    "DROP TABLE blocks",
-    "CREATE TABLE blocks (account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,"
-    " until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market))",
-    "INSERT INTO blocks VALUES ('lambda', '', '', '', NULL, 'its key is wrong')",
-)
-
-
-@cases(
-    "schema, lost, steps",
-    (1, ("prices", "host_key", "unfit_machine"), ()),
-    (2, ("host_key", "unfit_machine"), ()),
-    (3, ("unfit_machine",), OLD_BLOCKS),
-    (4, ("unfit_machine",), ("DROP TABLE hosts",)),
-    (5, ("unfit_machine",), ("DROP INDEX rentals_trouble",)),
-)
-def test_older_ledger_is_readable_and_migrated_on_write(
-    path: Path, schema: int, lost: tuple[str, ...], steps: tuple[str, ...]
-) -> None:
-    with Ledger.open(path) as ledger:
-        order(ledger)
-        made = ledger.get("t1")
-    with sqlite3.connect(path) as database:
-        for step in (*steps, *(f"ALTER TABLE rentals DROP COLUMN {column}" for column in lost)):
-            database.execute(step)
-        database.execute(f"PRAGMA user_version = {schema}")
-    database.close()
-    with Ledger.read(path) as ledger:
-        assert (ledger.get("t1"), ledger.hosts()) == (made, [])
-    with Ledger.open(path) as ledger:
-        ledger.record_price("t1", 30.0, 120.0)
-        ledger.record_host_key("t1", "ssh-ed25519 AAAA")
-        ledger.record_rejection("t1", "broken", 120.0, "m-1")
-    with Ledger.open(path) as ledger:
-        found = ledger.get("t1")
-        assert (found.usd_hour, found.prices, found.host_key) == (30.0, ((0.0, 30.0),), "ssh-ed25519 AAAA")
-        assert (ledger.unfit_machines("lambda"), ledger.hosts()) == ({"m-1"}, [])
-        if steps == OLD_BLOCKS:
-            assert ledger.blocks(0.0, "burst") == [OrderBlock("lambda", why="its key is wrong")]
-
-
 def test_failed_order_stores_its_failure_kind(ledger: Ledger) -> None:
     ledger.intend(rental())
     ledger.record_failure("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
@@ -348,15 +307,18 @@ def test_second_writer_gets_a_lock_error(path: Path, monkeypatch: pytest.MonkeyP
 
 @cases(
     "script, problem",
-    (
-        f"PRAGMA user_version = {SCHEMA + 1}",
-        f"the ledger {{path}} is of a newer Shoal: it has schema {SCHEMA + 1}, this Shoal reads {SCHEMA}\n"
-        "  fix: run `shoal up` with the newer Shoal",
+    *(
+        (
+            f"PRAGMA user_version = {schema}",
+            f"the ledger {{path}} is of another Shoal: it has schema {schema}, this Shoal reads {SCHEMA}\n"
+            "  fix: run `shoal up` with the Shoal that wrote it; or run `shoal reap`, and move it away",
+        )
+        for schema in (SCHEMA - 1, SCHEMA + 1)
     ),
     ("CREATE TABLE theirs (a)", "{path} is not a Shoal ledger\n  fix: move it away"),
-    ids=["newer", "foreign"],
+    ids=["older", "newer", "foreign"],
 )
-def test_newer_or_foreign_ledger_is_rejected_and_unchanged(path: Path, script: str, problem: str) -> None:
+def test_ledger_of_another_schema_or_program_is_rejected_and_unchanged(path: Path, script: str, problem: str) -> None:
     if "theirs" not in script:
         Ledger.open(path).close()
     path.parent.mkdir(exist_ok=True)

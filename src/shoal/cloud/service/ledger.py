@@ -29,20 +29,6 @@ HOST_SEEN_INTERVAL_S = 60.0
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
 SCHEMA = 6
 
-_BLOCKS = """CREATE TABLE blocks (
-    account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
-    until REAL, why TEXT NOT NULL, nodeset TEXT NOT NULL DEFAULT '', PRIMARY KEY (account, type, place, market, nodeset)
-)"""
-
-_HOSTS = """CREATE TABLE IF NOT EXISTS hosts (
-    token TEXT NOT NULL, begun REAL NOT NULL, seen REAL NOT NULL, stopped INTEGER NOT NULL DEFAULT 0,
-    node TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL, id TEXT NOT NULL, micros_hour INTEGER,
-    billing TEXT NOT NULL, PRIMARY KEY (token, begun)
-)"""
-"""The times in which rented hosts ran: a row from a start to a stop."""
-
-_REJECTIONS = "CREATE INDEX IF NOT EXISTS rentals_trouble ON rentals (trouble)"
-
 _TABLES = (
     """CREATE TABLE rentals (
     token TEXT PRIMARY KEY, node TEXT NOT NULL, nodeset TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL,
@@ -56,24 +42,19 @@ _TABLES = (
     "CREATE INDEX rentals_state ON rentals (state)",
     "CREATE INDEX rentals_node ON rentals (node)",
     "CREATE TRIGGER rentals_stay BEFORE DELETE ON rentals BEGIN SELECT RAISE(ABORT, 'no row of the ledger goes'); END",
-    _BLOCKS,
+    "CREATE INDEX rentals_trouble ON rentals (trouble)",
+    """CREATE TABLE blocks (
+    account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
+    until REAL, why TEXT NOT NULL, nodeset TEXT NOT NULL DEFAULT '', PRIMARY KEY (account, type, place, market, nodeset)
+)""",
     "CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL)",
-    _HOSTS,
-    _REJECTIONS,
+    # The times in which rented hosts ran: a row from a start to a stop.
+    """CREATE TABLE hosts (
+    token TEXT NOT NULL, begun REAL NOT NULL, seen REAL NOT NULL, stopped INTEGER NOT NULL DEFAULT 0,
+    node TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL, id TEXT NOT NULL, micros_hour INTEGER,
+    billing TEXT NOT NULL, PRIMARY KEY (token, begun)
+)""",
 )
-_MIGRATIONS = {
-    2: ("ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'",),
-    3: ("ALTER TABLE rentals ADD COLUMN host_key TEXT NOT NULL DEFAULT ''",),
-    4: (
-        "ALTER TABLE blocks RENAME TO old_blocks",
-        _BLOCKS,
-        "INSERT INTO blocks SELECT account, type, place, market, until, why, '' FROM old_blocks",
-        "DROP TABLE old_blocks",
-    ),
-    5: (_HOSTS,),
-    6: ("ALTER TABLE rentals ADD COLUMN unfit_machine TEXT NOT NULL DEFAULT ''", _REJECTIONS),
-}
-"""By schema version: the statements that migrate from the version before."""
 
 
 class Ledger:
@@ -86,7 +67,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path = LEDGER) -> Self:
-        """Open it for writing; create it if missing. Raises LedgerError if it is broken or too new."""
+        """Open it for writing; create it if missing. Raises LedgerError if it is broken or has another schema."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -228,8 +209,6 @@ class Ledger:
     def hosts(self, since: float = 0.0) -> list[Rental]:
         """The times in which rented hosts ran, each as a rental without a nodeset. They are never `live()`."""
         with self._mapped_errors():
-            if self._pragma("user_version") < 5:
-                return []  # read beside an older service
             found = self._execute("SELECT * FROM hosts WHERE NOT stopped OR seen >= ? ORDER BY begun, token", since)
             names = [column[0] for column in found.description]
             return [rows.host_from_row(dict(zip(names, row, strict=True))) for row in found.fetchall()]
@@ -320,23 +299,19 @@ class Ledger:
                     self._execute(statement)
                 self._execute(f"PRAGMA application_id = {APPLICATION}")
                 self._execute(f"PRAGMA user_version = {SCHEMA}")
-            for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
-                for statement in _MIGRATIONS[version]:
-                    self._execute(statement)
-                self._execute(f"PRAGMA user_version = {version}")
         damage = self._execute("PRAGMA quick_check(1)").fetchone()[0]
         if damage != "ok":
             raise sqlite3.DatabaseError(damage)
 
     def _check(self) -> None:
-        """Raise LedgerError if this is no ledger, or one of a newer version."""
+        """Raise LedgerError if this is no ledger, or one of another schema."""
         if self._pragma("application_id") != APPLICATION:
             raise LedgerError(f"{self.path} is not a Shoal ledger", hint="move it away")
         version = self._pragma("user_version")
-        if version > SCHEMA:
+        if version != SCHEMA:
             raise LedgerError(
-                f"the ledger {self.path} is of a newer Shoal: it has schema {version}, this Shoal reads {SCHEMA}",
-                hint="run `shoal up` with the newer Shoal",
+                f"the ledger {self.path} is of another Shoal: it has schema {version}, this Shoal reads {SCHEMA}",
+                hint="run `shoal up` with the Shoal that wrote it; or run `shoal reap`, and move it away",
             )
 
     def _pragma(self, name: str) -> int:
