@@ -52,20 +52,12 @@ def host_record_items(cluster: Cluster) -> Document:
 
 
 def read_host_record(facts: Facts) -> HostRecord | None:
-    """The record of a host; None where it belongs to no cluster.
-
-    An earlier Shoal wrote none: there only the slurm.conf of controllers and login hosts names the cluster.
-    """
+    """The record of a host; None where it belongs to no cluster."""
     try:
         data = json.loads(facts.text(HOST_RECORD))
         return HostRecord(**{name: str(data.get(name, "")) for name in HostRecord.__dataclass_fields__})
     except (ValueError, AttributeError):
-        pass
-    conf = facts.text(SLURM_CONF)
-    if not is_written_by_shoal(conf):
         return None
-    host, _, address = parse_conf(conf).settings.get("slurmctldhost", "").partition("(")
-    return HostRecord(parse_conf(conf).settings.get("clustername", ""), host, address.rstrip(")"))
 
 
 def is_controller(facts: Facts) -> bool:

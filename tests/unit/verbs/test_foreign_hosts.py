@@ -173,11 +173,7 @@ async def test_another_clusters_controller_is_never_taken_over(world: World) -> 
     assert other.applied() == []
 
 
-@cases("recorded", True, False, ids=["with a record", "made by an earlier Shoal"])
-async def test_rename_is_rejected_before_anything_changes(world: World, recorded: bool) -> None:
-    if not recorded:
-        for name in world.agents:
-            set_text(world, name, HOST_RECORD, "")
+async def test_rename_is_rejected_before_anything_changes(world: World) -> None:
     world.slurm.jobs["7"] = "n1"
     before = world.slurm.conf
     renamed = context_of(world, LAB.replace("cluster: reef", "cluster: atoll"))
@@ -209,13 +205,6 @@ async def test_state_of_the_cluster_stays_and_is_kept_aside_once_its_hosts_are_r
     assert (await up(renamed, AT_ONCE)).whole
     command = world.agents["c1"].items["command keep the state of cluster reef as /var/lib/slurm/slurmctld.reef"]
     assert command["argv"][-2:] == ["/var/lib/slurm/slurmctld", "/var/lib/slurm/slurmctld.reef"]
-
-
-async def test_cluster_without_records_is_adopted(world: World) -> None:
-    for name in world.agents:
-        set_text(world, name, HOST_RECORD, "")
-        del world.agents[name].items[f"file {HOST_RECORD}"]
-    assert (await up(context_of(world), AT_ONCE)).changed == ("c1", "n1", "n2")
 
 
 async def test_down_and_keys_leave_hosts_of_other_clusters_alone(world: World, context: Context) -> None:
