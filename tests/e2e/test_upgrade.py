@@ -110,8 +110,6 @@ def test_running_cluster_upgrades_without_loss(cluster: tuple[EarlierCluster, st
     assert [line["text"] for line in made.json("logs", trained)["lines"] if line["rank"] == 0] == ["up", "done"]
     later = run_script(made, tmp_path)
     made.wait("the next one ends", lambda: state(made, later) not in UNFINISHED, seconds=120)
-    modes = made.on("lab1", "stat", "-c", "%a", *(f"/var/lib/shoal/jobs/{NAME}/{job}" for job in (trained, later)))
-    assert modes.split() == ["700", "700"], "the directories of root's jobs are closed, the earlier ones too"
     made.wait("the rented machine is released", lambda: ended(url), seconds=240)
     listed = {job["record"]["id"] for job in made.json("jobs", "--all")["jobs"]}
     assert set(jobs.values()) <= listed, "jobs of the earlier version are known"

@@ -24,8 +24,6 @@ from shoal.spec.finding import Finding, nearest, show
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-RENAMED_FIELDS = {"env": "write `export:` for variables, or `environment:` for a Python environment"}
-"""Fields of earlier releases, and what to write instead."""
 LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "pmix", "mpirun", "python")
 PROFILER_NAMES = ("torch", "nsys", "line")
 
@@ -320,8 +318,7 @@ def _read_fields(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[ErrorD
 def _option_finding(detail: ErrorDetails) -> Finding:
     name = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
-        fix = RENAMED_FIELDS.get(name) or nearest(name, list(JOB_FIELDS))
-        return Finding("error", "unknown field", show(name), fix)
+        return Finding("error", "unknown field", show(name), nearest(name, list(JOB_FIELDS)))
     if detail["type"] == "missing":
         return Finding("error", "no script is named", fix="shoal run train.py, or `script:` in the job's file")
     error = detail["ctx"]["error"]
@@ -354,11 +351,8 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
     tree = reader.read(text, file)
     over = dict(over or {})
     findings = list(tree.findings)
-    for name in RENAMED_FIELDS.keys() & tree.data.keys():
-        place = tree.keys.get((name,))
-        findings.append(tree.finding((), "renamed key", show(name), RENAMED_FIELDS[name], place=place))
     # File and options are validated apart, so that each finding names its own place.
-    values = {name: value for name, value in tree.data.items() if name not in over and name not in RENAMED_FIELDS}
+    values = {name: value for name, value in tree.data.items() if name not in over}
     _, mistakes = _read_fields({**values, **({"script": "x"} if "script" in over else {})})
     findings += explain(mistakes, tree, lambda _: list(JOB_FIELDS))
     try:

@@ -19,11 +19,6 @@ inspect() {
         [ ! -L "$place" ] && is_ours "$place" || fail "$place is a link, or does not belong to root"
     done
     print_id
-    if [ ! -e "$root/.closed" ]; then  # earlier releases left root's jobs open to readers
-        find "$root" -maxdepth 1 -type d -name '[0-9]*' -uid 0 -perm /077 -exec chmod go-rwx {} +
-        # Users write here, too, and a link of theirs leads anywhere.
-        (set -C && : > "$root/.closed") 2> /dev/null || true
-    fi
     [ ! -e "$root/.shared" ] || echo shared
     exec 9> "$root/code/.lock"
     flock 9

@@ -49,8 +49,7 @@ SEND_BYTES = 48 << 10
 TREE = "tree"
 """The job's copy of the working tree."""
 SENT_TIME = 1
-"""The time of its files until the job writes to them, in seconds since 1970. Not 0, which sshfs takes for the present.
-Earlier releases of Shoal sent files with 0."""
+"""The time of its files until the job writes to them, in seconds since 1970. sshfs takes 0 for the present."""
 INTERNAL = ("pids.", "tree.", "submission", "sent/")
 """How names of what Shoal itself keeps in a job's directory begin."""
 

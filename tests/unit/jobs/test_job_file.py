@@ -63,19 +63,6 @@ def test_unknown_field_from_python_is_rejected() -> None:
     assert 'unknown field, found "gpus"' in str(caught.value)
 
 
-def test_former_name_of_export_is_rejected_with_the_new_name() -> None:
-    fix = "write `export:` for variables, or `environment:` for a Python environment"
-    with pytest.raises(SpecError) as caught:
-        load_job_text("script: a.py\nenv: {A: b}\nnodes: 0\n", "job.yaml")
-    assert str(caught.value).splitlines() == [
-        f'job.yaml:2:1: renamed key, found "env", {fix}',
-        "job.yaml:3:8 nodes: out of range, found 0, give one from 1 to 65533",
-    ]
-    with pytest.raises(SpecError, match="unknown field") as caught:
-        job(env={"A": "b"})
-    assert fix in str(caught.value)
-
-
 @cases("time", "90", "1:30", "0:01", "01:30:00", "1-12:00:00")
 def test_time_limit_means_what_it_means_to_sbatch(time: str) -> None:
     assert job(time=time).time == time

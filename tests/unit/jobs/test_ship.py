@@ -43,32 +43,14 @@ async def test_present_files_are_not_sent_again(tmp_path: Path, tree: Bundle) ->
     program = lib / "programs/runner/rank.py"
     [compiled] = program.parent.glob("__pycache__/rank.*.pyc")
     assert program.exists() and str(program).encode() in compiled.read_bytes(), "tracebacks name the file where it is"
-    assert sorted(os.listdir(root)) == [".closed", ".id", "code", "lib"], "nothing half-done is left"
+    assert sorted(os.listdir(root)) == [".id", "code", "lib"], "nothing half-done is left"
     assert os.stat(root).st_mode & 0o7777 == 0o1777
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to somebody else")
-async def test_job_directories_of_an_earlier_release_are_closed_where_they_are(tmp_path: Path, tree: Bundle) -> None:
-    root = tmp_path / "jobs"
-    for name, owner in (("7", 0), ("8_1", 0), ("9", 65534)):
-        (root / name).mkdir(parents=True, mode=0o755)
-        (root / name / "rank-0.0.log").write_text("1.0 hello\n")
-        os.chown(root / name, owner, owner)
-    (root / "10").symlink_to(tmp_path)
-    before = os.stat(tmp_path).st_mode
-    root.chmod(0o1777)
-    async with here() as host:
-        await inspect_storage(host, str(root), tree.hash, "11b")
-    modes = {name: (root / name).stat().st_mode & 0o777 for name in ("7", "8_1", "9")}
-    assert modes == {"7": 0o700, "8_1": 0o700, "9": 0o755} and os.stat(tmp_path).st_mode == before
-    assert (root / "7/rank-0.0.log").read_text() == "1.0 hello\n", "a job that runs goes on where it is"
 
 
 async def test_links_that_a_user_made_lead_root_nowhere(tmp_path: Path, tree: Bundle) -> None:
     root, elsewhere = tmp_path / "jobs", tmp_path / "elsewhere"
     root.mkdir()
     root.chmod(0o1777)
-    (root / ".closed").symlink_to(elsewhere)
     async with here("n1") as host:
         assert (await inspect_storage(host, str(root), tree.hash, "11b")).id
         assert not elsewhere.exists() and (root / ".id").stat().st_mode & 0o777 == 0o644

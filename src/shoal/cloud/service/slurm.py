@@ -183,7 +183,7 @@ class LiveSlurm:
         await run_slurm(self._host, ("scontrol", "requeue", job))
 
     async def warn(self, job: str) -> None:
-        # The batch script passes it to those processes of the ranks that handle it. That of an earlier Shoal would end.
+        # The batch script passes it to those processes of the ranks that handle it. Any other would end.
         script = await run_slurm(self._host, ("scontrol", "write", "batch_script", job, "-"))
         batch = ("--batch",) if WARNINGS_VARIABLE in script else ()
         await run_slurm(self._host, ("scancel", *batch, f"--signal={WARNING_SIGNAL}", job))
