@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from shoal.train.checkpoint.layout import Manifest
-from shoal.train.checkpoint.safe_values import RestrictedUnpickler, load, map_unpickling_error, unsafe
+from shoal.train.checkpoint.safe_values import load, map_unpickling_error, unsafe
 from shoal.train.checkpoint.writer import describe_failure
 from shoal.train.errors import CheckpointError
 
@@ -55,6 +55,18 @@ _INDEX_NAMES = {
 """What torch's index of a checkpoint is made of."""
 
 
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads a pickle in which only names of torch's index mean something."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known: Any = _INDEX_NAMES.get(f"{module}.{name}")
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = getattr(torch, name)
+        if known is None:
+            raise unsafe(f"{module}.{name}")
+        return known
+
+
 class SafeReader(FileSystemReader):  # type: ignore[misc]
     """Reads the files that the manifest lists, and no others."""
 
@@ -66,7 +78,7 @@ class SafeReader(FileSystemReader):  # type: ignore[misc]
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """torch's index of the checkpoint. CheckpointError if it has more than that."""
         try:
-            index = RestrictedUnpickler(self._index.read_bytes(), _INDEX_NAMES).load()
+            index = _IndexUnpickler(io.BytesIO(self._index.read_bytes())).load()
             places = {info.relative_path for info in index.storage_data.values()}
         except (CheckpointError, OSError):
             raise

@@ -4,8 +4,6 @@ Whoever can write into a checkpoint directory must not run code in the job that 
 by `torch.save` and read by `torch.load(weights_only=True)`: tensors, numbers, text and containers of them. Arrays of
 numpy and a few more containers are written as such. A class of the user's own is allowed where the script registers it
 with `torch.serialization.add_safe_globals`.
-
-Checkpoints of the first version have pickles instead. Of those, the same types are read.
 """
 
 from __future__ import annotations
@@ -53,7 +51,9 @@ def encode(value: Any, name: str) -> bytes:
 def decode(data: bytes) -> Any:
     """The value of some bytes. CheckpointError if it is of a type that only code from the checkpoint could make."""
     try:
-        return _decode(load(data) if data.startswith(b"PK") else _FirstFormat(data).load())
+        if not data.startswith(b"PK"):  # torch would unpickle it
+            raise unsafe("a pickle")
+        return _decode(load(data))
     except CheckpointError:
         raise
     except Exception as error:  # a broken value raises anything
@@ -166,21 +166,21 @@ def _decode(value: Any) -> Any:
         return kind(map(_decode, value))
     if kind is tuple:
         return _DECODERS[value[1]](*value[2:]) if value[:1] == (TAG,) else tuple(map(_decode, value))
-    return value.decode() if isinstance(value, _FirstArray) else value
+    return value
 
 
 def _decode_defaultdict(items: dict[Any, Any], factory: str | None) -> Any:
     return defaultdict(_FACTORIES[factory] if factory else None, _decode(items))
 
 
-def _decode_array(dtype: str, shape: tuple[int, ...], data: bytes, order: str = "C") -> Any:
+def _decode_array(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
     import numpy
 
     kind: Any = numpy.dtype(dtype)
     if kind.kind not in _ARRAY_KINDS:
         raise unsafe(f"an array of {kind}")
     array: Any = numpy.frombuffer(data, kind)
-    return array.reshape(shape, order=order).copy(order="K")
+    return array.reshape(shape).copy()
 
 
 _DECODERS: Mapping[str, Callable[..., Any]] = {
@@ -195,83 +195,3 @@ _DECODERS: Mapping[str, Callable[..., Any]] = {
     "array": _decode_array,
     "scalar": lambda dtype, shape, data: _decode_array(dtype, shape, data)[()],
 }
-
-
-# Pickles of the first version
-
-
-class RestrictedUnpickler(pickle.Unpickler):
-    """Reads a pickle in which only the names of a table mean something."""
-
-    def __init__(self, data: bytes, names: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = self._names.get(f"{module}.{name}")
-        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            known = getattr(torch, name)
-        if known is None:
-            raise unsafe(f"{module}.{name}")
-        return known
-
-
-class _FirstArray:
-    """Stands for numpy's arrays, scalars and dtypes while a pickle is read: numpy trusts what it is given."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: tuple[Any, ...] = ()
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    @property
-    def dtype(self) -> str:
-        """As numpy writes it: `<f8`."""
-        unit = ""
-        if self.arguments[0] in ("M8", "m8") and len(self.state) > 8:
-            name, count, *_ = self.state[8][1]
-            unit = f"[{count}{name.decode()}]"
-        return f"{self.state[1] if self.state else '='}{self.arguments[0]}{unit}"
-
-    def decode(self) -> Any:
-        if self.state:
-            _, shape, dtype, is_fortran, data = self.state
-            return _decode_array(dtype.dtype, shape, data, "F" if is_fortran else "C")
-        if len(self.arguments) == 2:
-            dtype, data = self.arguments
-            return _decode_array(dtype.dtype, (), data)[()]
-        data, dtype, shape, order = self.arguments
-        return _decode_array(dtype.dtype, shape, bytes(data), order)
-
-
-_NUMPY_NAMES = ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
-_FIRST_FORMAT_NAMES: Mapping[str, Any] = {
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
-    "builtins.range": range,
-    "collections.OrderedDict": OrderedDict,
-    "collections.Counter": Counter,
-    "collections.deque": deque,
-    "torch.Size": torch.Size,
-    "torch.device": torch.device,
-    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
-    "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
-    # Its own function loads without weights_only.
-    "torch.storage._load_from_bytes": load,
-    "numpy.ndarray": _FirstArray,
-    "numpy.dtype": _FirstArray,
-    **{f"numpy.{core}.{name}": _FirstArray for core in ("core", "_core") for name in _NUMPY_NAMES},
-}
-
-
-class _FirstFormat(RestrictedUnpickler):
-    def __init__(self, data: bytes) -> None:
-        registered = {
-            f"{one.__module__}.{one.__qualname__}": one
-            for one in torch.serialization.get_safe_globals()
-            if isinstance(one, type)
-        }
-        super().__init__(data, {**registered, **_FIRST_FORMAT_NAMES})
