@@ -73,7 +73,7 @@ def foreign_records(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, HostRec
     records = {name: record for name, fact in facts.items() if (record := read_host_record(fact)) is not None}
     own = {name: record for name, record in records.items() if record.cluster == spec.cluster}
     ids = {_fingerprint(fact) for fact in facts.values()}
-    ids |= {"", *(record.id for name, record in own.items() if is_controller(facts[name]))}
+    ids |= {record.id for name, record in own.items() if is_controller(facts[name])}
     return {name: record for name, record in records.items() if name not in own or record.id not in ids}
 
 

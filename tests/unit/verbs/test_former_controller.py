@@ -77,7 +77,7 @@ def stand(world: World, cluster: str = "reef", machines: str = "") -> None:
     world.hosts["c1"] = FakeHost(Target("c1"), answers)
     world.agents["c1"] = agent
     world.connector = FakeConnector(*world.hosts.values())
-    record = {"cluster": cluster, "controller": "c1", "address": "10.0.0.1", "id": ""}
+    record = {"cluster": cluster, "controller": "c1", "address": "10.0.0.1", "id": "0123456789abcdef"}
     texts = {HOST_RECORD: json.dumps(record), SLURM_CONF: CONF.format(cluster), str(STATUS): machines}
     files = {path: FileFact(sha256="0", text=text) for path, text in texts.items() if text}
     agent.facts = replace(agent.facts, files={**agent.facts.files, **files})
