@@ -15,7 +15,7 @@ from shoal.hostlist import compress
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.accounting import DATABASE_PROGRAM
 from shoal.roles.current_conf import read_current_conf
-from shoal.roles.elastic import LEDGER, STATE
+from shoal.roles.elastic import LEDGER, STATE, has_service
 from shoal.roles.host_record import is_controller, read_host_record
 from shoal.roles.orphaned_rentals import reported_rentals
 from shoal.roles.slurm_source import installed_slurm
@@ -71,9 +71,11 @@ def former_controller(spec: Spec, host: str) -> StandingCluster:
 def standing_cluster(spec: Spec, facts: Mapping[str, Facts]) -> StandingCluster | None:
     """The cluster that stands, where the spec differs from it in what a cluster keeps."""
     controller = members(spec)[0].name
-    others = [name for name, fact in facts.items() if name != controller and controls(spec, fact)]
-    if others:
-        return former_controller(spec, others[0])
+    is_new = controller not in facts or not controls(spec, facts[controller])
+    for name, fact in facts.items():
+        # A login host with the controller's hostname looks like it, but for the rental service.
+        if name != controller and controls(spec, fact) and (is_new or has_service(fact)):
+            return former_controller(spec, name)
     source, old = ("shoal", "packages") if uses_tree(spec) else ("packages", "shoal")
     if controller not in facts or not any(_slurm_source(spec, fact) == old for fact in facts.values()):
         return None

@@ -17,7 +17,9 @@ from shoal.cloud.status_file import STATUS
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
 from shoal.local_files import state_directory
+from shoal.plan.rebuild import standing_cluster
 from shoal.roles.current_conf import SLURM_CONF
+from shoal.roles.elastic import UNIT
 from shoal.roles.host_record import HOST_RECORD
 from shoal.slurm.state import JOB_RECORD
 from shoal.verbs.check import check
@@ -159,3 +161,15 @@ async def test_invalid_or_current_record_does_not_block_up(text: str) -> None:
     (state_directory("reef")).mkdir(parents=True, exist_ok=True)
     (state_directory("reef") / RECORD).write_text(text)
     assert (await up(context_of(world), AT_ONCE)).whole
+
+
+async def test_host_with_the_hostname_of_the_controller_is_no_former_one() -> None:
+    world = lab(CLOUD)
+    stand(world)
+    conf = world.agents["c1"].facts.files
+    twin = {path: conf[path] for path in (HOST_RECORD, SLURM_CONF)}
+    for service, expected in ((False, None), (True, "n1")):
+        files = {**world.agents["n1"].facts.files, **twin, UNIT: FileFact(there=service)}
+        facts = {"c1": world.agents["c1"].facts, "n1": replace(world.agents["n1"].facts, hostname="c1", files=files)}
+        standing = standing_cluster(world.spec, facts)
+        assert (standing and standing.controller) == expected
