@@ -11,7 +11,7 @@ from shoal.agent.facts import Facts, FileFact
 from shoal.errors import HostError, ShoalError
 from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost
-from shoal.plan.observe import Observation, slurm_view
+from shoal.plan.observe import Observation, SlurmView, slurm_view
 from shoal.plan.progress import ProgressReporter
 from shoal.plan.rebuild import StandingCluster, former_controller, rebuild_commands, rebuild_finding, standing_cluster
 from shoal.roles.documents import removal
@@ -140,18 +140,21 @@ async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tupl
         all_need_it = controls or services
         jobs = [job for job in view.jobs if job.state in ACTIVE_STATES and (all_need_it or node in job.node_names)]
         renamed = controls and name == controller
-        rebuild = ""
-        if record.cluster == spec.cluster:
-            nodes = [node.name for node in view.nodes.values() if not node.cloud]
-            rebuild = rebuild_commands(spec, former_controller(spec, record.controller), nodes)
-        return ForeignHost(
-            *(name, spec.cluster, record, controls, renamed, view.running, node, tuple(jobs), services, rebuild)
-        )
+        owner = (name, spec.cluster, record, controls, renamed)
+        return ForeignHost(*owner, view.running, node, tuple(jobs), services, _rebuild_text(spec, record, view))
 
     hosts = tuple((await fleet.each(records, inspect)).values())
     if any(host.renamed for host in hosts):
         return tuple(host for host in hosts if host.renamed)
     return tuple(host for host in hosts if host.answers or host.record.cluster != spec.cluster)
+
+
+def _rebuild_text(spec: Spec, record: HostRecord, view: SlurmView) -> str:
+    """The commands that give a cluster of the spec's name the spec's controller; empty for another name."""
+    if record.cluster != spec.cluster:
+        return ""
+    nodes = [node.name for node in view.nodes.values() if not node.cloud]
+    return rebuild_commands(spec, former_controller(spec, record.controller), nodes)
 
 
 def reject_foreign(hosts: Iterable[ForeignHost], take_over: bool) -> None:
