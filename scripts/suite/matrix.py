@@ -45,7 +45,6 @@ INTERNET = Needs(note="installs packages from an index")
 NEEDS = {
     "tests/e2e/test_vm_acceptance.py": VM,
     "tests/e2e/test_image_vm.py": VM,
-    "tests/e2e/test_job_engines_vm.py": VM,
     "tests/e2e/test_slurm_tree_vm.py": VM,
     "tests/e2e/test_vm.py": Needs(programs=("qemu-img",), note="an hour or more under emulation"),
     "tests/e2e/test_vm_hosts.py": Needs(programs=("qemu-img",)),

@@ -1,6 +1,6 @@
 """NVIDIA's container tools on nodes with its GPUs, where the file asks for them: for podman, Docker and enroot.
 
-The engine `oci` needs none of it. Which GPUs a container may open is decided by the job's cgroup, or by the guard.
+The engine `oci` needs none of it. Which GPUs a container may open is decided by the job's cgroup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEYRING = "/usr/share/keyrings/shoal-nvidia-containers.asc"
 SOURCE = "/etc/apt/sources.list.d/shoal-nvidia-containers.list"
 PACKAGE = "nvidia-container-toolkit"
 DEVICES = "/etc/cdi/shoal-nvidia.yaml"
-"""The node's GPUs, as podman and Docker name them: `nvidia.com/gpu=0`. The tools' own list in /run/cdi precedes it."""
+"""The node's GPUs, as podman names them: `nvidia.com/gpu=0`. The tools' own list in /run/cdi precedes it."""
 FIX = f"see whether the host reaches {ADDRESS}, or install {PACKAGE} by hand"
 ADD_SOURCE = f"""set -e
 /usr/lib/apt/apt-helper download-file {ADDRESS}/gpgkey {KEYRING}

@@ -69,7 +69,7 @@ class Containers(ShortForm):
     """Jobs may run `podman`, without root and inside their limits."""
 
     docker: StrictBool = False
-    """Jobs of users with `docker: true` may run `docker`. A guard confines it; podman is the smaller risk."""
+    """Jobs of users with `docker: true` may run `docker`, which is podman there. Implies `podman`."""
 
     nvidia: StrictBool = False
     """Nodes with GPUs get NVIDIA's container tools from NVIDIA's package source. `oci` alone needs none."""

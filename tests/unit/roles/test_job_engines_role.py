@@ -1,6 +1,5 @@
-"""Docker and podman in jobs: which hosts get what, and where nobody may use Docker."""
+"""Docker and podman in jobs: which hosts get what, and which users have Docker."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,13 +7,12 @@ from tests.support.cases import cases
 from tests.support.fake_world import host_facts, spec_of
 from tests.support.specs import WITH_LOGIN
 
-from shoal.agent.document import Document, File, Service, User
-from shoal.agent.facts import Cgroup, FileFact, UnixIds
-from shoal.remote.docker_guard import CONFIG
+from shoal.agent.document import Document, File, Service
+from shoal.agent.facts import Cgroup
 from shoal.roles.assembly import assemble
 from shoal.roles.component import Cluster, Stage
-from shoal.roles.job_engines import DOCKER_PACKAGES, SERVICE, UNIT, JobEnginesComponent
-from shoal.roles.users import USERS_GROUP, UsersComponent
+from shoal.roles.job_engines import COMPOSE, DOCKER, PACKAGES, PODMAN, JobEnginesComponent
+from shoal.slurm.conf import TASK_PROLOG
 
 REEF = (
     WITH_LOGIN
@@ -25,19 +23,15 @@ providers:
 users:
   alice: {uid: 2001}
   bob: {uid: 2002, docker: true}
-containers: {docker: true}
 """
 )
+WITH_DOCKER, WITH_PODMAN = REEF + "containers: {docker: true}\n", REEF + "containers: {podman: true}\n"
 ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "cloud1": "10.0.0.99"}
 OFF = tuple(Service(name, enabled=False, running=False) for name in ("docker.socket", "docker"))
 
 
-def cluster_of(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
-    """Docker is there on every host, as images of providers have it."""
-    facts = {
-        name: replace(host_facts(name, at, groups={"docker": UnixIds(998)}), **changes.get(name, {}))
-        for name, at in ADDRESSES.items()
-    }
+def cluster_of(text: str = WITH_DOCKER, **changes: dict[str, Any]) -> Cluster:
+    facts = {name: replace(host_facts(name, at), **changes.get(name, {})) for name, at in ADDRESSES.items()}
     return assemble(spec_of(text), facts, ADDRESSES)
 
 
@@ -46,10 +40,9 @@ def base_of(cluster: Cluster, host: str) -> Document:
     return JobEnginesComponent().documents(cluster, member).get(Stage.BASE, ())
 
 
-def users_of(cluster: Cluster, host: str) -> dict[str, User]:
-    member = next(member for member in cluster.members if member.name == host)
-    items = UsersComponent().documents(cluster, member)[Stage.BASE]
-    return {item.name: item for item in items if isinstance(item, User)}
+def texts_of(cluster: Cluster, host: str) -> dict[str, str]:
+    items = [item for item in base_of(cluster, host) if isinstance(item, File)]
+    return {item.path: item.content for item in items if isinstance(item.content, str)}
 
 
 def packages_of(cluster: Cluster, host: str) -> tuple[str, ...]:
@@ -57,61 +50,38 @@ def packages_of(cluster: Cluster, host: str) -> tuple[str, ...]:
     return JobEnginesComponent().packages(cluster.spec, member, cluster.facts[host])
 
 
-WITHOUT_CGROUPS = {"n1": {"cgroup": Cgroup()}}
-
-
-@cases("changes", {}, WITHOUT_CGROUPS, ids=["guard", "no cgroups"])
-@cases("host", *ADDRESSES)
-def test_nobody_is_in_the_group_of_docker_beside_the_guard(host: str, changes: dict[str, Any]) -> None:
-    """Its members are as good as root where Docker's own daemon runs, and jobs have the groups of the controller."""
-    users = users_of(cluster_of(**changes), host)
-    for user in users.values():
-        assert "docker" not in user.groups and user.not_in == ("docker",)
-
-
 @cases(
-    "host, changes, has_guard, is_off",
-    ("n1", {}, True, True),
-    ("n1", WITHOUT_CGROUPS, False, True),
-    ("cloud1", {}, False, True),
-    ("door", {}, False, False),
-    ("c1", {}, False, False),
-    ids=["node", "no cgroups", "rented", "login", "controller"],
+    "host, has_podman, is_off",
+    ("n1", True, True),
+    ("cloud1", False, True),
+    ("door", False, False),
+    ("c1", False, False),
+    ids=["node", "rented", "login", "controller"],
 )
-def test_docker_of_nodes_is_behind_the_guard_or_off(
-    host: str, changes: dict[str, Any], has_guard: bool, is_off: bool
+@cases("changes", {}, {"n1": {"cgroup": Cgroup()}}, ids=["cgroups", "no cgroups"])
+def test_docker_of_permanent_nodes_is_podman_and_its_own_daemon_is_off_on_all(
+    host: str, has_podman: bool, is_off: bool, changes: dict[str, Any]
 ) -> None:
-    items = base_of(cluster_of(**changes), host)
-    assert (Service(SERVICE) in items) is has_guard
-    assert all(item in items for item in OFF) is is_off
+    cluster = cluster_of(**changes)
+    assert (f"{DOCKER}/docker" in texts_of(cluster, host)) is has_podman
+    assert packages_of(cluster, host) == ((*PACKAGES, COMPOSE) if has_podman else ())
+    assert all(item in base_of(cluster, host) for item in OFF) is is_off
 
 
-def test_docker_is_installed_only_where_the_guard_can_run() -> None:
-    assert [set(DOCKER_PACKAGES) <= set(packages_of(cluster_of(), host)) for host in ADDRESSES] == [
-        False, False, True, False
-    ]  # fmt: skip
-    assert packages_of(cluster_of(**WITHOUT_CGROUPS), "n1") == ()
+def test_podman_alone_brings_no_docker() -> None:
+    cluster = cluster_of(WITH_PODMAN)
+    items, texts = base_of(cluster, "n1"), texts_of(cluster, "n1")
+    assert f"{PODMAN}/containers.conf" in texts and f"{DOCKER}/docker" not in texts
+    assert File(f"{DOCKER}/docker") in items and not any(item in items for item in OFF)
+    assert packages_of(cluster, "n1") == PACKAGES
+    assert 'case "  " in' in texts[TASK_PROLOG]
 
 
-def test_host_that_loses_the_guard_loses_docker() -> None:
-    there = host_facts("n1", "10.0.0.11").files | {UNIT: FileFact(there=True)}
-    cluster = cluster_of(n1={"cgroup": Cgroup(), "files": there})
-    items = base_of(cluster, "n1")
-    assert Service(SERVICE, enabled=False, running=False) in items and File(UNIT) in items
-    assert all(item in items for item in OFF)
-    assert users_of(cluster, "n1")["bob"].not_in == ("docker",)
-    warnings = [str(finding) for finding in JobEnginesComponent().findings(cluster)]
-    assert len(warnings) == 1 and "Docker does not work in jobs" in warnings[0]
-
-
-def test_guard_knows_users_by_their_ids_without_a_restart() -> None:
-    [config] = [item for item in base_of(cluster_of(), "n1") if isinstance(item, File) and item.path == CONFIG]
-    assert isinstance(config.content, str) and config.restarts == ()
-    settings = json.loads(config.content)
-    assert (settings["users"], settings["group"]) == ([2002], USERS_GROUP)
-
-
-def test_cluster_without_users_has_no_guard() -> None:
-    without = REEF[: REEF.index("users:")] + "containers: {docker: true}\n"
-    items = base_of(cluster_of(without), "n1")
-    assert Service(SERVICE) not in items and all(item in items for item in OFF)
+def test_docker_is_for_users_of_the_file_that_may_have_it() -> None:
+    assert 'case " bob " in' in texts_of(cluster_of(), "n1")[TASK_PROLOG]
+    assert [str(finding) for finding in JobEnginesComponent().findings(cluster_of())] == []
+    [warning] = JobEnginesComponent().findings(cluster_of(WITH_PODMAN))
+    assert str(warning) == (
+        "users.bob.docker: bob cannot use Docker, found the file has no containers: {docker: true}, "
+        "add it: docker in jobs is podman then; or delete this"
+    )
