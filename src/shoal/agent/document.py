@@ -124,8 +124,6 @@ class User(Item):
     home: str = "/nonexistent"
     shell: str = "/usr/sbin/nologin"
     groups: tuple[str, ...] = ()
-    not_in: tuple[str, ...] = ()
-    """Groups that the user must not be a member of."""
     system: bool = True
     """An account of a program's; else a person's."""
     locked: bool = False

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
-from shoal.hostlist import compress
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 from shoal.roles import node_logins
 from shoal.roles.component import PACKAGES_PREFIX, AccountIds, Cluster, Component, FileQuery, Stage
@@ -21,7 +20,6 @@ from shoal.storage import sshfs
 
 USERS_GROUP = "shoal-users"
 """The group of all users of the spec. The rules of logins apply to this group only."""
-DOCKER = "docker"
 SSHD_CONF = "/etc/ssh/sshd_config.d/10-shoal-users.conf"
 PAM, PAM_BLOCK = "/etc/pam.d/sshd", "jobs"
 FIRST_GROUP = 3000
@@ -64,7 +62,7 @@ class UsersComponent(Component):
             what = "every user may log in to every node by SSH, with or without a job there"
             cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
             findings.append(Finding("info", what, cause, path="users"))
-        return (*findings, *_docker_findings(cluster))
+        return tuple(findings)
 
 
 def home_of(spec: Spec, name: str) -> str:
@@ -91,7 +89,6 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
     for name, user in users.items():
         # A system group keeps its id, and users join it on hosts that have it.
         groups = [group for group in user.groups if numbers[group] is not None or group in facts.groups]
-        docker = user.docker and not uses_docker_guard(cluster.spec) and DOCKER in facts.groups
         home = home_of(cluster.spec, name)
         ids = cluster.user_ids[name]
         yield Group(name, ids.gid)
@@ -102,50 +99,10 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
             group=name,
             home=home,
             shell="/bin/bash",
-            groups=(USERS_GROUP, *groups, *((DOCKER,) if docker else ())),
-            not_in=() if docker else (DOCKER,),
+            groups=(USERS_GROUP, *groups),
             system=False,
             owns=(home,) if creates_home else (),
         )
-
-
-def uses_docker_guard(spec: Spec) -> bool:
-    """Whether users have Docker through Shoal's guard alone, which knows them by id.
-
-    They are in Docker's group nowhere then. slurmctld gives jobs the groups that their user has on the controller, so a
-    job would have that group on nodes without the guard, too.
-    """
-    return spec.containers is not None and spec.containers.docker
-
-
-def _docker_findings(cluster: Cluster) -> Iterator[Finding]:
-    names = [name for name, user in cluster.spec.users.items() if user.docker]
-    if not names or uses_docker_guard(cluster.spec):
-        return
-    path, hosts = f"users.{names[0]}.docker", [name for name, facts in cluster.facts.items() if DOCKER in facts.groups]
-    if not hosts:
-        fix = "install Docker on the hosts that need it, then run `shoal up`"
-        yield Finding("info", "no host has Docker yet", fix=fix, path=path)
-        return
-    what = f"{', '.join(names)} may become root where Docker runs: {compress(hosts)}"
-    cause = "members of the group docker are as good as root, there and so on all hosts"
-    fix = "use Docker in jobs, behind a guard (`containers: {docker: true}`), or podman; or delete this"
-    yield Finding("warning", what, cause, fix, path=path)
-    yield from _docker_id_conflicts(cluster, path)
-
-
-def _docker_id_conflicts(cluster: Cluster, path: str) -> Iterator[Finding]:
-    """Hosts whose group docker has another id than jobs would have there: theirs is the controller's."""
-    ids = {host: facts.groups[DOCKER].id for host, facts in cluster.facts.items() if DOCKER in facts.groups}
-    taken = {group.id for facts in cluster.facts.values() for name, group in facts.groups.items() if name != DOCKER}
-    best = sorted(ids, key=lambda host: (host != cluster.controller.name, host))
-    candidates = (*(ids[host] for host in best), *range(SYSTEM_ID_LIMIT - 1, 0, -1))
-    number = next(candidate for candidate in candidates if candidate not in taken)
-    for host, other in ids.items():
-        if other != number:
-            what = "the group docker has an id of its own here, and jobs have the controller's on all hosts"
-            fix = f"run `groupmod -g {number} docker` there and start Docker anew, or use containers: {{docker: true}}"
-            yield Finding("error", what, f"id {other}", fix, path=path, host=host)
 
 
 def group_ids(cluster: Cluster) -> dict[str, int | None]:

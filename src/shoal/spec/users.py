@@ -103,7 +103,7 @@ class ClusterUser(SpecModel):
     keys: tuple[PublicKey, ...] = ()
     """SSH keys to log in with: a public key, or `file:PATH` on your machine."""
     docker: StrictBool = False
-    """May use Docker: in jobs with `containers: {docker: true}`; else as good as root where a host has it."""
+    """May use Docker in jobs, with `containers: {docker: true}`."""
 
 
 def user_problems(users: Mapping[str, ClusterUser | None]) -> Iterator[Problem]:

@@ -64,40 +64,6 @@ def test_existing_group_keeps_its_id_and_a_new_group_gets_a_free_id() -> None:
     assert group_ids(reef(c1={"groups": groups})) == {USERS_GROUP: 3002, "team": 3500, "video": 3003}
 
 
-def test_docker_group_is_joined_only_when_allowed() -> None:
-    cluster = reef(n1={"groups": {"docker": UnixIds(998)}})
-    assert "docker" in user(cluster, "n1", "bob").groups and "docker" not in user(cluster, "c1", "bob").groups
-    assert user(cluster, "n1", "alice").not_in == ("docker",) and user(cluster, "n1", "bob").not_in == ()
-    [warning] = [finding for finding in UsersComponent().findings(cluster) if "Docker" in finding.what]
-    assert (warning.level, warning.what) == ("warning", "bob may become root where Docker runs: n1")
-    [told] = [finding for finding in UsersComponent().findings(reef()) if "Docker" in finding.what]
-    assert str(told) == (
-        "users.bob.docker: no host has Docker yet, install Docker on the hosts that need it, then run `shoal up`"
-    )
-
-
-def test_docker_group_has_one_id_where_jobs_bring_it() -> None:
-    def errors(**groups: dict[str, int]) -> list[str]:
-        changes = {
-            host: {"groups": {name: UnixIds(number) for name, number in there.items()}}
-            for host, there in groups.items()
-        }
-        return [str(one) for one in UsersComponent().findings(reef(**changes)) if one.level == "error"]
-
-    assert errors(c1={"docker": 107}, n1={"docker": 107}, door={"sudo": 27}) == []
-    assert errors(n1={"docker": 998}) == []
-    [other] = errors(c1={"docker": 107}, door={"docker": 107}, n1={"docker": 998})
-    assert other == (
-        "n1 users.bob.docker: the group docker has an id of its own here, and jobs have the controller's on all hosts, "
-        "found id 998, run `groupmod -g 107 docker` there and start Docker anew, or use "
-        "containers: {docker: true}"
-    )
-    taken = errors(c1={"docker": 107}, n1={"docker": 998, "kvm": 107})
-    assert len(taken) == 1 and taken[0].startswith("c1 ") and "groupmod -g 998 docker" in taken[0]
-    taken = errors(c1={"docker": 107, "render": 998}, n1={"docker": 998, "kvm": 107, "input": 999})
-    assert len(taken) == 2 and all("groupmod -g 997 docker" in error for error in taken)
-
-
 def test_authorized_keys_are_outside_the_home_share() -> None:
     there = items(reef(), "n1")
     keys = there[f"file {sshfs.KEYS}/alice"]

@@ -83,7 +83,6 @@ def check_user(item: Item, context: ConvergeContext) -> ItemChange | None:
     notes += [] if existing.pw_shell == item["shell"] else ["shell " + item["shell"]]
     member_of = {entry.gr_name for entry in grp.getgrall() if name in entry.gr_mem} if item["groups"] else set()
     notes += ["member of " + expected for expected in item["groups"] if expected not in member_of]
-    notes += ["no member of " + other for other in excess_groups(item)]
     if not item.get("system", True) and expired(name):
         notes.append("login allowed")
     return ItemChange(f"set {', '.join(notes)} of user {name}") if notes else None
@@ -94,8 +93,6 @@ def make_user(item: Item, context: ConvergeContext) -> str:
     if item.get("locked"):
         run_checked(["usermod", "--expiredate", "1", "--", name], "could not lock user " + name)
         return ""
-    for group in excess_groups(item):
-        run_checked(["gpasswd", "--delete", name, group], f"could not take user {name} out of group {group}")
     settings = ["--gid", item["group"], "--home" if existing else "--home-dir", item["home"], "--shell", item["shell"]]
     if item["groups"]:
         settings += ["--groups", ",".join(item["groups"])]
@@ -114,11 +111,6 @@ def make_user(item: Item, context: ConvergeContext) -> str:
         return ""
     argv = ["usermod", "--uid", str(item["uid"]), *settings, "--", name]
     return renumber(context, argv, "user", existing.pw_uid, item["uid"], item["owns"], item["services"])
-
-
-def excess_groups(item: Item) -> list[str]:
-    """Groups that the user is a member of and must not be."""
-    return [name for name in item.get("not_in", ()) if (group := group_of(name)) and item["name"] in group.gr_mem]
 
 
 def expired(name: str) -> bool:
