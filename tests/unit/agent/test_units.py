@@ -33,8 +33,9 @@ echo "$*" >> calls
 [ "$1" != daemon-reload ] || exit 0
 for name; do
     reload=$(grep -qs "$name" old && echo yes || echo no)
+    load=$(grep -qs "$name" unread && echo error || echo loaded)
     printf 'Id=%s\\nFragmentPath=/etc/systemd/system/%s\\n' "$name" "$name"
-    printf 'LoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n' "$(cat state)"
+    printf 'LoadState=%s\\nActiveState=%s\\nUnitFileState=enabled\\n' "$load" "$(cat state)"
     printf 'NeedDaemonReload=%s\\n\\n' "$reload"
 done
 """
@@ -82,3 +83,11 @@ async def test_systemd_reads_all_units_again_only_where_it_has_an_older_one(plac
     (place.folder / "old").write_text("new.service\n")
     assert (await place.apply(File(f"{unit}.d/more.conf", "[Service]\n")))[0].status == "changed"
     assert calls(place)[1:] == ["daemon-reload"]
+
+
+async def test_systemd_reads_again_what_ran_on_while_it_had_no_file(place: Place) -> None:
+    """Of a unit whose file came back while its last run went on, systemd 252 says `error`: no timer of it starts."""
+    (place.folder / "state").write_text("inactive")
+    (place.folder / "unread").write_text("again.service\n")
+    assert (await place.apply(File("/etc/systemd/system/again.service", "[Service]\n")))[0].status == "changed"
+    assert "daemon-reload" in calls(place)

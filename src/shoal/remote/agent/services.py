@@ -151,13 +151,15 @@ def bring_up(item: Item, context: ConvergeContext) -> str:
 def reload_units(context: ConvergeContext, *names: str) -> None:
     """Have systemd read its units again, where it has an older or a removed one. It finds new ones by itself.
 
-    It does not find a drop-in in a new directory, or a file that takes the place of another directory's.
+    It does not find a drop-in in a new directory, or a file that takes the place of another directory's; nor that of a
+    unit which ran on without its file (`error`).
     """
     changed = context.changed_units
     units = context.units([*map(os.path.basename, changed), *names])
     is_elsewhere = any(units[os.path.basename(path)].get("FragmentPath") != path for path in changed)
     if is_elsewhere or any(
-        unit.get("LoadState") == "not-found" or unit.get("NeedDaemonReload") == "yes" for unit in units.values()
+        unit.get("LoadState") in ("not-found", "error") or unit.get("NeedDaemonReload") == "yes"
+        for unit in units.values()
     ):
         reload_systemd(context)
     changed.clear()
