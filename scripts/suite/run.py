@@ -22,8 +22,6 @@ from scripts.suite import changes, table
 from scripts.suite.machine import Sampler, remove_groups
 from tests import timing
 
-from shoal.sandbox.cgroups import hierarchies
-
 ROOT = table.ROOT
 LIMIT_S = 4200
 """For one part, on a slow machine; on an idle one the longer part takes less than half of it."""
@@ -32,8 +30,6 @@ STOP_TIMEOUT_S = 60
 MAX_REPEATED = 8
 """Where more files fail, the fault is not their neighbours'."""
 UNIT_FILES = ("tests/unit", "tests/contract")
-ENTER = '[ ! -d "$0" ] || echo $$ > "$0/cgroup.procs"; exec "$@"'
-"""Starts a program in a cgroup. `nice` counts only among processes of one session, and sandbox hosts have their own."""
 TRAINING_FILES = "tests/unit/train"
 """They load torch, 4 s and half a gigabyte in each process: in processes of their own, the other unit tests do not."""
 SANDBOX_FILES = ("tests/e2e",)
@@ -47,36 +43,23 @@ class Part:
     files: Sequence[str]
     processes: int
     dist: str = "loadfile"
-    nice: int = 0
 
     def command(self) -> list[str]:
         # Files are handed out in the order of tests/conftest.py.
         return [
-            *(("sh", "-c", ENTER, str(last_group()), "nice", f"-n{self.nice}") if self.nice else ()),
             *(sys.executable, "-m", "pytest", "-q", "-p", "tests.timing", "-m", "not matrix"),
             *(f"--numprocesses={self.processes}", f"--dist={self.dist}", "--no-loadscope-reorder"),
             *("-o", f"cache_dir={ROOT}/.pytest_cache/{self.name}", "--cache-clear", *self.files),
         ]
 
 
-def last_group() -> Path | None:
-    """A cgroup that gets CPU time last, where this machine has cgroup v1; elsewhere `nice` must do."""
-    if root := hierarchies().get("cpu"):
-        group = root / f"{timing.GROUP}last"
-        with contextlib.suppress(OSError):
-            group.mkdir(exist_ok=True)
-            (group / "cpu.shares").write_text("2")
-            return group
-    return None
-
-
-def units(files: Sequence[str] = UNIT_FILES, nice: int = 0) -> list[Part]:
+def units(files: Sequence[str] = UNIT_FILES) -> list[Part]:
     """The unit tests, those of training apart: the parts run at the same time."""
     others = [file for file in files if not file.startswith(TRAINING_FILES)]
     training = [file for file in files if file.startswith(TRAINING_FILES)]
     if "tests/unit" in files:
         others, training = [f"--ignore={TRAINING_FILES}", *files], [TRAINING_FILES]
-    parts = (Part("units", others, 3 if training else 4, nice=nice), Part("training", training, 2, nice=nice))
+    parts = (Part("units", others, 3 if training else 4), Part("training", training, 2))
     return [part for part in parts if part.files]
 
 
@@ -191,43 +174,36 @@ def remove_leftovers() -> None:
 
 
 def run_parts(run: Run, unit_files: Sequence[str], sandbox_files: Sequence[str], *, whole: bool) -> int:
-    """Run the parts; the exit status. The whole run begins with the checks and the build of Shoal's Slurm.
+    """Run the parts; the exit status. The whole run has the checks and the build of Shoal's Slurm beside it.
 
-    The units get what these and the part on sandbox hosts leave idle.
+    One after the other: beside the tests on sandbox hosts, the units would take the time that those need, or run into
+    their own limits.
     """
     logs = run.records
     with run.span("prepare"):
         run.prepare()
     check = build = None
     if whole:
+        # For half of their time the checks use one core or wait for an index.
         check = run.start([ROOT / "scripts/check"], logs / "check")
         # The tests of `slurm: {from: shoal}` use the wheel in the cache. A machine without it builds it here.
         build = run.start(["nice", ROOT / "scripts/build-slurm"], logs / "build")
-    status, unbuilt = 0, ""
-    fast, slow = units(unit_files, nice=19 if sandbox_files else 0), sandbox(sandbox_files)
+    unbuilt = ""
+    fast, slow = units(unit_files), sandbox(sandbox_files)
     begin = time.monotonic()
     # Only one part shows its output while it runs.
-    first = [
-        run.start_part(part, logs / f"{part.name}.log" if sandbox_files or part is not fast[0] else None)
-        for part in fast
-    ]
-    if check:
-        with run.span("check"):
-            check.wait()
-        if failed := report_check(check, logs / "check"):
-            return failed  # the longer part can wait
+    first = [run.start_part(part, logs / f"{part.name}.log" if part is not fast[0] else None) for part in fast]
+    status = run.finish_parts(fast, first, begin)
+    if check and report_check(check, logs / "check"):
+        return 1  # the longer part can wait
     if build:
         with run.span("wait-for-build"):
             if build.wait():
                 unbuilt = "\n".join((logs / "build").read_text().splitlines()[-5:])
     if sandbox_files:
         with run.span(slow.name):
-            status = run.finish_part(slow, run.start_part(slow))
-    status_of_units = run.finish_parts(fast, first, begin)
-    # Failed files run again when nothing else does.
-    if sandbox_files:
-        status = run.finish_files(slow, status)
-    status = status or status_of_units
+            later = run.finish_part(slow, run.start_part(slow))
+        status = run.finish_files(slow, later) or status
     if unbuilt:
         print(f"FAILED: scripts/build-slurm, so tests of `slurm: {{from: shoal}}` were skipped: {unbuilt}")
         status = status or 1
@@ -307,8 +283,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, signal.SIG_IGN)
         run.stop()
-        for root in {timing.cpu_groups(), hierarchies().get("cpu")}:
-            remove_groups(root)
+        remove_groups(timing.cpu_groups())
         shutil.rmtree(run.records, ignore_errors=True)
         remove_leftovers()
 

@@ -207,7 +207,6 @@ def test_parts_choose_daily_tests_and_hand_out_files_or_groups() -> None:
     assert {"-m", "not matrix", "--dist=loadfile", "tests/unit", "tests/contract"} <= {*others.command()}
     assert "--ignore=tests/unit/train" in others.files and training.files == ["tests/unit/train"]
     assert {"-m", "not matrix", "--dist=loadgroup", "tests/e2e"} <= {*sandbox().command()}
-    assert all(" nice -n19 " in " ".join(part.command()) for part in units(nice=19))
     assert [part.name for part in units(["tests/unit/train/test_stop.py"])] == ["training"]
     assert [part.name for part in units(["tests/unit/jobs/test_runner.py"])] == ["units"]
 
@@ -254,16 +253,15 @@ def test_whole_run_has_the_checks_and_all_daily_tests(tmp_path: Path, capsys: py
     run = FakeRun(tmp_path)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 0
     assert run.order == ORDER
-    said = "what it said\n"
-    assert capsys.readouterr().out == said + 2 * (said + "\n"), "the checks, then both parts of the units"
-    assert [span.name for span in run.spans] == ["prepare", "check", "wait-for-build", "sandbox", "units"]
+    assert capsys.readouterr().out == "what it said\n\nwhat it said\n", "the training's, and that of the checks"
+    assert [span.name for span in run.spans] == ["prepare", "units", "wait-for-build", "sandbox"]
 
 
 def test_failed_check_ends_the_run_before_the_longer_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path, check=1)
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 1
     assert run.order == ORDER[:5]
-    assert capsys.readouterr().out == "what it said\nFAILED: scripts/check\n"
+    assert capsys.readouterr().out == "what it said\n\nwhat it said\nFAILED: scripts/check\n"
 
 
 @pytest.mark.parametrize("part", ["unit", "e2e"])
@@ -279,17 +277,6 @@ def test_build_that_fails_fails_the_run_and_says_what_was_skipped(
     run = FakeRun(tmp_path, **{"build-slurm": 1})
     assert run_parts(run, UNIT_FILES, SANDBOX_FILES, whole=True) == 1
     assert "FAILED: scripts/build-slurm, so tests of `slurm: {from: shoal}` were skipped" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("sandbox_files", "nice"), [(SANDBOX_FILES, [False, True, True, False]), ((), [False, False, False])]
-)
-def test_units_run_beside_the_sandbox_at_low_priority(
-    sandbox_files: Sequence[str], nice: list[bool], tmp_path: Path
-) -> None:
-    run = FakeRun(tmp_path, unit=2)
-    assert run_parts(run, UNIT_FILES, sandbox_files, whole=False) == 2
-    assert [" nice -n19 " in line for line in run.lines] == nice
 
 
 @pytest.mark.parametrize(
