@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from shoal.agent.client import FactsRequest
 from shoal.agent.document import File
-from shoal.agent.facts import Facts, FileFact
+from shoal.agent.facts import FileFact
 from shoal.errors import HostError, ShoalError
 from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost
-from shoal.plan.observe import Observation, SlurmView, slurm_view
+from shoal.plan.observe import Observation, slurm_view
 from shoal.plan.progress import ProgressReporter
-from shoal.plan.rebuild import StandingCluster, former_controller, rebuild_commands, rebuild_finding, standing_cluster
 from shoal.roles.documents import removal
 from shoal.roles.host_record import RECORD_FILES, HostRecord, foreign_records, is_controller, read_host_record
 from shoal.roles.registry import cluster_services
@@ -48,8 +47,6 @@ class ForeignHost:
     """The jobs that run on it; all that run, where all need it."""
     services: tuple[str, ...] = ()
     """What the other hosts of that cluster need it for."""
-    rebuild: str = ""
-    """The commands that give this cluster another controller, where that is what the file may mean."""
 
     @property
     def jobs_text(self) -> str:
@@ -82,8 +79,6 @@ class ForeignHost:
             f"take {self.name} out of this file; or run `shoal node remove {self.node or self.name}` with the file of "
             f"{old}; or use `shoal up --take-over`, which ends the jobs on it"
         )
-        if self.rebuild:
-            fix = f"if that is this cluster, {self.rebuild}\nif it is another of the same name, {fix}"
         return Finding("error", f"belongs to cluster {self.record}", self.jobs_text, fix, host=self.name)
 
     def change(self) -> Change:
@@ -100,10 +95,7 @@ def _jobs_text(answers: bool, jobs: Sequence[JobState]) -> str:
 
 
 async def unusable_host_findings(spec: Spec, observed: Observation, fleet: Fleet) -> list[Finding]:
-    """The hosts that cannot become what the file says: their cluster keeps another controller or Slurm until `shoal
-    down`, they have another Slurm, with its jobs, or lack WireGuard."""
-    if standing := standing_cluster(spec, observed.facts):
-        return [await standing_cluster_finding(spec, standing, observed.facts[standing.controller], fleet)]
+    """The hosts that cannot become what the file says: they have another Slurm, with its jobs, or lack WireGuard."""
     others = other_slurm(spec, observed.facts)
 
     async def inspect(name: str) -> Finding:
@@ -115,13 +107,6 @@ async def unusable_host_findings(spec: Spec, observed: Observation, fleet: Fleet
         return Finding("error", what, jobs, fix, host=name, path="slurm.from")
 
     return [*(await fleet.each(others, inspect)).values(), *missing_wireguard(spec, observed.facts)]
-
-
-async def standing_cluster_finding(spec: Spec, standing: StandingCluster, controller: Facts, fleet: Fleet) -> Finding:
-    """The error for a cluster that keeps what the file says otherwise, with the jobs that run there."""
-    view = await slurm_view(await fleet.host(standing.controller))
-    jobs = _jobs_text(view.running, [job for job in view.jobs if job.state in ACTIVE_STATES])
-    return rebuild_finding(spec, standing, controller, jobs)
 
 
 async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tuple[ForeignHost, ...]:
@@ -140,21 +125,12 @@ async def foreign_hosts(spec: Spec, observed: Observation, fleet: Fleet) -> tupl
         all_need_it = controls or services
         jobs = [job for job in view.jobs if job.state in ACTIVE_STATES and (all_need_it or node in job.node_names)]
         renamed = controls and name == controller
-        owner = (name, spec.cluster, record, controls, renamed)
-        return ForeignHost(*owner, view.running, node, tuple(jobs), services, _rebuild_text(spec, record, view))
+        return ForeignHost(name, spec.cluster, record, controls, renamed, view.running, node, tuple(jobs), services)
 
     hosts = tuple((await fleet.each(records, inspect)).values())
     if any(host.renamed for host in hosts):
         return tuple(host for host in hosts if host.renamed)
     return tuple(host for host in hosts if host.answers or host.record.cluster != spec.cluster)
-
-
-def _rebuild_text(spec: Spec, record: HostRecord, view: SlurmView) -> str:
-    """The commands that give a cluster of the spec's name the spec's controller; empty for another name."""
-    if record.cluster != spec.cluster:
-        return ""
-    nodes = [node.name for node in view.nodes.values() if not node.cloud]
-    return rebuild_commands(spec, former_controller(spec, record.controller), nodes)
 
 
 def reject_foreign(hosts: Iterable[ForeignHost], take_over: bool) -> None:

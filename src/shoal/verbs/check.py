@@ -23,7 +23,6 @@ from shoal.slurm.state import CONFIG_COMMAND, PARTITIONS_COMMAND, parse_config, 
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
 from shoal.verbs.env import environment_states
-from shoal.verbs.former_controller import recorded_controller_findings
 from shoal.verbs.health import accounting_findings, tracking_health
 from shoal.verbs.provider_accounts import account_findings
 from shoal.verbs.shares import share_probes, share_ways, unservable_share_findings
@@ -76,8 +75,6 @@ async def _check_hosts(context: Context, fleet: Fleet, stock: Survey) -> list[Fi
     findings += mismatches
     if controller not in observed.facts:
         return findings
-    if recorded := await recorded_controller_findings(context, fleet, observed):
-        return [*findings, *recorded]
     others = await foreign_hosts(context.spec, observed, fleet)
     findings += [host.finding() for host in others]
     if any(host.name == controller for host in others):

@@ -39,7 +39,7 @@ from shoal.roles.user_ids import choose_user_ids, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context, cannot_make, compute_hosts, note_at_exit, report_to
-from shoal.verbs.former_controller import record_controller, recorded_controller_findings
+from shoal.verbs.controller_move import move_service, predecessor, record_controller
 from shoal.verbs.provider_accounts import release_findings
 from shoal.verbs.rentals import ledger_rentals, record_ended
 from shoal.verbs.rented_costs import (
@@ -106,7 +106,6 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
         return Plan(context.cluster, create=stock.missing, rent=quotes, delete=deletions, findings=findings)
     async with await context.fleet(member for member in context.members if member.name not in missing_names) as fleet:
         observed = await _observe(context, fleet)
-        reject_hosts(await recorded_controller_findings(context, fleet, observed))
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
         observed = without_other_clusters(observed, others)
@@ -153,8 +152,6 @@ async def up(
     async with await context.fleet(member for member in context.members if member.name not in create_failures) as fleet:
         fleet.failures.update(create_failures)
         observed = await _observe(context, fleet)
-        recorded = await recorded_controller_findings(context, fleet, observed, leave=leave_rented)
-        reject_hosts(finding for finding in recorded if finding.level == "error")
         others = await foreign_hosts(context.spec, observed, fleet)
         reject_foreign(others, take_over)
         observed = without_other_clusters(observed, others)
@@ -164,6 +161,9 @@ async def up(
         _reject_moves(context, observed, leave_records)
         _reject_id_conflicts(context, observed)
         reject_missing_scripts(context.spec, observed.facts)
+        former_controller, warnings = await predecessor(
+            context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented
+        )
         await _require_secrets(context, fleet, observed)
         if others:
             cluster_goal(context.spec, observed, connection_addresses(fleet))  # raises before anything is taken
@@ -177,6 +177,8 @@ async def up(
             cluster_plan = await make_plan(context.spec, observed, fleet, addresses, stock.orphans, phase)
         reject_record_loss(cluster_plan.findings, leave_records)
         _reject_job_loss(cluster_plan, allow_job_loss)
+        if former_controller:
+            await move_service(context, fleet, former_controller)
         nodes = compute_hosts(context)
         result = await apply(cluster_plan, fleet, context.controller.name, nodes, context.progress, timeouts)
         record_controller(context, fleet)
@@ -192,7 +194,7 @@ async def up(
             staying=result.staying,
             unready=result.unready,
             failures=dict(fleet.failures),
-            findings=(*context.warnings, *stock.findings, *cluster_plan.findings, *recorded, *late_orphans, *problems),
+            findings=(*context.warnings, *stock.findings, *cluster_plan.findings, *warnings, *late_orphans, *problems),
         )
 
 

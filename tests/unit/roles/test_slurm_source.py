@@ -1,4 +1,4 @@
-"""Which Slurm a host has, that its cluster keeps it, and what the next one can read."""
+"""From packages to Shoal's own Slurm and back: which Slurm a host has, and what the way costs."""
 
 import subprocess
 from dataclasses import replace
@@ -8,17 +8,18 @@ import pytest
 from tests.support.fake_world import spec_of
 from tests.unit.roles.test_slurm_tree_role import ADDRESSES, PREFIX, TEXT, facts_of, put_wheel
 
-from shoal.agent.document import Command, Document
+from shoal.agent.document import Command, Document, File, Packages, Service
 from shoal.agent.facts import Facts, FileFact, Package
-from shoal.plan.rebuild import StandingCluster, rebuild_commands, rebuild_finding, standing_cluster
 from shoal.remote import program_text, shell_command
 from shoal.roles.assembly import assemble
+from shoal.roles.base import MUNGE_KEY
 from shoal.roles.component import Cluster
-from shoal.roles.current_conf import read_current_conf
+from shoal.roles.current_conf import SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
 from shoal.roles.host_record import HOST_RECORD, STATE_OWNER
-from shoal.roles.slurm_source import RELEASES, TABLES, installed_slurm, other_slurm, records_finding, unreadable
+from shoal.roles.slurm_source import MASKED, RELEASES, TABLES, installed_slurm, other_slurm, records_finding, unreadable
 from shoal.roles.slurm_tree import daemon_unit
+from shoal.slurm.conf import slurm_conf
 
 PACKAGES = TEXT.replace("slurm: {from: shoal}\n", "")
 UNIT = "/etc/systemd/system/{}.service"
@@ -64,7 +65,7 @@ def test_slurm_that_runs_and_is_not_of_shoal_is_named_with_the_fix() -> None:
     stopped = packaged(facts_of("n1"), "24.11.5-4", "slurmd", active=False)
     assert other_slurm(spec_of(TEXT), {"n1": stopped}) == {}
     member = replace(foreign, files={**foreign.files, HOST_RECORD: FileFact(text="{}")})
-    assert other_slurm(spec_of(TEXT), {"n1": member}) == {}  # of a cluster of Shoal's
+    assert other_slurm(spec_of(TEXT), {"n1": member}) == {}  # a cluster of Shoal's moves
     own_build = replace(facts_of("n1"), services={"slurmd": "active"})
     assert "n1" in other_slurm(spec_of(TEXT), {"n1": own_build})
     container = replace(own_build, init="none")
@@ -80,46 +81,39 @@ def test_version_is_that_of_the_unit_or_of_the_package() -> None:
     assert installed_slurm(facts_of("n1")).version is None
 
 
-def test_daemons_of_the_distribution_without_a_task_are_masked() -> None:
+def test_daemons_of_the_distribution_without_a_task_are_masked_and_given_back() -> None:
     facts = {name: facts_of(name) for name in ADDRESSES}
     facts["n1"] = packaged(facts["n1"], "24.11.5-4", "slurmctld", "slurmd", active=False)
     assert "command mask the distribution's slurmctld" in keys(items_of(cluster(TEXT, facts), "n1"))
     assert not [key for key in keys(items_of(cluster(TEXT, facts), "c1")) if "mask" in key]
+    back = {name: facts_of(name, PACKAGES) for name in ADDRESSES}
+    back["n1"] = facts_of("n1", PACKAGES, **{MASKED: FileFact(text="slurmctld\n")})
+    found = keys(items_of(cluster(PACKAGES, back), "n1"))
+    assert found.index("command unmask the distribution's Slurm") < found.index("service slurmd")
 
 
-def test_cluster_that_stands_keeps_its_slurm() -> None:
-    record = {HOST_RECORD: FileFact(text='{"cluster": "reef", "controller": "c1"}')}
-    packages = {name: packaged(facts_of(name, **record), "24.11.5-4", "slurmctld", "slurmd") for name in ADDRESSES}
-    tree = {name: facts_of(name, PACKAGES, **record, **OURS) for name in ADDRESSES}
-    for text, facts, old, new in ((TEXT, packages, "packages", "shoal"), (PACKAGES, tree, "shoal", "packages")):
-        standing = standing_cluster(spec_of(text), facts)
-        assert standing is not None
-        finding = rebuild_finding(spec_of(text), standing, facts["c1"], "no job runs there")
-        assert (finding.level, finding.host, finding.found) == ("error", "c1", "no job runs there")
-        assert finding.what == (
-            f"has Slurm from {old}, the file says `slurm: {{from: {new}}}`, and a cluster keeps that until `shoal down`"
-        )
-        assert rebuild_commands(spec_of(text), standing, ("n1", "n2")) == (
-            f"with `slurm: {{from: {old}}}`, run:\n  shoal node drain n[1-2]\n  shoal jobs   # wait until none runs\n"
-            "  shoal down\nthen, with the new file:\n  shoal up\n  shoal node resume n[1-2]"
-        )
-        assert standing_cluster(spec_of(text.replace("cluster: reef", "cluster: atoll")), facts) is None
-    assert standing_cluster(spec_of(PACKAGES), packages) is None
-    assert standing_cluster(spec_of(TEXT), tree) is None
-    down = {name: packaged(facts_of(name), "24.11.5-4", "slurmd", active=False) for name in ADDRESSES}
-    assert standing_cluster(spec_of(TEXT), down) is None
-    pod = {name: replace(fact, init="none") for name, fact in packages.items()}
-    assert standing_cluster(spec_of(TEXT), pod) is None  # it has no units that tell
+def test_way_to_packages_removes_units_before_the_services_and_the_tree_last() -> None:
+    facts = {name: facts_of(name, PACKAGES, **OURS) for name in ADDRESSES}
+    for host, daemon in (("c1", "slurmctld"), ("n1", "slurmd")):
+        items = items_of(cluster(PACKAGES + "auth: slurm\n", facts), host)
+        [unit] = [item for item in items if isinstance(item, File) and item.path == UNIT.format(daemon)]
+        assert (unit.content, unit.restarts) == (None, (daemon,))
+        assert items.index(unit) < items.index(next(i for i in items if isinstance(i, Service) and i.name == daemon))
+        assert keys(items)[-1] == "command remove a former Slurm of Shoal"
+        assert any(isinstance(item, Packages) and daemon in item.names for item in items)
+    # A unit of a daemon that has no task here goes as well.
+    assert f"file {UNIT.format('slurmdbd')}" in keys(items_of(cluster(PACKAGES, facts), "n1"))
 
 
-def test_records_of_hosts_that_down_deletes_are_saved_first() -> None:
-    made = "cluster: reef\ncontroller: {provider: sandbox}\nnodesets: {lab: {provider: sandbox, count: 1}}\n"
-    spec = spec_of(made + "accounting: true\nslurm: {from: shoal}\n")
-    commands = rebuild_commands(spec, StandingCluster("controller", "", "`slurm: {from: packages}`"), ("lab1",))
-    before, _, after = commands.partition("  shoal down\n")
-    assert "jobs that wait are lost" in before and "resume" not in after
-    assert "shoal ssh controller sudo tar -C / -c var/backups/shoal > accounting.tar\n" in before
-    assert "shoal ssh controller sudo tar -C / -x < accounting.tar\n" in after
+def test_munge_is_accepted_until_the_jobs_that_began_with_it_have_ended() -> None:
+    facts = {name: facts_of(name, **{MUNGE_KEY: FileFact(sha256="ab")}) for name in ADDRESSES}
+    before = slurm_conf(cluster(PACKAGES, {name: facts_of(name, PACKAGES) for name in ADDRESSES}).conf)
+    facts["c1"] = facts_of("c1", **{MUNGE_KEY: FileFact(sha256="ab"), SLURM_CONF: FileFact(text=before)})
+    busy, idle = cluster(TEXT, facts, keep_munge=True), cluster(TEXT, facts, keep_munge=False)
+    assert "AuthAltTypes=auth/munge\n" in slurm_conf(busy.conf)
+    assert not [key for key in keys(items_of(busy, "n1")) if "munge" in key]
+    assert "munge" not in slurm_conf(idle.conf)
+    assert {"service munge", f"file {MUNGE_KEY}"} <= {*keys(items_of(idle, "n1"))}
 
 
 def controller_with(old: str, text: str = TEXT, **files: FileFact) -> dict[str, Facts]:
