@@ -23,13 +23,21 @@ PLUGINS = ("~/.docker/cli-plugins", "/usr/local/lib/docker/cli-plugins", "/usr/l
 FLAGS = frozenset(
     (
         *("--detach", "--disable-content-trust", "--env-host", "--help", "--http-proxy", "--init", "--interactive"),
-        *("--no-healthcheck", "--no-hosts", "--oom-kill-disable", "--privileged", "--publish-all", "--quiet"),
+        *(
+            "--no-healthcheck",
+            "--no-hostname",
+            "--no-hosts",
+            "--oom-kill-disable",
+            "--privileged",
+            "--publish-all",
+            "--quiet",
+        ),
         *("--read-only", "--read-only-tmpfs", "--replace", "--rm", "--rmi", "--rootfs", "--sig-proxy"),
         *("--tls-verify", "--tty", "--passwd", "--unsetenv-all"),
     )
 )
 """Options of `run` and `create` without a value."""
-SHORT_FLAGS = "dhiPqt"
+SHORT_FLAGS = "diPqt"
 DRIVER = "/proc/driver/nvidia/gpus"
 
 
@@ -53,9 +61,13 @@ def command_line(arguments: Sequence[str], environment: os._Environ[str] | dict[
     at = 1 if words[:1] == ["container"] else 0
     if words[at : at + 1] in (["run"], ["create"]):
         words[at + 1 :] = with_devices(words[at + 1 :], environment)
-    elif words[at : at + 1] == ["rm"]:
+    elif words[at : at + 1] == ["rm"] and _is_forced(words[at + 1 :]):
         words.insert(at + 1, "--time=0")  # Docker kills what it removes; podman would ask it to stop
     return ["podman", *words]
+
+
+def _is_forced(words: Sequence[str]) -> bool:
+    return any(word in ("--force", "--force=true") or re.fullmatch("-[a-z]*f[a-z]*", word) for word in words)
 
 
 def without_own_host(arguments: Sequence[str], environment: os._Environ[str] | dict[str, str]) -> list[str]:

@@ -27,6 +27,11 @@ TMPFILES = "/etc/tmpfiles.d/shoal-jobs.conf"
 PLACES = "make the places of jobs"
 PACKAGES = ("podman", "crun", "uidmap", "slirp4netns", "fuse-overlayfs", "netavark", "aardvark-dns", "iptables")
 COMPOSE = "docker-compose"
+PROFILE = "/etc/profile.d/shoal-docker.sh"
+LOGIN_SHELLS = f"""\
+{HEADER}# A login shell in a job begins with a PATH of its own.
+case ${{DOCKER_HOST:-}} in unix://{JOBS}/*) PATH={DOCKER}:$PATH ;; esac
+"""
 REMOVAL_TIMEOUT_S = 600.0
 
 
@@ -61,7 +66,7 @@ class JobEnginesComponent(Component):
     def removal(self) -> Document:
         return (
             *_podman_removal(),
-            *(File(path) for path in (EPILOG, TASK_PROLOG, TMPFILES)),
+            *(File(path) for path in (EPILOG, TASK_PROLOG, TMPFILES, PROFILE)),
             Command("remove the places of jobs", ("rm", "-rf", JOBS), unless=("test", "!", "-e", JOBS)),
         )
 
@@ -121,10 +126,15 @@ def _podman(proxy: Proxy | None) -> Document:
 def _docker(wanted: bool) -> Document:
     program, registries = f"{DOCKER}/docker", f"{PODMAN}/registries.conf"
     if not wanted:
-        return (File(program), File(registries))
+        return (File(program), File(registries), File(PROFILE))
     # An image without a registry in its name is one of Docker's.
     search = f'{HEADER}unqualified-search-registries = ["docker.io"]\n'
-    return (Directory(DOCKER), File(program, program_text("docker_command"), mode=0o755), File(registries, search))
+    return (
+        Directory(DOCKER),
+        File(program, program_text("docker_command"), mode=0o755),
+        File(registries, search),
+        File(PROFILE, LOGIN_SHELLS),
+    )
 
 
 def containers_conf(proxy: Proxy | None = None) -> str:
@@ -146,7 +156,7 @@ def containers_conf(proxy: Proxy | None = None) -> str:
 def storage_conf() -> str:
     """On the node's own disk: homes may be on a share, where overlays do not work. TaskProlog makes a job's place."""
     return (
-        f'{HEADER}[storage]\ndriver = "overlay"\nrootless_storage_path = "{STORE}/$USER/jobs/$SLURM_JOB_ID"\n'
+        f'{HEADER}[storage]\ndriver = "overlay"\nrootless_storage_path = "$SHOAL_PODMAN"\n'
         '[storage.options.overlay]\nmount_program = "/usr/bin/fuse-overlayfs"\n'
     )
 
