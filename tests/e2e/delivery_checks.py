@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.shoal_server import ROOTS_PROGRAM
+from tests.e2e.simulated_clouds import shown
 
 from shoal.jobs.record import USER_JOBS_DIRECTORY
 
@@ -46,14 +47,14 @@ def check_jobs_without_a_share(cluster: Cluster, alice: Any, bob: Any) -> None:
     def starts() -> bool:
         # Slurm lets it wait for two minutes from the time at which it has left its nodes.
         cluster.on("controller", "scontrol", "update", f"jobid={job}", "StartTime=now", status=None)
-        return cluster.on("controller", "squeue", "-h", "-o", "%T", "-j", job) != "PENDING\n"
+        return shown(cluster, job)["JobState"] in ("RUNNING", "COMPLETED")
 
     cluster.wait("it starts again", starts)
     # Followed between its turns, a job may be taken for ended: `logs -f` then ends too early.
     cluster.wait("both ranks run again", lambda: {*second} <= {*lines(job)})
-    shown = alice.shoal("logs", "-f", job).stdout.splitlines()
+    printed = alice.shoal("logs", "-f", job).stdout.splitlines()
     said = sorted([*first, *second, "end of 0", "end of 1"])
-    assert sorted(line.partition("] ")[2] for line in shown if line.startswith(("[0", "[1"))) == said, shown
+    assert sorted(line.partition("] ")[2] for line in printed if line.startswith(("[0", "[1"))) == said, printed
     assert lines(job) == said and alice.state(job) == "COMPLETED"
     for host in ("controller", "fish1"):
         assert cluster.on(host, "stat", "-c", "%U %a", root) == "alice 700\n"
