@@ -65,7 +65,7 @@ def test_next_up_continues_after_a_kill_at_any_phase(cluster: Cluster) -> None:
     # Each: the phase that has just ended, and how far into the next one the kill falls.
     # Agents end what they are at when their `up` is killed, so what is left for the next one is not known beforehand.
     killed = 0
-    for phase, seconds in (("", 1.0), ("sandbox hosts", 0.1), ("compare", 1.5), ("packages", 0.0), ("compare", 0.1)):
+    for phase, seconds in (("", 0.3), ("sandbox hosts", 0.1), ("compare", 1.5), ("packages", 0.0), ("compare", 0.1)):
         process = cluster.background("up")
         read_until(process, phase)
         time.sleep(seconds)
