@@ -59,7 +59,7 @@ def units(files: Sequence[str] = UNIT_FILES) -> list[Part]:
     training = [file for file in files if file.startswith(TRAINING_FILES)]
     if "tests/unit" in files:
         others, training = [f"--ignore={TRAINING_FILES}", *files], [TRAINING_FILES]
-    parts = (Part("units", others, 3 if training else 4), Part("training", training, 2))
+    parts = (Part("units", others, 4), Part("training", training, 2))
     return [part for part in parts if part.files]
 
 
