@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from tests.e2e.cluster import ON_DEBIAN_12
 from tests.e2e.job_scripts import Jobs
 from tests.e2e.standing import Standing
 
@@ -183,6 +184,7 @@ def test_wait_for_an_array_shows_how_each_task_ended(cluster: Jobs) -> None:
     assert "failed first, with exit status 1" in " ".join(done.stdout.split())
 
 
+@ON_DEBIAN_12  # Slurm 24.11 makes the directory
 def test_missing_directory_for_the_output_is_explained(cluster: Jobs) -> None:
     output = ("--output", "/tmp/none/%j.log")
     done = cluster.shoal("run", "--wait", *output, "--nodelist", "fish1", "hello.py", status=1)

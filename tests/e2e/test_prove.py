@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.documents import ROOT
-from tests.e2e.cluster import LIMIT, Cluster
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster
 from tests.e2e.standing import Standing
 from tests.e2e.test_local_prove import SCRIPT, prove
 
@@ -17,7 +17,7 @@ from shoal.sandbox.layout import Layout
 
 COVERS = "proof verbs/prove train/proof_record.py train/proof_watch.py"
 GROUP = "reef"
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
 
 HANG = """\
 import time
