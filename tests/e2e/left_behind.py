@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -72,6 +73,8 @@ def mounts():
 
 
 def firewall():
+    if not shutil.which("nft"):
+        return []
     done = subprocess.run(["nft", "list", "ruleset"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     text = re.sub(r"packets \d+ bytes \d+|expires \S+|# handle \d+", "", done.stdout.decode(errors="replace"))
     # The line of a rule alone does not say which chain has it.
