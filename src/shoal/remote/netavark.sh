@@ -6,3 +6,5 @@ export PATH
 for place in /usr/lib/podman /usr/libexec/podman; do
     [ ! -x $place/netavark ] || exec $place/netavark "$@"
 done
+echo "no netavark on this node: install its package" >&2
+exit 127
