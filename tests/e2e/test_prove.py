@@ -17,7 +17,7 @@ from shoal.sandbox.layout import Layout
 
 COVERS = "proof verbs/prove train/proof_record.py train/proof_watch.py"
 GROUP = "reef"
-pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
+pytestmark = pytest.mark.sandbox
 
 HANG = """\
 import time
@@ -55,6 +55,7 @@ def cluster(standing: Standing, tmp_path_factory: pytest.TempPathFactory) -> Job
     return made
 
 
+@ON_DEBIAN_12
 @pytest.mark.parametrize(
     ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,pmix", marks=pytest.mark.matrix)]
 )
@@ -85,6 +86,7 @@ def test_wrong_script_fails_on_the_cluster(cluster: Jobs) -> None:
     assert not report["passed"] and "it is divided by the number of ranks twice" in row["cause"]
 
 
+@ON_DEBIAN_12
 def test_user_proves_a_script_with_jobs_of_their_own(cluster: Jobs, standing: Standing) -> None:
     alice = standing.client("alice", "prove")
     alice.json("join", "alice@desktop")
