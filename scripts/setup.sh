@@ -190,7 +190,7 @@ install_packages() {
 import contextlib, importlib
 
 for name in (
-    "shoal.cli.app", "asyncssh", "httpx", "pip._internal.cli.main", "pytest", "xdist.remote", "xdist.dsession",
+    "shoal.cli.app", "httpx", "pip._internal.cli.main", "pytest", "xdist.remote", "xdist.dsession",
     "pytest_asyncio", "pytest_timeout", "hypothesis", "starlette.applications", "uvicorn", "google.auth.crypt",
     "nebius.sdk", "numpy.random", "webdataset", "lmdb", "torch.distributed.run", "torch._dynamo", "torch.utils.data",
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.nn.parallel",

@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-import asyncssh
 from tests import engine_faults
+from tests.support.over_ssh import over_ssh
 
 from shoal.errors import ProviderError
 from shoal.hosts.provider import Request
@@ -142,21 +142,17 @@ class SandboxFaults:
 async def _reboot_vm(layout: Layout, record: HostRecord, cache: Path) -> None:
     """Reboot a virtual machine by a command in it: from outside it is the same process before and after."""
     target = lifecycle.instance(layout, record).target
-    trusted = asyncssh.import_known_hosts(f"{target.address} {record.host_key}\n")
 
     async def run(command: str) -> str:
-        async with asyncssh.connect(
-            target.address, username="root", client_keys=[str(target.identity)], known_hosts=trusted, config=None
-        ) as connection:
-            return str((await connection.run(command)).stdout)
+        return (await over_ssh(target, command)).text
 
     identify = "cat /proc/sys/kernel/random/boot_id"
     before = await run(identify)
-    with contextlib.suppress(asyncssh.Error, OSError):  # the connection may end with the host
+    with contextlib.suppress(OSError):  # the connection may end with the host
         await run("systemctl reboot")
     async with asyncio.timeout(vm.boot_timeout(cache, record)):
         while True:
-            with contextlib.suppress(asyncssh.Error, OSError, TimeoutError):
+            with contextlib.suppress(OSError):
                 async with asyncio.timeout(REBOOT_POLL_S):
                     if await run(identify) not in ("", before):
                         return

@@ -199,7 +199,7 @@ async def repeat(work: Callable[[], Awaitable[None]], what: str) -> None:
 def main() -> int:
     # journald adds the time
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("asyncssh", "httpx", "httpcore"):
+    for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with single_instance(LEDGER.with_suffix(".lock")):

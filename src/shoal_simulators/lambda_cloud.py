@@ -12,12 +12,12 @@ import secrets
 import uuid
 from typing import Any
 
-import asyncssh
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
+from shoal.hosts.key_pair import make_key_pair
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
 from shoal_simulators.market import ApiRejection
 from shoal_simulators.server import RateLimit, Simulator, read_json
@@ -194,9 +194,8 @@ class LambdaSimulator(Simulator):
         if public := body.get("public_key"):
             key["public_key"] = public
         else:
-            pair = asyncssh.generate_private_key("ssh-ed25519")
-            key["public_key"] = pair.export_public_key().decode().strip()
-            extra["private_key"] = pair.export_private_key().decode()
+            pair = make_key_pair()
+            key["public_key"], extra["private_key"] = pair.public, pair.private
         self.stored("keys")[key["id"]] = key
         self.market.save()
         return JSONResponse({"data": {**key, **extra}})

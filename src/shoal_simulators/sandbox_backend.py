@@ -13,16 +13,18 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import asyncssh
-
 from shoal.cloud.providers.api import System
-from shoal.errors import ProviderError
+from shoal.errors import ProviderError, ShoalError
+from shoal.hosts.api import Host, Target
+from shoal.hosts.ssh import SshConnector
+from shoal.hosts.ssh_route import SshOptions
 from shoal.local_files import cache_dir, locked
 from shoal.roles.rented_images import image_system
 from shoal.sandbox import images, lifecycle, network, nspawn, seed
@@ -238,7 +240,7 @@ class SandboxBackend:
                 if host.shape.container and ordered.order.user_data and ordered.runs_user_data:
                     await self._run(host, ordered.order.user_data)
             self._status[ordered.id] = self._host_status(host, "up")
-        except (ProviderError, OSError, asyncssh.Error) as error:
+        except (ShoalError, OSError) as error:
             log.error("%s: %s", self.host_name(ordered.id), error)
             self._status[ordered.id] = HostStatus("dead")
 
@@ -285,7 +287,7 @@ class SandboxBackend:
             await lifecycle.wait_for_ssh(self.layout, host)
             if ordered.order.user_data and ordered.runs_user_data:
                 await self._run(host, ordered.order.user_data)
-        except (ProviderError, OSError, asyncssh.Error) as error:
+        except (ShoalError, OSError) as error:
             log.error("%s: cannot start it again: %s", name, error)
 
     def _host_status(self, host: HostRecord, state: Any) -> HostStatus:
@@ -302,12 +304,9 @@ class SandboxBackend:
 
     async def _run(self, host: HostRecord, script: str) -> None:
         """Start a container's command: it has no init system."""
-        at = self._host_status(host, "making")
-        trusted = asyncssh.import_known_hosts(f"[{at.host}]:{at.port} {host.host_key}\n")
-        async with asyncssh.connect(
-            at.host, at.port, username="root", client_keys=[str(self.layout.identity)], known_hosts=trusted, config=None
-        ) as connection:
-            await connection.run("cat > /run/args && setsid -f sh /run/args > /run/args.log 2>&1", input=script)
+        start = "cat > /run/args && setsid -f sh /run/args > /run/args.log 2>&1"
+        async with self._root(host, host.host_key) as there:
+            await there.run(["sh", "-c", start], stdin=script.encode())
 
     async def _shut_down(self, id: str) -> None:
         """As a cloud does it: the system gets the time to end its services in order."""
@@ -322,10 +321,19 @@ class SandboxBackend:
     async def _press_power_button(self, id: str) -> None:
         host = self.layout.hosts()[self.host_name(id)]
         # The machine may have another host key by now. It is a sandbox host on this computer's own network.
-        login = {"username": "root", "client_keys": [str(self.layout.identity)], "known_hosts": None, "config": None}
-        with contextlib.suppress(OSError, asyncssh.Error, TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S), asyncssh.connect(host.address, **login) as connection:
-                await connection.run("systemctl poweroff")
+        with contextlib.suppress(OSError, ShoalError, TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S), self._root(host, None) as there:
+                await there.run(["systemctl", "poweroff"])
+
+    @contextlib.asynccontextmanager
+    async def _root(self, host: HostRecord, host_key: str | None) -> AsyncIterator[Host]:
+        """A connection to a machine as root, with the sandbox's own key."""
+        at = self._host_status(host, "making")
+        target = Target(host.name, at.host, at.port, "root", self.layout.identity, host_key)
+        options = SshOptions(config=Path(os.devnull), agent=False, keep=False)
+        with tempfile.TemporaryDirectory() as directory:
+            async with await SshConnector(Path(directory, "known_hosts"), options).connect(target) as there:
+                yield there
 
     async def _remove(self, id: str) -> None:
         while True:

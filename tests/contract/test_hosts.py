@@ -1,23 +1,18 @@
-"""What every kind of host guarantees: over SSH, with either client, on this machine, and in the shipped fake."""
+"""What every kind of host guarantees: over SSH, on this machine, and in the shipped fake."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.sshd_server import Sshd, needs_sshd, running_sshd
 
 from shoal.errors import CommandTimeout
 from shoal.hosts.api import Host, Result, Target
 from shoal.hosts.local import LocalConnector
-from shoal.hosts.openssh import OpenSshConnector, OpenSshHost, begin_login
 from shoal.hosts.ssh import SshConnector
 from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "hosts"))
-
-from sshd_server import Sshd, needs_sshd, running_sshd
 
 WORDS = (
     *("two words", "it's", '"double"', "new\nline", "tab\there", "größe ✓", "$(id) `id` $HOME", ""),
@@ -77,21 +72,12 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield server
 
 
-@pytest.fixture(
-    params=[pytest.param("ssh", marks=needs_sshd), pytest.param("openssh", marks=needs_sshd), "local", "fake"]
-)
+@pytest.fixture(params=[pytest.param("ssh", marks=needs_sshd), "local", "fake"])
 async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
     opened: Host
     if request.param == "ssh":
         server: Sshd = request.getfixturevalue("sshd")
         opened = await SshConnector(tmp_path / "cluster" / "known_hosts").connect(server.target("node"))
-    elif request.param == "openssh":
-        server = request.getfixturevalue("sshd")
-        known_hosts, target = tmp_path / "known_hosts", server.target("node")
-        known_hosts.write_text(f"node {server.host_key}\n")
-        begin_login(target, known_hosts)
-        opened = await OpenSshConnector(known_hosts, FakeConnector).connect(target)
-        assert isinstance(opened, OpenSshHost)
     elif request.param == "local":
         opened = await LocalConnector().connect(Target("node"))
     else:

@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-import asyncssh
 import httpx
 import pytest
+from tests.support.over_ssh import SshFailed, over_ssh
+from tests.support.sshd_server import make_key
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin, Query, RentalOrder, RentalProvider, RentedInstance
 from shoal.errors import ProviderError
+from shoal.hosts.api import Result, Target
 from shoal.hosts.provider import Request
 from shoal.local_files import cache_dir
 from shoal.sandbox.layout import Layout
@@ -51,11 +53,8 @@ async def backend() -> AsyncIterator[SandboxBackend]:
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pair = asyncssh.generate_private_key("ssh-ed25519")
     path = tmp_path_factory.mktemp("key") / "id"
-    path.write_bytes(pair.export_private_key())
-    path.chmod(0o600)
-    path.with_suffix(".pub").write_bytes(pair.export_public_key())
+    make_key(path)
     return path
 
 
@@ -71,11 +70,9 @@ async def until(market: Market, holds: Callable[[], object]) -> None:
             market.update()
 
 
-async def on(address: str, port: int, key: Any, user: str, command: str) -> asyncssh.SSHCompletedProcess:
+async def on(address: str, port: int, key: Any, user: str, command: str) -> Result:
     """Run a shell command on a machine, with the key that it was ordered with."""
-    connection = asyncssh.connect(address, port, username=user, client_keys=[str(key)], known_hosts=None, config=None)
-    async with asyncio.timeout(60), connection as there:
-        return await there.run(command)
+    return await over_ssh(Target("machine", address, port, user, key), command)
 
 
 async def test_machine_boots_accepts_the_key_runs_its_script_and_is_deleted(backend: SandboxBackend, key: Any) -> None:
@@ -83,10 +80,10 @@ async def test_machine_boots_accepts_the_key_runs_its_script_and_is_deleted(back
     one = market.order(wanted(key), "0" * 31 + "1")
     await until(market, lambda: one.phase == "up")
     said = await on(one.host, 22, key, "ubuntu", "id -un; sudo id -un; nvidia-smi -L | wc -l; cat /dev/nvidia1")
-    assert str(said.stdout).split() == ["ubuntu", "root", "2"]
+    assert said.text.split() == ["ubuntu", "root", "2"]
     script = await on(one.host, 22, key, "ubuntu", "until sudo cat /root/user-data-ran; do sleep 0.1; done")
-    assert str(script.stdout).strip() == backend.host_name(one.id)
-    with pytest.raises(asyncssh.PermissionDenied):
+    assert script.text.strip() == backend.host_name(one.id)
+    with pytest.raises(SshFailed, match="Permission denied"):
         await on(one.host, 22, key, "root", "true")
 
     assert await SandboxProvider().instances(CLUSTER) == []
@@ -105,7 +102,7 @@ async def test_cluster_hosts_reach_a_machine_and_stay_after_its_end(backend: San
     assert own.target.address
     ask = f"exec 3<>/dev/tcp/{one.host}/22; head -c 4 <&3"
     reached = await on(own.target.address, 22, own.target.identity, "root", f"bash -c '{ask}'")
-    assert reached.stdout == "SSH-"
+    assert reached.text == "SSH-"
     await backend.close()
     assert [found.name for found in await provider.instances(CLUSTER)] == ["c1"]
     assert set(Layout(cache_dir(), CLUSTER).hosts()) == {"c1"}
@@ -120,9 +117,9 @@ async def test_machines_can_be_broken_from_the_start(backend: SandboxBackend, ke
     await until(market, lambda: bad_gpu.phase == "up" and both_broken.phase == "up" and both_broken.host)
     assert not await ssh_answers(both_broken.host)
     said = await on(bad_gpu.host, 22, key, "ubuntu", "nvidia-smi -L; echo $?; cat /dev/nvidia0")
-    assert said.exit_status != 0
-    assert str(said.stdout).split() == ["15"]
-    assert "No such device or address" in str(said.stderr)
+    assert said.status != 0
+    assert said.text.split() == ["15"]
+    assert "No such device or address" in said.error_text
 
 
 async def test_dead_or_powered_off_machine_is_in_error_until_deleted(backend: SandboxBackend, key: Any) -> None:
@@ -130,7 +127,7 @@ async def test_dead_or_powered_off_machine_is_in_error_until_deleted(backend: Sa
     one, other = market.order(wanted(key, "n1"), "m1"), market.order(wanted(key, "n2"), "m2")
     await until(market, lambda: one.phase == other.phase == "up")
     market.kill(one.id)
-    with contextlib.suppress(asyncssh.Error, OSError):
+    with contextlib.suppress(OSError):
         await on(other.host, 22, key, "ubuntu", "sudo systemctl poweroff")
     await until(market, lambda: one.phase == other.phase == "error")
     await until(market, lambda: backend.status("m1").state == "dead")
@@ -147,12 +144,12 @@ async def test_stopped_machine_ends_its_services_and_keeps_its_disk(backend: San
     await until(market, lambda: one.phase == "up")
     unit = "[Service]\\nType=oneshot\\nRemainAfterExit=yes\\nExecStop=touch /root/ended\\n"
     write = f"printf '{unit}' | sudo tee /etc/systemd/system/last.service && sudo systemctl start last"
-    assert (await on(one.host, 22, key, "ubuntu", write)).exit_status == 0
+    assert (await on(one.host, 22, key, "ubuntu", write)).status == 0
     market.stop(one.id)
     market.start(one.id)  # at once: it begins when the machine has shut down
     await until(market, lambda: one.phase == "error" or (one.phase == "up" and one.host))
     assert one.phase == "up"
-    assert (await on(one.host, 22, key, "ubuntu", "sudo test -e /root/ended")).exit_status == 0
+    assert (await on(one.host, 22, key, "ubuntu", "sudo test -e /root/ended")).status == 0
 
 
 async def test_kept_machines_are_available_to_the_next_run(backend: SandboxBackend, key: Any) -> None:
@@ -186,7 +183,7 @@ async def test_container_is_reachable_on_its_own_port_and_runs_its_command(backe
     assert one.port != 22
     look = "until cat /root/args-ran; do sleep 0.1; done; ls /dev/net /run/systemd"
     said = await on(one.host, one.port, key, "root", look)
-    assert str(said.stdout).split() == ["ran"]
+    assert said.text.split() == ["ran"]
 
 
 async def test_container_whose_first_process_ends_is_started_again(backend: SandboxBackend, key: Any) -> None:
@@ -196,12 +193,12 @@ async def test_container_whose_first_process_ends_is_started_again(backend: Sand
     await until(market, lambda: one.phase == "up")
     look = "until [ $(wc -l < /root/args-ran) = {} ]; do sleep 0.1; done; cat /proc/sys/kernel/random/uuid"
     await on(one.host, one.port, key, "root", look.format(1))
-    with contextlib.suppress(asyncssh.Error, OSError):
+    with contextlib.suppress(OSError):
         await on(one.host, one.port, key, "root", "kill -TERM 1; sleep 60")
     await until(market, lambda: one.phase != "up" or not backend._tasks["m1"].done())
     await until(market, backend._tasks["m1"].done)
     assert one.phase == "up"  # as its cloud shows it, and bills it
-    assert (await on(one.host, one.port, key, "root", look.format(2))).exit_status == 0
+    assert (await on(one.host, one.port, key, "root", look.format(2))).status == 0
     market.delete(one.id)
     await until(market, lambda: one.phase == "gone")
 

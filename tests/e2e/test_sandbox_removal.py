@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import asyncssh
 import pytest
 from tests.documents import ROOT
 from tests.e2e.leftovers import TAG, noted, sweep
 from tests.sandbox_faults import SandboxFaults
+from tests.support.over_ssh import over_ssh
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
@@ -52,14 +52,8 @@ def sandbox() -> SandboxProvider:
 async def ssh(target: Target, command: str, *, user: str = "root", timeout: float = 120) -> str:
     """What a command prints on the host. The host must show the key that the provider pinned."""
     assert target.host_key
-    pinned = asyncssh.import_public_key(target.host_key)
-    options = asyncssh.SSHClientConnectionOptions(
-        username=user, client_keys=[str(target.identity)], known_hosts=([pinned], [], []), agent_path=None, config=None
-    )
-    connecting = asyncssh.connect(str(target.address), target.port or 22, options=options)
-    async with asyncio.timeout(timeout), connecting as connection:
-        done = await connection.run(command)
-    return f"{done.stdout}{done.stderr}".strip()
+    done = await over_ssh(target, command, user=user, timeout=timeout)
+    return f"{done.text}{done.error_text}".strip()
 
 
 async def test_destroy_leaves_nothing(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ class HostKey:
         _ = key.fingerprint
         return key
 
+    def __str__(self) -> str:
+        return f"{self.type} key {self.fingerprint}"
+
     @property
     def fingerprint(self) -> str:
         """As `ssh-keygen -l` shows it."""
@@ -66,7 +69,7 @@ class HostKeys:
             lines = self._read()
             current = _keys(lines).get(name)
             if current and current != key and not pinned:
-                raise host_key_changed(name, current, key, self.path)
+                raise host_key_changed(name, current, str(key), self.path)
             if current != key:
                 others = [line for line in lines if not _is_of(line, name)]
                 self._write([*others, f"{name},[{address}]:{port} {key.type} {key.text}"])
@@ -112,9 +115,7 @@ class HostKeys:
             raise _unusable(self.path, error) from error
 
 
-def host_key_changed(
-    name: str, recorded: HostKey, shown: HostKey, path: Path, *, pinned: bool = False
-) -> HostKeyChanged:
+def host_key_changed(name: str, recorded: HostKey, shown: str, path: Path, *, pinned: bool = False) -> HostKeyChanged:
     """The refusal, with both fingerprints and the way out."""
     origin = "its provider reported" if pinned else "recorded first"
     hint = (
@@ -123,8 +124,7 @@ def host_key_changed(
         else f"if the host was reinstalled, forget its old key: shoal ssh --forget-key {name} "
         f"(kept in {path}); if not, someone may be between you and the host"
     )
-    keys = f"shows the {shown.type} key {shown.fingerprint}, not the {recorded.type} key {recorded.fingerprint}"
-    return HostKeyChanged(name, f"{keys} {origin}", hint=hint)
+    return HostKeyChanged(name, f"shows the {shown}, not the {recorded} {origin}", hint=hint)
 
 
 def pinned_key(name: str, text: str) -> HostKey:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from shoal.errors import Unreachable
+from shoal.errors import HostError, Unreachable
 from shoal.hosts import sudo
 from shoal.hosts.api import Target
 from shoal.hosts.process import KILLED, LineHost, LineProcess, ProgramChannel, program_name
@@ -90,10 +90,18 @@ class LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
         self._ended = True
         code = self._transport.get_returncode()
         self.status = KILLED if code is None else code if code >= 0 else 128 - code
-        self.stdout.end()
+        self.stdout.end(self._judge_end())
         self._writable.set()
         self._transport.close()
         self._on_end(self)
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._ended
+
+    def _judge_end(self) -> HostError | None:
+        """What the reader is told in the end, where the program did not end by itself."""
+        return None
 
     def close_input(self) -> None:
         if not self._pipe(0).is_closing():
@@ -107,11 +115,13 @@ class LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
         # it loses its pipes.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
-        self._transport.close()
-        self.connection_lost(None)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_TIMEOUT_S):
-                await self._reaped.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REAP_TIMEOUT_S):
+                    await self._reaped.wait()  # or closing the transport would take its end from asyncio
+        finally:
+            self._transport.close()
+            self.connection_lost(None)
 
     def _write(self, chunk: bytes) -> bool:
         if self._ended or self._pipe(0).is_closing():

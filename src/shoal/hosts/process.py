@@ -20,8 +20,13 @@ class LineHost(Host):
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
     ) -> Result:
-        process = await self._open(argv, root=root, whole_stderr=True)
-        return await run_to_end(self.name, argv, process, stdin, timeout)
+        with timeout_error(self.name, argv, timeout):
+            async with asyncio.timeout(timeout):
+                process = await self._open(argv, root=root, whole_stderr=True)
+                try:
+                    return await process.finish(stdin)
+                finally:  # whatever happens, it does not outlive the call
+                    await process.kill()
 
     async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
         return await self._open(argv, root=root, whole_stderr=False)
@@ -103,18 +108,6 @@ class LineProcess:
         assert self._channel.status is not None
         result = Result(self._channel.status, stdout, self._channel.stderr.value())
         return self._judge(result) if self._judge and not (self._any_output or self._channel.killed) else result
-
-
-async def run_to_end(
-    name: str, argv: Sequence[str], process: LineProcess, stdin: bytes, timeout: float | None
-) -> Result:
-    """Feed a program its input and wait for its end. Whatever happens, it does not outlive the call."""
-    try:
-        with timeout_error(name, argv, timeout):
-            async with asyncio.timeout(timeout):
-                return await process.finish(stdin)
-    finally:
-        await process.kill()
 
 
 @contextlib.contextmanager
@@ -239,6 +232,12 @@ class OutputTail:
         # Trimmed at twice the limit: cutting at every chunk would copy the tail over and over.
         if self._limit is not None and len(self._buffer) > 2 * self._limit:
             del self._buffer[: -self._limit]
+
+    def cut(self, ending: bytes) -> bool:
+        """Remove these bytes from the end; False where it ends otherwise."""
+        if found := self._buffer.endswith(ending):
+            del self._buffer[-len(ending) :]
+        return found
 
     def value(self) -> bytes:
         return bytes(self._buffer if self._limit is None else self._buffer[-self._limit :])

@@ -1,141 +1,98 @@
-"""One program on a host, over one SSH channel."""
+"""One program on a host, over the connection of an `ssh` that is logged in."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import signal
 from collections.abc import Awaitable, Callable
 
-import asyncssh
-
 from shoal.errors import HostError
-from shoal.hosts.process import KILLED, ProgramChannel
+from shoal.hosts.local import LocalChannel
+from shoal.hosts.process import KILLED
 
 _KILL_TIMEOUT_S = 2.0
+LOST = 255
+"""How `ssh` ends when the connection does, or when no program was started."""
 
-# sshd does not pass signals on to root's programs, so a program announces its process id, and another one kills it.
-PRINT_PID_COMMAND = ("sh", "-c", 'echo "shoal-pid $$" >&2; exec "$@"', "sh")
+# sshd does not pass signals on to root's programs, so a shell announces its process id, and another program kills it.
+# It waits for the program, because `ssh` reports one that a signal ended as a lost connection, and says so where the
+# program's own status is that of a loss.
+_RUN = 'echo "shoal-pid $$" >&2; "$@"; status=$?; [ $status != 255 ] || echo shoal-255 >&2; exit $status'
+RUN_COMMAND = ("sh", "-c", _RUN, "sh")
 _KILL = 'group=$(ps -o pgid= -p "$1") && kill -s KILL -- "-$((group))"; kill -s KILL "$1" 2>/dev/null; true'
 KILL_COMMAND = ("sh", "-c", _KILL, "sh")
 _PID_LINE = re.compile(rb"shoal-pid (\d+)\n")
+_LOST_LINE = b"shoal-255\n"
+_REFUSED = b"refused by peer"
 
 
-class SshChannel(ProgramChannel, asyncssh.SSHClientSession[bytes]):
-    """What the server reports about the program: its output, its end, or a lost connection."""
+class SshChannel(LocalChannel):
+    """The pipes of the `ssh` that runs the program."""
 
     def __init__(
         self,
-        lost: Callable[[Exception | None], HostError],
+        lost: Callable[[str], HostError],
         kill: Callable[[int], Awaitable[None]],
-        on_end: Callable[[SshChannel], None],
+        on_end: Callable[[LocalChannel], None],
         *,
         whole_stderr: bool,
     ) -> None:
-        super().__init__(self._pause, self._resume, whole_stderr=whole_stderr)
+        super().__init__(on_end, whole_stderr=whole_stderr)
         self._lost = lost
         self._kill = kill
-        self._on_end = on_end
-        self._chan: asyncssh.SSHClientChannel[bytes] | None = None
         self.pid: int | None = None
         """The program's process id on the host, once announced: from then on, it is sure to run."""
-        self._pid_known = asyncio.Event()
+        self._begun, self._over = asyncio.Event(), asyncio.Event()
         self._before_pid: bytearray | None = bytearray()
-        self.ended = asyncio.Event()
 
-    def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
-        self._chan = chan
-
-    def data_received(self, data: bytes, datatype: asyncssh.DataType) -> None:
-        if datatype == asyncssh.EXTENDED_DATA_STDERR:
-            self._hear(data)
-        else:
-            self.stdout.feed(data)
-
-    def eof_received(self) -> bool:
-        # Its output is over; its input stays open until we close it. The reader learns of the end together with the
-        # status, or a connection lost in between would pass for a program that ended well.
-        return True
-
-    def exit_status_received(self, status: int) -> None:
-        self.status = status
-
-    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
-        self.status = 128 + _signal_number(signal)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.ended.is_set():
-            return
-        if self.status is None and self.killed:
-            self.status = KILLED
-        self.stderr.feed(bytes(self._before_pid or b""))
-        self._pid_known.set()
-        self.stdout.end(None if self.status is not None else self._lost(exc))
-        self._writable.set()
-        self.ended.set()
-        self._on_end(self)
-
-    def close_input(self) -> None:
-        assert self._chan is not None
-        with contextlib.suppress(OSError, asyncssh.Error):
-            self._chan.write_eof()
-
-    async def kill(self) -> None:
-        """End the program now. One that cannot be killed in time loses its input and output all the same."""
-        if self.ended.is_set():
-            return
-        self.killed = True
-        try:
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await self._pid_known.wait()
-                if self.pid is not None and not self.ended.is_set():
-                    await self._kill(self.pid)
-        except TimeoutError:
-            pass
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close the channel, whatever the program does."""
-        if self.ended.is_set():
-            return
-        self.killed = True
-        if self._chan:
-            self._chan.abort()
-        # The server confirms only when the program has ended, which one that ignores its input may delay.
-        self.connection_lost(None)
-
-    def _hear(self, data: bytes) -> None:
-        if self._before_pid is None:
-            self.stderr.feed(data)
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 1 or self._before_pid is None:
+            super().pipe_data_received(fd, data)
             return
         # What a login shell has to say may come first.
         self._before_pid += data
         if announcement := _PID_LINE.search(self._before_pid):
             self.pid = int(announcement[1])
-            self.stderr.feed(bytes(self._before_pid[: announcement.start()] + self._before_pid[announcement.end() :]))
+            rest = bytes(self._before_pid[: announcement.start()] + self._before_pid[announcement.end() :])
             self._before_pid = None
-            self._pid_known.set()
+            self._begun.set()
+            super().pipe_data_received(fd, rest)
 
-    def _write(self, chunk: bytes) -> bool:
-        assert self._chan is not None
-        if self.ended.is_set() or self._chan.is_closing():
-            return False
+    async def wait_begun(self) -> None:
+        """Returns when the program has started, or could not be."""
+        await self._begun.wait()
+
+    async def wait_ended(self) -> None:
+        await self._over.wait()
+
+    @property
+    def was_refused(self) -> bool:
+        """The host did not open a session for it."""
+        return self.pid is None and self.status == LOST and _REFUSED in self.stderr.value()
+
+    async def kill(self) -> None:
+        """End the program now. One that cannot be killed in time loses its input and output all the same."""
+        if self._over.is_set():
+            return
+        self.killed = True
         try:
-            self._chan.write(chunk)
-        except (OSError, asyncssh.Error):
-            return False
-        return True
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await self._begun.wait()
+                if self.pid is not None and not self._over.is_set():
+                    await self._kill(self.pid)
+        except TimeoutError:
+            pass
+        finally:
+            await super().kill()
 
-    def _pause(self) -> None:
-        if self._chan:
-            self._chan.pause_reading()
-
-    def _resume(self) -> None:
-        if self._chan and not self.ended.is_set():
-            self._chan.resume_reading()
-
-
-def _signal_number(name: str) -> int:
-    return int(signal.Signals.__members__.get(f"SIG{name}", signal.SIGKILL))
+    def _judge_end(self) -> HostError | None:
+        if self._before_pid is not None:
+            self.stderr.feed(bytes(self._before_pid))
+        self._begun.set()
+        self._over.set()
+        if self.status != LOST or self.stderr.cut(_LOST_LINE):
+            return None
+        if self.killed:
+            self.status = KILLED
+            return None
+        return self._lost(self.stderr.value().decode("utf-8", "replace"))

@@ -1,196 +1,268 @@
-"""Logging in over SSH: the keys to offer, the check of the host's key, and a ProxyCommand of `~/.ssh/config`."""
+"""An `ssh` that logs in to a host, and its connection, which programs on the host share, as with ControlMaster.
+
+A login may begin before anybody waits for it, while Python still loads, and asks what the command will need in any
+case. Its connection stays for a minute after the command, so that the next one need not log in; commands at the same
+time have each their own, because sshd allows few sessions a connection.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
-import functools
+import fcntl
+import hashlib
+import itertools
+import math
 import os
+import re
+import shlex
 import signal
-import socket
+import stat
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from shoal.errors import AuthenticationFailed
-from shoal.hosts.host_keys import HostKey
-from shoal.hosts.slim_asyncssh import asyncssh
-from shoal.hosts.ssh_config import Route
+from shoal.errors import ShoalError
+from shoal.hosts import sudo
+from shoal.hosts.api import Result, Target
+from shoal.hosts.host_keys import HostKey, HostKeys, pinned_key
+from shoal.hosts.ssh_route import SshOptions, address, directory, environment, route_options
 
-ClientKey = asyncssh.SSHKey | tuple[asyncssh.SSHKey, asyncssh.SSHCertificate]
+KEEP_S = 60
+"""How long a connection stays after the command, as with Ansible. With 0 it ends with the command."""
+MAX_LINE_BYTES = 64 << 20
+READY, ANSWER, END = "shoal-ready", "shoal-answer", "shoal-end"
+_FIRST = f"""echo "{READY} $(id -un)"; as_root=; [ "$(id -u)" = 0 ] || as_root='{" ".join(sudo.as_root(()))}'"""
+_ASK = f"echo {ANSWER}; {{command}} < /dev/null 2> /dev/null; status=$?; echo; echo {END} $status"
+_STAY = "exec cat > /dev/null"
+# `ssh` ends with our process, which removes the directory of the sockets, unless it was killed. A killed process may
+# still be there as a zombie.
+_REMOVE_DIRECTORY = (
+    "sh",
+    "-c",
+    '"$@"; if ! kill -0 "$PPID" 2> /dev/null || grep -qs "^State:.Z" "/proc/$PPID/status"; then rm -rf "$0"; fi',
+)
+_numbers = itertools.count()
+_AUTHENTICATED = re.compile(r"^Authenticated to (\S+) \((?:\[(.*)\]:(\d+)|via proxy)\)", re.M)
 
 
 @dataclass(frozen=True)
-class KeyFile:
-    """A private key file as we found it."""
+class Question:
+    """A program that will be run on a host in any case, and only reads."""
 
-    path: Path
-    offer: ClientKey | None
-    """The key, with its certificate where `<path>-cert.pub` is there; None when we cannot read it."""
-    public: bytes | None = None
-    """The public half, by which the agent knows a key whose file is protected by a passphrase."""
-    encrypted: bool = False
-    problem: str = ""
-    fix: str = ""
+    argv: tuple[str, ...]
+    root: bool = True
+    may_fail: bool = field(default=False, compare=False)
+    """Whether a failure is an answer, too. Otherwise the program is run again, for what it says about it."""
 
 
-class KeyRing:
-    """Key files, each read and decoded once however many hosts they open."""
-
-    def __init__(self) -> None:
-        self._read = functools.cache(_read)
-
-    def files(self, route: Route) -> list[KeyFile]:
-        """The key files of a route. Raises AuthenticationFailed when one named for this host is unusable."""
-        files = [self._read(path) for path in route.identities]
-        for file in files if route.chosen else ():
-            if file.problem and not (file.encrypted and route.agent):
-                problem = file.problem + (" and no ssh-agent is running" if file.encrypted else "")
-                raise AuthenticationFailed(route.name, f"the key {file.path} {problem}", hint=file.fix)
-        return files
+Answer = asyncio.Future[Result | None]
+"""How a question's program ended; None where it is to be run again."""
 
 
-def _read(path: Path) -> KeyFile:
-    try:
-        key = asyncssh.read_private_key(path)
-    except FileNotFoundError:
-        problem, fix = "does not exist", f"make it with: ssh-keygen -t ed25519 -f {path}"
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}"
-        fix = f"make {path} readable to you: chmod 600 {path}"
-    except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
-        if "passphrase" in str(error).lower():
-            problem, fix = "is protected by a passphrase", f"load it into the ssh-agent: ssh-add {path}"
-            return KeyFile(path, None, _public_half(path), encrypted=True, problem=problem, fix=fix)
-        problem, fix = f"is not a private key: {error}", "name the private key, not the .pub file"
-    else:
-        try:
-            certificate = asyncssh.read_certificate(f"{path}-cert.pub")
-        except (OSError, asyncssh.KeyImportError):
-            return KeyFile(path, key, key.public_data)
-        return KeyFile(path, (key, certificate), key.public_data)
-    return KeyFile(path, None, problem=problem, fix=fix)
+class Login:
+    """An `ssh` that logs in and then waits, until its standard input ends: with us, at the latest."""
 
+    def __init__(
+        self,
+        target: Target,
+        host_keys: HostKeys,
+        options: SshOptions,
+        questions: Sequence[Question] = (),
+        *,
+        anew: bool = False,
+    ) -> None:
+        """With `anew` it uses no connection that was kept. Raises OSError where there is no `ssh`."""
+        self.target = target
+        self.options = options
+        self.host_keys = host_keys
+        self._questions = questions
+        self._answers: dict[Question, Answer] = {}
+        self._output: asyncio.ReadTransport | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._private = Path(directory(), str(next(_numbers)))
+        self.expected = pinned_key(target.name, target.host_key) if target.host_key else host_keys.find(target.name)
+        kept: tuple[str, int] | None = None
+        if options.keep and self.expected and not anew:
+            kept = _claim_connection(target, host_keys.path, self.expected)
+        self.socket = kept[0] if kept else str(self._private)
+        self._claim = kept[1] if kept else None
+        self.is_reused = Path(self.socket).exists()
+        """The connection was there before."""
+        self.too_late = False
+        """It took longer than it may."""
+        self.log = self.errors = self.greeting = ""
+        """Once it is closed: what `ssh` says of the way to the host, what a jump host's `ssh` or a ProxyCommand says,
+        and the last line of the login shell."""
+        known = f"{target.name} {self.expected.type} {self.expected.text}\n" if self.expected else ""
+        self._file("keys").write_text(known, encoding="utf-8")
+        asked = (("$as_root " if question.root else "") + shlex.join(question.argv) for question in questions)
+        program = "\n".join([_FIRST, *(_ASK.format(command=text) for text in asked), _STAY])
+        with self._file("errors").open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*_REMOVE_DIRECTORY, directory(), *self._command(kept is not None), shlex.join(["sh", "-c", program])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is ours
+                cwd="/",  # the connection that stays keeps no file system busy
+                env=environment(),
+            )
 
-def _public_half(path: Path) -> bytes | None:
-    for candidate in (f"{path}.pub", str(path)):
-        try:
-            return asyncssh.read_public_key(candidate).public_data
-        except (OSError, asyncssh.KeyImportError):
-            continue
-    return None
+    def _command(self, is_kept: bool) -> list[str]:
+        target, options = self.target, self.options
+        settings: dict[str, object] = {
+            "ConnectTimeout": math.ceil(options.timeout * target.slowness) + 1,  # ours is first
+            "ControlMaster": "auto" if is_kept else "yes",
+            "ControlPath": self.socket,
+            "ControlPersist": KEEP_S if is_kept else "no",
+            "HostKeyAlias": target.name,
+            "ServerAliveInterval": max(1, round(options.keepalive * target.slowness)),
+            "StrictHostKeyChecking": "yes" if self.expected else "accept-new",
+            "UserKnownHostsFile": f'"{self._file("keys")}"',
+        }
+        log = ("-v", "-E", str(self._file("log")))
+        command = ["ssh", "-T", *log, *route_options(target, options, self.host_keys.path)]
+        return [*command, *(f"-o{name}={value}" for name, value in settings.items()), "--", address(target)]
 
-
-_TAIL = 4 << 10
-
-
-class ProxyCommand:
-    """A running ProxyCommand and our end of it.
-
-    We start it ourselves, in the user's shell as OpenSSH does: asyncssh would take its standard error for
-    the host's output.
-    """
-
-    def __init__(self, command: str) -> None:
-        """Raises OSError when there is no such shell."""
-        self.last_line = ""
-        """The last line of its standard error, once it has ended."""
-        self.socket, other_end = socket.socketpair()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the end of the program
-        with other_end:
-            try:
-                self._process = subprocess.Popen(
-                    [os.environ.get("SHELL") or "/bin/sh", "-c", f"exec {command}"],
-                    stdin=other_end.fileno(),
-                    stdout=other_end.fileno(),
-                    stderr=self._stderr,
-                    start_new_session=True,
-                )
-            except OSError:
-                self.socket.close()
-                self._stderr.close()
-                raise
-
-    def end(self) -> None:
-        """End it, with what it started. Safe to call more than once."""
-        if self._stderr.closed:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        with self._stderr:
-            self._stderr.seek(max(0, os.fstat(self._stderr.fileno()).st_size - _TAIL))
-            lines = self._stderr.read().decode("utf-8", "replace").splitlines()
-        self.last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-class SshClient(asyncssh.SSHClient):
-    """Answers asyncssh's questions while it connects: is this host key right, and which key comes next?"""
-
-    def __init__(self, route: Route, files: list[KeyFile], expected: HostKey | None) -> None:
-        self.route = route
-        self._files = files
-        self.expected = expected
-        self._sources = [self._file_keys, self._agent_keys]
-        self._agent: asyncssh.SSHAgentClient | None = None
-        self._socket: Any = None
-        self.shown: HostKey | None = None
-        self.tried: list[str] = []
-        self._proxy: ProxyCommand | None = None
-
-    def start_proxy(self) -> socket.socket:
-        self._proxy = ProxyCommand(self.route.proxy_command)
-        return self._proxy.socket
-
-    def end_proxy(self) -> str:
-        """End the ProxyCommand, if any; the last line of its standard error."""
-        if self._proxy is None:
-            return ""
-        self._proxy.end()
-        return self._proxy.last_line
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end_proxy()
-
-    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
-        self._socket = conn.get_extra_info("socket")
-
-    def debug_msg_received(self, msg: str, lang: str, always_display: bool) -> None:
-        # sshd sends a few small packets behind the login, and Nagle's algorithm keeps its next answer back until they
-        # are acknowledged. Doing so at once saves the usual 40 ms on every host.
-        if self._socket is not None and hasattr(socket, "TCP_QUICKACK"):
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-
-    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
-        self.shown = HostKey.parse(key.export_public_key().decode())
-        return self.expected is None or self.shown == self.expected
-
-    async def public_key_auth_requested(self) -> Any:
-        # Files before the agent: a server gives up after a handful of keys, and an agent may hold many.
-        while self._sources:
-            if keys := await self._sources.pop(0)():
-                return keys
+    async def user(self) -> str | None:
+        """Who is logged in, once that is done; None where it failed."""
+        loop = asyncio.get_running_loop()
+        self._answers = {question: loop.create_future() for question in self._questions}
+        output = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(output)
+        self._output, _ = await loop.connect_read_pipe(lambda: protocol, self._process.stdout)
+        while line := await output.readline():  # what a login shell has to say may come first
+            self.greeting = line.decode("utf-8", "replace").strip() or self.greeting
+            word, _, user = self.greeting.partition(" ")
+            if word == READY and user:
+                self._remember_host_key()
+                self._reading = asyncio.create_task(self._read_answers(output, dict(self._answers)))
+                return user
         return None
 
-    def close_agent(self) -> None:
-        if self._agent:
-            self._agent.close()
+    def _remember_host_key(self) -> None:
+        """Keep the key of a host that is met for the first time, and one that the provider reports."""
+        if self.is_reused or self.host_keys.find(self.target.name) == self.expected is not None:
+            return
+        key = self.expected or HostKey.parse(self._file("keys").read_text(encoding="utf-8").partition(" ")[2])
+        place = _AUTHENTICATED.search(self._read("log"))
+        host = (place[2] or place[1]) if place else address(self.target)
+        port = int(place[3]) if place and place[3] else self.target.port or 22
+        self.host_keys.remember(self.target.name, host, port, key, pinned=self.target.host_key is not None)
 
-    async def _file_keys(self) -> list[Any]:
-        self.tried += [str(file.path) if file.offer else f"not {file.path}: it {file.problem}" for file in self._files]
-        return [file.offer for file in self._files if file.offer]
-
-    async def _agent_keys(self) -> list[Any]:
-        if not self.route.agent:
-            return []
-        only = [file.public for file in self._files if file.public] if self.route.only else None
+    async def _read_answers(self, output: asyncio.StreamReader, answers: Mapping[Question, Answer]) -> None:
+        end = f"\n{END} ".encode()
         try:
-            self._agent = await asyncssh.connect_agent(self.route.agent)
-            keys = list(await self._agent.get_keys(only)) if only is None or only else []
-        except (OSError, ValueError):  # no answer, or one that is no list of keys
-            self.tried.append(f"no ssh-agent: {self.route.agent} does not answer")
-            return []
-        self.tried.append(f"{len(keys)} from the ssh-agent")
-        return keys
+            for question, answer in answers.items():
+                await output.readuntil(f"{ANSWER}\n".encode())
+                text = await output.readuntil(end)
+                result = Result(int(await output.readline()), text.removesuffix(end))
+                if not answer.done():
+                    answer.set_result(result if result.status == 0 or question.may_fail else None)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            pass  # those that ask find out
+        finally:
+            for answer in answers.values():
+                if not answer.done():
+                    answer.set_result(None)
+        while await output.read(1 << 10):
+            pass
+
+    def take_answer(self, question: Question) -> Answer | None:
+        """How the program ended, once that is known. Each answer is taken once."""
+        return self._answers.pop(question, None)
+
+    def session(self, command: str) -> list[str]:
+        """The command line that runs a command over the connection."""
+        return [*self._over(), "--", "shoal", command]
+
+    def control(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Tell the connection something: `-O exit`, or a port to forward."""
+        line = [*self._over(), *words, "--", "shoal"]
+        return subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+
+    def _over(self) -> list[str]:
+        # Without the connection it would make one of its own.
+        alone = ("-F", "none", "-oProxyCommand=false", "-oControlMaster=no", "-oLogLevel=ERROR")
+        return ["ssh", "-T", *alone, "-S", self.socket]
+
+    async def wait_ended(self) -> None:
+        """Returns when the connection has ended."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+    def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        for stream in (self._process.stdin, self._output or self._process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+        self._process.wait()
+        self.log, self.errors = self._read("log"), self._read("errors")
+        for name in ("keys", "errors", "log"):
+            self._file(name).unlink(missing_ok=True)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def _file(self, kind: str) -> Path:
+        return self._private.with_suffix(f".{kind}")
+
+    def _read(self, kind: str) -> str:
+        try:
+            return self._file(kind).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+# ---- logins that nobody waits for yet
+
+_begun: dict[tuple[Target, Path], Login] = {}
+
+
+@atexit.register
+def _close_begun() -> None:
+    for login in _begun.values():
+        login.close()
+
+
+def begin_login(target: Target, host_keys: HostKeys, questions: Sequence[Question] = ()) -> None:
+    """Start to log in and to ask, for a `connect` and a `run` that will follow. What goes wrong shows itself there."""
+    key = (target, host_keys.path)
+    if key not in _begun:
+        with contextlib.suppress(OSError, ShoalError):
+            _begun[key] = Login(target, host_keys, SshOptions(), questions)
+
+
+def take_login(target: Target, known_hosts: Path) -> Login | None:
+    """The login that has begun for a host, if any."""
+    return _begun.pop((target, known_hosts), None)
+
+
+def _claim_connection(target: Target, known_hosts: Path, expected: HostKey) -> tuple[str, int] | None:
+    """The socket of the connection that stays, and a lock: it is ours until that is closed, or we end.
+
+    None where another command uses it, and where no directory is ours alone.
+    """
+    place = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"shoal-connections-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        status = place.lstat()
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if KEEP_S and is_ours:
+            # A host with another key, or reached another way, is another connection.
+            name = hashlib.sha256(repr((target, known_hosts.absolute(), expected)).encode()).hexdigest()[:16]
+            lock = os.open(place / f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+            else:
+                return f"{place}/{name}", lock
+    return None

@@ -15,7 +15,7 @@ SHOAL_WHEEL = "own:wheel"
 """The wheel's reference among secrets. A spec cannot contain it: its references begin with `env:` or `file:`."""
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 """The time of every file in the wheel, so that the same code gives the same bytes."""
-_DEPENDENCIES = ("asyncssh>=2.18", "httpx>=0.27", "pydantic>=2.9", "rich>=13.7", "ruamel.yaml>=0.18", "typer>=0.15")
+_DEPENDENCIES = ("httpx>=0.27", "pydantic>=2.9", "rich>=13.7", "ruamel.yaml>=0.18", "typer>=0.15")
 """The dependencies, for an installation without metadata."""
 
 

@@ -9,16 +9,13 @@ import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from shoal.hosts.key_pair import make_key_pair
 from shoal.remote import nvidia_smi
 from shoal.sandbox.images import remove_tree
 from shoal.sandbox.layout import HostRecord, Layout
 from shoal.sandbox.programs import call
 from shoal.spec.member import Shape
-
-if TYPE_CHECKING:
-    from asyncssh import SSHKey
 
 GPU_MEMORY_MB = 16384
 NULL_DEVICE = os.makedev(1, 3)
@@ -33,16 +30,10 @@ def ensure_identity(layout: Layout) -> str:
     """The cluster's key pair, made once; returns the public half."""
     public = layout.identity.with_suffix(".pub")
     if not public.exists():
-        key = _new_key(f"shoal {layout.cluster}")
-        write_file(layout.identity, key.export_private_key(), 0o600)
-        write_file(public, key.export_public_key(), 0o644)
+        pair = make_key_pair(f"shoal {layout.cluster}")
+        write_file(layout.identity, pair.private.encode(), 0o600)
+        write_file(public, f"{pair.public}\n".encode(), 0o644)
     return public.read_text()
-
-
-def _new_key(comment: str) -> SSHKey:
-    from shoal.hosts.slim_asyncssh import asyncssh  # slow to import, and all who ask for the hosts import this module
-
-    return asyncssh.generate_private_key("ssh-ed25519", comment=comment)
 
 
 async def lay_out(
@@ -73,11 +64,11 @@ async def lay_out(
 
 def identity_files(layout: Layout, host: HostRecord, authorized: str) -> tuple[str, dict[str, tuple[bytes, int]]]:
     """A new public key of the host, and the files that make it itself: paths with their contents and modes."""
-    key = _new_key(host.name)
-    public = key.export_public_key().decode().strip()
+    pair = make_key_pair(host.name)
+    public = pair.public
     machine_id = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
     files: dict[str, tuple[bytes, int]] = {
-        "etc/ssh/ssh_host_ed25519_key": (key.export_private_key(), 0o600),
+        "etc/ssh/ssh_host_ed25519_key": (pair.private.encode(), 0o600),
         "etc/ssh/ssh_host_ed25519_key.pub": (f"{public}\n".encode(), 0o644),
         "etc/ssh/authorized_keys": (authorized.encode(), 0o644),
         "etc/hostname": (f"{host.name}\n".encode(), 0o644),

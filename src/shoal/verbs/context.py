@@ -20,7 +20,7 @@ from shoal.plan.connections import Connections
 from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs.joined_cluster import JoinedCluster, JoinedConnector, find_joined, known_hosts, user_connector
+from shoal.verbs.joined_cluster import JoinedCluster, JoinedConnector, find_joined, known_hosts
 from shoal.verbs.rented_record import placements, recorded_accounts, recorded_instances
 from shoal.verbs.spec_cache import CachedSpec, read_cache, write_cache
 
@@ -125,15 +125,9 @@ class Context:
     def connect(self) -> Connector:
         if self.joined is not None:
             return JoinedConnector(self.joined, self.connector)
-        return self.connector or self.connect_over_ssh()
+        from shoal.hosts.ssh import SshConnector  # slow to import, and some commands connect to nothing
 
-    def connect_over_ssh(self) -> Connector:
-        """Its hosts as `ssh.py` reaches them."""
-        if self.joined is not None:
-            return user_connector()
-        from shoal.hosts.ssh import SshConnector  # slow to import, and `shoal run` mostly needs none
-
-        return SshConnector(self.known_hosts)
+        return self.connector or SshConnector(self.known_hosts)
 
     async def fleet(self, chosen: Iterable[Member] | None = None) -> Fleet:
         """The hosts of a run, not yet connected."""

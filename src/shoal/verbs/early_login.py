@@ -1,8 +1,7 @@
 """The logins of `shoal run`, which begin before typer and the verb are loaded.
 
 A login is mostly waiting, and loading is not. `ssh` logs in meanwhile and asks the controller what every job needs to
-know. With `hosts/openssh.py`, which needs no asyncssh, the command takes 0.15 s of CPU less (against one controller, on
-a busy machine).
+know.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.hosts.openssh import OpenSshConnector, Question, begin_login
+from shoal.hosts.host_keys import HostKeys
+from shoal.hosts.ssh_login import Question, begin_login
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.tracking.login import ADDRESS_COMMAND
 from shoal.verbs.context import Context, job_file_hosts, recall_hosts
@@ -54,18 +53,10 @@ def begin_logins(words: Sequence[str]) -> None:
         names = [context.controller.name]
     with contextlib.suppress(ShoalError):  # raised again by who needs the hosts
         targets = asyncio.run(context.targets(member for member in context.members if member.name in names))
+        host_keys = HostKeys(context.known_hosts)
         for name, target in targets.items():
             questions = USER_QUESTIONS if context.joined else OPERATOR_QUESTIONS
-            begin_login(target, context.known_hosts, questions if name == context.controller.name else ())
-
-
-def use_logins(context: Context) -> Context:
-    """The same cluster, reached over the logins that have begun."""
-    if context.connector is not None or _is_local(context):
-        return context
-    may_sudo = context.joined is None
-    connector = OpenSshConnector(context.known_hosts, context.connect_over_ssh, may_sudo=may_sudo)
-    return replace(context, connector=connector)
+            begin_login(target, host_keys, questions if name == context.controller.name else ())
 
 
 def _is_local(context: Context) -> bool:

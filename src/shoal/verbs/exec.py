@@ -13,6 +13,7 @@ from shoal.hosts.api import Result
 from shoal.hosts.fanout import group_equal
 from shoal.hosts.host_keys import HostKeys
 from shoal.hosts.process import program_name
+from shoal.hosts.ssh_route import terminal_command
 from shoal.verbs.context import Context
 from shoal.verbs.own_jobs import TERMINAL, choose_nodes, job_hosts, own_jobs, run_step, user_ssh_command
 
@@ -143,17 +144,7 @@ async def ssh_command(
     [target] = (await context.targets([member])).values()
     async with await context.fleet([member]) as fleet:
         await fleet.host(member.name)
-    command = ["ssh", "-o", f"UserKnownHostsFile={context.known_hosts}", "-o", "StrictHostKeyChecking=yes"]
-    command += ["-o", f"HostKeyAlias={member.name}"]
-    if target.port:
-        command += ["-p", str(target.port)]
-    if target.user:
-        command += ["-l", target.user]
-    if target.identity:
-        command += ["-i", str(target.identity), "-o", "IdentitiesOnly=yes"]
-    command += TERMINAL if argv and terminal else ()
-    # Without `--`, ssh takes options after the address as its own.
-    return [*command, target.address or target.name, *(["--", *argv] if argv else [])]
+    return [*terminal_command(target, context.known_hosts, TERMINAL if argv and terminal else ()), *argv]
 
 
 def _reject_options(host: str, argv: Sequence[str]) -> Sequence[str]:

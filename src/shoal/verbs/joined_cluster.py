@@ -123,7 +123,7 @@ class JoinedConnector:
 
 def user_connector() -> Connector:
     """Logs in as the user, over SSH."""
-    from shoal.hosts.ssh import SshConnector  # slow to import, and `shoal run` mostly needs none
+    from shoal.hosts.ssh import SshConnector  # slow to import, and on the cluster itself nothing needs it
 
     return SshConnector(known_hosts(), may_sudo=False)
 

@@ -15,6 +15,7 @@ from shoal.errors import CommandTimeout, UsageError
 from shoal.hostlist import compress, expand
 from shoal.hosts.api import Host, Result
 from shoal.hosts.process import program_name
+from shoal.hosts.ssh_route import terminal_command
 from shoal.jobs.record import step_command
 from shoal.remote import python_command
 from shoal.verbs.context import Context
@@ -147,9 +148,7 @@ def _login_command(context: Context, options: Iterable[str]) -> list[str]:
     login = context.joined.login
     if login is None:
         return []
-    command = ["ssh", "-o", f"UserKnownHostsFile={context.known_hosts}", "-o", "StrictHostKeyChecking=yes"]
-    command += ["-o", f"HostKeyAlias={login.host}", *(["-p", str(login.port)] if login.port else [])]
-    return [*command, *(["-l", login.user] if login.user else []), *options, "--", login.host]
+    return terminal_command(context.joined.target(), context.known_hosts, options)
 
 
 def _open_login(context: Context, host: str, login: list[str], argv: Sequence[str]) -> list[str]:

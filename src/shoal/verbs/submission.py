@@ -24,7 +24,7 @@ from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.member import Member
 from shoal.tracking.login import ADDRESS_COMMAND, job_variables
 from shoal.verbs.context import Context, job_file_hosts
-from shoal.verbs.early_login import MAX_EAGER_HOSTS, use_logins
+from shoal.verbs.early_login import MAX_EAGER_HOSTS
 from shoal.verbs.operator_login import OperatorLogin, read_login
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
@@ -90,7 +90,7 @@ class JobConnections:
 async def connect(context: Context, chosen: Sequence[Member] | None = None) -> AsyncIterator[JobConnections]:
     """Start to connect to the hosts that a job may need, and ask Slurm once its controller is connected."""
     controller = context.controller.name
-    async with await use_logins(context).connections(chosen) as fleet:
+    async with await context.connections(chosen) as fleet:
         fleet.start_connecting([controller])  # first: Slurm's answer takes longest
         if len(fleet.targets) <= MAX_EAGER_HOSTS:
             fleet.start_connecting(name for name in job_file_hosts(context) if name in fleet.targets)

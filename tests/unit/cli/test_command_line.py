@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from tests.support.cases import cases
+from tests.support.sshd_server import Sshd, needs_sshd, running_sshd
 from tests.support.waiting import wait_for
-from tests.unit.hosts.sshd_server import Sshd, needs_sshd, running_sshd
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -257,7 +257,7 @@ def test_ssh_uses_the_keys_of_the_cluster(empty_place: Path) -> None:
         assert (done.returncode, done.stdout) == (0, "hello\n")
         told = json.loads(shoal("ssh", "--json", "c1", "echo", "hello").stdout)
         assert told["command"][0] == "ssh"
-        assert told["command"][-3:] == ["--", "echo", "hello"]
+        assert told["command"][-3:] == ["127.0.0.1", "echo", "hello"]
         assert (empty_place / "state/shoal/loop/known_hosts").exists()
         without = shoal("ssh", "c1", env={**os.environ, "PATH": "/nowhere"})
         assert without.returncode == 1

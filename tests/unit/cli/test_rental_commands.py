@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 from tests.documents import ROOT, commands
+from tests.support.sshd_server import needs_sshd, running_sshd
 from tests.unit.cloud.rentals import rental
-from tests.unit.hosts.sshd_server import needs_sshd, running_sshd
 from typer.testing import CliRunner
 
 from shoal.cli.app import make_app

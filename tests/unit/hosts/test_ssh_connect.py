@@ -14,19 +14,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running_sshd
 from tests.support.cases import cases
+from tests.support.sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running_sshd
 
 from shoal.errors import AuthenticationFailed, CommandTimeout, ConnectionLost, HostError, HostKeyChanged, Unreachable
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
 from shoal.hosts.host_keys import HostKey, HostKeys
-from shoal.hosts.process import run_to_end
 from shoal.hosts.ssh import SshConnector
+from shoal.hosts.ssh_route import SshOptions
 
 pytestmark = needs_sshd
+
+
+KILL_SERVER = "kill -9 $(ps -o ppid= -p $PPID)"
+"""Ends the server of the connection that a program of ours runs over."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,10 @@ def no_config(tmp_path: Path) -> Path:
     path = tmp_path / "no_config"
     path.touch()
     return path
+
+
+def ssh(known_hosts: Path, **options: Any) -> SshConnector:
+    return SshConnector(known_hosts, SshOptions(**options))
 
 
 async def whoami(connector: SshConnector, target: Target) -> str:
@@ -139,17 +148,21 @@ async def test_rejected_key_is_reported_with_user_and_tried_keys(sshd: Sshd, kno
 @cases(
     "make, found",
     (lambda path: None, "does not exist"),
-    (lambda path: path.mkdir(), "cannot be read: Is a directory"),
-    (lambda path: path.write_text("hello"), "is not a private key"),
-    (lambda path: (make_key(path), lock_key(path)), "is protected by a passphrase and no ssh-agent is running"),
+    (lambda path: path.mkdir(0o700), "cannot be read: Is a directory"),
+    (lambda path: (path.write_text("hello"), path.chmod(0o600)), "is not a private key"),
+    (lambda path: (make_key(path), path.chmod(0o644)), "can be read by others"),
+    (lambda path: (make_key(path), lock_key(path)), "is protected by a passphrase and no ssh-agent has it"),
 )
 async def test_unusable_identity_is_named(
     sshd: Sshd, known_hosts: Path, tmp_path: Path, make: object, found: str
 ) -> None:
     identity = tmp_path / "identity"
     make(identity)  # type: ignore[operator]
+    if (public := tmp_path / "identity.pub").exists():  # the host would let it in
+        with (sshd.folder / "authorized_keys").open("a") as authorized:
+            authorized.write(public.read_text())
     with pytest.raises(AuthenticationFailed) as caught:
-        await SshConnector(known_hosts, agent=False).connect(sshd.target("gpu01", identity=identity))
+        await ssh(known_hosts, agent=False).connect(sshd.target("gpu01", identity=identity))
     assert caught.value.message.startswith(f"gpu01: the key {identity} {found}") and caught.value.hint
 
 
@@ -167,9 +180,9 @@ async def test_ssh_agent_signs_for_a_key_with_a_passphrase(
         locked = tmp_path / "locked"
         locked.write_bytes(sshd.identity.read_bytes())
         lock_key(locked)
-        await whoami(SshConnector(known_hosts, ssh_config=config), sshd.target(identity=locked))
+        await whoami(ssh(known_hosts, config=config), sshd.target(identity=locked))
         # Any key of the agent will do where no identity is named.
-        await whoami(SshConnector(known_hosts, ssh_config=config), sshd.target(identity=None))
+        await whoami(ssh(known_hosts, config=config), sshd.target(identity=None))
     finally:
         agent.terminate()
         agent.wait()
@@ -177,11 +190,11 @@ async def test_ssh_agent_signs_for_a_key_with_a_passphrase(
 
 async def test_key_skipped_for_its_passphrase_is_named(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     locked, config = tmp_path / "locked", tmp_path / "config"
-    make_key(locked)
+    locked.write_bytes(sshd.identity.read_bytes())
     lock_key(locked)
     config.write_text(f"Host *\n IdentityFile {locked}\n")
     with pytest.raises(AuthenticationFailed) as caught:
-        await SshConnector(known_hosts, ssh_config=config, agent=False).connect(sshd.target(identity=None))
+        await ssh(known_hosts, config=config, agent=False).connect(sshd.target(identity=None))
     assert caught.value.message.endswith(f"(tried not {locked}: it is protected by a passphrase)")
 
 
@@ -190,17 +203,17 @@ async def test_alias_is_resolved_in_the_ssh_config(sshd: Sshd, known_hosts: Path
     config.write_text(
         f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n User {user}\n IdentityFile {sshd.identity}\n"
     )
-    assert await whoami(SshConnector(known_hosts, ssh_config=config), Target("gpu07"))
+    assert await whoami(ssh(known_hosts, config=config), Target("gpu07"))
     assert known_hosts.read_text().startswith(f"gpu07,[127.0.0.1]:{sshd.port} ")
 
 
 @cases(
     "text, found",
-    ("Host gpu01\n Port many\n", "line 2: Invalid Port integer value: many"),
+    ("Host gpu01\n Port many\n", "line 2: Bad port 'many'"),
     ("Host gpu01\n Port\n", "cannot understand the SSH config"),
     ('Host "gpu01\n', "cannot understand the SSH config"),
-    ("Host gpu01\n ProxyJump user@:x\n", "cannot understand ProxyJump 'user@:x'"),
-    ("Host gpu01\n ProxyCommand nc 'a\n", "line 2: No closing quotation"),
+    ("Host gpu01\n ProxyJump user@:x\n", 'line 2: Invalid ProxyJump "user@:x"'),
+    ("Host gpu01\n ProxyCommand nc 'a\n", "line 2: invalid quotes"),
 )
 async def test_invalid_ssh_config_is_reported_with_its_path(
     known_hosts: Path, tmp_path: Path, text: str, found: str
@@ -208,13 +221,8 @@ async def test_invalid_ssh_config_is_reported_with_its_path(
     config = tmp_path / "config"
     config.write_text(text)
     with pytest.raises(HostError) as caught:
-        await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu01"))
+        await ssh(known_hosts, config=config).connect(Target("gpu01"))
     assert found in caught.value.message and caught.value.hint
-
-
-async def test_unreadable_ssh_config_is_reported(known_hosts: Path, tmp_path: Path) -> None:
-    with pytest.raises(HostError, match=f"cannot read the SSH config {tmp_path}: Is a directory"):
-        await SshConnector(known_hosts, ssh_config=tmp_path).connect(Target("gpu01"))
 
 
 async def test_hosts_behind_a_jump_host_share_its_connection(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
@@ -224,12 +232,12 @@ async def test_hosts_behind_a_jump_host_share_its_connection(sshd: Sshd, known_h
             f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n IdentityFile {sshd.identity}\n ProxyJump door\n"
             f"Host door\n HostName 127.0.0.1\n Port {jump.port}\n IdentityFile {jump.identity}\nHost *\n User {user}\n"
         )
-        connector = SshConnector(known_hosts, ssh_config=config)
+        connector = ssh(known_hosts, config=config)
         outcomes = await fan_out([Target("gpu1"), Target("gpu2")], lambda target: whoami(connector, target))
         assert [outcome.error for outcome in outcomes.values()] == [None, None]
-        assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {"door", "gpu1", "gpu2"}
+        assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {"gpu1", "gpu2"}
+        assert jump.host_key in known_hosts.with_name("known_hosts.jumps").read_text()
         assert (jump.folder / "log").read_text().count("Accepted publickey") == 1
-        # The jump connection was closed with the last host behind it; another host opens it again.
         assert await whoami(connector, Target("gpu1"))
 
 
@@ -240,11 +248,29 @@ async def test_unreachable_target_differs_from_unreachable_jump_host(known_hosts
             f"Host gpu1\n HostName 127.0.0.1\n Port {free_port()}\n ProxyJump door\n"
             f"Host door\n HostName 127.0.0.1\n Port {jump.port}\nHost *\n IdentityFile {jump.identity}\n"
         )
-        with pytest.raises(Unreachable, match=r"gpu1: door cannot reach 127\.0\.0\.1:\d+: Connection refused"):
-            await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
         jump.stop()
         with pytest.raises(Unreachable, match=r"door: 127\.0\.0\.1:\d+ refused the connection"):
-            await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
+            await ssh(known_hosts, config=config).connect(Target("gpu1"))
+        jump.start()
+        with pytest.raises(Unreachable, match=r"gpu1: door cannot reach 127\.0\.0\.1:\d+"):
+            await ssh(known_hosts, config=config).connect(Target("gpu1"))
+
+
+async def test_rejected_key_and_changed_host_key_of_a_jump_host_are_its_own(known_hosts: Path, tmp_path: Path) -> None:
+    with running_sshd(tmp_path / "jump") as jump:
+        config, stranger = tmp_path / "config", tmp_path / "stranger"
+        make_key(stranger)
+        config.write_text(
+            f"Host gpu1\n HostName 127.0.0.1\n Port {free_port()}\n ProxyJump door\n"
+            f"Host door\n HostName 127.0.0.1\n Port {jump.port}\nHost *\n IdentityFile {stranger}\n"
+        )
+        with pytest.raises(AuthenticationFailed, match=rf"^door: authentication failed for .*\(tried {stranger}\)"):
+            await ssh(known_hosts, config=config).connect(Target("gpu1"))
+        jump.stop()
+        jump.new_host_key()
+        jump.start()
+        with pytest.raises(HostKeyChanged, match=r"^door: shows the ssh-ed25519 key SHA256:.* not the one recorded"):
+            await ssh(known_hosts, config=config).connect(Target("gpu1"))
 
 
 RELAY = """
@@ -277,7 +303,7 @@ def proxied(sshd: Sshd, folder: Path, command: str) -> Path:
 
 async def test_proxy_command_reaches_the_hosts(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = proxied(sshd, tmp_path, f"{sys.executable} {tmp_path}/relay.py %h %p {tmp_path}/used")
-    connector = SshConnector(known_hosts, ssh_config=config)
+    connector = ssh(known_hosts, config=config)
     outcomes = await fan_out([Target("gpu1"), Target("gpu2")], lambda target: whoami(connector, target))
     assert [outcome.error for outcome in outcomes.values()] == [None, None]
     assert (tmp_path / "used").read_text() == f"127.0.0.1 {sshd.port}\n" * 2
@@ -292,24 +318,16 @@ async def test_proxy_command_runs_in_the_shell_of_the_user(
     command = f'{sys.executable} ~/relay.py %h %p "$HOME/used here" 2>/dev/null'
     for shell in ("/bin/sh", "/bin/bash", ""):
         monkeypatch.setenv("SHELL", shell)
-        connector = SshConnector(known_hosts, ssh_config=proxied(sshd, tmp_path, command))
+        connector = ssh(known_hosts, config=proxied(sshd, tmp_path, command))
         assert await whoami(connector, Target("gpu1"))
     assert (tmp_path / "used here").read_text() == f"127.0.0.1 {sshd.port}\n" * 3
-
-
-async def test_missing_shell_is_reported(
-    sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHELL", "/no/shell")
-    with pytest.raises(Unreachable, match=r"`true` cannot be started by \$SHELL, /no/shell: No such file or directory"):
-        await SshConnector(known_hosts, ssh_config=proxied(sshd, tmp_path, "true")).connect(Target("gpu1"))
 
 
 async def test_none_disables_a_proxy(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = proxied(sshd, tmp_path, "false")
     for setting in ("ProxyCommand", "ProxyJump"):
         (tmp_path / "direct").write_text(f"Host gpu1\n {setting} none\n" + config.read_text().replace("false", "none"))
-        assert await whoami(SshConnector(known_hosts, ssh_config=tmp_path / "direct"), Target("gpu1"))
+        assert await whoami(ssh(known_hosts, config=tmp_path / "direct"), Target("gpu1"))
 
 
 async def test_openssh_can_be_the_proxy_command(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
@@ -317,7 +335,7 @@ async def test_openssh_can_be_the_proxy_command(sshd: Sshd, known_hosts: Path, t
         options = f"-F none -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -i {door.identity}"
         place = f"-p {door.port} {door.target().user}@127.0.0.1"
         config = proxied(sshd, tmp_path, f"ssh -q {options} -W %h:%p {place}")
-        async with await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1")) as host:
+        async with await ssh(known_hosts, config=config).connect(Target("gpu1")) as host:
             assert (await host.run(["sh", "-c", "exit 7"], root=False)).status == 7
         assert (door.folder / "log").read_text().count("Accepted publickey") == 1
 
@@ -340,7 +358,7 @@ async def test_failed_proxy_command_is_reported(
 ) -> None:
     config = proxied(sshd, tmp_path, command)
     with pytest.raises(Unreachable) as caught:
-        await SshConnector(known_hosts, ssh_config=config, connect_timeout=seconds).connect(Target("gpu1"))
+        await ssh(known_hosts, config=config, timeout=seconds).connect(Target("gpu1"))
     assert str(caught.value) == (
         f"gpu1: its ProxyCommand {found.format(port=sshd.port)}\n"
         "  fix: correct ProxyCommand for gpu1 in ~/.ssh/config; compare with: ssh -v gpu1"
@@ -349,23 +367,52 @@ async def test_failed_proxy_command_is_reported(
 
 async def test_unresolvable_name_is_reported(known_hosts: Path, no_config: Path) -> None:
     with pytest.raises(Unreachable, match=r"no address is known for 'no-such-host\.invalid'"):
-        await SshConnector(known_hosts, ssh_config=no_config).connect(Target("no-such-host.invalid"))
+        await ssh(known_hosts, config=no_config).connect(Target("no-such-host.invalid"))
 
 
 async def test_closed_port_is_reported(known_hosts: Path, no_config: Path) -> None:
     port = free_port()
     with pytest.raises(Unreachable, match=rf"gpu01: 127\.0\.0\.1:{port} refused the connection"):
-        await SshConnector(known_hosts, ssh_config=no_config).connect(Target("gpu01", "127.0.0.1", port))
+        await ssh(known_hosts, config=no_config).connect(Target("gpu01", "127.0.0.1", port))
 
 
 async def test_silent_host_times_out(known_hosts: Path, no_config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
         with pytest.raises(Unreachable, match=r"does not answer within 0\.3 s"):
-            await SshConnector(known_hosts, ssh_config=no_config, connect_timeout=0.3).connect(target)
+            await ssh(known_hosts, config=no_config, timeout=0.3).connect(target)
         slow = replace(target, slowness=3)
         with pytest.raises(Unreachable, match=r"does not answer within 0\.6 s"):
-            await SshConnector(known_hosts, ssh_config=no_config, connect_timeout=0.2).connect(slow)
+            await ssh(known_hosts, config=no_config, timeout=0.2).connect(slow)
+
+
+async def test_agent_that_does_not_answer_is_distinguished_from_a_silent_host(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path
+) -> None:
+    sock, config = tmp_path / "agent.sock", tmp_path / "config"
+    config.write_text(f"Host *\n IdentityAgent {sock}\n")
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(sock))
+        agent.listen()
+        with pytest.raises(Unreachable, match=r"answers, and the login did not end within 3 s") as caught:
+            await ssh(known_hosts, config=config, timeout=3).connect(sshd.target("gpu01", identity=None))
+    assert "ssh-agent" in caught.value.hint
+
+
+async def test_account_without_a_shell_is_reported(known_hosts: Path, tmp_path: Path) -> None:
+    with running_sshd(tmp_path / "sshd") as server:
+        authorized = server.folder / "authorized_keys"
+        authorized.write_text('command="echo This account is not available; exit 1" ' + authorized.read_text())
+        with pytest.raises(Unreachable, match="runs no commands: This account is not available"):
+            await ssh(known_hosts).connect(server.target("gpu01"))
+
+
+async def test_hundred_hosts_are_connected_at_once(sshd: Sshd, known_hosts: Path) -> None:
+    connector = SshConnector(known_hosts)
+    targets = [sshd.target(f"n{number}") for number in range(100)]
+    outcomes = await fan_out(targets, lambda target: whoami(connector, target))
+    assert {str(outcome.error) for outcome in outcomes.values()} == {"None"}
+    assert {len(HostKeys(known_hosts).path.read_text().splitlines()), len(outcomes)} == {100}
 
 
 @cases(
@@ -387,7 +434,7 @@ async def test_port_without_ssh_is_reported(known_hosts: Path, no_config: Path, 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(Unreachable, match=found):
-            await SshConnector(known_hosts, ssh_config=no_config).connect(Target("gpu01", "127.0.0.1", port))
+            await ssh(known_hosts, config=no_config).connect(Target("gpu01", "127.0.0.1", port))
         await done.wait()
 
 
@@ -395,14 +442,14 @@ async def test_connection_killed_midway_is_lost(sshd: Sshd, known_hosts: Path) -
     host = await SshConnector(known_hosts).connect(sshd.target("gpu01"))
     async with host:
         with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sh`"):
-            await host.run(["sh", "-c", "kill -9 $PPID; sleep 5"], root=False)
+            await host.run(["sh", "-c", f"{KILL_SERVER}; sleep 5"], root=False)
         with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `true`"):
             await host.run(["true"], root=False)
 
 
 async def test_lines_before_a_loss_are_read_first(sshd: Sshd, known_hosts: Path) -> None:
     async with await SshConnector(known_hosts).connect(sshd.target("gpu01")) as host:
-        process = await host.start(["sh", "-c", "echo one; read x; kill -9 $PPID; sleep 5"], root=False)
+        process = await host.start(["sh", "-c", f"echo one; read x; {KILL_SERVER}; sleep 5"], root=False)
         assert await process.readline() == b"one\n"
         await process.write(b"go\n")
         with pytest.raises(ConnectionLost):
@@ -415,7 +462,7 @@ async def test_lines_before_a_loss_are_read_first(sshd: Sshd, known_hosts: Path)
 
 async def test_silent_connection_is_lost_after_keepalive(sshd: Sshd, known_hosts: Path) -> None:
     async with _Relay(sshd.port) as relay:
-        connector = SshConnector(known_hosts, keepalive=1)
+        connector = ssh(known_hosts, keepalive=1)
         async with await connector.connect(sshd.target("gpu01", port=relay.port)) as host:
             process = await host.start(["sleep", "60"], root=False)
             relay.silent = True
@@ -426,7 +473,7 @@ async def test_silent_connection_is_lost_after_keepalive(sshd: Sshd, known_hosts
 async def test_cancelled_connection_attempt_leaves_no_task(known_hosts: Path, no_config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
-        attempt = asyncio.create_task(SshConnector(known_hosts, ssh_config=no_config).connect(target))
+        attempt = asyncio.create_task(ssh(known_hosts, config=no_config).connect(target))
         await asyncio.sleep(0.1)
         attempt.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -436,17 +483,17 @@ async def test_cancelled_connection_attempt_leaves_no_task(known_hosts: Path, no
 
 @cases("how", "timeout", "kill", "close")
 async def test_stopped_program_ends_with_its_children(sshd: Sshd, known_hosts: Path, how: str) -> None:
-    script, connector = "sleep 3601 & echo $$ $!; wait", SshConnector(known_hosts)
+    path, connector = known_hosts.with_name("pids"), SshConnector(known_hosts)
+    script = f"sleep 3601 & echo $$ $! > {path}; echo; wait"
     async with await connector.connect(sshd.target("gpu01")) as host:
-        process = await host.start(["sh", "-c", script], root=False)
-        pids = (await process.readline()).split()
-        if how == "kill":
-            await process.kill()
-        elif how == "close":
-            await host.close()
-        else:
+        if how == "timeout":
             with pytest.raises(CommandTimeout):
-                await run_to_end("gpu01", ["sh"], process, b"", 0.1)
+                await host.run(["sh", "-c", script], timeout=1, root=False)
+        else:
+            process = await host.start(["sh", "-c", script], root=False)
+            await process.readline()
+            await (process.kill() if how == "kill" else host.close())
+    pids = path.read_text().split()
     assert len(pids) == 2
     for _ in range(1200):
         if not any(_runs(int(pid)) for pid in pids):
@@ -468,7 +515,6 @@ import asyncio, sys
 from pathlib import Path
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
-from shoal.hosts.process import run_to_end
 from shoal.hosts.ssh import SshConnector
 
 async def main(known_hosts, port, user, identity):

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import asyncssh
 import pytest
 from tests.support.cases import cases
 from tests.support.programs import stand_in
+from tests.support.sshd_server import running_sshd
 
 from shoal.errors import SudoDenied
 from shoal.hosts import sudo
@@ -31,7 +31,7 @@ def programs(tmp_path: Path) -> Path:
     """A PATH with a few programs and, where a test puts one there, a sudo."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("env", "cat", "sh", "printenv", "true", "echo"):
+    for name in ("env", "cat", "sh", "printenv", "true", "echo", "id"):
         found = shutil.which(name)
         assert found
         (folder / name).symlink_to(found)
@@ -41,23 +41,10 @@ def programs(tmp_path: Path) -> Path:
 @pytest.fixture
 async def host(tmp_path: Path, programs: Path) -> AsyncIterator[SshHost]:
     """Logged in as `ubuntu`, which is not root."""
-
-    async def serve(process: asyncssh.SSHServerProcess[bytes]) -> None:
-        child = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", process.command or "", stdin=-1, stdout=-1, stderr=-1, env={"PATH": str(programs)}
-        )
-        out, err = await child.communicate(await process.stdin.read())
-        process.stdout.write(out)
-        process.stderr.write(err)
-        process.exit(child.returncode or 0)
-
-    key = asyncssh.generate_private_key("ssh-ed25519")
-    server = await asyncssh.listen(
-        "127.0.0.1", 0, server_factory=_OpenDoor, server_host_keys=[key], process_factory=serve, encoding=None
-    )
-    async with server:
-        target = Target("gpu01", "127.0.0.1", server.get_port(), "ubuntu")
-        async with await SshConnector(tmp_path / "known_hosts").connect(target) as host:
+    with running_sshd(tmp_path / "sshd", environment=f"PATH={programs}") as server:
+        async with await SshConnector(tmp_path / "known_hosts").connect(server.target("gpu01")) as host:
+            assert isinstance(host, SshHost)
+            host._user = "ubuntu"  # there may be no other account here
             yield host
 
 
@@ -130,10 +117,3 @@ def test_denial_quotes_the_relevant_line() -> None:
 def test_command_with_output_was_not_denied() -> None:
     result = Result(1, b"output", b"sudo: a password is required\n")
     assert sudo.check_sudo_result("gpu01", "ubuntu", ["make", "install"], result) is result
-
-
-class _OpenDoor(asyncssh.SSHServer):
-    """Lets everybody in."""
-
-    def begin_auth(self, username: str) -> bool:
-        return False

@@ -300,7 +300,7 @@ def test_wheel_is_reproducible() -> None:
         record = archive.read(f"shoal-{first.version}.dist-info/RECORD").decode()
     assert {"shoal/elastic.py", "shoal/remote/power_request.py", "shoal/cloud/providers/prices.csv"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
-    assert "Requires-Dist: asyncssh>=2.18\n" in metadata and "Provides-Extra: gcp\n" in metadata
+    assert "Requires-Dist: httpx>=0.27\n" in metadata and "Provides-Extra: gcp\n" in metadata
     assert len(record.splitlines()) == len(names)
 
 

@@ -92,12 +92,12 @@ async def test_ssh_command_has_the_configured_options_and_the_cluster_keys(state
     assert await ssh_command(context_of(world), "c1", ["squeue", "--me"]) == [
         *("ssh", "-o", f"UserKnownHostsFile={state}/known_hosts", "-o", "StrictHostKeyChecking=yes"),
         *("-o", "HostKeyAlias=c1", "-p", "2222", "-l", "bob", "-i", "/k/id", "-o", "IdentitiesOnly=yes"),
-        *("10.0.0.1", "--", "squeue", "--me"),
+        *("--", "10.0.0.1", "squeue", "--me"),
     ]
-    assert (await ssh_command(context_of(world), "c1", ["--", "squeue"]))[-3:] == ["10.0.0.1", "--", "squeue"]
+    assert (await ssh_command(context_of(world), "c1", ["--", "squeue"]))[-3:] == ["--", "10.0.0.1", "squeue"]
     assert (await ssh_command(context_of(world), "c1", []))[-1] == "10.0.0.1"
     line = await ssh_command(context_of(world), "c1", ["srun", "--pty", "bash"], terminal=True)
-    assert line[-8:] == ["-t", "-o", "LogLevel=ERROR", "10.0.0.1", "--", "srun", "--pty", "bash"]
+    assert line[-8:] == ["-t", "-o", "LogLevel=ERROR", "--", "10.0.0.1", "srun", "--pty", "bash"]
     assert world.hosts["c1"].connects == 4
 
 

@@ -48,7 +48,7 @@ async def test_connections_can_be_closed_before_slurm_answers() -> None:
 
 HEAVY = (
     *("ruamel", "sqlite3", "shoal.roles", "shoal.elastic", "shoal.spec.model", "shoal.plan.diff"),
-    *("shoal.agent.client", "asyncssh", "pydantic", "rich"),
+    *("shoal.agent.client", "pydantic", "rich"),
 )
 """What reads and judges the file, and what `up` and `down` know: a tenth of a second each, or more."""
 

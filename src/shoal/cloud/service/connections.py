@@ -18,6 +18,7 @@ from shoal.errors import ShoalError, Unreachable
 from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.local import LocalConnector
 from shoal.hosts.ssh import SshConnector
+from shoal.hosts.ssh_route import SshOptions
 from shoal.plan.connections import Fleet
 
 CONNECT_TIMEOUT_S = 4.0
@@ -101,7 +102,7 @@ class _ByName:
 
 
 def _by_ssh(known_hosts: Path) -> Connector:
-    return SshConnector(known_hosts, ssh_config=Path(os.devnull), agent=False, connect_timeout=10.0)
+    return SshConnector(known_hosts, SshOptions(config=Path(os.devnull), agent=False, keep=False))
 
 
 def _file_name(id: str) -> str:

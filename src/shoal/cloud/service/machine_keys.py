@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
+from shoal.hosts.key_pair import make_key_pair
+
 FOLDER = "/etc/ssh"
 KEY = "ssh_host_ed25519_key"
 MARK = "shoal-host-key"
@@ -33,11 +35,8 @@ class MachineKey:
 
     @classmethod
     def make(cls) -> Self:
-        from shoal.hosts.slim_asyncssh import asyncssh  # slow to import, and `up`, which imports this, seldom orders
-
-        key = asyncssh.generate_private_key("ssh-ed25519")
-        public = " ".join(key.export_public_key().decode().split()[:2])
-        return cls(public, key.export_private_key().decode())
+        pair = make_key_pair()
+        return cls(" ".join(pair.public.split()[:2]), pair.private)
 
 
 def install_script(key: MachineKey, reload: str, folder: str = FOLDER) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import asyncssh
 import pytest
 
 from shoal.hosts.api import Target
@@ -25,10 +24,11 @@ needs_sshd = pytest.mark.skipif(
 class Sshd:
     """One running server. `target()` leads to it."""
 
-    def __init__(self, folder: Path, *, host_key_type: str = "ssh-ed25519") -> None:
+    def __init__(self, folder: Path, *, host_key_type: str = "ssh-ed25519", environment: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = free_port()
+        self.environment = environment
         self.identity = folder / "identity"
         self._process: subprocess.Popen[bytes] | None = None
         make_key(self.identity)
@@ -60,7 +60,7 @@ class Sshd:
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 200\nPermitRootLogin yes\n"
             # A shell deep enough not to read the user's own start-up files.
-            "SetEnv SHLVL=5\n"
+            f"SetEnv SHLVL=5 {self.environment}\n"
         )
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
@@ -80,8 +80,8 @@ class Sshd:
 
 
 @contextlib.contextmanager
-def running_sshd(folder: Path, *, host_key_type: str = "ssh-ed25519") -> Iterator[Sshd]:
-    server = Sshd(folder, host_key_type=host_key_type)
+def running_sshd(folder: Path, *, host_key_type: str = "ssh-ed25519", environment: str = "") -> Iterator[Sshd]:
+    server = Sshd(folder, host_key_type=host_key_type, environment=environment)
     server.start()
     try:
         yield server
@@ -90,10 +90,9 @@ def running_sshd(folder: Path, *, host_key_type: str = "ssh-ed25519") -> Iterato
 
 
 def make_key(path: Path, kind: str = "ssh-ed25519") -> None:
-    key = asyncssh.generate_private_key(kind)
-    path.touch(mode=0o600)
-    key.write_private_key(path)
-    key.write_public_key(f"{path}.pub")
+    path.unlink(missing_ok=True)
+    kind = kind.removeprefix("ssh-")
+    subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "", "-f", str(path)], check=True)
 
 
 def lock_key(path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Hosts over OpenSSH's client: what it takes from a login that began early, and when the other client connects.
-
-What both have in common is in tests/contract/test_hosts.py."""
+"""Logins that began early: what they answer, what a connection that stays is worth, and what is left of one."""
 
 import os
 import signal
@@ -14,20 +12,16 @@ from pathlib import Path
 
 import pytest
 from tests.support.cases import cases
+from tests.support.sshd_server import Sshd, needs_sshd, running_sshd
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from sshd_server import Sshd, needs_sshd, running_sshd
-
-from shoal.errors import ConnectionLost
-from shoal.hosts import openssh
+from shoal.errors import AuthenticationFailed, ConnectionLost, HostKeyChanged, ShoalError, Unreachable
+from shoal.hosts import ssh_login
 from shoal.hosts.api import Result, Target
-from shoal.hosts.openssh import OpenSshConnector, OpenSshHost, Question, begin_login
-from shoal_simulators.fake_host import FakeConnector, FakeHost
+from shoal.hosts.host_keys import HostKeys
+from shoal.hosts.ssh import SshConnector, SshHost
+from shoal.hosts.ssh_login import Question, begin_login
 
 pytestmark = needs_sshd
-
-OTHER = FakeHost("node", {(): b"other\n"})
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +44,11 @@ def known_hosts(sshd: Sshd, tmp_path: Path) -> Path:
     return path
 
 
-def connector(known_hosts: Path) -> OpenSshConnector:
-    return OpenSshConnector(known_hosts, lambda: FakeConnector(OTHER))
-
-
 @asynccontextmanager
-async def logged_in(target: Target, known_hosts: Path, *questions: Question) -> AsyncIterator[OpenSshHost]:
-    begin_login(target, known_hosts, questions)
-    async with await connector(known_hosts).connect(target) as host:
-        assert isinstance(host, OpenSshHost)
+async def logged_in(target: Target, known_hosts: Path, *questions: Question) -> AsyncIterator[SshHost]:
+    begin_login(target, HostKeys(known_hosts), questions)
+    async with await SshConnector(known_hosts).connect(target) as host:
+        assert isinstance(host, SshHost)
         yield host
 
 
@@ -92,35 +82,39 @@ async def test_key_of_the_provider_counts_without_a_file(sshd: Sshd, tmp_path: P
         pass
 
 
-@cases("change", {"host_key": "ssh-ed25519 AAAA"}, {"port": 1}, {"user": "nobody-here"})
-async def test_other_client_connects_and_explains_where_the_login_fails(
-    sshd: Sshd, known_hosts: Path, change: dict[str, object]
+@cases(
+    "change, error",
+    ({"host_key": "ssh-ed25519 AAAA"}, HostKeyChanged),
+    ({"port": 1}, Unreachable),
+    ({"user": "nobody-here"}, AuthenticationFailed),
+)
+async def test_login_that_fails_is_explained(
+    sshd: Sshd, known_hosts: Path, change: dict[str, object], error: type[ShoalError]
 ) -> None:
     target = sshd.target("node", **change)
-    begin_login(target, known_hosts)
-    assert await connector(known_hosts).connect(target) is OTHER
+    with pytest.raises(error):
+        async with logged_in(target, known_hosts):
+            pass
 
 
-async def test_host_that_was_never_met_is_left_to_the_other_client(sshd: Sshd, tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("")
-    begin_login(sshd.target("node"), tmp_path / "empty")
-    assert await connector(tmp_path / "empty").connect(sshd.target("node")) is OTHER
-    begin_login(sshd.target("node"), tmp_path / "missing")
-    assert openssh._logins == {}
+async def test_host_is_met_for_the_first_time(sshd: Sshd, tmp_path: Path) -> None:
+    async with logged_in(sshd.target("node"), tmp_path / "none") as host:
+        assert (await host.run(["echo", "hello"], root=False)).stdout == b"hello\n"
+    assert HostKeys(tmp_path / "none").find("node") is not None
 
 
-async def test_without_ssh_the_other_client_connects(
-    sshd: Sshd, known_hosts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_ssh_is_named(sshd: Sshd, known_hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    begin_login(sshd.target("node"), known_hosts)
-    assert await connector(known_hosts).connect(sshd.target("node")) is OTHER
+    with pytest.raises(ShoalError, match="this machine has no ssh command") as caught:
+        async with logged_in(sshd.target("node"), known_hosts):
+            pass
+    assert "openssh-client" in caught.value.hint
 
 
 async def test_lost_connection_is_named(sshd: Sshd, known_hosts: Path) -> None:
     async with logged_in(sshd.target("node"), known_hosts) as host:
         end_connection(host)
-        with pytest.raises(ConnectionLost, match="node: the connection was lost while `true` ran"):
+        with pytest.raises(ConnectionLost, match="node: the connection broke while it ran `true`"):
             await host.run(["true"], root=False)
 
 
@@ -174,27 +168,29 @@ async def client_port(target: Target, known_hosts: Path) -> bytes:
         return (await host.run(SHOW_PORT, root=False)).stdout
 
 
-def end_connection(host: OpenSshHost) -> None:
+def end_connection(host: SshHost) -> None:
     """As when the host is switched off."""
-    subprocess.run(["ssh", "-O", "exit", "-S", host._login._socket, "node"], check=True, capture_output=True)
+    subprocess.run(["ssh", "-O", "exit", "-S", host._login.socket, "node"], check=True, capture_output=True)
 
 
 async def test_login_that_nobody_takes_ends(sshd: Sshd, known_hosts: Path) -> None:
     target = Target("node", "127.0.0.1", sshd.port, None, sshd.identity)
-    begin_login(target, known_hosts)
-    login = openssh._logins.pop((target, known_hosts))
+    begin_login(target, HostKeys(known_hosts))
+    login = ssh_login.take_login(target, known_hosts)
+    assert login is not None
     login.close()
-    assert login.has_ended()
+    assert login._process.poll() is not None
 
 
 KILLED = """\
 import os, pathlib, sys, tempfile, time
-from shoal.hosts import openssh
+from shoal.hosts import ssh_login, ssh_route
 from shoal.hosts.api import Target
-from shoal.hosts.openssh import begin_login
-tempfile.tempdir = sys.argv[1]
-openssh.KEEP_S = 0
-begin_login(Target("node", "127.0.0.1", int(sys.argv[2]), None, pathlib.Path(sys.argv[3])), pathlib.Path(sys.argv[4]))
+from shoal.hosts.host_keys import HostKeys
+ssh_route._directories.append(tempfile.mkdtemp(prefix="shoal-ssh-", dir=sys.argv[1]))
+ssh_login.KEEP_S = 0
+target = Target("node", "127.0.0.1", int(sys.argv[2]), None, pathlib.Path(sys.argv[3]))
+ssh_login.begin_login(target, HostKeys(pathlib.Path(sys.argv[4])))
 while not list(pathlib.Path(sys.argv[1]).glob("shoal-ssh-*/0")):
     time.sleep(0.05)
 os.kill(os.getpid(), 9)
