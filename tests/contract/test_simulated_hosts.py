@@ -169,7 +169,7 @@ async def test_kept_machines_are_available_to_the_next_run(backend: SandboxBacke
     market = Market(VM, TYPES, after, store=after.store)
     market.adopt()
     assert {id: found.phase for id, found in market.instances.items()} == {"m1": "up", "m2": "error"}
-    assert (await on(market.instances["m1"].host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
+    assert (await on(market.instances["m1"].host, 22, key, "ubuntu", "id -un")).text == "ubuntu\n"
     await until(market, lambda: set(after.layout.hosts()) == {backend.host_name("m1")})
     await after.close()
     assert not after.layout.dir.exists()
@@ -235,7 +235,7 @@ async def test_second_simulator_is_rejected_and_the_machines_of_the_first_stay(k
         )
         async with renting("sandbox", told.url) as rents:
             assert [(one.id, one.state) for one in await rents.instances(CLUSTER)] == [(there.id, "up")]
-        assert (await on(there.host, 22, key, "root", "id -un")).stdout == "root\n"
+        assert (await on(there.host, 22, key, "root", "id -un")).text == "root\n"
 
 
 async def test_failed_start_keeps_the_kept_machines(backend: SandboxBackend, key: Any) -> None:
@@ -248,7 +248,7 @@ async def test_failed_start_keeps_the_kept_machines(backend: SandboxBackend, key
         taken.listen()
         with pytest.raises(ProviderError, match=r"cannot listen on 127\.0\.0\.1"):
             await simulate("lambda", lambda found: None, cluster=CLUSTER, port=taken.getsockname()[1])
-    assert (await on(one.host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
+    assert (await on(one.host, 22, key, "ubuntu", "id -un")).text == "ubuntu\n"
     await backend.open()  # whose end takes them away
 
 
@@ -296,7 +296,7 @@ async def asked(machine: RentedInstance, key: Any, path: str) -> str:
         "print(u.urlopen(r, timeout=60).read().decode())"
     )
     said = await on(machine.host, 22, key, machine.user, f'python3 -c "{ask}"')
-    return str(said.stdout or said.stderr).strip()
+    return (said.text or said.error_text).strip()
 
 
 async def taken_away(url: str, machine: RentedInstance) -> None:

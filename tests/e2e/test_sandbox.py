@@ -103,7 +103,7 @@ async def test_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
     boot, device, memory = (await ssh(n1, look)).split()
     boots.add(boot)
     assert (device, memory) == ("/dev/nvidia0", "700")
-    await ssh(n1, "systemd-run --quiet --on-active=0.1 systemctl reboot")
+    await ssh(n1, "until systemd-run --quiet --on-active=0.1 systemctl reboot; do sleep 0.1; done")
     async with asyncio.timeout(300):
         while len(boots) < 3:
             with contextlib.suppress(OSError):
