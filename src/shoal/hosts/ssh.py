@@ -21,7 +21,7 @@ from shoal.hosts.host_keys import HostKeys
 from shoal.hosts.local import LocalChannel
 from shoal.hosts.process import LineHost, LineProcess, program_name, timeout_error
 from shoal.hosts.ssh_channel import KILL_COMMAND, RUN_COMMAND, SshChannel
-from shoal.hosts.ssh_errors import cannot_connect, connection_lost, no_client
+from shoal.hosts.ssh_errors import cannot_connect, cannot_start_ssh, connection_lost, require_ssh
 from shoal.hosts.ssh_login import Login, Question, take_login
 from shoal.hosts.ssh_route import SshOptions, read_route
 
@@ -45,6 +45,7 @@ class SshConnector:
         """For each jump host: whether the first host behind it has been tried."""
 
     async def connect(self, target: Target) -> Host:
+        require_ssh()
         login = take_login(target, self._host_keys.path)
         user = await self._wait(login) if login else None
         if login is None or user is None:
@@ -66,7 +67,7 @@ class SshConnector:
         try:
             return Login(target, self._host_keys, self._options, anew=anew)
         except OSError as error:
-            raise no_client(error) from error
+            raise cannot_start_ssh(error) from error
 
     async def _wait(self, login: Login) -> str | None:
         """Who is logged in. None, and it is closed, where that failed or took too long."""
@@ -182,7 +183,7 @@ class SshHost(LineHost):
             else:
                 on_end(channel)
             if isinstance(error, OSError):
-                raise no_client(error) from error
+                raise cannot_start_ssh(error) from error
             raise
         return channel
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from shoal.errors import AuthenticationFailed, ConnectionLost, HostError, HostKeyChanged, ShoalError, Unreachable
@@ -40,10 +41,13 @@ _TRIED = re.compile(r"^debug1: Trying private key: (.*)$", re.M)
 _UNUSABLE = re.compile(r'^(?:Load key "|no such identity: )(.*?)"?: (.*)$', re.M)
 
 
-def no_client(error: OSError) -> ShoalError:
-    """It concerns all hosts."""
-    if isinstance(error, FileNotFoundError):
-        return ShoalError("this machine has no ssh command", hint="install openssh-client")
+def require_ssh() -> None:
+    """Raise ShoalError, as it concerns all hosts."""
+    if shutil.which("ssh") is None:
+        raise ShoalError("this machine has no ssh command", hint="install openssh-client")
+
+
+def cannot_start_ssh(error: OSError) -> ShoalError:
     return ShoalError(f"cannot start ssh: {error.strerror or error}", hint="the machine may be out of memory or files")
 
 

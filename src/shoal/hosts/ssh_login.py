@@ -29,7 +29,7 @@ from shoal.errors import ShoalError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.host_keys import HostKey, HostKeys, pinned_key
-from shoal.hosts.ssh_route import SshOptions, address, directory, environment, route_options
+from shoal.hosts.ssh_route import SshOptions, address, directory, environment, quoted, route_options
 
 KEEP_S = 60
 """How long a connection stays after the command, as with Ansible. With 0 it ends with the command."""
@@ -117,12 +117,12 @@ class Login:
         settings: dict[str, object] = {
             "ConnectTimeout": math.ceil(options.timeout * target.slowness) + 1,  # ours is first
             "ControlMaster": "auto" if is_kept else "yes",
-            "ControlPath": self.socket,
+            "ControlPath": quoted(Path(self.socket)),
             "ControlPersist": KEEP_S if is_kept else "no",
             "HostKeyAlias": target.name,
             "ServerAliveInterval": max(1, round(options.keepalive * target.slowness)),
             "StrictHostKeyChecking": "yes" if self.expected else "accept-new",
-            "UserKnownHostsFile": f'"{self._file("keys")}"',
+            "UserKnownHostsFile": quoted(self._file("keys")),
         }
         log = ("-v", "-E", str(self._file("log")))
         command = ["ssh", "-T", *log, *route_options(target, options, self.host_keys.path)]
@@ -148,7 +148,8 @@ class Login:
         """Keep the key of a host that is met for the first time, and one that the provider reports."""
         if self.is_reused or self.host_keys.find(self.target.name) == self.expected is not None:
             return
-        key = self.expected or HostKey.parse(self._file("keys").read_text(encoding="utf-8").partition(" ")[2])
+        shown = self._file("keys").read_text(encoding="utf-8")
+        key = self.expected or HostKey.parse(shown.partition(" ")[2])
         place = _AUTHENTICATED.search(self._read("log"))
         host = (place[2] or place[1]) if place else address(self.target)
         port = int(place[3]) if place and place[3] else self.target.port or 22
@@ -188,7 +189,7 @@ class Login:
     def _over(self) -> list[str]:
         # Without the connection it would make one of its own.
         alone = ("-F", "none", "-oProxyCommand=false", "-oControlMaster=no", "-oLogLevel=ERROR")
-        return ["ssh", "-T", *alone, "-S", self.socket]
+        return ["ssh", "-T", *alone, "-S", self.socket.replace("%", "%%")]
 
     async def wait_ended(self) -> None:
         """Returns when the connection has ended."""

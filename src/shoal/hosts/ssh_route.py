@@ -28,14 +28,20 @@ KEEP_JUMP_S = 10
 READ_TIMEOUT_S = 30
 _ALWAYS: Mapping[str, object] = {
     "BatchMode": "yes",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "GSSAPIDelegateCredentials": "no",
     "GlobalKnownHostsFile": os.devnull,
     "HashKnownHosts": "no",
+    "NoHostAuthenticationForLocalhost": "no",
     "PermitLocalCommand": "no",
-    "PreferredAuthentications": "publickey",
     "RemoteCommand": "none",
     "ServerAliveCountMax": KEEPALIVE_MISSED,
+    "Tunnel": "no",
     "UpdateHostKeys": "no",
+    "VerifyHostKeyDNS": "no",
 }
+"""What the user's config may say for a person at a terminal, and Shoal's programs have no use for."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def route_options(target: Target, options: SshOptions, known_hosts: Path) -> lis
     if target.port:
         settings["Port"] = target.port
     if target.identity:
-        settings["IdentityFile"], settings["IdentitiesOnly"] = f'"{target.identity.expanduser().absolute()}"', "yes"
+        settings["IdentityFile"], settings["IdentitiesOnly"] = quoted(target.identity.expanduser().absolute()), "yes"
     if not options.agent:
         settings["IdentityAgent"] = "none"
     config = options.user_config
@@ -136,7 +142,7 @@ def _shared_config(user_config: Path, known_hosts: Path) -> Path:
     settings = {
         **_ALWAYS,
         "StrictHostKeyChecking": "accept-new",
-        "UserKnownHostsFile": f'"{jump_keys(known_hosts)}"',
+        "UserKnownHostsFile": quoted(jump_keys(known_hosts)),
         "ControlMaster": "auto",
         "ControlPath": f"{directory()}/%C",
         "ControlPersist": KEEP_JUMP_S,
@@ -148,6 +154,11 @@ def _shared_config(user_config: Path, known_hosts: Path) -> Path:
         known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return path
+
+
+def quoted(path: Path) -> str:
+    """A path as `ssh` takes it, which reads `%h` and the like in it."""
+    return '"' + str(path).replace("%", "%%") + '"'
 
 
 def jump_keys(known_hosts: Path) -> Path:
@@ -165,7 +176,7 @@ _directories: list[str] = []
 
 def directory() -> str:
     """Where sockets are, which only we can open. Not below TMPDIR: the path of a socket is short."""
-    if not _directories:
+    if not _directories or not Path(_directories[-1]).is_dir():  # a service outlives what others remove from /tmp
         _directories.append(tempfile.mkdtemp(prefix="shoal-ssh-", dir="/tmp"))  # nosec B108 - it makes a new one
-        atexit.register(shutil.rmtree, _directories[0], ignore_errors=True)
-    return _directories[0]
+        atexit.register(shutil.rmtree, _directories[-1], ignore_errors=True)
+    return _directories[-1]

@@ -225,6 +225,19 @@ async def test_invalid_ssh_config_is_reported_with_its_path(
     assert found in caught.value.message and caught.value.hint
 
 
+async def test_settings_for_a_person_do_not_disturb(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host *\n ForwardAgent yes\n NoHostAuthenticationForLocalhost yes\n RemoteCommand top\n RequestTTY force\n"
+        f" LocalForward {free_port()} 127.0.0.1:1\n ControlMaster auto\n ControlPath {tmp_path}/%C\n LogLevel QUIET\n"
+        " PermitLocalCommand yes\n LocalCommand touch /nowhere/at-all\n HashKnownHosts yes\n"
+    )
+    place = known_hosts.parent / "100%h" / "known_hosts"
+    async with await ssh(place, config=config).connect(sshd.target("gpu01")) as host:
+        assert (await host.run(["sh", "-c", 'echo "$SSH_AUTH_SOCK"; tty'], root=False)).text == "\nnot a tty\n"
+    assert place.read_text().startswith("gpu01,")
+
+
 async def test_hosts_behind_a_jump_host_share_its_connection(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     with running_sshd(tmp_path / "jump") as jump:
         config, user = tmp_path / "config", sshd.target().user

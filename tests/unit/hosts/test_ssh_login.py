@@ -1,6 +1,7 @@
 """Logins that began early: what they answer, what a connection that stays is worth, and what is left of one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,8 +104,13 @@ async def test_host_is_met_for_the_first_time(sshd: Sshd, tmp_path: Path) -> Non
     assert HostKeys(tmp_path / "none").find("node") is not None
 
 
-async def test_missing_ssh_is_named(sshd: Sshd, known_hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+@cases("programs", (), ("sh",))
+async def test_missing_ssh_is_named(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...]
+) -> None:
+    for name in programs:
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ShoalError, match="this machine has no ssh command") as caught:
         async with logged_in(sshd.target("node"), known_hosts):
             pass
