@@ -265,6 +265,8 @@ def test_alarm_of_a_sensor_is_found_unless_it_always_was(tmp_path: Path, monkeyp
 def test_healthy_machine_passes_its_own_checks() -> None:
     """Twice, so that nothing is compared with a first run alone."""
     at = Node(Baseline({}), {}, {}, time.time())
-    skip = {name for name in main.CHECKS if name.startswith("gpu-")} | {"processes-stuck", "disk-errors", "disk-full"}
+    # What other tests and programs have here is no fault of the checks: full disks, processes with the number of a job.
+    others = {"processes-stuck", "disk-errors", "disk-full", "step-left"}
+    skip = {name for name in main.CHECKS if name.startswith("gpu-")} | others
     assert run_checks(at, skip, []) == run_checks(at, skip, []) == []
     assert "failures" not in at.memory
