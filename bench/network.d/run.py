@@ -23,19 +23,20 @@ nodesets:
 TARGET = 0.95
 PORT = 5201
 
-# By hand, as in the quick start of WireGuard: an interface, a key, one peer, one address.
+# By hand, as in the quick start of WireGuard: an interface, a key, one peer, one address. Its name tells Shoal that it
+# is no way to this host: with another, the controller of a cluster that rents would lower the MTU of its network.
 BARE = """
 set -eu
 umask 077
-wireguard-go bare0 2> /dev/null
+wireguard-go shoal-bare 2> /dev/null
 wg genkey > /run/bare.key
-wg set bare0 listen-port 51999 private-key /run/bare.key
-ip address add {own}/24 dev bare0
-ip link set bare0 mtu 1420 up
-wg show bare0 public-key
+wg set shoal-bare listen-port 51999 private-key /run/bare.key
+ip address add {own}/24 dev shoal-bare
+ip link set shoal-bare mtu 1420 up
+wg show shoal-bare public-key
 """
-REMOVE_BARE = "ip link delete bare0; rm -f /run/bare.key"
-PEER = "wg set bare0 peer {key} allowed-ips {address}/32 endpoint {endpoint}:51999"
+REMOVE_BARE = "ip link delete shoal-bare; rm -f /run/bare.key"
+PEER = "wg set shoal-bare peer {key} allowed-ips {address}/32 endpoint {endpoint}:51999"
 
 # Counts the bytes that arrive on one connection for some seconds, after a second that is not counted.
 SERVER = """
