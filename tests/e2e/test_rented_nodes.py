@@ -229,8 +229,8 @@ def test_progress_is_visible_while_a_job_runs_and_cancel_keeps_checkpoints(pods:
 def test_idle_container_is_released_and_the_ledger_matches_the_bill(pods: Pods) -> None:
     pods.cluster.wait("it goes", lambda: ended(pods.url), 300)
     pods.cluster.wait("Slurm knows", lambda: asleep(pods.cluster, "pods[1-2]"), 200)
-    assert pods.cluster.json("cost")["machines"] == 0
-    assert apart(pods.cluster, pods.url, "pods") == ""
+    pods.cluster.wait("their end is known", lambda: pods.cluster.json("cost")["machines"] == 0, seconds=120)
+    assert apart(pods.cluster, pods.url, "pods", "large") == ""
 
 
 def test_sbatch_gets_a_new_container_for_the_same_node(pods: Pods) -> None:
