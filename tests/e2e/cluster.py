@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,20 @@ class Cluster:
         if "controller" not in self.instances():
             return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
         return {node.name: set(node.state) for node in parse_nodes(self.on("controller", *NODES_COMMAND))}
+
+    def starts_soon(self, job: str) -> bool:
+        """Whether a job that is queued again starts within seconds. It is asked to: Slurm lets it wait for two minutes.
+
+        But not at once: slurmd takes no job in the second in which it has killed it, and the job fails.
+        """
+        words = self.on("controller", "scontrol", "-o", "show", "job", job, status=None).split()
+        fields = {key: value for key, _, value in (word.partition("=") for word in words)}
+        if fields.get("JobState") != "PENDING":
+            return fields.get("JobState") in ("RUNNING", "COMPLETED")
+        wait = datetime.fromisoformat(fields["EligibleTime"]).replace(tzinfo=UTC) - datetime.now(UTC)
+        if wait > timedelta(seconds=10):
+            self.on("controller", "scontrol", "update", f"JobId={job}", "StartTime=now+3", status=None)
+        return wait <= timedelta(seconds=10)
 
     def wait(self, what: str, condition: Callable[[], bool], seconds: float = 600.0) -> None:
         """Wait for something that Slurm or a host does in its own time. Who cannot be asked yet is asked again."""

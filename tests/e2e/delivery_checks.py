@@ -43,13 +43,8 @@ def check_jobs_without_a_share(cluster: Cluster, alice: Any, bob: Any) -> None:
     assert f"job {job} belongs to alice" in bob.shoal("logs", job, status=2).stderr
     cluster.on("controller", "scontrol", "requeue", job)
     second = [f"rank {rank} turn 1 is 2001 in {root}" for rank in (0, 1)]
-
-    def starts() -> bool:
-        # Slurm lets it wait for two minutes from the time at which it has left its nodes.
-        cluster.on("controller", "scontrol", "update", f"jobid={job}", "StartTime=now", status=None)
-        return shown(cluster, job)["JobState"] in ("RUNNING", "COMPLETED")
-
-    cluster.wait("it starts again", starts)
+    cluster.wait("it has left its nodes", lambda: int(shown(cluster, job)["Restarts"]) > 0)
+    cluster.wait("it starts again", lambda: cluster.starts_soon(job))
     # Followed between its turns, a job may be taken for ended: `logs -f` then ends too early.
     cluster.wait("both ranks run again", lambda: {*second} <= {*lines(job)})
     printed = alice.shoal("logs", "-f", job).stdout.splitlines()

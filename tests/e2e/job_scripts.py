@@ -149,8 +149,8 @@ class Jobs(Cluster):
         return done.stdout.strip()
 
     def has_ended(self, job: str) -> bool:
-        """Whether it has ended. A job that is queued again starts now, not after Slurm's pause of two minutes."""
-        self.on("controller", "scontrol", "update", f"JobId={job}", "StartTime=now", status=None)
+        """Whether it has ended. A job that is queued again starts soon, not after Slurm's pause of two minutes."""
+        self.starts_soon(job)
         return self.state(job) == ""
 
     def lines(self, job: str, *arguments: str) -> list[str]:

@@ -176,13 +176,7 @@ def check_job_after_the_loss_of_a_node(cluster: Cluster, alice: Any, bob: Any) -
     beside = bob.run("--partition", "cloud", "--nodelist", "vms1")
     cluster.wait("the job is queued again", lambda: int(shown(cluster, job)["Restarts"]) > 0)
     last = max(steps(0))
-
-    def starts() -> bool:
-        # Slurm lets it wait for two minutes from the time at which it has left its nodes.
-        try_as(cluster, "alice", f"scontrol update JobId={job} StartTime=now")
-        return shown(cluster, job)["JobState"] in ("RUNNING", "COMPLETED")
-
-    cluster.wait("it starts again", starts)
+    cluster.wait("it starts again", lambda: cluster.starts_soon(job))
     cluster.wait("it ends", lambda: alice.state(job) == "COMPLETED")
     first = min(steps(1))
     assert first % SAVE_EVERY == 0 and 0 < first <= last + 1, "it continues from a checkpoint"

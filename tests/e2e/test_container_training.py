@@ -79,15 +79,11 @@ class Trained:
         [machine] = [entry["id"] for entry in bill(self.url)["machines"] if not entry["ended"]]
         asyncio.run(SandboxFaults(self.cluster.provider.cache).kill(NAME, f"runpod-{machine}"))
         self.cluster.wait("it is queued again", lambda: int(shown(self.cluster, job)["Restarts"]) > 0)
-        self.cluster.wait("it starts again", lambda: self._turns(job) > 1 or self._hurry(job))
+        self.cluster.wait("it starts again", lambda: self.cluster.starts_soon(job))
         self.cluster.wait("it ends", lambda: shown(self.cluster, job)["JobState"] not in UNFINISHED)
         printed = self.cluster.shoal("logs", job).stdout.splitlines()[-20:]
         used = [entry for entry in bill(self.url)["machines"] if entry["id"] not in gone]
         return Story(self._told(job), shown(self.cluster, job), printed, used)
-
-    def _hurry(self, job: str) -> bool:
-        """Slurm would let it wait for two minutes. While it is still leaving its node, this is refused."""
-        return self.cluster.ssh("controller", f"scontrol update JobId={job} StartTime=now").returncode == 0
 
     def _queue(self, launcher: str) -> str:
         options = ["--launcher", launcher, "--mem", "2500M", "--export", "PYTHONPATH=/data/env"]
@@ -101,9 +97,6 @@ class Trained:
 
     def _step(self, job: str) -> int:
         return max((line["step"] for line in self._told(job) if "step" in line), default=-1)
-
-    def _turns(self, job: str) -> int:
-        return len({line["turn"] for line in self._told(job)})
 
 
 def test_job_completes_in_another_container(story: Story) -> None:

@@ -188,8 +188,7 @@ def test_array_and_preemption_in_an_image(ann: User, torch: str, cluster: Cluste
     job = ann.start(f"-w fish1 --exclusive --image mini {torch}", "resume.py")
     array = ann.run("-w fish1 -p urgent --array 0-1 --image mini")
     assert len(re.findall(r"job \d+_[01]: completed", array)) == 2
-    now = ("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would let it wait for two minutes
-    cluster.wait("it may start", lambda: cluster.on("controller", *now) == "")
+    cluster.wait("it may start", lambda: cluster.starts_soon(job))
     cluster.wait("it resumed", lambda: "resumed True one" in ann.do(f"shoal logs {job}"))
 
 

@@ -167,9 +167,7 @@ def play(lab: Lab, kind: str, job: Stopped) -> Story:
     cluster.wait("it is queued again", lambda: int(shown(cluster, job.id)["Restarts"]) > 0)
     newest = job.newest()
     job.checkpoint, job.reason = newest or (None, "")
-    # Slurm would let it wait for two minutes. While it is still leaving its node, this is refused.
-    hurry = f"scontrol update JobId={job.id} StartTime=now"
-    cluster.wait("it starts again", lambda: job.turns() > 1 or cluster.ssh("controller", hurry).returncode == 0)
+    cluster.wait("it starts again", lambda: cluster.starts_soon(job.id))
     cluster.wait("it ends", lambda: shown(cluster, job.id)["JobState"] not in UNFINISHED)
     cluster.wait("its machines go", lambda: ended(url))
     return Story(kind, job, job.lines(), lab.whole, shown(cluster, job.id), bill(url)["machines"])
