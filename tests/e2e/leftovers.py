@@ -42,7 +42,11 @@ def sweep() -> list[str]:
     """Remove the clusters whose run is over; their names."""
     swept = []
     for note in sorted(_notes().glob("*")):
-        with note.open() as file:
+        try:
+            file = note.open()
+        except FileNotFoundError:  # a run that has just ended took its own away
+            continue
+        with file:
             if not _locked(file.fileno()):
                 continue
             if lines := file.read().splitlines():
