@@ -347,3 +347,11 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
     if process.stdout:
         process.stdout.close()
+
+
+def stop_connections() -> None:
+    """Have Shoal log in anew to all hosts. Commands that use a connection keep it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    for path in Path(runtime, f"shoal-connections-{os.geteuid()}").iterdir():
+        if path.is_socket():
+            subprocess.run(["ssh", "-O", "stop", "-S", str(path), "host"], check=False, capture_output=True)

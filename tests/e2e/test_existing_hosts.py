@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster, kill, read_until
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster, kill, read_until, stop_connections
 from tests.e2e.existing_hosts import Lent, lent_hosts, spec_text
 from tests.sandbox_faults import SandboxFaults
 
@@ -215,6 +215,7 @@ def test_changed_host_key_is_rejected_until_forget_key(cluster: Cluster) -> None
         "rm /etc/ssh/ssh_host_*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; systemctl restart ssh"
     )
     cluster.on("gpu1", "sh", "-c", renew, status=None)
+    stop_connections()  # one that stays is one to the host as it was
     refused = cluster.shoal("up", status=3)
     assert "gpu1: " in refused.stdout and "key" in refused.stdout and "SHA256:" in refused.stdout, refused.stdout
     assert "--forget-key" in refused.stdout
