@@ -35,9 +35,9 @@ class Machine:
     def shared(self, cluster: str) -> Path:
         return self.cache / "sandbox" / cluster / "shared"
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, ROOT / "scripts/environment", *arguments]
-        env = {**os.environ, "SHOAL_CACHE": str(self.cache), "PIP_NO_INDEX": "1"}
+        env = {**os.environ, "SHOAL_CACHE": str(self.cache), "PIP_NO_INDEX": "1", **variables}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
@@ -60,6 +60,15 @@ def test_concurrent_runs_for_two_clusters_install_once_and_link_the_same_files(m
     one, two = (machine.shared(name) / "env/tiny.py" for name in ("one", "two"))
     assert one.samefile(two) and one.read_text() == "answer = 42\n"
     assert sorted(os.listdir(machine.shared("one"))) == ["env"]
+
+
+def test_cluster_without_a_name_is_that_of_the_file_or_of_the_variable(machine: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "shoal.yaml"
+    file.write_text("# lab\ncluster: filed  # ours\n")
+    for given, expected in (((str(file), "named"), "filed"), (("", "named"), "named"), (("", ""), "sandbox")):
+        variables = dict(zip(("SHOAL_FILE", "SHOAL_CLUSTER"), given, strict=True))
+        said = machine.start(**variables).communicate(timeout=120)[1]
+        assert said == f"no sandbox cluster {expected}: create it with `shoal up`\n"
 
 
 def test_partial_environment_is_rebuilt_and_other_requirements_replace_the_packages(machine: Machine) -> None:
