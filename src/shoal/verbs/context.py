@@ -197,9 +197,13 @@ class Context:
         """The providers that the file names."""
         return sorted({member.provider for member in self.members if member.provider})
 
-    def choose(self, hosts: str | None, nodeset: str | None = None) -> list[Member]:
-        """The members in a hostlist and a nodeset; all members without either."""
+    def choose(self, hosts: str | None, nodeset: str | None = None, *, rented: bool = False) -> list[Member]:
+        """The members in a hostlist and a nodeset; all members without either. With `rented`, also rented nodes."""
         members = [member for member in self.members if nodeset in (None, member.nodeset)]
+        if rented:
+            from shoal.spec.members import rented_members
+
+            members += [member for member in rented_members(self.spec) if nodeset in (None, member.nodeset)]
         if not members:
             sets = ", ".join(dict.fromkeys(member.nodeset for member in self.members))
             raise UsageError(f"there is no nodeset {nodeset!r} in cluster {self.cluster}", hint=f"use one of {sets}")

@@ -75,7 +75,7 @@ def _remove_from_file(file: Path, node: str) -> None:
 
 
 def _nodes(context: Context, hosts: str) -> list[str]:
-    chosen_members = context.choose(hosts)
+    chosen_members = context.choose(hosts, rented=True)
     other_names = [member.name for member in chosen_members if "compute" not in member.roles]
     if other_names:
         raise UsageError(f"not a compute node: {', '.join(other_names)}", hint="name a node that `shoal status` lists")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support.cases import cases
 from tests.support.errors import error_of
-from tests.support.fake_clusters import AT_ONCE, context_of
+from tests.support.fake_clusters import AT_ONCE, context_of, raised
 from tests.support.fake_world import LAB, World, lab
 
 from shoal.errors import SlurmError, UsageError
@@ -20,6 +20,17 @@ async def test_nodes_are_drained_with_a_reason_and_resumed(world: World, context
     assert await resume_nodes(context, "n1") == ["n1"]
     assert await resume_nodes(context, "n1") == []
     assert world.slurm.states == {"n2": "IDLE+DRAIN"}
+
+
+async def test_rented_nodes_are_drained_and_resumed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "key")
+    rented = "  cloud: {provider: sandbox, type: cpu, max: 2, cpus: 1, memory: 1G}\npartitions"
+    accounts = 'providers: {sandbox: {key: env:KEY, url: "http://10.0.0.9:1"}}\n'
+    world = lab(LAB.replace("partitions", rented).replace("[lab]", "[lab, cloud]") + accounts)
+    context = await raised(world)
+    assert await drain_nodes(context, "n1,cloud[1-2]", "moves") == ["n1", "cloud1", "cloud2"]
+    assert await resume_nodes(context, "cloud[1-2]") == ["cloud1", "cloud2"]
+    assert world.slurm.states == {"n1": "IDLE+DRAIN"}
 
 
 async def test_drain_and_resume_are_rejected_while_slurmctld_is_stopped(world: World, context: Context) -> None:
