@@ -38,6 +38,8 @@ RENTED_IMAGE = "with an image and a directory of its own, by tests/e2e/test_rent
 MPI_IMAGE = "from Debian 12, by hand (-m matrix), by tests/e2e/test_image_matrix.py"
 PODMAN = "with podman in place of docker and another port, by hand (-m matrix), by tests/e2e/test_engine_hosts.py"
 ONCE = "once for a machine, by hand; test_engine.py has the errors that name it"
+REBUILD = "with the hosts of its cluster, by hand (-m matrix), by tests/e2e/test_rebuild.py"
+MLFLOW_MOVE = "by test_mlflow.py, which stops the service and starts it again"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
 COMMANDS = {
@@ -122,6 +124,20 @@ COMMANDS = {
     "shoal cost --month 2026-10": MONEY,
     "shoal reap --yes": MONEY,
     "shoal try lambda --max-cost 1": TRIAL,
+    "shoal node drain NODES": REBUILD,
+    "shoal exec -w OLD -- scancel --state=PENDING": REBUILD,
+    "shoal exec -w OLD -- systemctl stop shoal-elastic": REBUILD,
+    "shoal reap": REBUILD,
+    "shoal exec -w OLD -- systemctl stop shoal-mlflow": MLFLOW_MOVE,
+    "shoal exec -w OLD -- /usr/local/lib/shoal/accounting-database backup move": REBUILD,
+    "shoal ssh OLD sudo tar -C / -c PATHS > saved.tar && tar -tf saved.tar > saved.txt": REBUILD,
+    "shoal down": REBUILD,
+    "shoal node resume NODES": REBUILD,
+    "shoal exec -w NEW -- systemctl stop shoal-elastic": REBUILD,
+    "shoal exec -w NEW -- systemctl stop shoal-mlflow": MLFLOW_MOVE,
+    "shoal exec -w NEW -- sh -c 'rm -f /var/lib/shoal/elastic/ledger.db*'": REBUILD,
+    "shoal ssh NEW sudo tar -C / -x < saved.tar && shoal up": REBUILD,
+    "shoal restore NAME": REBUILD,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

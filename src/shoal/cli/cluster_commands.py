@@ -107,7 +107,11 @@ def up(
         bool, typer.Option("--allow-job-loss", help="Proceed even if a change ends jobs.")
     ] = False,
     leave_rented: Annotated[
-        bool, typer.Option("--leave-rented", help="Proceed even if some rented machines can no longer be released.")
+        bool,
+        typer.Option(
+            "--leave-rented",
+            help="Proceed even if rented machines can no longer be released, or a former controller cannot be asked.",
+        ),
     ] = False,
     leave_records: Annotated[
         bool, typer.Option("--leave-records", help="Proceed even if records of jobs stay behind.")

@@ -59,11 +59,9 @@ def cluster_goal(spec: Spec, observed: Observation, reached: Mapping[str, str]) 
     rented_names = {member.name for member in rented_members(spec)}
     compute_names = {member.name for member in members if "compute" in member.roles} | rented_names
     leaving_nodes = tuple(name for name in current.nodes if name not in compute_names)
-    # Jobs that began under munge end under it.
-    keep_munge = any(job.state in ACTIVE_STATES for job in observed.slurm.jobs)
-    now = assemble(spec, observed.facts, reached, current, leaving_nodes, keep_munge=keep_munge)
+    now = assemble(spec, observed.facts, reached, current, leaving_nodes)
     _check_versions(now)
-    later = assemble(spec, observed.facts, reached, current, keep_munge=keep_munge) if leaving_nodes else None
+    later = assemble(spec, observed.facts, reached, current) if leaving_nodes else None
     names = {member.name for member in members} | rented_names
     left_hosts = tuple(name for name in {**current.nodes, **current.addresses} if name not in names)
     released_rentals = tuple(name for name in left_hosts if name in current.nodes and current.nodes[name].cloud)

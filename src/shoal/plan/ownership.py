@@ -9,6 +9,7 @@ from shoal.agent.client import FactsRequest
 from shoal.agent.document import File
 from shoal.agent.facts import FileFact
 from shoal.errors import HostError, ShoalError
+from shoal.hosts.api import Host
 from shoal.plan.connections import Fleet
 from shoal.plan.model import Change, Cost
 from shoal.plan.observe import Observation, slurm_view
@@ -79,6 +80,11 @@ class ForeignHost:
             f"take {self.name} out of this file; or run `shoal node remove {self.node or self.name}` with the file of "
             f"{old}; or use `shoal up --take-over`, which ends the jobs on it"
         )
+        if old == self.cluster:
+            fix = (
+                f"if that is this cluster, it keeps {self.record.controller} as `controller` until `shoal down`: see "
+                f"docs/rebuild.md\nif it is another of this name, {fix}"
+            )
         return Finding("error", f"belongs to cluster {self.record}", self.jobs_text, fix, host=self.name)
 
     def change(self) -> Change:
@@ -94,6 +100,12 @@ def _jobs_text(answers: bool, jobs: Sequence[JobState]) -> str:
     return f"running: job {', '.join(f'{job.id} ({job.user})' for job in jobs)}"
 
 
+async def running_jobs_text(host: Host) -> str:
+    """Which jobs run in the cluster of a host."""
+    view = await slurm_view(host)
+    return _jobs_text(view.running, [job for job in view.jobs if job.state in ACTIVE_STATES])
+
+
 async def unusable_host_findings(spec: Spec, observed: Observation, fleet: Fleet) -> list[Finding]:
     """The hosts that cannot become what the file says: they have another Slurm, with its jobs, or lack WireGuard."""
     others = other_slurm(spec, observed.facts)
@@ -102,8 +114,7 @@ async def unusable_host_findings(spec: Spec, observed: Observation, fleet: Fleet
         what, fix = others[name]
         jobs = "none of its daemons runs"
         if any(map(observed.facts[name].is_active, DAEMONS)):
-            view = await slurm_view(await fleet.host(name))
-            jobs = _jobs_text(view.running, [job for job in view.jobs if job.state in ACTIVE_STATES])
+            jobs = await running_jobs_text(await fleet.host(name))
         return Finding("error", what, jobs, fix, host=name, path="slurm.from")
 
     return [*(await fleet.each(others, inspect)).values(), *missing_wireguard(spec, observed.facts)]
@@ -142,7 +153,7 @@ def reject_hosts(found: Iterable[Finding]) -> None:
     """Raise ShoalError for hosts that cannot become members as they are."""
     if findings := list(found):
         problems = "\n".join(f"{finding.host}: {finding.what} ({finding.found})" for finding in findings)
-        fixes = dict.fromkeys(finding.fix for finding in findings)
+        fixes = dict.fromkeys(line for finding in findings for line in finding.fix.splitlines())
         raise ShoalError(f"{problems}\nnothing was changed", hint="\n".join(fixes))
 
 

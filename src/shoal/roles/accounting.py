@@ -122,7 +122,7 @@ def database(cluster: Cluster, member: Member) -> Document:
         address_wait_file(cluster, member, "slurmdbd"),
         replace(conf, owner="slurm", group="slurm", restarts=("slurmdbd",), keep=True),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
-        *daemon(cluster, member.name, "slurmdbd"),
+        *daemon(cluster, "slurmdbd"),
         File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth, address)),
         Command(
             "register the cluster",

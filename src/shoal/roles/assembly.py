@@ -49,14 +49,11 @@ def assemble(
     reached: Mapping[str, str],
     before: CurrentConf | None = None,
     leaving: Iterable[str] = (),
-    *,
-    keep_munge: bool = True,
 ) -> Cluster:
     """Combine spec and facts.
 
     `before` is the current configuration: a host that does not answer keeps its place in it, and so does a node that is
-    `leaving`, until its jobs have ended. With `keep_munge` Shoal's own Slurm goes on to accept messages of jobs that
-    began with munge.
+    `leaving`, until its jobs have ended.
     """
     before = before or CurrentConf()
     leaving = tuple(name for name in leaving if name in before.nodes)
@@ -97,7 +94,7 @@ def assemble(
         one_address=one_address,
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
-        munge=not uses_tree(spec) or (before.munge and keep_munge),
+        munge=not uses_tree(spec),
         power=rentals.power_saving(spec),
         health=spec.health.mode != "off",
         oci=uses_oci(spec),

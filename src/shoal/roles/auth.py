@@ -54,7 +54,7 @@ class AuthComponent(Component):
         }
         if "login" in member.roles:
             # A host without other Slurm daemons needs sackd to sign for commands.
-            stages[Stage.NODES] = daemon(cluster, member.name, "sackd")
+            stages[Stage.NODES] = daemon(cluster, "sackd")
         return stages
 
     def removal(self) -> Document:

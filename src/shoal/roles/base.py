@@ -52,7 +52,7 @@ def installation(cluster: Cluster, member: Member) -> Document:
         installed = [Packages(names)] if names else ()
         return (*_accounts(cluster), *source_items(cluster, member), *installed, *tree_items(cluster, member))
     names = (*packages(cluster.spec, member, facts), *pmix_packages(facts))
-    return (*_accounts(cluster), *source_items(cluster, member), Packages(names), *pmix_items(facts))
+    return (*_accounts(cluster), Packages(names), *pmix_items(facts))
 
 
 def neighbour_items(cluster: Cluster, member: Member) -> Document:
@@ -109,9 +109,7 @@ def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[st
 
 def _munge(cluster: Cluster, member: Member) -> list[Item]:
     if uses_tree(cluster.spec):
-        # What packages left stays as it is until the jobs that began with it have ended.
-        is_left = cluster.facts[member.name].digest(MUNGE_KEY) and not cluster.conf.munge
-        return [Service("munge", enabled=False, running=False), File(MUNGE_KEY)] if is_left else []
+        return []
     # systemd creates it otherwise.
     run = [Directory("/run/munge", owner="munge", group="munge")] if member.name in cluster.tunnels else []
     return [

@@ -31,7 +31,7 @@ def compute(cluster: Cluster, member: Member) -> Document:
         Directory("/etc/tmpfiles.d"),
         File(TMPFILES, tmpfiles_conf()),
         DeviceRule(DEVICE_RULE, device_rules() if cluster.facts_of(member.name).gpus else ""),
-        *daemon(cluster, member.name, "slurmd", *slurmd_options(cluster, member), drop_ins=_drop_ins(cluster, member)),
+        *daemon(cluster, "slurmd", *slurmd_options(cluster, member), drop_ins=_drop_ins(cluster, member)),
     )
 
 

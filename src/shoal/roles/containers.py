@@ -180,7 +180,7 @@ def container_compute(cluster: Cluster, member: Member) -> Document:
         File(CGROUP_CONF, cgroup_conf(conf), restarts=restarts, keep=True),
         File(GRES_CONF, gres_conf(conf), restarts=restarts, keep=True),
         File(SLURM_CONF, slurm_conf(conf), restarts=restarts, keep=True),
-        daemon(cluster, member.name, "slurmd", *rented)[-1],  # a container has no systemd, and so no units
+        daemon(cluster, "slurmd", *rented)[-1],  # a container has no systemd, and so no units
     )
 
 

@@ -58,7 +58,7 @@ def controller(cluster: Cluster) -> Document:
         *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
         replace(slurm_conf_file(cluster), restarts=restarts, reloads=reloads),
         address_wait_file(cluster, cluster.controller, "slurmctld"),
-        *daemon(cluster, cluster.controller.name, "slurmctld"),
+        *daemon(cluster, "slurmctld"),
         # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
@@ -75,13 +75,10 @@ def _oci_file(cluster: Cluster) -> Document:
 
 
 def _mpi_file(cluster: Cluster, reloads: tuple[str, ...]) -> Document:
-    """mpi.conf for Shoal's own Slurm, and its removal. One of the operator's own, in `files`, stays."""
-    if MPI_CONF in cluster.spec.files:
+    """mpi.conf for Shoal's own Slurm. One of the operator's own, in `files`, stays."""
+    if MPI_CONF in cluster.spec.files or cluster.slurm_prefix == PACKAGES_PREFIX:
         return ()
-    if cluster.slurm_prefix != PACKAGES_PREFIX:
-        return (File(MPI_CONF, mpi_conf(), reloads=reloads, keep=True),)
-    is_ours = is_written_by_shoal(cluster.controller_facts.text(MPI_CONF))
-    return (File(MPI_CONF, reloads=reloads),) if is_ours else ()
+    return (File(MPI_CONF, mpi_conf(), reloads=reloads, keep=True),)
 
 
 def _old_state(cluster: Cluster) -> Document:

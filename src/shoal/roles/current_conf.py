@@ -38,8 +38,6 @@ class CurrentConf:
     sites: Mapping[str, str] = field(default_factory=dict)
     """The site of every node, where there are several."""
     pmix: bool = False
-    munge: bool = False
-    """Whether slurmctld accepts messages that munge signed."""
     one_address: bool = False
     """Whether Slurm's daemons listen at one address of their host only."""
 
@@ -58,7 +56,6 @@ def read_current_conf(controller: Facts | None) -> CurrentConf:
         confinement=_confinement(conf, controller.text(CGROUP_CONF)),
         sites=switches_of_nodes(controller.text(TOPOLOGY_CONF)),
         pmix=settings.get("mpidefault") == "pmix",
-        munge="auth/munge" in (settings.get("authtype"), settings.get("authalttypes")),
         one_address="NoInAddrAny" in settings.get("communicationparameters", ""),
     )
 

@@ -61,7 +61,7 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
             before = stages.get(stage, ())
             first = stage is Stage.NODES and component.precedes_slurmd and member.rented
             stages[stage] = (*document, *before) if first else (*before, *document)
-    stages[Stage.NODES] = (*stages.get(Stage.NODES, ()), *last_items(cluster, member))
+    stages[Stage.NODES] = (*stages.get(Stage.NODES, ()), *last_items(cluster))
     return {stage: document for stage, document in sorted(stages.items()) if document}
 
 

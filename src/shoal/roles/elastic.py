@@ -20,7 +20,7 @@ from shoal.remote.power_request import REQUESTS, VERBS
 from shoal.remote.rental_ledger import SERVICE
 from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.environments import install_venv
-from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals, reported_rentals
+from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals
 from shoal.roles.rented import PROGRAMS
 from shoal.roles.slurm_tree import archive_paths, archives_for_rentals, uses_tree
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
@@ -127,9 +127,7 @@ class ElasticComponent(Component):
         name = cluster.controller.name
         facts = cluster.facts.get(name)
         orphans = orphaned_rentals(cluster.spec, facts)
-        others = [(host, fact) for host, fact in cluster.facts.items() if host != name and has_service(fact)]
         findings = [orphan_finding(cluster.spec, orphans, name)] if orphans else []
-        findings += [_move_finding(host, fact, name) for host, fact in others]
         python = [int(number) for number in facts.python.split(".")[:2] if number.isdigit()] if facts else []
         if facts and rented_sets(cluster.spec) and len(python) == 2 and tuple(python) < OLDEST_PYTHON:
             what = "the rental service needs Python 3.11 or newer"
@@ -146,16 +144,6 @@ def secret_name(account: str) -> str:
 def has_service(facts: Facts) -> bool:
     """Whether the rental service is installed on a host."""
     return facts.has_file(UNIT)
-
-
-def _move_finding(host: str, facts: Facts, controller: str) -> Finding:
-    """The rental service moves from another host to the controller."""
-    what = f"the rental service moves from here to {controller}, with its ledger"
-    machines = ", ".join(map(str, reported_rentals(facts)))
-    if not machines:
-        return Finding("info", what, host=host)
-    fix = "wait until they are released; `shoal up --allow-job-loss` releases them at once"
-    return Finding("error", f"{what}; jobs on rented machines would end", machines, fix, host=host)
 
 
 def service_access(cluster: Cluster, member: Member) -> Document:

@@ -72,7 +72,7 @@ def foreign_records(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, HostRec
     """The hosts that belong to another cluster, or to one of this name with a controller that the file lacks."""
     records = {name: record for name, fact in facts.items() if (record := read_host_record(fact)) is not None}
     own = {name: record for name, record in records.items() if record.cluster == spec.cluster}
-    ids = {_fingerprint(fact) for fact in facts.values()}
+    ids = {host_id(fact) for fact in facts.values()}
     ids |= {record.id for name, record in own.items() if is_controller(facts[name])}
     return {name: record for name, record in records.items() if name not in own or record.id not in ids}
 
@@ -92,9 +92,10 @@ def _cluster_id(cluster: str, controller: Facts) -> str:
     record = read_host_record(controller)
     if record and record.id and record.cluster == cluster and is_controller(controller):
         return record.id
-    return _fingerprint(controller)
+    return host_id(controller)
 
 
-def _fingerprint(facts: Facts) -> str:
+def host_id(facts: Facts) -> str:
+    """From its host key: its name may change, and others may have the same."""
     key = strip_comment(facts.text(HOST_KEY)) or facts.hostname
     return hashlib.sha256(key.encode()).hexdigest()[:16]

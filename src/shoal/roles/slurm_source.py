@@ -1,7 +1,7 @@
-"""The Slurm that a host has, and the way from it to the one that the spec asks for.
+"""The Slurm that a host has, and what of it the one that the spec asks for can read.
 
-Packages and Shoal's own Slurm lie beside each other; a unit decides which of them runs. The state of slurmctld and the
-records of slurmdbd pass from one to the other where the new release reads those of the old one.
+`shoal down` keeps the state of slurmctld and the records of slurmdbd. The next Slurm, from packages or from Shoal, goes
+on with them where it reads what the release before it wrote.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shoal.agent.document import HEADER, Command, Directory, Document, File, Item
+from shoal.agent.document import HEADER, Command, Directory, Document, File
 from shoal.agent.facts import Facts
 from shoal.remote import program_text, shell_command
 from shoal.roles.component import PACKAGES_PREFIX, Cluster, FileQuery
@@ -37,7 +37,7 @@ RELEASES = {name: f"/var/lib/shoal/{name}.release" for name in ("slurmctld", "sl
 TABLES = f"/var/lib/mysql/{DATABASE}"
 """The records of slurmdbd, which `down` keeps as well."""
 SOURCE_FILES: Mapping[str, FileQuery] = {
-    **dict.fromkeys((MASKED, *RELEASES.values()), "text"),
+    **dict.fromkeys(RELEASES.values(), "text"),
     TABLES: "there",
 }
 VERSIONED_PACKAGES = ("slurmctld", "slurmd", "slurm-client")
@@ -138,15 +138,11 @@ def records_finding(cluster: Cluster, database: str | None) -> Finding | None:
 
 
 def source_items(cluster: Cluster, member: Member) -> Document:
-    """First: keeps daemons of the distribution that have no task here from running; gives them back with packages."""
+    """First, with Shoal's Slurm: keeps daemons of the distribution that have no task here from running."""
     facts = cluster.facts[member.name]
-    if facts.init != "systemd":
-        return ()
-    if cluster.slurm_prefix == PACKAGES_PREFIX:
-        return mask_removal() if facts.text(MASKED) else ()
     used = set(_daemons(cluster, member))
     idle = [name for name in installed_slurm(facts).daemons if name not in used]
-    if not idle:
+    if facts.init != "systemd" or not idle:
         return ()
     program = program_text("slurm_mask.sh")
     return (
@@ -170,29 +166,17 @@ def _daemons(cluster: Cluster, member: Member) -> Iterator[str]:
         yield "sackd"
 
 
-def last_items(cluster: Cluster, member: Member) -> Document:
-    """Last: the commands of the new Slurm for everybody, and the end of trees that nothing runs from any more."""
-    facts = cluster.facts[member.name]
-    is_tree = cluster.slurm_prefix != PACKAGES_PREFIX
-    if not is_tree and not installed_slurm(facts).ours and not facts.has_file(TREES):
+def last_items(cluster: Cluster) -> Document:
+    """Last: the commands of the newest tree for everybody, and the end of trees that nothing runs from any more."""
+    if cluster.slurm_prefix == PACKAGES_PREFIX:
         return ()
-    keep = cluster.slurm_prefix if is_tree else ""
-    program = program_text("slurm_programs.sh")
+    program, arguments = program_text("slurm_programs.sh"), (f"{TREES}/slurm-", cluster.slurm_prefix)
     tidy = Command(
         "remove a former Slurm of Shoal",
-        shell_command(program, "tidy", f"{TREES}/slurm-", keep),
-        unless=shell_command(program, "tidied", f"{TREES}/slurm-", keep),
+        shell_command(program, "tidy", *arguments),
+        unless=shell_command(program, "tidied", *arguments),
     )
-    units = () if is_tree else tuple(_left_units(cluster, member))
-    return (*units, *([links_command(cluster.slurm_prefix, "link", "check")] if is_tree else ()), tidy)
-
-
-def _left_units(cluster: Cluster, member: Member) -> Iterator[Item]:
-    """Units of Shoal's for daemons that have no task here."""
-    used = set(_daemons(cluster, member))
-    for name, path in zip(DAEMONS, UNIT_FILES, strict=True):
-        if name not in used and cluster.facts[member.name].text(path).startswith(HEADER):
-            yield File(path)
+    return (links_command(cluster.slurm_prefix, "link", "check"), tidy)
 
 
 def mask_removal() -> Document:

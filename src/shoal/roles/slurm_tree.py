@@ -11,7 +11,7 @@ import hashlib
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -154,7 +154,7 @@ def tree_fact_files(spec: Spec) -> dict[str, FileQuery]:
     """The files that tell which Slurm a host has."""
     files: dict[str, FileQuery] = {
         **dict.fromkeys(UNIT_FILES, "text"),
-        **dict.fromkeys((*PACKAGED_DAEMONS, TREES, NFT), "there"),
+        **dict.fromkeys((*PACKAGED_DAEMONS, NFT), "there"),
     }
     return files | ({_mark(require_tree().prefix): "text"} if uses_tree(spec) else {})
 
@@ -229,7 +229,7 @@ def _mark(prefix: str) -> str:
     return f"{prefix}/.complete"
 
 
-def daemon(cluster: Cluster, host: str, name: str, *options: str, drop_ins: Sequence[File] = ()) -> tuple[Item, ...]:
+def daemon(cluster: Cluster, name: str, *options: str, drop_ins: Sequence[File] = ()) -> tuple[Item, ...]:
     """One of Slurm's daemons as a service. Packages bring their units; the tree has ours, which takes precedence.
 
     Our unit contains what drop-ins say: for a drop-in in a new directory systemd would have to read all units again.
@@ -237,13 +237,11 @@ def daemon(cluster: Cluster, host: str, name: str, *options: str, drop_ins: Sequ
     program = f"{cluster.slurm_prefix}/sbin/{name}"
     service = Service(name, command=(program, "-D", *options))
     if cluster.slurm_prefix == PACKAGES_PREFIX:
-        path = f"{UNITS}/{name}.service"
-        is_ours = cluster.facts_of(host).text(path).startswith(HEADER)
         directories = dict.fromkeys(Directory(one.path.rpartition("/")[0]) for one in drop_ins)
-        return (*directories, *drop_ins, *([File(path, restarts=(name,))] if is_ours else ()), service)
+        return (*directories, *drop_ins, service)
     parts = [daemon_unit(name, program), *(str(one.content).removeprefix(HEADER) for one in drop_ins if one.content)]
     unit = File(f"{UNITS}/{name}.service", "\n".join(parts), restarts=(name,), keep=True)
-    return (*(replace(one, content=None) for one in drop_ins), unit, service)
+    return (unit, service)
 
 
 def daemon_unit(name: str, program: str) -> str:

@@ -25,6 +25,7 @@ from shoal.verbs.context import Context, requests
 from shoal.verbs.env import environment_states
 from shoal.verbs.health import accounting_findings, tracking_health
 from shoal.verbs.provider_accounts import account_findings
+from shoal.verbs.rebuild import rebuild_findings
 from shoal.verbs.shares import share_probes, share_ways, unservable_share_findings
 from shoal.verbs.slurmctld import slurm_output, slurmctld_fix
 from shoal.verbs.up import Survey, creation_version_findings, survey
@@ -51,12 +52,8 @@ async def check(context: Context) -> list[Finding]:
     missing = [m.name for m in context.members if m.provider and m.name not in instances]
     if missing:
         findings.append(Finding("info", f"not made yet: {compress(missing)}", fix="run `shoal up`"))
-    present = [m for m in context.members if m.name not in missing]
-    if present:
-        async with await context.fleet(present) as fleet:
-            findings += await _check_hosts(context, fleet, stock)
-    else:
-        findings += creation_version_findings(context, stock, {})
+    async with await context.fleet(m for m in context.members if m.name not in missing) as fleet:
+        findings += await _check_hosts(context, fleet, stock)
     return _worst_first(findings)
 
 
@@ -73,6 +70,8 @@ async def _check_hosts(context: Context, fleet: Fleet, stock: Survey) -> list[Fi
     findings += space_findings(observed.facts)
     mismatches = creation_version_findings(context, stock, observed.facts) if stock.missing else []
     findings += mismatches
+    if kept := await rebuild_findings(context, stock, fleet, observed):
+        return [*findings, *kept]
     if controller not in observed.facts:
         return findings
     others = await foreign_hosts(context.spec, observed, fleet)

@@ -95,7 +95,7 @@ async def record_ended(context: Context, ended: Iterable[tuple[Rental, float]]) 
 async def read_ledger(
     host: Host, ended: Mapping[str, Sequence[object]] | None = None
 ) -> tuple[LedgerRental, ...] | None:
-    """The rentals on a host that may no longer be the controller, once `ended` is recorded there.
+    """The rentals in the controller's ledger, once `ended` is recorded there.
 
     Raises HostError where it does not answer.
     """

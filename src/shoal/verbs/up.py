@@ -19,6 +19,7 @@ from shoal.plan.diff import cluster_goal, make_plan, network_addresses, reject_v
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
 from shoal.plan.ownership import (
+    ForeignHost,
     foreign_hosts,
     reject_foreign,
     reject_hosts,
@@ -39,8 +40,8 @@ from shoal.roles.user_ids import choose_user_ids, user_id_conflicts
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context, cannot_make, compute_hosts, note_at_exit, report_to
-from shoal.verbs.controller_move import move_service, predecessor, record_controller
 from shoal.verbs.provider_accounts import release_findings
+from shoal.verbs.rebuild import rebuild_findings, record_controller
 from shoal.verbs.rentals import ledger_rentals, record_ended
 from shoal.verbs.rented_costs import (
     change_findings,
@@ -106,10 +107,7 @@ async def plan(context: Context, *, take_over: bool = False) -> Plan:
         return Plan(context.cluster, create=stock.missing, rent=quotes, delete=deletions, findings=findings)
     async with await context.fleet(member for member in context.members if member.name not in missing_names) as fleet:
         observed = await _observe(context, fleet)
-        others = await foreign_hosts(context.spec, observed, fleet)
-        reject_foreign(others, take_over)
-        observed = without_other_clusters(observed, others)
-        reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
+        others, observed, _ = await _accept_hosts(context, stock, fleet, observed, take_over)
         preparation_changes = await preparations(context.spec, observed.facts, fleet)
         cluster_plan = await make_plan(context.spec, observed, fleet, connection_addresses(fleet), stock.orphans)
         return replace(
@@ -146,24 +144,18 @@ async def up(
     stock = await survey(context)
     if context.controller.name in stock.new:
         require_secrets(unavailable_secrets(user_secrets(context.spec)))
-    await _check_before_creation(context, stock, take_over)
+    await _check_before_creation(context, stock, take_over, leave_rented)
     require_consent(context.spec, await rental_quotes(context, stock), rent)
     create_failures = await _create(context, stock.missing)
     async with await context.fleet(member for member in context.members if member.name not in create_failures) as fleet:
         fleet.failures.update(create_failures)
         observed = await _observe(context, fleet)
-        others = await foreign_hosts(context.spec, observed, fleet)
-        reject_foreign(others, take_over)
-        observed = without_other_clusters(observed, others)
-        reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
+        others, observed, warnings = await _accept_hosts(context, stock, fleet, observed, take_over, leave_rented)
         _reject_unwritable_state(context, observed)
         orphans = _require_no_orphans(context, observed, leave_rented)
         _reject_moves(context, observed, leave_records)
         _reject_id_conflicts(context, observed)
         reject_missing_scripts(context.spec, observed.facts)
-        former_controller, warnings = await predecessor(
-            context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented
-        )
         await _require_secrets(context, fleet, observed)
         if others:
             cluster_goal(context.spec, observed, connection_addresses(fleet))  # raises before anything is taken
@@ -177,11 +169,9 @@ async def up(
             cluster_plan = await make_plan(context.spec, observed, fleet, addresses, stock.orphans, phase)
         reject_record_loss(cluster_plan.findings, leave_records)
         _reject_job_loss(cluster_plan, allow_job_loss)
-        if former_controller:
-            await move_service(context, fleet, former_controller)
         nodes = compute_hosts(context)
+        record_controller(context, fleet, observed.facts[context.controller.name])  # a run that is killed may rent too
         result = await apply(cluster_plan, fleet, context.controller.name, nodes, context.progress, timeouts)
-        record_controller(context, fleet)
         await record_ended(context, ((rental, 0.0) for rental in orphans))
         late_orphans = await _late_orphans(context, observed)
         problems = await _network_problems(context, fleet, observed) if result.changed else []
@@ -198,20 +188,32 @@ async def up(
         )
 
 
-async def _check_before_creation(context: Context, stock: Survey, take_over: bool) -> None:
-    """Raise before hosts are created where a host that exists belongs to another cluster, or where the hosts' Slurm
-    versions cannot talk to each other."""
+async def _check_before_creation(context: Context, stock: Survey, take_over: bool, leave_rented: bool = False) -> None:
+    """Raise before hosts are created where hosts that exist cannot become members, where the cluster has another
+    controller, or where the hosts' Slurm versions cannot talk to each other."""
     if not stock.missing:
         return
-    facts: Mapping[str, Facts] = {}
-    existing = [member for member in context.members if member.provider is None]
-    if existing:
-        async with await context.fleet(existing) as fleet:
-            observed = await observe(fleet, context.spec)
-            reject_foreign(await foreign_hosts(context.spec, observed, fleet), take_over)
-            reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
-            facts = observed.facts
-    reject_versions(creation_version_findings(context, stock, facts))
+    missing_names = {request.name for _, request in stock.missing}
+    async with await context.fleet(member for member in context.members if member.name not in missing_names) as fleet:
+        observed = await observe(fleet, context.spec, reachability=False)
+        await _accept_hosts(context, stock, fleet, observed, take_over, leave_rented)
+    reject_versions(creation_version_findings(context, stock, observed.facts))
+
+
+async def _accept_hosts(
+    context: Context, stock: Survey, fleet: Fleet, observed: Observation, take_over: bool, leave_rented: bool = False
+) -> tuple[tuple[ForeignHost, ...], Observation, tuple[Finding, ...]]:
+    """Raise for hosts that cannot become members as they are, and for what the cluster keeps and the file changes.
+
+    Returns the hosts to take over, the observation without what their clusters left, and warnings.
+    """
+    kept = await rebuild_findings(context, stock, fleet, observed, leave=leave_rented)
+    reject_hosts(finding for finding in kept if finding.level == "error")
+    others = await foreign_hosts(context.spec, observed, fleet)
+    reject_foreign(others, take_over)
+    observed = without_other_clusters(observed, others)
+    reject_hosts(await unusable_host_findings(context.spec, observed, fleet))
+    return others, observed, kept
 
 
 def creation_version_findings(context: Context, stock: Survey, facts: Mapping[str, Facts]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""From packages to Shoal's own Slurm and back: which Slurm a host has, and what the way costs."""
+"""Which Slurm a host has, that its cluster keeps it, and what the next one can read."""
 
 import subprocess
 from dataclasses import replace
@@ -8,18 +8,17 @@ import pytest
 from tests.support.fake_world import spec_of
 from tests.unit.roles.test_slurm_tree_role import ADDRESSES, PREFIX, TEXT, facts_of, put_wheel
 
-from shoal.agent.document import Command, Document, File, Packages, Service
+from shoal.agent.document import Command, Document
 from shoal.agent.facts import Facts, FileFact, Package
 from shoal.remote import program_text, shell_command
 from shoal.roles.assembly import assemble
-from shoal.roles.base import MUNGE_KEY
 from shoal.roles.component import Cluster
-from shoal.roles.current_conf import SLURM_CONF, read_current_conf
+from shoal.roles.current_conf import read_current_conf
 from shoal.roles.documents import documents
 from shoal.roles.host_record import HOST_RECORD, STATE_OWNER
-from shoal.roles.slurm_source import MASKED, RELEASES, TABLES, installed_slurm, other_slurm, records_finding, unreadable
+from shoal.roles.slurm_source import RELEASES, TABLES, installed_slurm, other_slurm, records_finding, unreadable
 from shoal.roles.slurm_tree import daemon_unit
-from shoal.slurm.conf import slurm_conf
+from shoal.verbs.rebuild import has_other_slurm
 
 PACKAGES = TEXT.replace("slurm: {from: shoal}\n", "")
 UNIT = "/etc/systemd/system/{}.service"
@@ -65,7 +64,7 @@ def test_slurm_that_runs_and_is_not_of_shoal_is_named_with_the_fix() -> None:
     stopped = packaged(facts_of("n1"), "24.11.5-4", "slurmd", active=False)
     assert other_slurm(spec_of(TEXT), {"n1": stopped}) == {}
     member = replace(foreign, files={**foreign.files, HOST_RECORD: FileFact(text="{}")})
-    assert other_slurm(spec_of(TEXT), {"n1": member}) == {}  # a cluster of Shoal's moves
+    assert other_slurm(spec_of(TEXT), {"n1": member}) == {}  # of a cluster of Shoal's
     own_build = replace(facts_of("n1"), services={"slurmd": "active"})
     assert "n1" in other_slurm(spec_of(TEXT), {"n1": own_build})
     container = replace(own_build, init="none")
@@ -81,39 +80,24 @@ def test_version_is_that_of_the_unit_or_of_the_package() -> None:
     assert installed_slurm(facts_of("n1")).version is None
 
 
-def test_daemons_of_the_distribution_without_a_task_are_masked_and_given_back() -> None:
+def test_daemons_of_the_distribution_without_a_task_are_masked() -> None:
     facts = {name: facts_of(name) for name in ADDRESSES}
     facts["n1"] = packaged(facts["n1"], "24.11.5-4", "slurmctld", "slurmd", active=False)
     assert "command mask the distribution's slurmctld" in keys(items_of(cluster(TEXT, facts), "n1"))
     assert not [key for key in keys(items_of(cluster(TEXT, facts), "c1")) if "mask" in key]
-    back = {name: facts_of(name, PACKAGES) for name in ADDRESSES}
-    back["n1"] = facts_of("n1", PACKAGES, **{MASKED: FileFact(text="slurmctld\n")})
-    found = keys(items_of(cluster(PACKAGES, back), "n1"))
-    assert found.index("command unmask the distribution's Slurm") < found.index("service slurmd")
 
 
-def test_way_to_packages_removes_units_before_the_services_and_the_tree_last() -> None:
-    facts = {name: facts_of(name, PACKAGES, **OURS) for name in ADDRESSES}
-    for host, daemon in (("c1", "slurmctld"), ("n1", "slurmd")):
-        items = items_of(cluster(PACKAGES + "auth: slurm\n", facts), host)
-        [unit] = [item for item in items if isinstance(item, File) and item.path == UNIT.format(daemon)]
-        assert (unit.content, unit.restarts) == (None, (daemon,))
-        assert items.index(unit) < items.index(next(i for i in items if isinstance(i, Service) and i.name == daemon))
-        assert keys(items)[-1] == "command remove a former Slurm of Shoal"
-        assert any(isinstance(item, Packages) and daemon in item.names for item in items)
-    # A unit of a daemon that has no task here goes as well.
-    assert f"file {UNIT.format('slurmdbd')}" in keys(items_of(cluster(PACKAGES, facts), "n1"))
+RECORD = {HOST_RECORD: FileFact(text='{"cluster": "reef", "controller": "c1"}')}
 
 
-def test_munge_is_accepted_until_the_jobs_that_began_with_it_have_ended() -> None:
-    facts = {name: facts_of(name, **{MUNGE_KEY: FileFact(sha256="ab")}) for name in ADDRESSES}
-    before = slurm_conf(cluster(PACKAGES, {name: facts_of(name, PACKAGES) for name in ADDRESSES}).conf)
-    facts["c1"] = facts_of("c1", **{MUNGE_KEY: FileFact(sha256="ab"), SLURM_CONF: FileFact(text=before)})
-    busy, idle = cluster(TEXT, facts, keep_munge=True), cluster(TEXT, facts, keep_munge=False)
-    assert "AuthAltTypes=auth/munge\n" in slurm_conf(busy.conf)
-    assert not [key for key in keys(items_of(busy, "n1")) if "munge" in key]
-    assert "munge" not in slurm_conf(idle.conf)
-    assert {"service munge", f"file {MUNGE_KEY}"} <= {*keys(items_of(idle, "n1"))}
+def test_source_is_that_of_a_host_of_the_cluster_with_systemd() -> None:
+    packages = packaged(facts_of("n1", **RECORD), "24.11.5-4", "slurmd")
+    tree = facts_of("n1", PACKAGES, **RECORD, **OURS)
+    assert has_other_slurm(spec_of(TEXT), packages) and has_other_slurm(spec_of(PACKAGES), tree)
+    assert not has_other_slurm(spec_of(PACKAGES), packages) and not has_other_slurm(spec_of(TEXT), tree)
+    assert not has_other_slurm(spec_of(TEXT.replace("cluster: reef", "cluster: atoll")), packages)
+    assert not has_other_slurm(spec_of(TEXT), packaged(facts_of("n1"), "24.11.5-4", "slurmd"))  # `down` released it
+    assert not has_other_slurm(spec_of(TEXT), replace(packages, init="none"))
 
 
 def controller_with(old: str, text: str = TEXT, **files: FileFact) -> dict[str, Facts]:

@@ -1,9 +1,9 @@
 """Which of two services of one cluster is the leader: the later one. The earlier one changes nothing any more.
 
-A controller that moved to another host may leave its service behind, unreachable. Every order carries in its token when
-its service became the leader, so lists of providers tell the two apart. A service that sees a machine of a later one is
-superseded: it orders and deletes nothing, even after a restart, until `shoal up` makes it the leader again. For the
-later one, machines of the earlier are orphans, and it deletes them.
+A former controller that `shoal up --leave-rented` could not reach may still have its service. Every order carries in
+its token when its service became the leader, so lists of providers tell the two apart. A service that sees a machine of
+a later one is superseded: it orders and deletes nothing, even after a restart, until `shoal up` makes it the leader
+again. For the later one, machines of the earlier are orphans, and it deletes them.
 """
 
 from __future__ import annotations

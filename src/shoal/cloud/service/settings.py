@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.errors import UsageError
-from shoal.remote.rental_ledger_move import leader_since
 from shoal.roles.elastic import CONTENTS, LEADER_SINCE, SETTINGS, STATE
 from shoal.spec.files import load_contents
 from shoal.spec.model import Spec
@@ -58,8 +57,16 @@ def read_settings(directory: Path = Path(SETTINGS)) -> ServiceSettings:
         except (KeyError, TypeError, AttributeError):
             raise _broken(directory / "accounts.json", f"account {name} is incomplete") from None
     identity = directory / "id_ed25519"
-    since = leader_since(directory / Path(LEADER_SINCE).name)
+    since = _leader_since(directory / Path(LEADER_SINCE).name)
     return ServiceSettings(model, accounts, _text(identity.with_suffix(".pub")), identity, since)
+
+
+def _leader_since(path: Path) -> int:
+    """Since when the service on this host is in charge; 0 where nothing says so."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _json(path: Path) -> object:
