@@ -17,8 +17,11 @@ NOT_READY = frozenset({"DOWN", "UNKNOWN", "NOT_RESPONDING", "FUTURE", "INVALID_R
 AWAITED = "idle+not_responding"
 """The state of a node that was resumed, or whose slurmctld was started, until it answers. A silent one becomes DOWN."""
 
-UNSCHEDULED = NOT_READY | {"DRAIN", "FAIL", "POWERING_DOWN", "POWERED_DOWN"}
+RESUMABLE = NOT_READY | {"DRAIN", "FAIL"}
 """States that `resume` ends."""
+
+UNSCHEDULED = RESUMABLE | {"POWERING_DOWN", "POWERED_DOWN"}
+"""States in which a node takes no job at once: a rented one gets a machine first."""
 
 
 async def drain_nodes(host: Host, names: Sequence[str], reason: str = LEAVING_REASON) -> None:
@@ -29,7 +32,7 @@ async def drain_nodes(host: Host, names: Sequence[str], reason: str = LEAVING_RE
 async def resume_nodes(host: Host, names: Sequence[str]) -> list[str]:
     """Put nodes back into scheduling. Returns the names of those that were out of it: Slurm rejects the others."""
     result = await host.run(state.NODES_COMMAND, timeout=30)
-    scheduled = {node.name for node in state.parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
+    scheduled = {node.name for node in state.parse_nodes(result.text) if not RESUMABLE & set(node.state)}
     names_to_resume = [name for name in names if name not in scheduled]
     await _update(host, names_to_resume, "state=resume")
     return names_to_resume
