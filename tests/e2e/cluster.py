@@ -39,6 +39,8 @@ KIND = os.environ.get("SHOAL_TEST_KIND", "")
 """What sandbox hosts are: `SHOAL_TEST_KIND=vm .venv/bin/pytest tests/e2e/test_confinement.py` uses virtual machines.
 
 With `podman` or `docker` they are containers of that engine; test_cluster.py then runs as an ordinary user, too."""
+ENGINES = ("podman", "docker")
+"""Kinds whose hosts have no cgroups for Slurm."""
 
 SLOWNESS = 9 if KIND == "vm" else 1
 """How many times as long as on containers something may take: virtual machines may be emulated."""
@@ -52,7 +54,12 @@ IMAGE = os.environ.get("SHOAL_TEST_IMAGE", "")
 
 
 ON_DEBIAN_12 = pytest.mark.skipif(bool(IMAGE), reason=f"needs hosts on Debian 12, and SHOAL_TEST_IMAGE={IMAGE} is set")
-"""For tests of cgroups, which sandbox hosts have on Debian 12 alone, and of torch, whose wheel is for its Python."""
+"""For tests of torch, whose wheel is for its Python, and of cgroups in files that are for containers alone."""
+WITH_CGROUPS = pytest.mark.skipif(
+    bool(IMAGE) or KIND in ENGINES,
+    reason="needs Slurm's cgroups, which containers have on Debian 12 alone, and engines never",
+)
+"""For tests of cgroups."""
 
 
 def on_image(text: str, image: str = IMAGE) -> str:
@@ -76,6 +83,7 @@ def of_kind(text: str, kind: str = KIND) -> str:
     """A spec whose sandbox hosts are of this kind, where it names none."""
     if not kind or "provider: sandbox" not in text or re.search("^sandbox:", text, re.MULTILINE):
         return text
+    text = text.replace(", cgroups: true", "") if kind in ENGINES else text
     return re.sub(r"^cluster: .*$", rf"\g<0>\nsandbox: {kind}", text, count=1, flags=re.MULTILINE)
 
 

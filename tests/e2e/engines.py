@@ -6,8 +6,6 @@ from tests.e2e.cluster import KIND
 
 from shoal.sandbox.engine import find_engine
 
-ENGINES = ("podman", "docker")
-
 
 def engine_lists(name: str) -> list[list[str]]:
     """Commands that list all that an engine has: containers, networks, volumes."""

@@ -13,8 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import HOLD_APT, KIND, LIMIT, RELEASE_APT, SLOWNESS, SLURM, Cluster, kill, read_until, taken_down
-from tests.e2e.engines import ENGINES, engine_lists, outside_prefix
+from tests.e2e.cluster import (
+    ENGINES,
+    HOLD_APT,
+    KIND,
+    LIMIT,
+    RELEASE_APT,
+    SLOWNESS,
+    SLURM,
+    Cluster,
+    kill,
+    read_until,
+    taken_down,
+)
+from tests.e2e.engines import engine_lists, outside_prefix
 
 from shoal.sandbox.layout import Layout
 

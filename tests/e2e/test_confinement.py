@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.cluster import WITH_CGROUPS, Cluster
 from tests.e2e.standing import Standing
 
 COVERS = "roles/compute slurm/conf jobs/failure"
 GROUP = "reef"
-pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
+pytestmark = [pytest.mark.sandbox, WITH_CGROUPS]
 
 EATS = """\
 import os, time

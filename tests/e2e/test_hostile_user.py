@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.cluster import WITH_CGROUPS, Cluster
 from tests.e2e.standing import PROVIDER_KEY, Standing, build_lagoon
 
 from shoal.roles import accounting, elastic
@@ -228,7 +228,7 @@ GPUS = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done"
 HARM = "for pid in $(pgrep -u alice); do cat /proc/$pid/environ; kill -9 $pid; done; cat /home/alice/held.out"
 
 
-@ON_DEBIAN_12
+@WITH_CGROUPS
 def test_job_reaches_neither_the_gpu_nor_the_processes_of_another_job(cluster: Cluster) -> None:
     job = job_of_alice(cluster)
     srun = "srun -w fish1 --mem=50M"
@@ -245,7 +245,7 @@ def test_job_reaches_neither_the_gpu_nor_the_processes_of_another_job(cluster: C
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20"
 
 
-@ON_DEBIAN_12
+@WITH_CGROUPS
 def test_ssh_needs_a_job_and_is_for_nobody_else(cluster: Cluster) -> None:
     job_of_alice(cluster)
     assert run_as(cluster, "alice", f"{SSH} fish1 hostname") == "fish1\n"

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.cluster import WITH_CGROUPS, Cluster
 from tests.e2e.image_files import BROKEN, HERE, OTHER, file, hostile_files, layer_of, write_archive
 from tests.e2e.image_users import User, lines, shared, user_with_image, write_image
 from tests.e2e.standing import Standing
@@ -129,7 +129,7 @@ def test_broken_image_is_named_and_leaves_nothing(ann: User, cluster: Cluster) -
     assert ".new" not in cluster.on("fish1", "ls", "-A", f"{IMAGES}/ann")
 
 
-@ON_DEBIAN_12
+@WITH_CGROUPS
 def test_limits_of_the_job_hold_in_an_image(ann: User, cluster: Cluster) -> None:
     seen = ann.run("-w fish1 --gpus-per-node 1 --mem 250M --image mini", "limits.py 100")
     assert re.findall(r"(?:opened|denied) \d", seen) == ["opened 0", "denied 1"]

@@ -104,8 +104,9 @@ class Client:
         (self.home / ".ssh").mkdir(parents=True)
         self.tree.mkdir()
         (self.tree / "train.py").write_text(SCRIPT)
-        address = cluster.instances()["controller"].address
-        (self.home / ".ssh/config").write_text(f"Host desktop\n    HostName {address}\n    IdentityFile {key}\n")
+        at = cluster.instances()["controller"]
+        text = f"Host desktop\n    HostName {at.address}\n    Port {at.port or 22}\n    IdentityFile {key}\n"
+        (self.home / ".ssh/config").write_text(text)
         for path in (self.home, *self.home.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
 
