@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def sweep() -> list[str]:
                 continue
             if lines := file.read().splitlines():
                 cluster, cache = lines
-                _end_commands(cluster)
+                _end_commands(cluster, Path(cache))
                 asyncio.run(SandboxProvider(Path(cache)).destroy(cluster, lambda text, part: None))
                 swept.append(cluster)
             note.unlink(missing_ok=True)
@@ -70,12 +70,20 @@ def _locked(file: int) -> bool:
     return True
 
 
-def _end_commands(cluster: str) -> None:
-    """A command that outlived its test would go on making hosts."""
+def _end_commands(cluster: str, cache: Path) -> None:
+    """A command that outlived its test would go on making hosts. Another cache has another cluster of that name."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if f"{TAG}={cluster}" in (process / "environ").read_bytes().decode(errors="replace").split("\0"):
+            words = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            given = dict(word.partition("=")[::2] for word in words)
+            if given.get(TAG) == cluster and cache_of(given) == cache:
                 os.kill(int(process.name), signal.SIGKILL)
+
+
+def cache_of(environment: Mapping[str, str]) -> Path:
+    """The cache of a process with such an environment."""
+    base = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME', '')}/.cache"
+    return Path(environment.get("SHOAL_CACHE") or f"{base}/shoal")
 
 
 if __name__ == "__main__":
