@@ -24,6 +24,8 @@ GROWS = (
     *(r".*/__pycache__(/.*)?", r".*\.pyc"),
     # What torch and its data workers leave of every job.
     *(r"/tmp/torch(inductor|elastic)_[^/]+(/.*)?", r"/tmp/pymp-[^/]+(/.*)?"),
+    # What `ssh` needs while the rental service runs, and for the next command.
+    *(r"/tmp/shoal-(ssh|connections)-[^/]+(/.*)?",),
     # Copies by useradd, before its last change.
     *(r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-",),
     # Rewritten by systemd, by package management or at every `up`, with nothing of a test in it.

@@ -55,6 +55,7 @@ def ssh(
     Ordinary users get one on the nodes of their running jobs, inside the job and its image, with its GPUs and limits.
     """
     with Session(json, file, cluster) as session:
+        from shoal.hosts.ssh_route import remove_directory
         from shoal.verbs.exec import forget_host, ssh_command
 
         context = session.open()
@@ -67,6 +68,7 @@ def ssh(
         line = session.run(ssh_command(context, host, command or [], job, terminal=terminal, outside=outside))
         if session.finish({"command": line}):
             return
+        remove_directory()
         try:
             os.execvp(line[0], line)
         except FileNotFoundError:

@@ -27,7 +27,7 @@ from shoal.hosts.ssh_route import SshOptions, read_route
 
 KEPT_ANSWER_S = 3.0
 """After this, a connection that was kept counts as lost: the machine or its network may have changed since."""
-MAX_SESSIONS = 6
+MAX_SESSIONS, MAX_KILLERS = 6, 3
 """sshd allows ten sessions a connection; ours for the login is one, and programs that kill others need some."""
 REFUSED_AGAIN_S = (0.05, 0.2, 0.5)
 """sshd may still count a session whose end we have seen."""
@@ -108,7 +108,7 @@ class SshHost(LineHost):
         self._user = user
         self._login = login
         self._may_sudo = may_sudo
-        self._sessions = asyncio.Semaphore(MAX_SESSIONS)
+        self._sessions, self._killers = asyncio.Semaphore(MAX_SESSIONS), asyncio.Semaphore(MAX_KILLERS)
         self._running: set[LocalChannel] = set()
         self._forwarded: list[str] = []
 
@@ -189,11 +189,12 @@ class SshHost(LineHost):
 
     async def _kill(self, through_sudo: bool, pid: int) -> None:
         """Kill a program and its group by its process id; a lost connection leaves nothing to do."""
-        killer = await self._start([*KILL_COMMAND, str(pid)], through_sudo, False, self._running.discard)
-        try:
-            await killer.wait_ended()
-        finally:
-            await LocalChannel.kill(killer)
+        async with self._killers:
+            killer = await self._start([*KILL_COMMAND, str(pid)], through_sudo, False, self._running.discard)
+            try:
+                await killer.wait_ended()
+            finally:
+                await LocalChannel.kill(killer)
 
     def _release(self, channel: LocalChannel) -> None:
         if channel in self._running:

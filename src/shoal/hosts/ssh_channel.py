@@ -10,16 +10,17 @@ from shoal.errors import HostError
 from shoal.hosts.local import LocalChannel
 from shoal.hosts.process import KILLED
 
-_KILL_TIMEOUT_S = 2.0
+_KILL_TIMEOUT_S = 4.0
 LOST = 255
 """How `ssh` ends when the connection does, or when no program was started."""
 
 # sshd does not pass signals on to root's programs, so a shell announces its process id, and another program kills it.
 # It waits for the program, because `ssh` reports one that a signal ended as a lost connection, and says so where the
 # program's own status is that of a loss.
-_RUN = 'echo "shoal-pid $$" >&2; "$@"; status=$?; [ $status != 255 ] || echo shoal-255 >&2; exit $status'
+_RUN = 'echo "shoal-pid $$" >&2; (exec "$@"); status=$?; [ $status != 255 ] || echo shoal-255 >&2; exit $status'
 RUN_COMMAND = ("sh", "-c", _RUN, "sh")
-_KILL = 'group=$(ps -o pgid= -p "$1") && kill -s KILL -- "-$((group))"; kill -s KILL "$1" 2>/dev/null; true'
+# After the name of the program, which is `sh`: state, parent, group.
+_KILL = 'read -r stat < "/proc/$1/stat" && set -- "$1" ${stat##*) } && kill -s KILL -- "-$4"; kill -s KILL "$1"; true'
 KILL_COMMAND = ("sh", "-c", _KILL, "sh")
 _PID_LINE = re.compile(rb"shoal-pid (\d+)\n")
 _LOST_LINE = b"shoal-255\n"

@@ -20,7 +20,6 @@ import shlex
 import signal
 import stat
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +30,12 @@ from shoal.hosts.api import Result, Target
 from shoal.hosts.host_keys import HostKey, HostKeys, pinned_key
 from shoal.hosts.ssh_route import SshOptions, address, directory, environment, quoted, route_options
 
+MAX_SOCKET_PATH = 86
+"""`ssh` adds 17 characters, and macOS allows 103."""
 KEEP_S = 60
 """How long a connection stays after the command, as with Ansible. With 0 it ends with the command."""
 MAX_LINE_BYTES = 64 << 20
+CONTROL_TIMEOUT_S = END_TIMEOUT_S = 5.0
 READY, ANSWER, END = "shoal-ready", "shoal-answer", "shoal-end"
 _FIRST = f"""echo "{READY} $(id -un)"; as_root=; [ "$(id -u)" = 0 ] || as_root='{" ".join(sudo.as_root(()))}'"""
 _ASK = f"echo {ANSWER}; {{command}} < /dev/null 2> /dev/null; status=$?; echo; echo {END} $status"
@@ -43,7 +45,9 @@ _STAY = "exec cat > /dev/null"
 _REMOVE_DIRECTORY = (
     "sh",
     "-c",
-    '"$@"; if ! kill -0 "$PPID" 2> /dev/null || grep -qs "^State:.Z" "/proc/$PPID/status"; then rm -rf "$0"; fi',
+    'exec 3<&0 < /dev/null; "$@" <&3 3<&- & ssh=$!; exec 3<&- 2> /dev/null; '
+    'trap \'kill "$ssh" 2> /dev/null\' TERM; wait "$ssh"; wait "$ssh"; '
+    'if ! kill -0 "$PPID" 2> /dev/null || grep -qs "^State:.Z" "/proc/$PPID/status"; then rm -rf "$0"; fi',
 )
 _numbers = itertools.count()
 _AUTHENTICATED = re.compile(r"^Authenticated to (\S+) \((?:\[(.*)\]:(\d+)|via proxy)\)", re.M)
@@ -87,7 +91,7 @@ class Login:
         self.expected = pinned_key(target.name, target.host_key) if target.host_key else host_keys.find(target.name)
         kept: tuple[str, int] | None = None
         if options.keep and self.expected and not anew:
-            kept = _claim_connection(target, host_keys.path, self.expected)
+            kept = _claim_connection(repr((target, host_keys.path.absolute(), self.expected, options.config_state)))
         self.socket = kept[0] if kept else str(self._private)
         self._claim = kept[1] if kept else None
         self.is_reused = Path(self.socket).exists()
@@ -100,7 +104,7 @@ class Login:
         known = f"{target.name} {self.expected.type} {self.expected.text}\n" if self.expected else ""
         self._file("keys").write_text(known, encoding="utf-8")
         asked = (("$as_root " if question.root else "") + shlex.join(question.argv) for question in questions)
-        program = "\n".join([_FIRST, *(_ASK.format(command=text) for text in asked), _STAY])
+        program = "; ".join([_FIRST, *(_ASK.format(command=text) for text in asked), _STAY])
         with self._file("errors").open("wb") as errors:
             self._process = subprocess.Popen(
                 [*_REMOVE_DIRECTORY, directory(), *self._command(kept is not None), shlex.join(["sh", "-c", program])],
@@ -137,8 +141,8 @@ class Login:
         self._output, _ = await loop.connect_read_pipe(lambda: protocol, self._process.stdout)
         while line := await output.readline():  # what a login shell has to say may come first
             self.greeting = line.decode("utf-8", "replace").strip() or self.greeting
-            word, _, user = self.greeting.partition(" ")
-            if word == READY and user:
+            _, ready, user = self.greeting.rpartition(f"{READY} ")
+            if ready and user:
                 self._remember_host_key()
                 self._reading = asyncio.create_task(self._read_answers(output, dict(self._answers)))
                 return user
@@ -149,6 +153,8 @@ class Login:
         if self.is_reused or self.host_keys.find(self.target.name) == self.expected is not None:
             return
         shown = self._file("keys").read_text(encoding="utf-8")
+        if not (self.expected or shown):
+            return  # `ssh` has it from elsewhere
         key = self.expected or HostKey.parse(shown.partition(" ")[2])
         place = _AUTHENTICATED.search(self._read("log"))
         host = (place[2] or place[1]) if place else address(self.target)
@@ -184,7 +190,10 @@ class Login:
     def control(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Tell the connection something: `-O exit`, or a port to forward."""
         line = [*self._over(), *words, "--", "shoal"]
-        return subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+        try:
+            return subprocess.run(line, capture_output=True, text=True, check=False, timeout=CONTROL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(line, 255, "", "the connection does not answer")
 
     def _over(self) -> list[str]:
         # Without the connection it would make one of its own.
@@ -197,20 +206,31 @@ class Login:
             await asyncio.wait([self._reading])
 
     def close(self) -> None:
+        is_logged_in = self._reading is not None
         if self._reading is not None:
             self._reading.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
+        if is_logged_in:  # a proxy of the connection that stays is in our group
+            self._process.terminate()
+        else:
+            self._kill_group(signal.SIGTERM)
         for stream in (self._process.stdin, self._output or self._process.stdout):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
-        self._process.wait()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._kill_group(signal.SIGKILL)
+            self._process.wait()
         self.log, self.errors = self._read("log"), self._read("errors")
         for name in ("keys", "errors", "log"):
             self._file(name).unlink(missing_ok=True)
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
+
+    def _kill_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _file(self, kind: str) -> Path:
         return self._private.with_suffix(f".{kind}")
@@ -246,19 +266,19 @@ def take_login(target: Target, known_hosts: Path) -> Login | None:
     return _begun.pop((target, known_hosts), None)
 
 
-def _claim_connection(target: Target, known_hosts: Path, expected: HostKey) -> tuple[str, int] | None:
+def _claim_connection(way: str) -> tuple[str, int] | None:
     """The socket of the connection that stays, and a lock: it is ours until that is closed, or we end.
 
-    None where another command uses it, and where no directory is ours alone.
+    A host with another key, or reached another way, is another connection. None where another command uses it, and
+    where no directory is ours alone, or has a path that is short enough.
     """
-    place = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"shoal-connections-{os.geteuid()}"
+    place = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"shoal-connections-{os.geteuid()}"  # nosec B108
     with contextlib.suppress(OSError):
         place.mkdir(mode=0o700, exist_ok=True)
         status = place.lstat()
         is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-        if KEEP_S and is_ours:
-            # A host with another key, or reached another way, is another connection.
-            name = hashlib.sha256(repr((target, known_hosts.absolute(), expected)).encode()).hexdigest()[:16]
+        name = hashlib.sha256(way.encode()).hexdigest()[:16]
+        if KEEP_S and is_ours and len(str(place / name)) <= MAX_SOCKET_PATH:
             lock = os.open(place / f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
+import glob
 import hashlib
 import os
 import shutil
@@ -63,6 +65,13 @@ class SshOptions:
         path = self.config or Path("~/.ssh/config").expanduser()
         return path if path.is_file() else None  # /dev/null is none
 
+    @property
+    def config_state(self) -> tuple[str, int, int] | None:
+        """Differs where the config does; files that it includes are not looked at."""
+        if path := self.user_config:
+            return str(path), path.stat().st_mtime_ns, path.stat().st_size
+        return None
+
 
 @dataclass(frozen=True)
 class Route:
@@ -107,7 +116,7 @@ def address(target: Target) -> str:
 
 def terminal_command(target: Target, known_hosts: Path, options: Iterable[str] = ()) -> list[str]:
     """An `ssh` for a person, with the keys of the cluster. What follows it is the command, whatever it looks like."""
-    command = ["ssh", "-o", f"UserKnownHostsFile={known_hosts}", "-o", "StrictHostKeyChecking=yes"]
+    command = ["ssh", "-o", f"UserKnownHostsFile={quoted(known_hosts)}", "-o", "StrictHostKeyChecking=yes"]
     command += ["-o", f"HostKeyAlias={target.name}"]
     if target.port:
         command += ["-p", str(target.port)]
@@ -120,7 +129,8 @@ def terminal_command(target: Target, known_hosts: Path, options: Iterable[str] =
 
 def route_options(target: Target, options: SshOptions, known_hosts: Path) -> list[str]:
     """The options of `ssh` that say where a host is and how to log in; the config says what these do not."""
-    settings: dict[str, object] = {**_ALWAYS, **ALGORITHMS, "ClearAllForwardings": "yes"}
+    config = options.user_config
+    settings: dict[str, object] = {**_ALWAYS, "ClearAllForwardings": "yes", **({} if config else ALGORITHMS)}
     if target.user:
         settings["User"] = target.user
     if target.port:
@@ -129,7 +139,6 @@ def route_options(target: Target, options: SshOptions, known_hosts: Path) -> lis
         settings["IdentityFile"], settings["IdentitiesOnly"] = quoted(target.identity.expanduser().absolute()), "yes"
     if not options.agent:
         settings["IdentityAgent"] = "none"
-    config = options.user_config
     file = str(_shared_config(config.absolute(), known_hosts)) if config else "none"
     return ["-F", file, *(f"-o{name}={value}" for name, value in settings.items())]
 
@@ -141,14 +150,18 @@ def _shared_config(user_config: Path, known_hosts: Path) -> Path:
     """
     settings = {
         **_ALWAYS,
+        **_newer_settings(),
         "StrictHostKeyChecking": "accept-new",
-        "UserKnownHostsFile": quoted(jump_keys(known_hosts)),
+        "UserKnownHostsFile": f"{quoted(jump_keys(known_hosts))} ~/.ssh/known_hosts",  # it writes to the first
         "ControlMaster": "auto",
         "ControlPath": f"{directory()}/%C",
         "ControlPersist": KEEP_JUMP_S,
         "ServerAliveInterval": 5,
     }
-    text = "".join(f"{name} {value}\n" for name, value in settings.items()) + f'Include "{user_config}"\n'
+    lines = [f"{name} {value}" for name, value in settings.items()]
+    lines += [f'Include "{glob.escape(str(user_config))}"', "Match all"]  # the user's own algorithms come first
+    lines += [f"{name} {value}" for name, value in ALGORITHMS.items()]
+    text = "".join(f"{line}\n" for line in lines)
     path = Path(directory(), f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.config")
     if not path.exists():
         known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -156,9 +169,19 @@ def _shared_config(user_config: Path, known_hosts: Path) -> Path:
     return path
 
 
+@functools.cache
+def _newer_settings() -> Mapping[str, str]:
+    """What the config of a person may change since OpenSSH 8.7, and would be no help to a program."""
+    names = {"KnownHostsCommand": "none", "SessionType": "default", "StdinNull": "no", "ForkAfterAuthentication": "no"}
+    command = ["ssh", "-G", "-F", "none", *(f"-o{name}={value}" for name, value in names.items()), "--", "host"]
+    known = subprocess.run(command, capture_output=True, timeout=READ_TIMEOUT_S, check=False).returncode == 0
+    return names if known else {}
+
+
 def quoted(path: Path) -> str:
     """A path as `ssh` takes it, which reads `%h` and the like in it."""
-    return '"' + str(path).replace("%", "%%") + '"'
+    text = str(path).replace("%", "%%")
+    return f'"{text}"' if " " in text else text
 
 
 def jump_keys(known_hosts: Path) -> Path:
@@ -178,5 +201,11 @@ def directory() -> str:
     """Where sockets are, which only we can open. Not below TMPDIR: the path of a socket is short."""
     if not _directories or not Path(_directories[-1]).is_dir():  # a service outlives what others remove from /tmp
         _directories.append(tempfile.mkdtemp(prefix="shoal-ssh-", dir="/tmp"))  # nosec B108 - it makes a new one
-        atexit.register(shutil.rmtree, _directories[-1], ignore_errors=True)
+        atexit.register(remove_directory)
     return _directories[-1]
+
+
+def remove_directory() -> None:
+    """At the end, also before another program takes our place."""
+    while _directories:
+        shutil.rmtree(_directories.pop(), ignore_errors=True)

@@ -238,6 +238,44 @@ async def test_settings_for_a_person_do_not_disturb(sshd: Sshd, known_hosts: Pat
     assert place.read_text().startswith("gpu01,")
 
 
+async def test_config_that_brings_host_keys_does_not_replace_the_known_one(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path
+) -> None:
+    make_key(tmp_path / "former")
+    former, config = (tmp_path / "former.pub").read_text().strip(), tmp_path / "config"
+    known_hosts.parent.mkdir(mode=0o700)
+    known_hosts.write_text(f"gpu01,[127.0.0.1]:{sshd.port} {former}\n")
+    config.write_text(
+        f"Host *\n KnownHostsCommand /bin/echo gpu01 {sshd.host_key}\n StdinNull yes\n SessionType none\n"
+    )
+    connector = ssh(known_hosts, config=config)
+    with pytest.raises(HostKeyChanged):
+        await connector.connect(sshd.target("gpu01"))
+    assert await whoami(connector, sshd.target("gpu02"))
+    assert HostKeys(known_hosts).find("gpu02") == HostKey.parse(sshd.host_key)
+
+
+async def test_programs_are_killed_when_all_sessions_are_used(sshd: Sshd, known_hosts: Path) -> None:
+    async with await SshConnector(known_hosts).connect(sshd.target("gpu01")) as host:
+        started = [await host.start(["sh", "-c", "echo $$; exec sleep 3602"], root=False) for _ in range(6)]
+        pids = [int(await process.readline()) for process in started]
+    for _ in range(1200):
+        if not any(_runs(pid) for pid in pids):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"still running: {pids}")
+
+
+@cases("greeting", "printf hi", "echo hello")
+async def test_words_of_a_login_shell_do_not_matter(known_hosts: Path, tmp_path: Path, greeting: str) -> None:
+    with running_sshd(tmp_path / "sshd") as server:
+        authorized = server.folder / "authorized_keys"
+        command = f'command="{greeting}; sh -c \\"$SSH_ORIGINAL_COMMAND\\"" '
+        authorized.write_text(command + authorized.read_text())
+        async with await SshConnector(known_hosts).connect(server.target("gpu01")) as host:
+            assert (await host.run(["true"], root=False)).status == 0
+
+
 async def test_hosts_behind_a_jump_host_share_its_connection(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     with running_sshd(tmp_path / "jump") as jump:
         config, user = tmp_path / "config", sshd.target().user
