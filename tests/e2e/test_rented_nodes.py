@@ -269,7 +269,7 @@ def test_job_starts_two_rented_nodes_and_they_are_released(rented: tuple[Cluster
     said = printed(cluster, job)
     own = {word for word in said if word.startswith("AAAA")}
     assert {*said} - own == {"burst1", "burst2", "0,1", "from", "the", "file"}
-    assert len(own) == 2, said
+    assert len(own) == 2, f"{' '.join(said)} {[expected_key(cluster, node) for node in ('burst1', 'burst2')]}"
     assert len(bill(url)["machines"]) == 2
     # The host keys that they made at the join; nobody else had the private halves.
     assert {expected_key(cluster, node) for node in ("burst1", "burst2")} == {f"ssh-ed25519 {key}" for key in own}

@@ -95,9 +95,13 @@ def access_kind(cluster: Cluster, share: ServedShare, member: str) -> AccessKind
     return choose_access(share.share, share.server, member, cluster.facts[member]).kind
 
 
+# Where systemd has sshd's port, the directory is there only while such a connection is.
+TRY_SSHD = "mkdir -p /run/sshd && exec /usr/sbin/sshd -t -f /dev/stdin"
+
+
 def sshd_file(path: str, text: str | None) -> File:
     """A file of sshd's settings, which sshd tests before it is installed."""
-    trial = ("/usr/sbin/sshd", "-t", "-f", "/dev/stdin") if text else ()
+    trial = ("sh", "-c", TRY_SSHD) if text else ()
     return File(path, text, reloads=(f"command {RELOAD_SSHD}",), accepted_by=trial)
 
 
