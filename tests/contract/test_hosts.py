@@ -136,6 +136,17 @@ async def test_cancelled_run_leaves_the_host_usable(host: Host) -> None:
     assert (await host.run(["true"], root=False)).status == 0
 
 
+async def test_run_can_be_cancelled_at_any_step_of_its_start(host: Host) -> None:
+    for steps in range(16):
+        task = asyncio.create_task(host.run(["sleep", "3600"], root=False))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, waiting = await asyncio.wait([task], timeout=60)
+        assert not waiting, f"still waiting after {steps} steps"
+    assert (await host.run(["true"], root=False)).status == 0
+
+
 async def test_many_programs_run_concurrently_on_a_host(host: Host) -> None:
     results = await asyncio.gather(*(host.run(["printf", "[%s]", str(n)], root=False) for n in range(24)))
     assert [result.text for result in results] == [f"[{n}]" for n in range(24)]

@@ -45,9 +45,10 @@ class LocalHost(LineHost):
         judge = partial(sudo.check_sudo_result, self.name, sudo.login_name(), argv) if through_sudo else None
         channel = LocalChannel(self._running.discard, whole_stderr=whole_stderr)
         try:
-            await asyncio.get_running_loop().subprocess_exec(
-                lambda: channel, *_SHELL, *(sudo.as_root(argv) if through_sudo else argv), start_new_session=True
-            )
+            await channel.start([*_SHELL, *(sudo.as_root(argv) if through_sudo else argv)])
+        except asyncio.CancelledError:
+            await channel.kill()
+            raise
         except OSError as error:
             cause = f"cannot start {program_name(argv)}: {error.strerror or error}"
             hint = "check that the machine is not out of memory or processes"
@@ -67,6 +68,19 @@ class LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
         self._transport: Any = None
         self._ended = False
         self._reaped = asyncio.Event()
+
+    async def start(self, command: Sequence[str]) -> None:
+        """Start the process. It runs even if this is cancelled."""
+        loop = asyncio.get_running_loop()
+        starting = asyncio.ensure_future(loop.subprocess_exec(lambda: self, *command, start_new_session=True))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio waits forever for a process whose start is cancelled before its pipes are connected.
+            while not starting.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([starting])
+            raise
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -108,7 +122,7 @@ class LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
             self._pipe(0).write_eof()
 
     async def kill(self) -> None:
-        if self._ended:
+        if not self.is_open:
             return
         self.killed = True
         # The whole session: the program's children hold its pipes too. One that sudo made root's is not ours to kill;

@@ -175,7 +175,7 @@ class SshHost(LineHost):
         channel = SshChannel(lost, partial(self._kill, through_sudo), on_end, whole_stderr=whole_stderr)
         self._running.add(channel)
         try:
-            await asyncio.get_running_loop().subprocess_exec(lambda: channel, *line, start_new_session=True)
+            await channel.start(line)
             await channel.wait_begun()
         except BaseException as error:
             if channel.is_open:
