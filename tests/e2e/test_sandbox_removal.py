@@ -125,21 +125,22 @@ def test_hosts_of_a_killed_test_run_are_removed_and_those_of_a_live_run_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "images").symlink_to(SandboxProvider().cache / "images")
-    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    layout = Layout(tmp_path, "e2e-left")
-    before = traces(layout)
-    with subprocess.Popen([sys.executable, "-c", RUN], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
-        try:
-            assert run.stdout
-            command = int(run.stdout.readline())
-            assert sweep() == []
-            with pytest.raises(AssertionError, match=r"another test run has .* e2e-left"), noted("e2e-left"):
-                pass
-            assert traces(layout)["mounts"] > before["mounts"], "its hosts are there"
-        finally:
-            run.kill()
-    assert sweep() == ["e2e-left"]
-    asyncio.run(settled(layout, before))
+    with noted("e2e-left", tmp_path):  # for the run that this test is part of, which may be killed too
+        monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+        layout = Layout(tmp_path, "e2e-left")
+        before = traces(layout)
+        with subprocess.Popen([sys.executable, "-c", RUN], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+            try:
+                assert run.stdout
+                command = int(run.stdout.readline())
+                assert sweep() == []
+                with pytest.raises(AssertionError, match=r"another test run has .* e2e-left"), noted("e2e-left"):
+                    pass
+                assert traces(layout)["mounts"] > before["mounts"], "its hosts are there"
+            finally:
+                run.kill()
+        assert sweep() == ["e2e-left"]
+        asyncio.run(settled(layout, before))
     with contextlib.suppress(OSError):  # if it is there, then dead, where nobody buries what is orphaned
         assert Path(f"/proc/{command}/cmdline").read_bytes() == b""
     assert sweep() == [] and sorted(path.name for path in tmp_path.iterdir()) == ["images", "tests"]
